@@ -1,0 +1,41 @@
+"""Follow Kafka's JSON events as streams that can be resumed exactly.
+
+    async with tailrace.connect("http://127.0.0.1:7070") as river:
+        async for event in river.tail("jobs/nightly"):
+            print(event.id, event.data)
+
+Importing this package loads nothing else; each name loads its module when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.client import Feed, River, connect
+    from tailrace.errors import TailraceError
+    from tailrace.wire import Event
+
+__version__ = "0.1.0"
+
+__all__ = ["Event", "Feed", "River", "TailraceError", "__version__", "connect"]
+
+_HOMES = {
+    "Event": "tailrace.wire",
+    "Feed": "tailrace.client",
+    "River": "tailrace.client",
+    "TailraceError": "tailrace.errors",
+    "connect": "tailrace.client",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,317 @@
+"""Looks at the machine and at the parts, and says what to do about each thing that is wrong.
+
+Nothing is changed, nothing is started, and one check that fails does not hide the next. If the embedded stack of the
+configured folder runs, its addresses are the ones looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tailrace.config import Settings
+from tailrace.errors import PrerequisiteMissing, TailraceError
+
+_MIB: Final = 1024 * 1024
+_WANTED_MEMORY: Final = 3 * 1024 * _MIB
+_WANTED_DISK: Final = 2 * 1024 * _MIB
+_EXTRAS: Final = "install Tailrace with its extra 'all': pip install 'tailrace[all]'"
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding."""
+
+    name: str
+    ok: bool | None
+    """None: worth knowing, but nothing fails because of it."""
+    detail: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}"
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    """Everything there is to check, in the order in which things depend on each other."""
+    running = _running(settings)
+    probes: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+        ("java", _java),
+        ("memory", lambda: _memory()),
+        ("disk", lambda: _disk(settings)),
+        ("port", lambda: _port(settings, running)),
+        ("stack", lambda: _stack(settings, running)),
+        ("jars", lambda: _jars(settings)),
+        ("kafka", lambda: _kafka(settings, running)),
+        ("valkey", lambda: _valkey(settings, running)),
+    )
+    for name, probe in probes:
+        try:
+            yield from probe()
+        except ImportError as error:
+            yield Check(name=name, ok=False, detail=f"the package {error.name} is not installed", advice=_EXTRAS)
+
+
+def render(found: Iterable[Check], console: Console) -> int:
+    """Print the findings as they come in, what to do under each; 0 if nothing failed, else 1."""
+    marks = {True: ("ok", "green"), None: ("note", "yellow"), False: ("FAIL", "red")}
+    failed = False
+    for check in found:
+        word, style = marks[check.ok]
+        row = Table.grid(padding=(0, 2))
+        row.add_column(width=4)
+        row.add_column(width=16)
+        row.add_column(overflow="fold")
+        row.add_row(f"[{style}]{word}[/]", check.name, check.detail)
+        if check.ok is not True and check.advice:
+            row.add_row("", "", f"-> {check.advice}", style=style)
+        console.print(row)
+        failed |= check.ok is False
+    return 1 if failed else 0
+
+
+class _Running(msgspec.Struct, frozen=True, kw_only=True):
+    """The embedded stack of the folder, while it runs."""
+
+    pid: int
+    kafka: str
+    valkey: str
+
+
+def _running(settings: Settings) -> _Running | None:
+    try:
+        from tailrace.embedded import ports
+        from tailrace.embedded.supervisor import holder
+    except ImportError:
+        return None
+    folder = Path(settings.embedded.dir)
+    pid = holder(folder)
+    chosen = ports.remembered(folder / "ports.json")
+    if pid is None or not {"kafka", "valkey"} <= chosen.keys():
+        return None
+    return _Running(
+        pid=pid, kafka=f"{ports.HOST}:{chosen['kafka']}", valkey=f"valkey://{ports.HOST}:{chosen['valkey']}/0"
+    )
+
+
+def _java() -> Iterator[Check]:
+    from tailrace.embedded.kafka import find_java
+
+    try:
+        yield Check(name="java", ok=True, detail=str(find_java()))
+    except PrerequisiteMissing as error:
+        what, _, advice = str(error).rpartition(": ")
+        yield Check(name="java", ok=False, detail=what, advice=advice)
+
+
+def _memory() -> Iterator[Check]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    yield Check(
+        name="memory",
+        ok=True if memory.available >= _WANTED_MEMORY else None,
+        detail=f"{_gib(memory.available)} available of {_gib(memory.total)}",
+        advice=f"the stack wants about {_gib(_WANTED_MEMORY)}: lower spark.driver_memory and embedded.kafka_memory",
+    )
+
+
+def _disk(settings: Settings) -> Iterator[Check]:
+    folder = Path(settings.embedded.dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    yield Check(
+        name="disk",
+        ok=free >= _WANTED_DISK,
+        detail=f"{_gib(free)} free for {folder}",
+        advice=f"free at least {_gib(_WANTED_DISK)} there, or choose another folder with --dir",
+    )
+
+
+def _port(settings: Settings, running: _Running | None) -> Iterator[Check]:
+    from tailrace.embedded.ports import is_free
+
+    host, port = settings.serve.host, settings.serve.port
+    if is_free(port, host):
+        yield Check(name="http port", ok=True, detail=f"{host}:{port} is free")
+    elif running:
+        yield Check(name="http port", ok=True, detail=f"{host}:{port} is taken; the embedded stack runs")
+    else:
+        yield Check(
+            name="http port",
+            ok=None,
+            detail=f"{host}:{port} is taken, and not by the stack of {settings.embedded.dir}",
+            advice="fine if that is your service; else stop what listens there, or choose another port with --port",
+        )
+
+
+def _stack(settings: Settings, running: _Running | None) -> Iterator[Check]:
+    from tailrace.embedded.supervisor import STATUS_FILE
+
+    if running is None:
+        yield Check(
+            name="embedded stack",
+            ok=None,
+            detail=f"not running in {settings.embedded.dir}",
+            advice="`tailrace up` runs it",
+        )
+        return
+    try:
+        parts = json.loads((Path(settings.embedded.dir) / STATUS_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        parts = []
+    ill = [part["name"] for part in parts if part["state"] not in ("ready", "starting")]
+    told = ", ".join(f"{part['name']} {part['state']} (restarts: {part['restarts']})" for part in parts)
+    yield Check(
+        name="embedded stack",
+        ok=not ill,
+        detail=f"process {running.pid}: {told or 'starting'}",
+        advice=f"see the logs of {', '.join(ill)} in {Path(settings.embedded.dir) / 'logs'}",
+    )
+
+
+def _jars(settings: Settings) -> Iterator[Check]:
+    from tailrace.embedded import jars
+
+    cache = jars.cache_folder(settings.spark.jars)
+    for name in jars.SETS:
+        lacking = jars.missing(name, cache)
+        yield Check(
+            name=f"jars for {name}",
+            ok=None if lacking else True,
+            detail=f"{len(lacking)} not in {cache} yet" if lacking else f"complete in {cache}",
+            advice="they are fetched at the first start, which needs the network; `make setup` does it now",
+        )
+    connector = next(jar for jar in jars.locked("spark") if jar.artifact.startswith("spark-sql-kafka"))
+    try:
+        spark = importlib.metadata.version("pyspark")
+    except importlib.metadata.PackageNotFoundError:
+        yield Check(name="spark", ok=False, detail="pyspark is not installed", advice=_EXTRAS)
+        return
+    yield Check(
+        name="spark",
+        ok=spark == connector.version,
+        detail=f"pyspark {spark} with the Kafka connector {connector.version}",
+        advice=f"the pair must be the same version: install pyspark=={connector.version}",
+    )
+
+
+def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
+    from confluent_kafka import KafkaException
+    from confluent_kafka.admin import AdminClient
+
+    where = running.kafka if running else settings.kafka.bootstrap
+    extra = {} if running else dict(settings.kafka.properties)
+    try:
+        admin = AdminClient({**extra, "bootstrap.servers": where, "log_level": 0})
+        found = admin.list_topics(timeout=3)
+    except KafkaException as error:
+        yield Check(
+            name="kafka",
+            ok=False,
+            detail=f"{where} does not answer: {error.args[0].str()}",
+            advice="start the broker (`tailrace up` has its own), or correct kafka.bootstrap and kafka.properties",
+        )
+        return
+    topics = sum(not name.startswith("__") for name in found.topics)
+    yield Check(name="kafka", ok=True, detail=f"{where}: {len(found.brokers)} broker(s), {topics} topics")
+    replication = settings.kafka.new_topic_replication
+    if replication > len(found.brokers):
+        yield Check(
+            name="kafka topics",
+            ok=False,
+            detail=f"kafka.new_topic_replication is {replication}, but there are {len(found.brokers)} brokers",
+            advice="lower it, or no topic can be created",
+        )
+
+
+def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
+    from tailrace.stores.valkey import Shards, StoreOptions, translated
+
+    where = running.valkey if running else settings.valkey.url
+    options = StoreOptions(
+        url=where,
+        password="" if running else settings.valkey.password.get_secret_value(),
+        prefix=settings.valkey.prefix,
+        shards=settings.valkey.shards,
+        timeout_s=settings.valkey.timeout.total_seconds(),
+    )
+    shards = Shards(options)
+    try:
+        shards.open()
+        with translated():
+            for node in shards.primaries():
+                yield from _server(node)
+            (meta,) = shards.read_all([(0, ("HGETALL", options.keys.meta(0)))])
+    except TailraceError as error:
+        yield Check(
+            name="valkey",
+            ok=False,
+            detail=f"{where}: {error}",
+            advice="start the server (`tailrace up` has one of its own), or correct valkey.url and valkey.password",
+        )
+        return
+    finally:
+        shards.close()
+    yield _recorded({_text(key): _text(value) for key, value in meta.items()}, options.shards)
+
+
+def _server(node: Any) -> Iterator[Check]:
+    info = node.info()
+    version = info.get("valkey_version") or info.get("redis_version", "?")
+    given = node.connection_pool.connection_kwargs
+    where = f"{given.get('host', '')}:{given.get('port', '')}"
+    old = "valkey_version" not in info and int(str(version).split(".")[0]) < 7
+    yield Check(
+        name="valkey",
+        ok=not old,
+        detail=f"{where}: version {version}, run_id {info['run_id'][:8]}…, {int(info['used_memory']) // _MIB} MiB used",
+        advice="functions need Valkey, or Redis 7 or newer",
+    )
+    names = ("appendonly", "appendfsync", "maxmemory-policy")
+    found = {name: _text(node.config_get(name).get(name, "?")) for name in names}
+    told = ", ".join(f"{name} {value}" for name, value in found.items())
+    if found["maxmemory-policy"] != "noeviction":
+        yield Check(
+            name="valkey memory",
+            ok=False,
+            detail=told,
+            advice="views would lose keys: CONFIG SET maxmemory-policy noeviction, and in the server's configuration",
+        )
+    durable = found["appendonly"] == "yes" and found["appendfsync"] == "always"
+    yield Check(
+        name="valkey durability",
+        ok=True if durable else None,
+        detail=told,
+        advice="a crash of the server may lose the last writes (they are read again from Kafka, and cursors beyond "
+        "them are told so): set appendonly yes and appendfsync always",
+    )
+
+
+def _recorded(meta: dict[str, str], configured: int) -> Check:
+    if not meta:
+        return Check(
+            name="valkey layout", ok=None, detail="nothing stored yet", advice="`tailrace run` makes the layout"
+        )
+    return Check(
+        name="valkey layout",
+        ok=int(meta.get("shards", 0)) == configured,
+        detail=f"{meta.get('shards', '?')} shards (configured: {configured}), layout {meta.get('format', '?')}, "
+        f"epoch {meta.get('epoch', '?')}",
+        advice="set valkey.shards to what is stored, or choose another valkey.prefix and rebuild",
+    )
+
+
+def _text(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _gib(size: float) -> str:
+    return f"{size / _MIB / 1024:.1f} GiB"

@@ -1,0 +1,202 @@
+"""The jars that Spark and the embedded broker need, fetched once and never trusted by name.
+
+``jars.lock`` is the whole truth: one ``group:artifact:version sha256 set`` per line. Nothing is resolved when the
+stack runs; every file is compared with its locked hash each time it is handed out (0.1 s for a set), so once
+the cache is filled no network is touched, and a file that differs is never used. Artifacts come from where ``jgo``
+gets them: its own configuration file is the place to name a mirror.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tailrace.errors import ArtifactError
+
+LOCK: Final = Path(__file__).with_name("jars.lock")
+SETS: Final = ("spark", "kafka")
+_ATTEMPTS: Final = 3
+_AT_ONCE: Final = 6
+
+logger = logging.getLogger(__name__)
+
+
+class Jar(msgspec.Struct, frozen=True, kw_only=True):
+    """One locked artifact."""
+
+    group: str
+    artifact: str
+    version: str
+    sha256: str
+    set: str
+
+    @property
+    def file(self) -> str:
+        """Its name in the cache."""
+        return f"{self.artifact}-{self.version}.jar"
+
+    def __str__(self) -> str:
+        return f"{self.group}:{self.artifact}:{self.version}"
+
+
+def locked(name: str | None = None, *, lock: Path = LOCK) -> list[Jar]:
+    """The artifacts of one set (all sets without a name), in the order of the lock file."""
+    jars = []
+    for number, line in enumerate(lock.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            coordinates, sha256, group_set = line.split()
+            group, artifact, version = coordinates.split(":")
+        except ValueError:
+            raise ArtifactError(f"{lock.name}, line {number}: expected 'group:artifact:version sha256 set'") from None
+        jars.append(Jar(group=group, artifact=artifact, version=version, sha256=sha256, set=group_set))
+    if name is None:
+        return jars
+    chosen = [jar for jar in jars if jar.set == name]
+    if not chosen:
+        raise ArtifactError(f"{lock.name} has no set {name!r}: it has {', '.join(sorted({jar.set for jar in jars}))}")
+    return chosen
+
+
+def cache_folder(configured: str = "") -> Path:
+    """Where the jars rest: the configured folder, else ``tailrace/jars`` in the user's cache folder."""
+    if configured:
+        return Path(configured).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace" / "jars"
+
+
+def missing(name: str, cache: Path, *, lock: Path = LOCK) -> list[Jar]:
+    """The artifacts of a set that the cache lacks or holds with another content."""
+    return [jar for jar in locked(name, lock=lock) if not _is_locked(cache / jar.file, jar)]
+
+
+def fetch(
+    name: str,
+    cache: Path | None = None,
+    progress: Console | None = None,
+    *,
+    lock: Path = LOCK,
+    remotes: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Return the files of a set, downloading those that the cache lacks.
+
+    Args:
+        name: The set, ``spark`` or ``kafka``.
+        cache: The folder that holds the jars; the user's cache folder by default.
+        progress: Where to show a download: a bar on a terminal, one line elsewhere, nothing without it.
+        lock: Another lock file.
+        remotes: Repositories to ask, by name; those of jgo by default.
+
+    Raises:
+        ArtifactError: A jar cannot be had, or is not the locked one; it is not left in the cache.
+    """
+    cache = cache or cache_folder()
+    wanted = missing(name, cache, lock=lock)
+    if wanted:
+        _download(name, wanted, cache, progress, remotes)
+    return [cache / jar.file for jar in locked(name, lock=lock)]
+
+
+def _is_locked(file: Path, jar: Jar) -> bool:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest() == jar.sha256
+    except FileNotFoundError:
+        return False
+
+
+def _download(
+    name: str, wanted: Sequence[Jar], cache: Path, console: Console | None, remotes: Mapping[str, str] | None
+) -> None:
+    from jgo.config import GlobalSettings
+    from jgo.maven import MavenContext
+
+    console = console or Console(quiet=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    # Downloads go to a folder of this process: a file appears in the cache whole and checked, or not at all.
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as staging:
+        repositories = dict(remotes or GlobalSettings.load().repositories)
+        context = MavenContext(repo_cache=Path(staging), remote_repos=repositories or None, timeout=30)
+        if not console.is_terminal:
+            console.print(f"fetching {len(wanted)} jars for {name}", highlight=False)
+        with (
+            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+            ThreadPoolExecutor(_AT_ONCE) as pool,
+        ):
+            task = bar.add_task(f"jars for {name}", total=len(wanted))
+
+            def one(jar: Jar) -> None:
+                _fetch_one(context, jar, cache)
+                bar.advance(task)
+
+            jobs = [pool.submit(one, jar) for jar in wanted]
+            try:
+                for job in jobs:
+                    job.result()
+            finally:
+                for job in jobs:
+                    job.cancel()
+
+
+def _fetch_one(context: object, jar: Jar, cache: Path) -> None:
+    from jgo.maven import MavenContext
+    from requests import RequestException
+
+    assert isinstance(context, MavenContext)
+    artifact = context.project(jar.group, jar.artifact).at_version(jar.version).artifact()
+    staged = artifact.cached_path
+    assert staged is not None
+    for attempt in range(1, _ATTEMPTS + 1):
+        # A file that an earlier attempt left is cut short, and jgo would take it for a whole one.
+        staged.unlink(missing_ok=True)
+        try:
+            artifact.resolve()
+            break
+        except (RequestException, RuntimeError, OSError) as error:
+            logger.info("fetching %s failed (attempt %d of %d): %s", jar, attempt, _ATTEMPTS, type(error).__name__)
+            if attempt == _ATTEMPTS:
+                raise ArtifactError(
+                    f"{jar} cannot be fetched ({type(error).__name__}): check the network (or the mirror named in "
+                    f"jgo's configuration), or put {jar.file} into {cache} by hand"
+                ) from error
+            time.sleep(0.5 * attempt)
+    if not _is_locked(staged, jar):
+        with staged.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        staged.unlink()
+        (cache / jar.file).unlink(missing_ok=True)
+        raise ArtifactError(
+            f"{jar} has sha256 {found}, but {jar.sha256} is locked; the file was removed: "
+            "try again, and if it stays so do not trust the repository it came from"
+        )
+    staged.replace(cache / jar.file)
+
+
+def main(names: Sequence[str]) -> int:
+    """Fetch the named sets (all by default): ``python -m tailrace.embedded.jars``."""
+    console = Console(stderr=True)
+    try:
+        for name in names or SETS:
+            fetch(name, progress=console)
+    except ArtifactError as error:
+        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,244 @@
+"""A real Kafka broker on one machine: one KRaft node, on the loopback interface only.
+
+What was acknowledged survives a restart and ``kill -9`` (the system keeps the pages; a power cut is another matter: one
+node has one copy). Topics keep the time at which the broker took a record, unless they are created otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import uuid
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from tailrace.embedded import jars
+from tailrace.embedded.ports import HOST, free_port
+from tailrace.embedded.process import Part, Process
+from tailrace.errors import EmbeddedError, PrerequisiteMissing
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
+    from rich.console import Console
+
+OLDEST_JAVA: Final = 17
+
+_PROPERTIES: Final = {
+    "process.roles": "broker,controller",
+    "node.id": "1",
+    "controller.listener.names": "CONTROLLER",
+    "inter.broker.listener.name": "PLAINTEXT",
+    "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    "auto.create.topics.enable": "false",
+    "log.message.timestamp.type": "LogAppendTime",
+    "message.max.bytes": "16777216",
+    "replica.fetch.max.bytes": "16777216",
+    # One node: one copy, and one partition where Kafka would keep fifty of its own.
+    "default.replication.factor": "1",
+    "offsets.topic.replication.factor": "1",
+    "offsets.topic.num.partitions": "1",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "transaction.state.log.num.partitions": "1",
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.min.isr": "1",
+    "share.coordinator.state.topic.num.partitions": "1",
+    "group.initial.rebalance.delay.ms": "0",
+    # Small machine: few threads, small buffers, and few wake-ups while nothing happens.
+    "num.network.threads": "2",
+    "num.io.threads": "4",
+    "background.threads": "2",
+    "num.recovery.threads.per.data.dir": "2",
+    "log.cleaner.dedupe.buffer.size": "8388608",
+    "log.segment.bytes": "268435456",
+    "log.index.size.max.bytes": "1048576",
+    "metadata.max.idle.interval.ms": "5000",
+    # A broker that was killed may come back only when its last session is over: keep that short.
+    "broker.heartbeat.interval.ms": "1000",
+    "broker.session.timeout.ms": "4000",
+}
+
+_LOG4J: Final = """\
+status = error
+appender.file.type = RollingFile
+appender.file.name = file
+appender.file.fileName = {log}
+appender.file.filePattern = {log}.%i
+appender.file.layout.type = PatternLayout
+appender.file.layout.pattern = %d{{ISO8601}} %p %m (%c)%n
+appender.file.policies.type = Policies
+appender.file.policies.size.type = SizeBasedTriggeringPolicy
+appender.file.policies.size.size = 10MB
+appender.file.strategy.type = DefaultRolloverStrategy
+appender.file.strategy.max = 2
+rootLogger.level = info
+rootLogger.appenderRef.file.ref = file
+"""
+
+
+class Java(msgspec.Struct, frozen=True, kw_only=True):
+    """A Java runtime of this machine."""
+
+    path: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"Java {self.version} ({self.path})"
+
+
+def find_java() -> Java:
+    """The Java runtime to use: that of ``JAVA_HOME``, else the first one on the path.
+
+    Raises:
+        PrerequisiteMissing: There is none, or it is too old.
+    """
+    advice = f"install Java {OLDEST_JAVA} or newer (for example OpenJDK {OLDEST_JAVA}), or point JAVA_HOME at one"
+    home = os.environ.get("JAVA_HOME")
+    path = shutil.which("java", path=str(Path(home, "bin"))) if home else shutil.which("java")
+    if path is None:
+        raise PrerequisiteMissing(f"no Java in {'JAVA_HOME=' + home if home else 'the PATH'}: {advice}")
+    said = subprocess.run([path, "-version"], capture_output=True, text=True, check=False, timeout=30).stderr
+    found = re.search(r'version "(?:1\.)?(\d+)', said)
+    if found is None:
+        raise PrerequisiteMissing(f"{path} does not say its version: {advice}")
+    if int(found[1]) < OLDEST_JAVA:
+        raise PrerequisiteMissing(f"{path} is Java {found[1]}: {advice}")
+    return Java(path=path, version=int(found[1]))
+
+
+class EmbeddedKafka:
+    """A broker whose data lives in one folder.
+
+    Args:
+        folder: Its data and its settings; created if missing.
+        port: Where clients connect; 0 = a free one, chosen once.
+        memory: The Java heap.
+        log: Where it writes its log; ``logs/kafka.log`` in the folder by default.
+        jars_folder: Where the jars are kept; the user's cache folder by default.
+        properties: Settings of the broker on top of ours.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        port: int = 0,
+        memory: str = "512m",
+        *,
+        log: Path | None = None,
+        jars_folder: Path | None = None,
+        properties: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder.absolute()
+        self.port = port or free_port()
+        self.memory = memory
+        self.log = log or self.folder / "logs" / "kafka.log"
+        self._data = self.folder / "data"
+        self._jars = jars_folder
+        self._extra = dict(properties or {})
+        self._admin: AdminClient | None = None
+        self._process: Process | None = None
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for clients."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process started by ``start``, while it runs."""
+        return self._process.pid if self._process and self._process.exit_code is None else None
+
+    def part(self, progress: Console | None = None) -> Part:
+        """Make the folder ready (jars, settings, storage format) and say how to run the broker on it."""
+        java = find_java().path
+        classpath = os.pathsep.join(map(str, jars.fetch("kafka", self._jars, progress)))
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "log4j2.properties").write_text(_LOG4J.format(log=self.log), encoding="utf-8")
+        options = (
+            *("-Xms64m", f"-Xmx{self.memory}", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError"),
+            *(
+                "-Xshare:auto",
+                "-Djava.awt.headless=true",
+                f"-Dlog4j2.configurationFile={self.folder / 'log4j2.properties'}",
+            ),
+        )
+        java_command = (java, *options, "-cp", classpath)
+        if not self._data.exists():
+            self._format(java_command)
+        settings = self._write_settings("server.properties", self._data)
+        return Part(
+            name="kafka",
+            command=(*java_command, "kafka.Kafka", str(settings)),
+            log=self.log,
+            ready=self.is_ready,
+            stop_timeout=20.0,
+        )
+
+    def is_ready(self) -> bool:
+        """Whether the broker answers a client, and is the one of this folder."""
+        from confluent_kafka import KafkaException
+        from confluent_kafka.admin import AdminClient
+
+        if self._admin is None:
+            quiet = {"log_level": 0, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 200}
+            self._admin = AdminClient({"bootstrap.servers": self.address, **quiet})
+        try:
+            found = self._admin.list_topics(timeout=1)
+        except KafkaException:
+            return False
+        identity = re.search(
+            r"^cluster\.id=(\S+)", (self._data / "meta.properties").read_text(encoding="utf-8"), re.MULTILINE
+        )
+        return bool(found.brokers) and identity is not None and found.cluster_id == identity[1]
+
+    def start(self, timeout: float = 60.0) -> None:
+        """Start the broker and wait until it answers; it ends with the thread that called this."""
+        if self.pid is not None:
+            return
+        self._process = Process(self.part())
+        self._process.wait_ready(timeout)
+        self._admin = None
+
+    def stop(self, timeout: float = 20.0) -> None:
+        """End the broker cleanly."""
+        if self._process:
+            self._process.stop(timeout)
+
+    def kill(self) -> None:
+        """End the broker as ``kill -9`` does."""
+        if self._process:
+            self._process.kill()
+
+    def _format(self, java_command: Sequence[str]) -> None:
+        # Beside the place of the data, so that a format that was cut short is never mistaken for a whole one.
+        fresh = self.folder / "data.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        settings = self._write_settings("format.properties", fresh)
+        # Kafka refuses an id that begins with a dash.
+        identity = "k" + urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
+        tool = ("kafka.tools.StorageTool", "format", "-t", identity, "-c", str(settings))
+        done = subprocess.run([*java_command, *tool], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EmbeddedError(f"kafka: {fresh} cannot be formatted:\n{done.stdout}{done.stderr}")
+        settings.unlink()
+        fresh.rename(self._data)
+
+    def _write_settings(self, name: str, data: Path) -> Path:
+        controller = free_port({self.port})
+        own = {
+            "log.dirs": str(data),
+            "listeners": f"PLAINTEXT://{self.address},CONTROLLER://{HOST}:{controller}",
+            "advertised.listeners": f"PLAINTEXT://{self.address}",
+            "controller.quorum.voters": f"1@{HOST}:{controller}",
+        }
+        file = self.folder / name
+        lines = (f"{key}={value}" for key, value in {**_PROPERTIES, **own, **self._extra}.items())
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return file

@@ -1,0 +1,156 @@
+"""One child process that cannot outlive its purpose.
+
+Every child leads a session of its own, so a Ctrl-C in the terminal reaches only whoever owns it, and so all that it
+starts (Spark's JVM, Python workers, which change their process group) can be found and ended by session. On Linux the
+kernel ends the child when the thread that started it ends, whatever ended that: start children from a thread that
+lives long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from tailrace.errors import EmbeddedError
+
+_LOG_LIMIT: Final = 10 * 1024 * 1024
+
+# PR_SET_PDEATHSIG must be set in the child. Python code between fork and exec (preexec_fn) may deadlock in a process
+# with threads, and librdkafka has some; so a tiny interpreter sets it and becomes the command, with the same pid.
+_SHIM: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, and how to know that it serves."""
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    """Where its output goes; kept across restarts."""
+    ready: Callable[[], bool] | None = None
+    """True when it serves: answers within two seconds, never raises, runs in any thread. None: not waited for."""
+    env: Mapping[str, str] = {}
+    """On top of the environment of this process."""
+    ready_timeout: float = 60.0
+    stop_signal: int = signal.SIGTERM
+    stop_timeout: float = 10.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Process:
+    """A running part. The owner calls ``stop`` or ``kill``; both leave nothing of its session."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        part.log.parent.mkdir(parents=True, exist_ok=True)
+        if part.log.exists() and part.log.stat().st_size > _LOG_LIMIT:
+            part.log.replace(part.log.with_suffix(part.log.suffix + ".1"))
+        with part.log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                _bound_to_parent(part.command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **part.env},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also the id of its session."""
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative if a signal ended it."""
+        return self._popen.poll()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone."""
+        if self.exit_code is None:
+            self._popen.send_signal(number)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for its end; False if it still runs after the time-out."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+        return self.exit_code is not None
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until the part serves; if it ends or does not get there in time, end it and say so.
+
+        Raises:
+            EmbeddedError: With the last lines of its log.
+        """
+        allowed = self.part.ready_timeout if timeout is None else timeout
+        deadline = time.monotonic() + allowed
+        while self.part.ready and not self.part.ready():
+            if self.exit_code is not None:
+                self.sweep()
+                raise failure(self.part, f"ended with exit code {self.exit_code} before it was ready")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise failure(self.part, f"was not ready after {allowed:g} s")
+            time.sleep(0.05)
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Ask it to end, and end it after the time-out."""
+        self.signal(self.part.stop_signal)
+        self.wait(self.part.stop_timeout if timeout is None else timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and its session at once, as ``kill -9`` does."""
+        self.signal(signal.SIGKILL)
+        self._popen.wait()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """End whatever the process started and left behind."""
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if pid != self.pid and os.getsid(pid) == self.pid:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def failure(part: Part, what: str) -> EmbeddedError:
+    """The error of a part that did not start: what, the end of its log, and where the rest is."""
+    return EmbeddedError(f"{part.name} {what}. The end of {part.log}:\n{tail(part.log)}")
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The last lines of a log, indented for a message."""
+    try:
+        with log.open("rb") as content:
+            content.seek(max(0, log.stat().st_size - 16_384))
+            text = content.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return "  (no log)"
+    return "\n".join(f"  {line}" for line in text.splitlines()[-lines:]) or "  (empty)"
+
+
+def _bound_to_parent(command: Sequence[str]) -> list[str]:
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]

@@ -1,0 +1,170 @@
+"""The whole of Tailrace on one machine: broker, store, pipeline, service and, if wanted, a sample source.
+
+The parts are ordinary processes that know each other only by their settings, as on a cluster. Addresses, data and logs
+live in one folder, so the next start finds everything where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from rich.console import Console
+
+from tailrace.embedded import jars, ports
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.process import Part
+from tailrace.embedded.supervisor import Supervisor, hold
+from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.errors import PrerequisiteMissing
+
+if TYPE_CHECKING:
+    from tailrace.config import Settings
+
+PORTS_FILE: Final = "ports.json"
+_SERVICE_TIMEOUT: Final = 180.0
+
+
+def run_stack(settings: Settings, *, demo: bool, console: Console, example: str = "NAME") -> int:
+    """Run everything until a signal, and return the exit code.
+
+    Args:
+        settings: All of the configuration; its addresses of Kafka and Valkey give way to those of the embedded parts.
+        demo: Run the sample source too.
+        console: Where the addresses are printed; what happens to the parts goes to standard error.
+        example: A stream to name in what to try next.
+
+    Raises:
+        DirectoryInUse: Another process runs the stack of this folder.
+        PrerequisiteMissing: Java or a port; nothing was started.
+        EmbeddedError: A part did not come up; nothing is left running.
+    """
+    folder = Path(settings.embedded.dir).absolute()
+    events = Console(stderr=True)
+    with hold(folder):
+        port = _service_port(settings)
+        chosen = ports.assign(
+            folder / PORTS_FILE, {"kafka": settings.embedded.kafka_port, "valkey": settings.embedded.valkey_port}
+        )
+        cache = jars.cache_folder(settings.spark.jars)
+        jars.fetch("spark", cache, events)
+        kafka = EmbeddedKafka(
+            folder / "kafka",
+            chosen["kafka"],
+            settings.embedded.kafka_memory,
+            jars_folder=cache,
+            log=_log(folder, "kafka"),
+        )
+        valkey = EmbeddedValkey(folder / "valkey", chosen["valkey"], log=_log(folder, "valkey"))
+        address = _reachable(settings.serve.host), port
+        parts = [
+            kafka.part(events),
+            valkey.part(),
+            *_own_parts(settings, folder, kafka, valkey, address, demo=demo),
+        ]
+        url = f"http://{address[0]}:{port}"
+
+        def ready() -> None:
+            _say(console, f"READY {url}", f"  kafka   {kafka.address}", f"  valkey  {valkey.url}")
+            if demo:
+                _say(console, "", *_next_steps(url, example))
+
+        async def supervise() -> int:
+            return await Supervisor(folder, parts, events).run(ready)
+
+        return asyncio.run(supervise())
+
+
+def _own_parts(
+    settings: Settings,
+    folder: Path,
+    kafka: EmbeddedKafka,
+    valkey: EmbeddedValkey,
+    address: tuple[str, int],
+    *,
+    demo: bool,
+) -> list[Part]:
+    env = {
+        **settings.environment(),
+        "TAILRACE_KAFKA__BOOTSTRAP": kafka.address,
+        "TAILRACE_KAFKA__PROPERTIES": "{}",
+        "TAILRACE_VALKEY__URL": valkey.url,
+        "TAILRACE_VALKEY__PASSWORD": "",
+        "TAILRACE_SERVE__PORT": str(address[1]),
+        "TAILRACE_SPARK__CHECKPOINT": settings.spark.checkpoint or str(folder / "checkpoint"),
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONUNBUFFERED": "1",
+    }
+    drain = settings.embedded.drain.total_seconds()
+
+    def own(name: str, *module: str, ready_timeout: float = 60.0) -> Part:
+        return Part(
+            name=name,
+            command=(sys.executable, "-m", *module),
+            env=env,
+            log=_log(folder, name),
+            ready=(lambda: _answers(*address)) if name == "service" else None,
+            ready_timeout=ready_timeout,
+            stop_timeout=drain,
+        )
+
+    # The service is ready when the pipeline is, so the pipeline is not waited for: both come up at the same time.
+    parts = [own("pipeline", "tailrace", "run"), own("service", "tailrace", "serve", ready_timeout=_SERVICE_TIMEOUT)]
+    if demo:
+        parts.append(own("demo", "tailrace.demo"))
+    return parts
+
+
+def _service_port(settings: Settings) -> int:
+    port = settings.serve.port or ports.free_port()
+    if not ports.is_free(port, settings.serve.host):
+        raise PrerequisiteMissing(
+            f"port {port} on {settings.serve.host} is taken, so the service cannot listen there: "
+            "stop what uses it, or choose another one with --port"
+        )
+    return port
+
+
+def _answers(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=2)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": ports.HOST, "::": "::1"}.get(host, host)
+
+
+def _log(folder: Path, name: str) -> Path:
+    return folder / "logs" / f"{name}.log"
+
+
+def _next_steps(url: str, example: str) -> list[str]:
+    script = Path(sys.executable).with_name("tailrace")
+    if shutil.which("tailrace") == str(script):
+        command = "tailrace"
+    else:
+        command = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+    return [
+        "Try, in another terminal:",
+        f"  {command} streams ls",
+        f"  {command} tail '{example}' --from start",
+        f"  curl -N '{url}/v1/streams/{quote(example, safe='')}/events?from=start'",
+        "Ctrl-C here stops everything; the data stays.",
+    ]
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

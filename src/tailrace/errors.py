@@ -1,0 +1,272 @@
+"""Every error that Tailrace raises, in one tree.
+
+    TailraceError
+    ├── UsageError                    the caller can mend the request
+    │   ├── BadRequest                request.invalid      a parameter, a body or a frame that cannot be read
+    │   ├── CursorError               cursor.invalid       not a cursor of this feed
+    │   ├── CursorGone                cursor.gone          the place is gone, and the caller asked to be told
+    │   ├── StreamNotFound            stream.not_found     no such stream, and the caller would not wait
+    │   ├── TopicNotFound             topic.not_found      no such topic, or one that may not be written
+    │   ├── EventRefused              event.refused        an event that the topic would not take
+    │   ├── QueryError                query.invalid        a query that cannot be compiled
+    │   └── TooLarge                  request.too_large    over a limit of the configuration
+    ├── ConfigError                   config.invalid       a setting, with its path and where it came from
+    ├── Unavailable                   part.unavailable     a part does not answer now; try again
+    │   ├── StoreUnavailable          store.unavailable
+    │   ├── BrokerUnavailable         broker.unavailable
+    │   └── Overloaded                service.overloaded
+    ├── StoreError                    the store answered, and said no
+    │   ├── StoreChanged              store.changed        another server process than the one the marks were read from
+    │   ├── StaleDriver               driver.stale         a newer driver owns the view
+    │   ├── MarkMoved                 mark.moved           another task has applied a part of this range
+    │   └── StoreMismatch             store.mismatch       shards or format differ from what is stored
+    ├── PipelineError                 pipeline.failed      the streaming query ended and must be started again
+    └── EmbeddedError                 embedded.failed      a part of the one-machine stack
+        ├── DirectoryInUse            embedded.in_use      another `up` holds the folder
+        ├── PrerequisiteMissing       prerequisite.missing Java, a port, disk space
+        └── ArtifactError             artifact.invalid     a jar that is not the locked one
+
+Each class has a stable ``code``, the HTTP ``status`` that it becomes, and ``retryable``: whether the same call
+may succeed later. A message says what, where and what to do; facts are attributes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "ArtifactError",
+    "BadRequest",
+    "BrokerUnavailable",
+    "ConfigError",
+    "CursorError",
+    "CursorGone",
+    "DirectoryInUse",
+    "EmbeddedError",
+    "EventRefused",
+    "MarkMoved",
+    "Overloaded",
+    "PipelineError",
+    "PrerequisiteMissing",
+    "QueryError",
+    "StaleDriver",
+    "StoreChanged",
+    "StoreError",
+    "StoreMismatch",
+    "StoreUnavailable",
+    "StreamNotFound",
+    "TailraceError",
+    "TooLarge",
+    "TopicNotFound",
+    "Unavailable",
+    "UsageError",
+]
+
+
+class TailraceError(Exception):
+    """The root: catch it to catch everything that Tailrace raises on purpose."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+
+# The caller can mend the request.
+
+
+class UsageError(TailraceError):
+    """The request cannot be served as it is; the message says what to change."""
+
+    code = "request.invalid"
+    status = 400
+
+
+class BadRequest(UsageError):
+    """A parameter, a header or a body that cannot be read."""
+
+
+class CursorError(UsageError):
+    """Text that is no cursor, or a cursor of another feed."""
+
+    code = "cursor.invalid"
+
+
+class CursorGone(UsageError):
+    """The place a cursor means is gone and the caller asked for ``on_gap=fail``."""
+
+    code = "cursor.gone"
+    status = 410
+
+    def __init__(self, name: str, after: str, first: str, reason: str) -> None:
+        self.name, self.after, self.first, self.reason = name, after, first, reason
+        super().__init__(
+            f"stream {name!r}: events after {after} are gone ({reason}); "
+            f"the first one available follows {first}: resume there, or ask with on_gap=skip"
+        )
+
+
+class StreamNotFound(UsageError):
+    """A stream that does not exist, asked for with ``missing=fail``."""
+
+    code = "stream.not_found"
+    status = 404
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"no stream is called {name!r}: see the list of streams, or wait for it with missing=wait")
+
+
+class TopicNotFound(UsageError):
+    """A topic that does not exist or that may not be written."""
+
+    code = "topic.not_found"
+    status = 404
+
+
+class EventRefused(UsageError):
+    """An event that was not written; nothing of its request was."""
+
+    code = "event.refused"
+    status = 422
+
+
+class QueryError(UsageError):
+    """A query that MongoDB would refuse, or that is not supported, found when it is compiled."""
+
+    code = "query.invalid"
+
+
+class TooLarge(UsageError):
+    """Over a limit of the configuration."""
+
+    code = "request.too_large"
+    status = 413
+
+
+class ConfigError(TailraceError):
+    """A setting that cannot be used: says its path, its origin and what would be accepted."""
+
+    code = "config.invalid"
+
+
+# A part does not answer now.
+
+
+class Unavailable(TailraceError):
+    """A part is out of reach for now; the same call may succeed later."""
+
+    code = "part.unavailable"
+    status = 503
+    retryable = True
+
+
+class StoreUnavailable(Unavailable):
+    """Valkey does not answer."""
+
+    code = "store.unavailable"
+
+
+class BrokerUnavailable(Unavailable):
+    """Kafka does not answer."""
+
+    code = "broker.unavailable"
+
+
+class Overloaded(Unavailable):
+    """The service has as many connections as it may have."""
+
+    code = "service.overloaded"
+
+
+# The store answered, and said no.
+
+
+class StoreError(TailraceError):
+    """A store refused a call; the view is as it was."""
+
+    code = "store.refused"
+
+
+class StoreChanged(StoreError):
+    """The server behind a shard is another process than when the marks were read.
+
+    It may have lost its last writes, so nothing may be applied on top of them: read the marks again and start there.
+    """
+
+    code = "store.changed"
+    status = 503
+    retryable = True
+
+    def __init__(self, where: str, expected: str, found: str) -> None:
+        self.where, self.expected, self.found = where, expected, found
+        super().__init__(f"valkey at {where} was restarted (run_id {found}, was {expected}): start again from the marks")
+
+    def __reduce__(self) -> tuple[type[StoreChanged], tuple[str, str, str]]:
+        return type(self), (self.where, self.expected, self.found)
+
+
+class StaleDriver(StoreError):
+    """A newer driver has taken the view over; this one must end."""
+
+    code = "driver.stale"
+
+    def __init__(self, view: str, mine: int, stored: int) -> None:
+        self.view, self.mine, self.stored = view, mine, stored
+        super().__init__(f"view {view!r} belongs to driver epoch {stored}, not {mine}: another pipeline runs it; stop one of them")
+
+    def __reduce__(self) -> tuple[type[StaleDriver], tuple[str, int, int]]:
+        return type(self), (self.view, self.mine, self.stored)
+
+
+class MarkMoved(StoreError):
+    """A part of the range was applied by another task; ``mark`` is where it stands now. Cut again from there."""
+
+    code = "mark.moved"
+    retryable = True
+
+    def __init__(self, mark: int) -> None:
+        self.mark = mark
+        super().__init__(f"the mark stands at {mark}: cut the range again after it")
+
+    def __reduce__(self) -> tuple[type[MarkMoved], tuple[int]]:
+        return type(self), (self.mark,)
+
+
+class StoreMismatch(StoreError):
+    """What is stored was written with other settings (shards, format) than those in force."""
+
+    code = "store.mismatch"
+
+
+class PipelineError(TailraceError):
+    """The streaming query ended; the supervisor starts it again from the marks."""
+
+    code = "pipeline.failed"
+    retryable = True
+
+
+# The one-machine stack.
+
+
+class EmbeddedError(TailraceError):
+    """A part of the embedded stack did not do what it should."""
+
+    code = "embedded.failed"
+
+
+class DirectoryInUse(EmbeddedError):
+    """Another process runs the stack of this folder."""
+
+    code = "embedded.in_use"
+
+
+class PrerequisiteMissing(EmbeddedError):
+    """The machine lacks something: Java, a free port, disk space."""
+
+    code = "prerequisite.missing"
+
+
+class ArtifactError(EmbeddedError):
+    """A fetched file is not the one that is locked."""
+
+    code = "artifact.invalid"

@@ -1,0 +1,212 @@
+"""The hub: all readers of a process share one reader of the tails, and each log that someone follows is read once.
+
+Every ``apply`` leaves the names it touched in its shard's tail. The hub blocks on the tails of each node in one call,
+reads the followed logs among them, and keeps their newest runs for the readers at the end of the log. A reader that is
+further back reads the store itself, so a slow one slows nobody. Invariant: what a channel holds is one unbroken stretch,
+from ``base`` to ``head``; a wake-up that was missed is made up for by the next refresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from types import TracebackType
+
+import msgspec
+
+from tailrace.errors import TailraceError
+from tailrace.model.segment import Segment
+from tailrace.stores.logs import Entry, Logs
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.valkey import Address, Arg
+
+logger = logging.getLogger(__name__)
+
+BLOCK_MS = 1000
+REFRESH_S = 5.0
+READ_ENTRIES = 200
+
+Key = tuple[int, int]
+"""A place in a log's own order: index of the segment, number."""
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """An entry with the segment that it is in."""
+
+    segment: Segment
+    entry: Entry
+
+    @property
+    def key(self) -> Key:
+        """The place after its last event."""
+        return self.segment.index, self.entry.last
+
+
+class Channel:
+    """The live end of one log, shared by all who follow it; of one epoch, since places of two do not compare."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.epoch = 0
+        self.base: Key = (-1, 0)
+        """What lies after this place is held, up to ``head``."""
+        self.head: Key = (-1, 0)
+        self.waiters: set[asyncio.Event] = set()
+        self._pieces: deque[Piece] = deque()
+        self._size = 0
+
+    def after(self, epoch: int, key: Key) -> list[Piece] | None:
+        """Return what is held after a place; None when the place is not held and must be read from the store."""
+        if epoch != self.epoch or key < self.base:
+            return None
+        return [piece for piece in self._pieces if piece.key > key]
+
+    def restart(self, epoch: int, base: Key) -> None:
+        """Hold nothing; begin after ``base``."""
+        self._pieces.clear()
+        self._size = 0
+        self.epoch, self.base, self.head = epoch, base, base
+
+    def add(self, pieces: Iterable[Piece], limit: int) -> None:
+        """Hold newer pieces and forget the oldest ones over the limit."""
+        for piece in pieces:
+            if piece.key > self.head:
+                self._pieces.append(piece)
+                self._size += piece.entry.size
+                self.head = piece.key
+        while self._size > limit and self._pieces:
+            gone = self._pieces.popleft()
+            self._size -= gone.entry.size
+            self.base = gone.key
+
+    def wake(self) -> None:
+        """Tell everyone who follows the log to look."""
+        for waiter in self.waiters:
+            waiter.set()
+
+
+class Hub:
+    """The shared readers of one view in one process. Use as ``async with``: its tasks end with it."""
+
+    def __init__(self, nodes: Nodes, logs: Logs, ring_bytes: int = 64 << 20) -> None:
+        self._nodes = nodes
+        self._logs = logs
+        self._ring_bytes = ring_bytes
+        self._channels: dict[str, Channel] = {}
+        self._touched: set[str] = set()
+        self._work = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Hub:
+        if not self._nodes.shards_by_node():
+            await self._nodes.open()
+        for address, shards in self._nodes.shards_by_node().items():
+            self._tasks.append(asyncio.create_task(self._listen(address, shards), name=f"tails {address}"))
+        self._tasks.append(asyncio.create_task(self._read(), name="followed logs"))
+        self._tasks.append(asyncio.create_task(self._refresh(), name="refresh"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def followed(self) -> int:
+        """How many logs are followed now."""
+        return len(self._channels)
+
+    @contextlib.asynccontextmanager
+    async def follow(self, name: str, waiter: asyncio.Event) -> AsyncIterator[Channel]:
+        """Follow a log: ``waiter`` is set whenever its channel has something new."""
+        channel = self._channels.get(name)
+        if channel is None:
+            channel = self._channels[name] = Channel(name)
+            self._touch((name,))
+        channel.waiters.add(waiter)
+        try:
+            yield channel
+        finally:
+            channel.waiters.discard(waiter)
+            if not channel.waiters and self._channels.get(name) is channel:
+                del self._channels[name]
+
+    async def _listen(self, address: Address | None, shards: list[int]) -> None:
+        """Block on the tails of one node and note which followed logs were touched."""
+        keys = [self._nodes.keys.tail(shard) for shard in shards]
+        seen: dict[str, str] = {}
+        while True:
+            try:
+                if not seen:
+                    seen = await self._ends(shards, keys)
+                    self._touch(self._channels)
+                streams: list[Arg] = [*seen, *seen.values()]
+                command = ("XREAD", "COUNT", 1000, "BLOCK", BLOCK_MS, "STREAMS", *streams)
+                answer = await self._nodes.block(address, command, BLOCK_MS / 1000)
+                for key, entries in (answer.items() if isinstance(answer, dict) else answer or ()):
+                    seen[key.decode()] = entries[-1][0].decode()
+                    for _, fields in entries:
+                        values = fields.values() if isinstance(fields, dict) else fields[1::2]
+                        self._touch(name.decode() for name in values)
+            except TailraceError as error:
+                logger.warning("tails of %s: %s", address or "valkey", error)
+                seen = {}
+                await asyncio.sleep(0.5)
+
+    async def _ends(self, shards: list[int], keys: list[str]) -> dict[str, str]:
+        answers = await self._nodes.read_all(
+            [(shard, ("XREVRANGE", key, "+", "-", "COUNT", 1)) for shard, key in zip(shards, keys, strict=True)]
+        )
+        return {key: answer[0][0].decode() if answer else "0-0" for key, answer in zip(keys, answers, strict=True)}
+
+    def _touch(self, names: Iterable[str]) -> None:
+        before = len(self._touched)
+        self._touched.update(name for name in names if name in self._channels)
+        if len(self._touched) > before:
+            self._work.set()
+
+    async def _read(self) -> None:
+        """Read the followed logs that were touched, all of them in two round trips."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            channels = [self._channels[name] for name in self._touched if name in self._channels]
+            self._touched.clear()
+            try:
+                await self._advance(channels)
+            except TailraceError as error:
+                logger.warning("followed logs: %s", error)
+                self._touched.update(channel.name for channel in channels)
+                await asyncio.sleep(0.5)
+                self._work.set()
+
+    async def _advance(self, channels: list[Channel]) -> None:
+        """Bring channels to the end of their logs. A long stretch is left to the readers: the channel jumps over it."""
+        places: list[tuple[Channel, Segment, int]] = []
+        for channel, segments in zip(channels, await self._logs.segments_of([c.name for c in channels]), strict=True):
+            if segments and segments[-1].epoch != channel.epoch:
+                first = next(s for s in segments if s.epoch == segments[-1].epoch)
+                channel.restart(first.epoch, (first.index, first.first - 1))
+            for segment in segments:
+                if segment.epoch == channel.epoch and (segment.index, segment.last) > channel.head:
+                    index, number = channel.head
+                    places.append((channel, segment, number if segment.index == index else segment.first - 1))
+        answers = await self._logs.read_many([(c.name, segment, after) for c, segment, after in places], READ_ENTRIES)
+        limit = max(1 << 16, self._ring_bytes // max(1, len(self._channels)))
+        for (channel, segment, _), entries in zip(places, answers, strict=True):
+            if entries and entries[-1].last >= segment.last:
+                channel.add((Piece(segment, entry) for entry in entries), limit)
+            else:
+                channel.restart(channel.epoch, (segment.index, segment.last))
+        for channel in channels:
+            channel.wake()
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            self._touch(list(self._channels))

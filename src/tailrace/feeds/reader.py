@@ -1,0 +1,124 @@
+"""A reader of one log: where to begin, and what comes next, from the shared channel or from the store.
+
+Invariant: the events that a reader returns are the log's, each once and in order, from its start on; a stretch that is
+gone is returned as a Gap in its place.
+"""
+
+from __future__ import annotations
+
+from tailrace.feeds.hub import Channel, Key, Piece
+from tailrace.model.bucket import bucket_of
+from tailrace.model.cursor import Position
+from tailrace.model.segment import Gap, Segment, locate
+from tailrace.stores.logs import Logs
+
+READ_ENTRIES = 200
+
+
+class Reader:
+    """One log, one place in it."""
+
+    def __init__(self, logs: Logs, name: str, position: Position, channel: Channel) -> None:
+        self.name = name
+        self.position = position
+        self._logs = logs
+        self._channel = channel
+        self._index = -1
+        self.at_end = False
+        """Whether the last ``next`` found nothing after the position."""
+
+    @property
+    def key(self) -> Key:
+        """The place in the log's own order."""
+        return self._index, self.position.number
+
+    async def next(self) -> list[Piece | Gap]:
+        """Return what follows the position, and move behind it; nothing at the end of the log."""
+        held = self._channel.after(self.position.epoch, self.key) if self._index >= 0 else None
+        pieces: list[Piece | Gap] = list(held) if held is not None else await self._from_store()
+        self.at_end = not pieces
+        for piece in reversed(pieces):
+            if isinstance(piece, Piece):
+                self._move(piece.segment, piece.entry.last)
+                break
+        return pieces
+
+    async def _from_store(self, again: bool = True) -> list[Piece | Gap]:
+        gaps: list[Piece | Gap] = []
+        segments = await self._logs.segments(self.name)
+        place = locate(segments, self.position)
+        if place.gap is not None:
+            gaps.append(place.gap)
+            self.position = place.position
+        for segment in segments[place.at :]:
+            if segment.epoch != self.position.epoch or segment.first > self.position.number:
+                after = segment.first - 1
+            else:
+                after = self.position.number
+            entries = await self._logs.read(self.name, segment, after, READ_ENTRIES)
+            if entries:
+                return [*gaps, *(Piece(segment, entry) for entry in entries)]
+            if after < segment.last:
+                # The hash, read before, shows more than the segment holds: it was swapped meanwhile, or is damaged.
+                if again and not gaps:
+                    return await self._from_store(again=False)
+                gaps.append(Gap(Position(segment.epoch, after), segment.end, "missing"))
+            self._move(segment, max(after, segment.last))
+        return gaps
+
+    def _move(self, segment: Segment, number: int) -> None:
+        self._index = segment.index
+        self.position = Position(segment.epoch, number)
+
+
+async def end_of(logs: Logs, name: str) -> Position:
+    """Return the place after everything that a log has."""
+    segments = await logs.segments(name)
+    return segments[-1].end if segments else Position.START
+
+
+async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
+    """Return the latest place that has every event at or after a time behind it.
+
+    Running-maximum times only grow along a log, so they are bisected: first the segments', then the entries'.
+    """
+    segments = await logs.segments(name)
+    for segment in segments:
+        if segment.newest_ms >= time_ms:
+            low, high = segment.first, segment.last
+            while low < high:
+                middle = (low + high) // 2
+                entries = await logs.read(name, segment, middle - 1, 1)
+                if not entries:
+                    high = middle
+                elif entries[0].newest_ms >= time_ms:
+                    if entries[0].first <= low:
+                        break
+                    high = min(middle, entries[0].first)
+                else:
+                    low = entries[0].last + 1
+            return Position(segment.epoch, low - 1)
+    return segments[-1].end if segments else Position.START
+
+
+async def last_events(logs: Logs, name: str, count: int) -> list[tuple[int, Position]]:
+    """Return (own time, place before it) of a log's last ``count`` events, the latest first."""
+    found: list[tuple[int, Position]] = []
+    for segment in reversed(await logs.segments(name)):
+        before = segment.last
+        while before >= segment.first and len(found) < count:
+            entries = await logs.read_back(name, segment, before, 50)
+            if not entries:
+                break
+            for entry in entries:
+                numbered = zip(range(entry.last, entry.first - 1, -1), reversed(entry.run.times), strict=True)
+                found += [(time_ms, Position(segment.epoch, number - 1)) for number, time_ms in numbered]
+            before = entries[-1].first - 1
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
+def beyond(segment: Segment, until_ms: int) -> bool:
+    """Return whether a segment is too late to hold anything up to a time, but for what came a day late."""
+    return segment.bucket > bucket_of(until_ms) + 1

@@ -1,0 +1,176 @@
+"""Cursors: where a reader stopped, as one short text, for every feed.
+
+    1789200000.42              one log: epoch and number of the last event seen
+    1789200000.42,.57,0.0      several logs in request order; an epoch equal to the one before is left out
+    1789200000.42~7            seven events were sent before (a request with a limit)
+    1789200000.42~@1789200000  the request began at a time, in milliseconds: what is older is left out
+    1789200000.42~end          the request has ended; whoever comes back with it gets nothing more
+
+Invariant: ``parse(str(cursor)) == cursor`` for every cursor, and a cursor means the same place for ever, or a place that
+is known to be gone. ``0.0`` is the place before everything.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import ClassVar
+
+import msgspec
+
+from tailrace.errors import BadRequest, CursorError
+
+MAX_CURSOR_BYTES = 4096
+MAX_NAMES = 200
+
+_POSITION = re.compile(r"(\d{0,16})\.(\d{1,16})", re.ASCII)
+_STATE = re.compile(r"(?=.)(\d{1,16})?(?:@(-?\d{1,16}))?", re.ASCII)
+
+
+class Position(msgspec.Struct, frozen=True):
+    """A place in one log: after the event with this number, in this epoch."""
+
+    epoch: int = 0
+    number: int = 0
+
+    START: ClassVar[Position]
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.number}"
+
+
+Position.START = Position()
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """A place in a feed over one or several logs."""
+
+    positions: tuple[Position, ...]
+    sent: int | None = None
+    """How many events the request had sent, when it has a limit."""
+    since_ms: int | None = None
+    """The time at which the request began, when it began at one."""
+    ended: bool = False
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        before = None
+        for position in self.positions:
+            parts.append(f".{position.number}" if position.epoch == before else str(position))
+            before = position.epoch
+        text = ",".join(parts)
+        return text + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """What follows the positions: the state of the request."""
+        if self.ended:
+            return "~end"
+        if self.sent is None and self.since_ms is None:
+            return ""
+        count = "" if self.sent is None else str(self.sent)
+        return f"~{count}" if self.since_ms is None else f"~{count}@{self.since_ms}"
+
+    @classmethod
+    def parse(cls, text: str, names: int) -> Cursor:
+        """Read a cursor of a feed over ``names`` logs; anything else is a CursorError."""
+        if len(text) > MAX_CURSOR_BYTES:
+            raise CursorError(f"a cursor has at most {MAX_CURSOR_BYTES} bytes; this one has {len(text)}")
+        body, tilde, tail = text.strip().partition("~")
+        state = _STATE.fullmatch(tail)
+        if tilde and tail != "end" and state is None:
+            raise CursorError(f"cannot read cursor {text[:80]!r}: after ~ comes a count, @ and a time, or 'end'")
+        positions: list[Position] = []
+        for part in body.split(","):
+            match = _POSITION.fullmatch(part)
+            if match is None or (not match[1] and not positions):
+                raise CursorError(f"cannot read cursor {text[:80]!r}: expected EPOCH.NUMBER, as in the id of an event")
+            epoch = int(match[1]) if match[1] else positions[-1].epoch
+            positions.append(Position(epoch, int(match[2])))
+        if len(positions) != names:
+            raise CursorError(f"the cursor is of a feed over {len(positions)} stream(s), the request is for {names}")
+        if state is None or not tilde:
+            return cls(tuple(positions), ended=tail == "end")
+        return cls(tuple(positions), *(None if part is None else int(part) for part in state.groups()))
+
+
+# Where a request begins.
+
+
+class FromStart(msgspec.Struct, frozen=True):
+    """Before everything that exists."""
+
+
+class FromEnd(msgspec.Struct, frozen=True):
+    """After everything that exists now."""
+
+
+class FromLast(msgspec.Struct, frozen=True):
+    """The last ``count`` events that exist now."""
+
+    count: int
+
+
+class FromTime(msgspec.Struct, frozen=True):
+    """The first event at or after a time."""
+
+    time_ms: int
+
+
+class FromCursor(msgspec.Struct, frozen=True):
+    """After a cursor."""
+
+    cursor: Cursor
+
+
+Start = FromStart | FromEnd | FromLast | FromTime | FromCursor
+
+_AGO = re.compile(r"-((?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+)", re.ASCII)
+_UNIT = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
+_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
+_ISO = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+-]\d\d:?\d\d)?|(Z))?", re.ASCII | re.IGNORECASE
+)
+MAX_LAST = 1_000_000
+
+
+def parse_start(text: str, names: int, now_ms: int) -> Start:
+    """Read ``start | end | -N | TIME | -1h | CURSOR``; ``@`` may stand before a time."""
+    text = text.strip()
+    if text == "start":
+        return FromStart()
+    if text == "end":
+        return FromEnd()
+    if re.fullmatch(r"-\d{1,7}", text, re.ASCII):
+        count = int(text[1:])
+        if count > MAX_LAST:
+            raise BadRequest(f"from={text}: at most the last {MAX_LAST} events can be asked for; use a time")
+        return FromLast(count)
+    time_ms = _time(text.removeprefix("@"), now_ms)
+    if time_ms is not None:
+        return FromTime(time_ms)
+    if _POSITION.match(text) and not text.startswith("@"):
+        return FromCursor(Cursor.parse(text, names))
+    raise BadRequest(f"cannot read start {text[:80]!r}: start, end, -N, a time, an age like -1h, or a cursor")
+
+
+def parse_time(text: str, now_ms: int) -> int:
+    """Read a time: ISO 8601 (UTC unless it says otherwise), an age like ``-1h``, or ``@`` and Unix seconds."""
+    time_ms = _time(text.strip().removeprefix("@"), now_ms)
+    if time_ms is None:
+        raise BadRequest(f"cannot read time {text[:80]!r}: 2026-11-15T08:00:00Z, or an age like -1h")
+    return time_ms
+
+
+def _time(text: str, now_ms: int) -> int | None:
+    if ago := _AGO.fullmatch(text):
+        return now_ms - round(sum(float(n) * _UNIT_MS[unit] for n, unit in _UNIT.findall(ago[1])))
+    if not _ISO.fullmatch(text):
+        return None
+    try:
+        moment = datetime.fromisoformat(text.upper().removesuffix("Z"))
+    except ValueError:
+        raise BadRequest(f"{text!r} is no time: a date or clock value is out of range") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return round(moment.timestamp() * 1000)

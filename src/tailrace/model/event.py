@@ -1,0 +1,97 @@
+"""Events: the identity of a Kafka record and the JSON form in which every feed shows it.
+
+Invariant: an event's id is a pure function of its coordinates in Kafka, so it is the same in every view, in every
+delivery, and after a rebuild. A topic that was deleted and created again has a higher generation, which its ids carry.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from datetime import UTC, datetime
+from typing import TypeAlias
+
+import msgspec
+
+from tailrace.model.name import key_elements
+
+Headers: TypeAlias = list[tuple[str, bytes | None]]
+"""Kafka's headers of one record, in order; a name may occur several times."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One generation of one partition of a topic: where an offset means one record for ever."""
+
+    topic: str
+    partition: int
+    generation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.label}:{self.partition}"
+
+    @property
+    def label(self) -> str:
+        """The topic, with its generation if it was created more than once (``@`` is not allowed in topic names)."""
+        return f"{self.topic}@{self.generation}" if self.generation else self.topic
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """Read what ``str`` wrote."""
+        label, _, partition = text.rpartition(":")
+        topic, _, generation = label.partition("@")
+        return cls(topic, int(partition), int(generation or 0))
+
+
+def event_id(source: Source, offset: int) -> str:
+    """Return the stable id of a record: ``topic:partition:offset``."""
+    return f"{source}:{offset}"
+
+
+def iso_time(time_ms: int) -> str:
+    """Return a record's time in UTC with milliseconds, as in every frame: ``2026-11-15T08:00:00.000Z``."""
+    seconds, ms = divmod(time_ms, 1000)
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{ms:03d}Z"
+    except (ValueError, OverflowError, OSError):
+        return f"@{time_ms}"
+
+
+def key_json(key: bytes | None) -> bytes:
+    """Return the key as a JSON array of its elements, ``null`` without one; bytes that are no text as base64."""
+    if key is None:
+        return b"null"
+    elements = key_elements(key)
+    if elements is None:
+        return _encode({"base64": b64encode(key).decode()})
+    try:
+        return _encode(elements)
+    except UnicodeEncodeError:
+        return _encode({"base64": b64encode(key).decode()})
+
+
+def headers_json(headers: Headers | None) -> bytes:
+    """Return headers as a JSON object; a repeated name becomes a list, bytes that are no text ``{"base64": …}``."""
+    if not headers:
+        return b"{}"
+    shown: dict[str, object] = {}
+    repeated: set[str] = set()
+    for name, value in headers:
+        text = _header_value(value)
+        if name not in shown:
+            shown[name] = text
+        elif name in repeated:
+            shown[name].append(text)  # type: ignore[attr-defined]
+        else:
+            shown[name] = [shown[name], text]
+            repeated.add(name)
+    return _encode(shown)
+
+
+def _header_value(value: bytes | None) -> object:
+    if value is None:
+        return None
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": b64encode(value).decode()}

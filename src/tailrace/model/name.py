@@ -1,0 +1,85 @@
+"""Stream names: how the key of a record becomes the name of its stream, and back to a shard.
+
+Invariant: two different keys never share a name. A key is a list of elements; a plain string is a list of one. String
+elements are joined by ``/`` with ``/`` and ``%`` inside them escaped; an element that is no string is written as ``=``
+and its JSON, so that ``["42"]`` and ``[42]`` differ.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import msgspec
+
+MAX_NAME_BYTES = 4096
+"""A longer name is refused: it would be a Valkey key of its own length for every segment."""
+
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Unnameable(ValueError):
+    """A key that gives no name; ``reason`` is the word under which the record is counted as skipped."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+def key_elements(key: bytes | None) -> list[object] | None:
+    """Return the elements of a record's key: a JSON array is its elements, any other text is one string.
+
+    None for a missing key and for bytes that are no text.
+    """
+    if key is None:
+        return None
+    if key[:1] == b"[":
+        try:
+            elements = _decode(key)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            if isinstance(elements, list):
+                return elements
+    try:
+        return [key.decode()]
+    except UnicodeDecodeError:
+        return None
+
+
+def name_of_key(key: bytes | None) -> str:
+    """Return the stream name of a record's key, or raise Unnameable."""
+    if key is None:
+        raise Unnameable("no-key")
+    elements = key_elements(key)
+    if elements is None:
+        raise Unnameable("key-not-text")
+    return join(elements)
+
+
+def join(elements: list[object]) -> str:
+    """Join key elements to a name. Distinct lists give distinct names."""
+    if not elements:
+        raise Unnameable("empty-key")
+    name = "/".join(map(_escape, elements))
+    if not name:
+        raise Unnameable("empty-key")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise Unnameable("key-not-text") from None
+    if size > MAX_NAME_BYTES:
+        raise Unnameable("name-too-long")
+    return name
+
+
+def _escape(element: object) -> str:
+    if isinstance(element, str):
+        text = element.replace("%", "%25").replace("/", "%2F")
+        return "%3D" + text[1:] if text.startswith("=") else text
+    return "=" + _encode(element).decode().replace("%", "%25").replace("/", "%2F")
+
+
+def shard_of(name: str, shards: int) -> int:
+    """Return the shard that a name lives in: a pure function of its bytes, the same in every process."""
+    return crc32(name.encode()) % shards

@@ -1,0 +1,140 @@
+"""Runs: several consecutive events of one log, from one source, stored as one entry.
+
+Invariant: encoding and decoding a run gives the same records with the same bytes, whatever the codec; the first byte
+names the codec, so runs of every age can be mixed in one log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+
+import msgspec
+import zstandard
+
+from tailrace.model.bucket import is_late
+from tailrace.model.event import Headers, Source, headers_json, iso_time, key_json
+
+COMPRESS_FROM = 1024
+"""A smaller run is stored as it is: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""
+
+MAX_RAW_BYTES = 64 << 20
+"""A run that claims to be larger is refused before it is decompressed."""
+
+_RAW, _ZSTD = b"\x00", b"\x01"
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Records of one source in offset order, column by column."""
+
+    topic: str
+    partition: int
+    generation: int
+    steps: list[int]
+    """The first offset, then the distance from each offset to the next."""
+    ticks: list[int]
+    """The first time in milliseconds, then each record's distance from it (may be negative)."""
+    keys: list[bytes | None]
+    """One key for all, or one for each."""
+    headers: list[Headers] | None
+    """None when no record has any."""
+    values: list[bytes]
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        offsets: list[int],
+        times: list[int],
+        keys: list[bytes | None],
+        headers: list[Headers] | None,
+        values: list[bytes],
+    ) -> Run:
+        """Make a run from plain columns."""
+        first = times[0]
+        return cls(
+            source.topic,
+            source.partition,
+            source.generation,
+            [offsets[0], *(b - a for a, b in pairwise(offsets))],
+            [first, *(t - first for t in times[1:])],
+            keys,
+            headers,
+            values,
+        )
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def source(self) -> Source:
+        """Where all records of the run come from."""
+        return Source(self.topic, self.partition, self.generation)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Each record's offset."""
+        return list(accumulate(self.steps))
+
+    @property
+    def times(self) -> list[int]:
+        """Each record's own time in milliseconds."""
+        first = self.ticks[0]
+        return [first, *(first + t for t in self.ticks[1:])]
+
+    def frames(self, bucket: int, skip: int = 0) -> Iterator[bytes]:
+        """Yield the JSON form of each event from the one at ``skip``: what every feed sends as data.
+
+        The value goes out as produced, digit for digit; only raw line breaks, which JSON allows between tokens alone,
+        are taken out so that a frame is one line.
+        """
+        label = self.source.label
+        head = f'{{"id":"{label}:{self.partition}:%d","topic":"{self.topic}","partition":{self.partition},"offset":%d,'
+        head += '"time":"%s","key":'
+        offsets, times, keys, headers, values = self.offsets, self.times, self.keys, self.headers, self.values
+        shared = key_json(keys[0]) if len(keys) == 1 else None
+        for i in range(skip, len(values)):
+            offset, time_ms = offsets[i], times[i]
+            key = shared if shared is not None else key_json(keys[i])
+            late = b',"late":true' if is_late(time_ms, bucket) else b""
+            value = values[i]
+            if b"\n" in value or b"\r" in value:
+                value = value.translate(None, b"\r\n")
+            yield b"".join(
+                (
+                    (head % (offset, offset, iso_time(time_ms))).encode(),
+                    key,
+                    b',"headers":',
+                    headers_json(headers[i]) if headers is not None else b"{}",
+                    late,
+                    b',"data":',
+                    value,
+                    b"}",
+                )
+            )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Run)
+_compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
+_decompressor = zstandard.ZstdDecompressor()
+
+
+def encode(run: Run) -> bytes:
+    """Return the stored form of a run."""
+    body = _encoder.encode(run)
+    if len(body) < COMPRESS_FROM:
+        return _RAW + body
+    return _ZSTD + _compressor.compress(body)
+
+
+def decode(stored: bytes) -> Run:
+    """Read a stored run."""
+    codec, body = stored[:1], stored[1:]
+    if codec == _ZSTD:
+        if zstandard.frame_content_size(body) > MAX_RAW_BYTES:
+            raise ValueError("a stored run is larger than any that is written: the store is damaged")
+        body = _decompressor.decompress(body)
+    elif codec != _RAW:
+        raise ValueError(f"unknown codec {codec!r} of a stored run: written by a newer version?")
+    return _decoder.decode(body)

@@ -1,0 +1,181 @@
+"""Day streams: every record goes to the log named by its key, in the bucket of its UTC day.
+
+The cut of a slice is shared by all views that keep logs: they differ in the names that a record has.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import msgspec
+
+from tailrace.model.bucket import DAY_MS
+from tailrace.model.name import Unnameable, join, name_of_key, shard_of
+from tailrace.model.run import Run, encode
+from tailrace.pipeline.slice import Slice
+from tailrace.pipeline.view import Window, home_of
+from tailrace.stores.valkey import Arg
+
+_decode = msgspec.json.Decoder().decode
+
+CACHED_NAMES = 200_000
+"""Names remembered by key in one process; the memory is emptied when it is full."""
+
+
+class Days:
+    """One log per name; the name comes from the record's key or from paths in its value."""
+
+    name = "days"
+    span_ms = DAY_MS
+
+    def __init__(
+        self,
+        shards: int,
+        *,
+        paths: Sequence[str] | None = None,
+        future_ms: int = 600_000,
+        window_bytes: int = 256 << 10,
+        window_runs: int = 500,
+    ) -> None:
+        self._shards = shards
+        self.future_ms = future_ms
+        self._paths = None if paths is None else [path.split(".") for path in paths]
+        # The limit holds for what is sent; a window's raw records compress about eightfold, spread over the shards.
+        self._raw_bytes = window_bytes * 8
+        self._runs = window_runs
+        self._routes: dict[bytes | None, tuple[int, str]] = {}
+        self._rows = 1 << 14
+
+    def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
+        """Return the windows of a slice. A window that would be too large is cut in two by offset, never by name."""
+        begin = bisect_right(records.offsets, min(marks))
+        windows: list[Window] = []
+        while begin < len(records):
+            end = min(begin + self._rows, len(records))
+            cut = self._window(records, begin, end, marks)
+            if cut is None:
+                self._rows = max(1, (end - begin) // 2)
+                continue
+            windows += cut
+            begin = end
+        self._rows = min(1 << 14, self._rows + (self._rows >> 2) + 1)
+        return windows
+
+    def _window(self, records: Slice, begin: int, end: int, marks: Sequence[int]) -> list[Window] | None:
+        """Group one range of rows by shard and name; None when a shard would get too much in one call."""
+        home = home_of(records.source, self._shards)
+        groups: list[dict[str, list[int]]] = [{} for _ in range(self._shards)]
+        skipped: dict[str, int] = {}
+        sizes = [0] * self._shards
+        dead = 0
+        keys, values, offsets, bad = records.keys, records.values, records.offsets, records.poison
+        routes, by_key = self._routes, self._paths is None
+        first_home = bisect_right(offsets, marks[home])
+        settled = offsets[begin] > max(marks)
+        for i in range(begin, end):
+            value = values[i]
+            if value is None:
+                if i >= first_home:
+                    skipped["tombstone"] = skipped.get("tombstone", 0) + 1
+                continue
+            if bad and i in bad:
+                dead += i >= first_home
+                continue
+            route = routes.get(keys[i]) if by_key else None
+            if route is None:
+                try:
+                    route = self._route(keys[i], value)
+                except Unnameable as why:
+                    if i >= first_home:
+                        skipped[why.reason] = skipped.get(why.reason, 0) + 1
+                    continue
+            shard, name = route
+            if not settled and offsets[i] <= marks[shard]:
+                continue
+            rows = groups[shard].get(name)
+            if rows is None:
+                groups[shard][name] = [i]
+            else:
+                rows.append(i)
+            sizes[shard] += len(value)
+        if end - begin > 1 and (max(sizes) > self._raw_bytes or max(map(len, groups)) > self._runs):
+            return None
+        last = offsets[end - 1]
+        windows: list[Window] = []
+        for shard, names in enumerate(groups):
+            items: list[Arg] = []
+            if shard == home and end > first_home:
+                fresh = max(begin, first_home)
+                items += ["C", "in", end - fresh, "T", max(records.times[fresh:end])]
+                if dead:
+                    items += ["C", "dead", dead]
+                for reason, n in skipped.items():
+                    items += ["C", f"skipped:{reason}", n]
+            for name, rows in names.items():
+                self._append(items, records, name, rows)
+            if items and last > marks[shard]:
+                windows.append(Window(shard, last, items))
+        return windows
+
+    def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int]) -> None:
+        """Add the runs of one name: one, unless the running-maximum day changes inside."""
+        times = records.times
+        begin, newest = 0, times[rows[0]]
+        day = newest // DAY_MS
+        for at, i in enumerate(rows):
+            time_ms = times[i]
+            if time_ms > newest:
+                if time_ms // DAY_MS != day:
+                    items += ["A", name, day, at - begin, newest, _encode_rows(records, rows[begin:at])]
+                    begin, day = at, time_ms // DAY_MS
+                newest = time_ms
+        part = rows[begin:] if begin else rows
+        items += ["A", name, day, len(part), newest, _encode_rows(records, part)]
+
+    def _route(self, key: bytes | None, value: bytes) -> tuple[int, str]:
+        if self._paths is not None:
+            name = join(_elements(value, self._paths))
+            return shard_of(name, self._shards), name
+        name = name_of_key(key)
+        route = shard_of(name, self._shards), name
+        if len(self._routes) >= CACHED_NAMES:
+            self._routes.clear()
+        self._routes[key] = route
+        return route
+
+
+def _encode_rows(records: Slice, rows: list[int]) -> bytes:
+    keys, values, headers = records.keys, records.values, records.headers
+    offsets, times = records.offsets, records.times
+    first = keys[rows[0]]
+    mine = [keys[i] for i in rows]
+    return encode(
+        Run.of(
+            records.source,
+            [offsets[i] for i in rows],
+            [times[i] for i in rows],
+            [first] if mine.count(first) == len(mine) else mine,
+            None if headers is None else [headers[i] for i in rows],
+            [values[i] for i in rows],  # type: ignore[misc]
+        )
+    )
+
+
+def _elements(value: bytes, paths: Sequence[Sequence[str]]) -> list[object]:
+    """Return what the paths find in a value; a path that leads nowhere makes the record unnameable."""
+    try:
+        document = _decode(value)
+    except ValueError:
+        # A number that no machine type holds is normal JSON; the slower parser takes it.
+        document = json.loads(value)
+    found: list[object] = []
+    for path in paths:
+        part = document
+        for step in path:
+            if not isinstance(part, dict) or step not in part:
+                raise Unnameable("no-name")
+            part = part[step]
+        found.append(part)
+    return found

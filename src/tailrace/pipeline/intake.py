@@ -1,0 +1,73 @@
+"""The intake: counts what comes in and sends poison to the dead-letter topic, once, for all views together."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import msgspec
+
+from tailrace.model.bucket import DAY_MS
+from tailrace.model.event import event_id, iso_time, key_json
+from tailrace.pipeline.slice import Slice
+from tailrace.pipeline.view import Window, home_of
+from tailrace.stores.valkey import Arg
+
+MAX_QUOTED = 64 << 10
+"""How much of a poisoned value a dead letter carries; the rest is in Kafka under its coordinates."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Intake:
+    """A view of everything: each record is counted, each poisoned one becomes a dead letter in the outbox."""
+
+    name = "intake"
+    span_ms = DAY_MS
+    future_ms = 0
+
+    def __init__(self, shards: int, dead_letters: str) -> None:
+        self._shards = shards
+        self._topic = dead_letters
+
+    def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
+        """Return one window for the source's home shard."""
+        home = home_of(records.source, self._shards)
+        begin = bisect_right(records.offsets, marks[home])
+        if begin == len(records):
+            return []
+        items: list[Arg] = ["C", "in", len(records) - begin, "T", max(records.times[begin:])]
+        dead = 0
+        for i, reason in records.poison.items():
+            if i >= begin:
+                dead += 1
+                items += ["O", event_id(records.source, records.offsets[i]), self._topic, *_letter(records, i, reason)]
+        if dead:
+            items += ["C", "dead", dead]
+        if stored := len(records) - begin - dead:
+            # The intake keeps nothing itself: what is not poison is passed on to the views.
+            items += ["C", "skipped:passed-on", stored]
+        return [Window(home, records.offsets[-1], items)]
+
+
+def _letter(records: Slice, i: int, reason: str) -> tuple[bytes, bytes]:
+    value = records.values[i] or b""
+    quoted = value[:MAX_QUOTED]
+    letter: dict[str, object] = {
+        "id": event_id(records.source, records.offsets[i]),
+        "topic": records.source.topic,
+        "partition": records.source.partition,
+        "offset": records.offsets[i],
+        "time": iso_time(records.times[i]),
+        "reason": reason,
+        "key": msgspec.Raw(key_json(records.keys[i])),
+        "bytes": len(value),
+    }
+    try:
+        letter["value"] = quoted.decode()
+    except UnicodeDecodeError:
+        letter["value_base64"] = b64encode(quoted).decode()
+    if len(quoted) < len(value):
+        letter["truncated"] = True
+    return records.keys[i] or b"", _encode(letter)

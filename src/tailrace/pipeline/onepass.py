@@ -1,0 +1,176 @@
+"""The one pass: what a Spark task does with the records it is given.
+
+For every source in its input the task asks each view what to write, and sends each shard its windows together with the
+mark it believes the shard to have. Invariant: a window is applied exactly once, whatever is replayed, split otherwise or
+run twice, since a shard refuses every mark but its own; a refused task cuts again after the stored mark. Nothing that a
+task knows outlives it except guesses: remembered marks are checked by the shard, and a wrong one costs a round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+import pyarrow as pa
+
+from tailrace.errors import StaleDriver, StoreError
+from tailrace.pipeline.days import Days
+from tailrace.pipeline.intake import Intake
+from tailrace.pipeline.slice import Limits, Slice, slices
+from tailrace.pipeline.view import View, Window
+from tailrace.stores.marks import NOTHING
+from tailrace.stores.valkey import Arg, Call, Shards, StoreOptions
+
+MAX_REFUSALS = 100
+"""Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""
+
+COUNTED = "records long"
+"""The only thing that leaves a task."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Everything that a task must know; the driver makes one for each start of the query."""
+
+    store: StoreOptions
+    run_ids: dict[str, str]
+    """The server processes that the marks were read from."""
+    epoch: int
+    """The driver epoch; a newer driver makes every call of this one fail."""
+    views: tuple[str, ...]
+    generations: dict[str, int]
+    limits: Limits
+    dead_letters: str
+    name_paths: tuple[str, ...] | None
+    future_ms: int
+    window_bytes: int
+    window_runs: int
+    tail_length: int
+
+    def make_views(self) -> list[View]:
+        """Make the views of this plan."""
+        return [VIEWS[name](self) for name in self.views]
+
+
+def _days(plan: Plan) -> View:
+    return Days(
+        plan.store.shards,
+        paths=plan.name_paths,
+        future_ms=plan.future_ms,
+        window_bytes=plan.window_bytes,
+        window_runs=plan.window_runs,
+    )
+
+
+VIEWS: Mapping[str, Callable[[Plan], View]] = {
+    "intake": lambda plan: Intake(plan.store.shards, plan.dead_letters),
+    "days": _days,
+}
+"""Every view that the pipeline can write, by name."""
+
+
+class Host:
+    """The views of one plan in one process, with their connections and their guesses about marks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._views = plan.make_views()
+        self._shards = Shards(plan.store, dict(plan.run_ids))
+        self._marks: dict[tuple[str, str], list[int]] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._shards.close()
+
+    def take(self, batch: pa.RecordBatch) -> int:
+        """Apply one batch of records to all views; return how many records it had."""
+        pending: list[_Pending] = []
+        for records in slices(batch, self._plan.generations, self._plan.limits):
+            pending += [_Pending(view, records) for view in self._views]
+        self._remember(pending)
+        for _ in range(MAX_REFUSALS):
+            pending = self._apply(pending)
+            if not pending:
+                return int(batch.num_rows)
+        raise StoreError("marks keep moving under this task: is another driver of the same epoch at work?")
+
+    def _remember(self, pending: Sequence[_Pending]) -> None:
+        """Read the marks of sources that this process has not seen yet."""
+        wanted = {(p.view.name, str(p.records.source)) for p in pending} - self._marks.keys()
+        keys, count = self._shards.keys, self._plan.store.shards
+        by_view: dict[str, list[str]] = {}
+        for view, source in wanted:
+            by_view.setdefault(view, []).append(source)
+        for view, sources in by_view.items():
+            commands: list[tuple[int, tuple[Arg, ...]]] = [
+                (s, ("HMGET", keys.marks(s, view), *sources)) for s in range(count)
+            ]
+            answers = self._shards.read_all(commands)
+            for i, source in enumerate(sources):
+                self._marks[view, source] = [NOTHING if a[i] is None else int(a[i]) for a in answers]
+
+    def _apply(self, pending: Sequence[_Pending]) -> list[_Pending]:
+        """Send the windows of all pending slices in one round trip per node; return what was refused."""
+        calls: list[Call] = []
+        sent: list[tuple[_Pending, Window]] = []
+        for waiting in pending:
+            marks = list(self._marks[waiting.view.name, str(waiting.records.source)])
+            for window in waiting.view.cut(waiting.records, marks):
+                calls.append((window.shard, "apply", self._arguments(waiting, window, marks[window.shard])))
+                marks[window.shard] = window.end
+                sent.append((waiting, window))
+        refused: dict[int, _Pending] = {}
+        for (waiting, window), answer in zip(sent, self._shards.call_all(calls), strict=True):
+            known = self._marks[waiting.view.name, str(waiting.records.source)]
+            verdict = answer[0]
+            if verdict == b"ok":
+                known[window.shard] = window.end
+            elif verdict == b"moved":
+                known[window.shard] = int(answer[1])
+                refused[id(waiting)] = waiting
+            elif verdict == b"stale":
+                raise StaleDriver(waiting.view.name, self._plan.epoch, int(answer[1]))
+            else:
+                raise StoreError(f"shard {window.shard} was never begun: the store was emptied under the pipeline")
+        return list(refused.values())
+
+    def _arguments(self, waiting: _Pending, window: Window, seen: int) -> list[Arg]:
+        plan, view = self._plan, waiting.view
+        head: list[Arg] = [view.name, plan.epoch, str(waiting.records.source), seen, window.end]
+        return [*head, view.span_ms, view.future_ms, plan.tail_length, *window.items]
+
+
+class _Pending(msgspec.Struct, frozen=True):
+    view: View
+    records: Slice
+
+
+_hosts: dict[tuple[int, str], Host] = {}
+"""The host of the newest plan in this process. Workers are reused, so connections and guesses are too."""
+
+
+def host_of(plan: Plan) -> Host:
+    """Return this process's host for a plan; one of an older plan is closed."""
+    key = plan.epoch, plan.store.url
+    host = _hosts.get(key)
+    if host is None:
+        while _hosts:
+            _hosts.popitem()[1].close()
+        host = _hosts[key] = Host(plan)
+    return host
+
+
+def one_pass(plan: Plan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return the function that Spark runs in every task."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        host = host_of(plan)
+        try:
+            total = sum(host.take(batch) for batch in batches)
+        except BaseException:
+            # What was guessed or half sent is not to be trusted: the next attempt begins with the stored marks.
+            _hosts.clear()
+            host.close()
+            raise
+        yield pa.RecordBatch.from_arrays([pa.array([total], pa.int64())], names=["records"])
+
+    return run

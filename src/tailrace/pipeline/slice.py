@@ -1,0 +1,119 @@
+"""Slices: consecutive records of one source, as plain columns, checked for poison once for all views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.model.event import Headers, Source
+from tailrace.model.poison import poison, too_deep
+
+_scan = msgspec.json.Decoder(msgspec.Raw).decode
+
+SCHEMA = "topic string, partition int, offset long, time long, key binary, value binary, headers array<struct<key:string,value:binary>>"
+"""The columns that the source delivers, in this order."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a record may be before it is poison."""
+
+    max_bytes: int = 1 << 20
+    max_depth: int = 200
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Records of one source in offset order. ``values`` has None for tombstones; ``poison`` names what is unreadable."""
+
+    source: Source
+    offsets: list[int]
+    times: list[int]
+    keys: list[bytes | None]
+    values: list[bytes | None]
+    headers: list[Headers] | None
+    poison: dict[int, str]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: Limits) -> Iterator[Slice]:
+    """Cut an Arrow batch where its source changes. Records of one source keep their order."""
+    rows = batch.num_rows
+    if not rows:
+        return
+    topics, partitions = batch.column(0), batch.column(1)
+    bounds = [0, *_changes(topics, partitions), rows]
+    offsets, times = batch.column(2), batch.column(3)
+    keys, values = batch.column(4), batch.column(5)
+    headers = batch.column(6)
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        topic = topics[low].as_py()
+        source = Source(topic, partitions[low].as_py(), generations.get(topic, 0))
+        n = high - low
+        column = values.slice(low, n)
+        listed: list[bytes | None] = column.to_pylist()
+        yield Slice(
+            source,
+            offsets.slice(low, n).to_pylist(),
+            times.slice(low, n).to_pylist(),
+            keys.slice(low, n).to_pylist(),
+            listed,
+            _headers(headers.slice(low, n)),
+            _poison(column, listed, limits),
+        )
+
+
+def _changes(topics: Any, partitions: Any) -> list[int]:
+    n = len(partitions)
+    if n < 2:
+        return []
+    differs = pc.or_(
+        pc.not_equal(partitions.slice(1), partitions.slice(0, n - 1)),
+        pc.not_equal(topics.slice(1), topics.slice(0, n - 1)),
+    )
+    return [int(i) + 1 for i in pc.indices_nonzero(differs).to_pylist()]
+
+
+def _headers(column: Any) -> list[Headers] | None:
+    if column.null_count == len(column) or not len(column.flatten()):
+        return None
+    return [[(h["key"], h["value"]) for h in (row or ())] for row in column.to_pylist()]
+
+
+def _poison(column: Any, values: Sequence[bytes | None], limits: Limits) -> dict[int, str]:
+    """Return the reason for each poisoned record. Text and size are checked for the whole column at once."""
+    if not _all_text(column) or (pc.max(pc.binary_length(column)).as_py() or 0) > limits.max_bytes:
+        return _poison_one_by_one(values, limits)
+    found: dict[int, str] = {}
+    long = 2 * limits.max_depth
+    depth = limits.max_depth
+    for i, value in enumerate(values):
+        try:
+            if len(value) >= long and too_deep(value, depth):  # type: ignore[arg-type]
+                found[i] = "too-deep"
+            else:
+                _scan(value)  # type: ignore[arg-type]
+        except (ValueError, TypeError, RecursionError):
+            if value is not None:
+                found[i] = poison(value, limits.max_bytes, limits.max_depth) or "invalid-json"
+    return found
+
+
+def _poison_one_by_one(values: Sequence[bytes | None], limits: Limits) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for i, value in enumerate(values):
+        if value is not None and (reason := poison(value, limits.max_bytes, limits.max_depth)):
+            found[i] = reason
+    return found
+
+
+def _all_text(column: Any) -> bool:
+    try:
+        column.cast(pa.string())
+    except pa.ArrowInvalid:
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""What a view is to the pipeline: it looks at a slice of records and says what each shard has to write.
+
+All five views have this interface. The host (``onepass``) owns the marks, the calls and the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+from zlib import crc32
+
+import msgspec
+
+from tailrace.model.event import Source
+from tailrace.pipeline.slice import Slice
+from tailrace.stores.valkey import Arg
+
+
+class Window(msgspec.Struct, frozen=True):
+    """What one shard writes for a contiguous range of offsets, all of it or nothing."""
+
+    shard: int
+    end: int
+    """The shard's mark afterwards: the last offset of the range."""
+    items: list[Arg]
+
+
+class View(Protocol):
+    """One view. Instances are made in every Spark task's process and hold no state that outlives a call."""
+
+    name: str
+    span_ms: int
+    """Length of a bucket."""
+    future_ms: int
+    """How far beyond the store's clock a bucket may lie."""
+
+    def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
+        """Return the windows of a slice for the shards that have something to write, in offset order.
+
+        Records at or below a shard's mark are left out for that shard. Pure: equal input gives equal windows.
+        """
+        ...
+
+
+def home_of(source: Source, shards: int) -> int:
+    """Return the shard that keeps what has no name of its own: dead letters, skips, the count of what came in."""
+    return crc32(str(source).encode()) % shards

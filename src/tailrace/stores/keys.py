@@ -1,0 +1,79 @@
+"""Every key name of the Valkey layout, in one place. The Lua functions append the same suffixes to the shard's tag.
+
+State is spread over a fixed number of shards. A shard is one hash tag, so it is one slot, on one node, and one function
+call can change all of it atomically. ``view`` is a word without colons and an index is digits, so that a name, which may
+be any text, comes last and no two names share a key.
+
+    <prefix>:{<shard>}                                  the tag itself; declared as the key of every function call
+    …:meta                       hash    run_id, epoch, shards, format
+    …:number                     string  the last number given out in the shard
+    …:fence                      hash    view -> driver epoch that owns it
+    …:marks:<view>               hash    source -> last offset applied
+    …:times:<view>               hash    source -> running-maximum time applied (home shard of the source)
+    …:counts:<view>              hash    in, stored, dead, skipped:<reason>
+    …:names:<view>               zset    every name with a log, in lexical order
+    …:log:<view>:<name>          hash    the log's current segment, and one field for each earlier one
+    …:seg:<view>:<index>:<name>  stream  <last number>-<events> -> r: run, t: running-maximum time
+    …:tail                       stream  view, name of every log touched, capped
+    …:outbox                     stream  <number>-0 -> e, i, t, k, v: what must reach Kafka
+    <prefix>:{0}:topics          hash    topic -> generation and topic id
+    <prefix>:{0}:drivers         string  the last driver epoch given out
+    <prefix>:{0}:status:<view>   string  the driver's last report, expires
+    <prefix>:{0}:gaps            stream  ranges that Kafka no longer had when they were to be read, capped
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FORMAT = 1
+"""Number of this layout; stored with it and compared at start."""
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """The key names of one installation."""
+
+    prefix: str = "tr"
+
+    def tag(self, shard: int) -> str:
+        """Return the shard's tag, which every key of the shard begins with."""
+        return f"{self.prefix}:{{{shard}}}"
+
+    def meta(self, shard: int) -> str:
+        return f"{self.tag(shard)}:meta"
+
+    def marks(self, shard: int, view: str) -> str:
+        return f"{self.tag(shard)}:marks:{view}"
+
+    def times(self, shard: int, view: str) -> str:
+        return f"{self.tag(shard)}:times:{view}"
+
+    def counts(self, shard: int, view: str) -> str:
+        return f"{self.tag(shard)}:counts:{view}"
+
+    def names(self, shard: int, view: str) -> str:
+        return f"{self.tag(shard)}:names:{view}"
+
+    def log(self, shard: int, view: str, name: str) -> str:
+        return f"{self.tag(shard)}:log:{view}:{name}"
+
+    def segment(self, shard: int, view: str, index: int, name: str) -> str:
+        return f"{self.tag(shard)}:seg:{view}:{index}:{name}"
+
+    def tail(self, shard: int) -> str:
+        return f"{self.tag(shard)}:tail"
+
+    def outbox(self, shard: int) -> str:
+        return f"{self.tag(shard)}:outbox"
+
+    def topics(self) -> str:
+        return f"{self.tag(0)}:topics"
+
+    def drivers(self) -> str:
+        return f"{self.tag(0)}:drivers"
+
+    def status(self, view: str) -> str:
+        return f"{self.tag(0)}:status:{view}"
+
+    def gaps(self) -> str:
+        return f"{self.tag(0)}:gaps"

@@ -1,0 +1,73 @@
+"""Marks: the last offset of each source that a shard has applied, for one view.
+
+Invariant: everything of a source up to a shard's mark, and nothing after it, is in that shard. A start begins after the
+lowest mark; a shard that is ahead refuses what it has. Marks never expire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tailrace.errors import StaleDriver
+from tailrace.model.event import Source
+from tailrace.stores.valkey import Shards
+
+NOTHING = -1
+"""The mark of a source of which nothing is applied."""
+
+
+def read_marks(shards: Shards, view: str) -> list[dict[Source, int]]:
+    """Return the marks of every shard."""
+    answers = shards.read_all(
+        [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)],
+    )
+    return [{Source.parse(field.decode()): int(mark) for field, mark in _pairs(answer)} for answer in answers]
+
+
+def lowest(marks: Sequence[Mapping[Source, int]]) -> dict[Source, int]:
+    """Return, for each source that any shard knows, the mark up to which every shard has applied."""
+    known = set().union(*marks) if marks else set()
+    return {source: min(shard.get(source, NOTHING) for shard in marks) for source in known}
+
+
+def advance(shards: Shards, view: str, epoch: int, ends: Mapping[Source, int]) -> None:
+    """Raise the marks of all shards to offsets that completed batches have passed.
+
+    Only for ranges whose tasks have all succeeded: a shard that had nothing in them learns that it had nothing.
+    """
+    if not ends:
+        return
+    pairs = [part for source, offset in ends.items() for part in (str(source), offset)]
+    for answer in shards.call_all([(s, "advance", (view, epoch, *pairs)) for s in range(shards.options.shards)]):
+        if answer[0] == b"stale":
+            raise StaleDriver(view, epoch, int(answer[1]))
+
+
+def read_times(shards: Shards, view: str) -> dict[Source, int]:
+    """Return the running-maximum time applied of every source."""
+    answers = shards.read_all([(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)])
+    return {Source.parse(field.decode()): int(ms) for answer in answers for field, ms in _pairs(answer)}
+
+
+def read_counts(shards: Shards, view: str) -> dict[str, int]:
+    """Return the view's counters, added up over all shards: in, stored, dead, skipped:<reason>."""
+    totals: dict[str, int] = {}
+    for answer in shards.read_all(
+        [(s, ("HGETALL", shards.keys.counts(s, view))) for s in range(shards.options.shards)]
+    ):
+        for field, n in _pairs(answer):
+            totals[field.decode()] = totals.get(field.decode(), 0) + int(n)
+    return totals
+
+
+def conserved(counts: Mapping[str, int]) -> int:
+    """Return in − (stored + skipped + dead): 0 when no record is under way and none was lost."""
+    out = sum(n for field, n in counts.items() if field in ("stored", "dead") or field.startswith("skipped:"))
+    return counts.get("in", 0) - out
+
+
+def _pairs(answer: object) -> list[tuple[bytes, bytes]]:
+    if isinstance(answer, dict):
+        return list(answer.items())
+    items: list[bytes] = list(answer)  # type: ignore[call-overload]
+    return list(zip(items[::2], items[1::2], strict=True))

@@ -1,0 +1,99 @@
+"""The asyncio client of the read side: plain commands on shards, wherever their node is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import valkey.asyncio
+from valkey.asyncio.connection import BlockingConnectionPool, Connection, SSLConnection
+from valkey.exceptions import MovedError, ResponseError
+
+from tailrace.stores.keys import Keys
+from tailrace.stores.valkey import Address, Arg, StoreOptions, homes, translated
+
+
+class Nodes:
+    """Every node that holds a shard. Reads only; the write side has ``Shards``."""
+
+    def __init__(self, options: StoreOptions, connections: int = 64) -> None:
+        self.options = options
+        self.keys: Keys = options.keys
+        self._limit = connections
+        self._clients: dict[Address | None, valkey.asyncio.Valkey] = {}
+        self._homes: list[Address | None] = []
+
+    async def open(self) -> Nodes:
+        """Find the node of every shard."""
+        with translated():
+            entry = self._client(None)
+            info = await entry.info("cluster")
+            clustered = int(info.get("cluster_enabled", 0))
+            slots = await entry.execute_command("CLUSTER", "SLOTS") if clustered else None
+            self._homes = homes(self.options, info, lambda: slots)
+        return self
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            await client.aclose()
+        self._clients.clear()
+
+    def shards_by_node(self) -> dict[Address | None, list[int]]:
+        """Return the shards that each node holds."""
+        grouped: dict[Address | None, list[int]] = {}
+        for shard, address in enumerate(self._homes):
+            grouped.setdefault(address, []).append(shard)
+        return grouped
+
+    async def read(self, shard: int, *command: Arg) -> Any:
+        """Run one command on the node of a shard."""
+        return (await self.read_all([(shard, command)]))[0]
+
+    async def read_all(self, commands: Sequence[tuple[int, tuple[Arg, ...]]]) -> list[Any]:
+        """Run commands on shards, many in one round trip per node; answers in the order of the commands."""
+        if not self._homes:
+            await self.open()
+        answers: list[Any] = [None] * len(commands)
+        by_node: dict[Address | None, list[int]] = {}
+        for i, (shard, _) in enumerate(commands):
+            by_node.setdefault(self._homes[shard], []).append(i)
+        with translated():
+            try:
+                for address, wanted in by_node.items():
+                    pipeline = self._client(address).pipeline(transaction=False)
+                    for i in wanted:
+                        pipeline.execute_command(*commands[i][1])
+                    for i, answer in zip(wanted, await pipeline.execute(), strict=True):
+                        answers[i] = answer
+            except MovedError:
+                self._homes = []
+                raise
+        return answers
+
+    async def block(self, address: Address | None, command: tuple[Arg, ...], timeout_s: float) -> Any:
+        """Run a blocking command on a connection of its own, with time to block."""
+        given = self.options.connection(address) | {"socket_timeout": timeout_s + self.options.timeout_s}
+        with translated():
+            client = self._clients.get((f"block:{address}", 0))
+            if client is None:
+                client = self._clients[f"block:{address}", 0] = _plain(given, 1)
+            try:
+                return await client.execute_command(*command)
+            except ResponseError as error:
+                if isinstance(error, MovedError):
+                    self._homes = []
+                raise
+
+    def _client(self, address: Address | None) -> valkey.asyncio.Valkey:
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = _plain(self.options.connection(address), self._limit)
+        return client
+
+
+def _plain(given: dict[str, Any], limit: int) -> valkey.asyncio.Valkey:
+    secure = "SSL" in getattr(given.pop("connection_class", None), "__name__", "")
+    kind = SSLConnection if secure else Connection
+    pool: Any = BlockingConnectionPool(connection_class=kind, max_connections=limit, timeout=30, **given)
+    return valkey.asyncio.Valkey(connection_pool=pool)

@@ -1,0 +1,256 @@
+"""Valkey connections: which node a shard is on, and the guard against a server that is not the one we knew.
+
+A shard is one hash tag, so it is on one node; we look the node up and speak plain protocol to it, single server or
+cluster alike. Invariant: a guarded connection is only ever used with the server process whose run_id was noted first. A
+restarted server may have lost its last writes, and writing on top of the hole would hide it for ever.
+Driver exceptions do not leave this file: they become StoreUnavailable or StoreError.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import msgspec
+import valkey
+import valkey.asyncio
+from valkey.connection import Connection, ConnectionPool, SSLConnection, parse_url
+from valkey.crc import key_slot
+from valkey.exceptions import BusyLoadingError, MovedError, ResponseError, ValkeyError
+
+from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreMismatch, StoreUnavailable
+from tailrace.stores.functions import CODE, LIBRARY, function
+from tailrace.stores.keys import FORMAT, Keys
+
+Address: TypeAlias = tuple[str, int]
+Arg: TypeAlias = bytes | str | int
+Call: TypeAlias = tuple[int, str, Sequence[Arg]]
+"""Shard, function, arguments."""
+
+
+class StoreOptions(msgspec.Struct, frozen=True):
+    """How to reach the store and how it is divided; what a Spark task gets from its driver."""
+
+    url: str
+    password: str = ""
+    prefix: str = "tr"
+    shards: int = 4
+    timeout_s: float = 5.0
+
+    @property
+    def keys(self) -> Keys:
+        """The key names of this installation."""
+        return Keys(self.prefix)
+
+    def connection(self, address: Address | None = None) -> dict[str, Any]:
+        """Return the client's arguments for one node, or for the node that the URL names."""
+        given: dict[str, Any] = dict(parse_url(self.url))
+        if self.password:
+            given["password"] = self.password
+        if address is not None:
+            given["host"], given["port"] = address
+            given.pop("path", None)
+        given.update(socket_timeout=self.timeout_s, socket_connect_timeout=self.timeout_s)
+        return given
+
+
+class _Guard:
+    """Connections that refuse a server process other than the one noted under their address."""
+
+    run_ids: MutableMapping[str, str]
+
+    def on_connect(self) -> None:
+        super().on_connect()  # type: ignore[misc]
+        me: Any = self
+        me.send_command("INFO", "server")
+        found = run_id_of(me.read_response())
+        where = f"{me.host}:{me.port}"
+        expected = self.run_ids.setdefault(where, found)
+        if expected != found:
+            me.disconnect()
+            raise StoreChanged(where, expected, found)
+
+
+def run_id_of(info: bytes | str) -> str:
+    """Read the run_id from the answer to INFO."""
+    text = info.decode() if isinstance(info, bytes) else info
+    return next((line[7:] for line in text.splitlines() if line.startswith("run_id:")), "")
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turn the driver's exceptions into ours."""
+    try:
+        yield
+    except (valkey.ConnectionError, valkey.TimeoutError, BusyLoadingError, OSError) as error:
+        raise StoreUnavailable(f"valkey does not answer: {error}; is it running, and is valkey.url right?") from error
+    except MovedError as error:
+        raise StoreUnavailable(f"valkey moved a shard to another node ({error}); it is looked up again") from error
+    except ResponseError as error:
+        if str(error).startswith(("OOM", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "LOADING")):
+            raise StoreUnavailable(f"valkey refuses writes for now: {error}") from error
+        raise StoreError(f"valkey refused a call: {error}") from error
+    except ValkeyError as error:
+        raise StoreError(f"valkey refused a call: {error}") from error
+
+
+class Shards:
+    """The blocking client of the write side: calls functions on shards, many in one round trip per node."""
+
+    def __init__(self, options: StoreOptions, run_ids: MutableMapping[str, str] | None = None) -> None:
+        self.options = options
+        self.keys = options.keys
+        self.run_ids: MutableMapping[str, str] = {} if run_ids is None else run_ids
+        """Address of each node -> the process that we deal with there; filled at the first connection."""
+        self._nodes: dict[Address | None, valkey.Valkey] = {}
+        self._homes: list[Address | None] = []
+
+    def open(self) -> Shards:
+        """Find the node of every shard."""
+        with translated():
+            self._resolve()
+        return self
+
+    def close(self) -> None:
+        """Close all connections."""
+        for node in self._nodes.values():
+            node.close()
+        self._nodes.clear()
+
+    def client(self, shard: int) -> valkey.Valkey:
+        """Return the plain client of the node that a shard is on."""
+        if not self._homes:
+            self._resolve()
+        return self._node(self._homes[shard])
+
+    def primaries(self) -> list[valkey.Valkey]:
+        """Return a client of every node that holds a shard."""
+        if not self._homes:
+            self._resolve()
+        return [self._node(address) for address in dict.fromkeys(self._homes)]
+
+    def call(self, shard: int, name: str, *args: Arg) -> Any:
+        """Call one function on one shard."""
+        return self.call_all([(shard, name, args)])[0]
+
+    def call_all(self, calls: Sequence[Call]) -> list[Any]:
+        """Call functions on shards, in order for each node, and return the answers in the order of the calls."""
+        answers: list[Any] = [None] * len(calls)
+        by_node: dict[Address | None, list[int]] = {}
+        with translated():
+            if not self._homes:
+                self._resolve()
+            for i, (shard, _, _) in enumerate(calls):
+                by_node.setdefault(self._homes[shard], []).append(i)
+            try:
+                for address, wanted in by_node.items():
+                    pipeline = self._node(address).pipeline(transaction=False)
+                    for i in wanted:
+                        shard, name, args = calls[i]
+                        pipeline.execute_command("FCALL", function(name), 1, self.keys.tag(shard), *args)
+                    for i, answer in zip(wanted, pipeline.execute(), strict=True):
+                        answers[i] = answer
+            except MovedError:
+                self._homes = []
+                raise
+        return answers
+
+    def read_all(self, commands: Sequence[tuple[int, tuple[Arg, ...]]]) -> list[Any]:
+        """Run plain commands on shards, many in one round trip per node; answers in the order of the commands."""
+        answers: list[Any] = [None] * len(commands)
+        by_node: dict[Address | None, list[int]] = {}
+        with translated():
+            if not self._homes:
+                self._resolve()
+            for i, (shard, _) in enumerate(commands):
+                by_node.setdefault(self._homes[shard], []).append(i)
+            for address, wanted in by_node.items():
+                pipeline = self._node(address).pipeline(transaction=False)
+                for i in wanted:
+                    pipeline.execute_command(*commands[i][1])
+                for i, answer in zip(wanted, pipeline.execute(), strict=True):
+                    answers[i] = answer
+        return answers
+
+    def _node(self, address: Address | None) -> valkey.Valkey:
+        node = self._nodes.get(address)
+        if node is None:
+            given = self.options.connection(address)
+            kind = given.pop("connection_class", Connection)
+            flavour = SSLConnection if issubclass(kind, SSLConnection) else kind
+            guarded = type("GuardedConnection", (_Guard, flavour), {"run_ids": self.run_ids})
+            node = valkey.Valkey(connection_pool=ConnectionPool(connection_class=guarded, **given))
+            self._nodes[address] = node
+        return node
+
+    def _resolve(self) -> None:
+        entry = self._node(None)
+        self._homes = homes(self.options, entry.info("cluster"), lambda: entry.execute_command("CLUSTER", "SLOTS"))
+
+
+def homes(options: StoreOptions, info: dict[str, Any], slots: Callable[[], Any]) -> list[Address | None]:
+    """Return the node address of each shard; None is the server that the URL names."""
+    if not int(info.get("cluster_enabled", 0)):
+        return [None] * options.shards
+    return place_shards(options, slots())
+
+
+def place_shards(options: StoreOptions, ranges: Any) -> list[Address | None]:
+    """Return the primary of each shard from the answer to CLUSTER SLOTS."""
+    found: list[Address | None] = []
+    for shard in range(options.shards):
+        slot = key_slot(options.keys.tag(shard).encode())
+        for low, high, primary, *_ in ranges:
+            if low <= slot <= high:
+                host = primary[0].decode() if isinstance(primary[0], bytes) else primary[0]
+                found.append((host or options.connection().get("host", "127.0.0.1"), int(primary[1])))
+                break
+        else:
+            raise StoreUnavailable(f"no node of the valkey cluster serves slot {slot}: is the cluster complete?")
+    return found
+
+
+# What a driver does before it writes.
+
+
+def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, int]:
+    """Load the functions on every node and begin every shard; return each shard's epoch.
+
+    Notes each node's run_id: from here on, a restarted node is refused.
+    """
+    with translated():
+        for node in shards.primaries():
+            loaded = node.execute_command("FUNCTION", "LIST", "LIBRARYNAME", LIBRARY)
+            if not loaded:
+                node.execute_command("FUNCTION", "LOAD", "REPLACE", CODE)
+        ids = [run_id_of_client(shards, shard) for shard in range(shards.options.shards)]
+    count = shards.options.shards
+    answers = shards.call_all(
+        [(shard, "begin", (ids[shard], int(now()), count, FORMAT)) for shard in range(count)],
+    )
+    epochs: dict[int, int] = {}
+    for shard, answer in enumerate(answers):
+        if answer[0] == b"mismatch":
+            raise StoreMismatch(
+                f"the store has {int(answer[1])} shards (layout {int(answer[2])}), the configuration says {count} "
+                f"(layout {FORMAT}): set valkey.shards back, or choose another valkey.prefix and rebuild"
+            )
+        epochs[shard] = int(answer[1])
+    return epochs
+
+
+def run_id_of_client(shards: Shards, shard: int) -> str:
+    """Return the run_id of the process that a shard's guarded connections are bound to."""
+    return str(shards.client(shard).info("server")["run_id"])
+
+
+def enlist(shards: Shards, views: Sequence[str], now: Callable[[], float] = time.time) -> int:
+    """Take the views over: return a driver epoch that was never used, put into force on every shard."""
+    epoch = int(shards.call(0, "enlist", int(now())))
+    calls: list[Call] = [(s, "fence", (view, epoch)) for view in views for s in range(shards.options.shards)]
+    for (_, _, (view, _)), answer in zip(calls, shards.call_all(calls), strict=True):
+        if answer[0] == b"stale":
+            raise StaleDriver(str(view), epoch, int(answer[1]))
+    return epoch

@@ -1,0 +1,61 @@
+"""Durations and sizes as people write them, since a number without its unit is read wrong sooner or later.
+
+What is printed is read back to the same value.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from decimal import Decimal
+
+_DURATION_UNITS = {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000, "us": 1}
+_SIZE_UNITS = {
+    "TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "kB": 10**3, "B": 1,
+}  # fmt: skip
+_SIZE_NAMES = {name.lower(): factor for name, factor in _SIZE_UNITS.items()}
+
+
+def parse_duration(text: object) -> timedelta:
+    """Read ``"5m"``, ``"250ms"``, ``"1h30m"``, ``"1.5s"``: numbers with units, each unit once, the largest first."""
+    if isinstance(text, timedelta):
+        return text
+    wanted = 'a duration with its unit, such as "250ms", "15s" or "1h30m"'
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|us|d|h|m|s)", text) if isinstance(text, str) else []
+    ranks = [list(_DURATION_UNITS).index(unit) for _, unit in parts]
+    if "".join(number + unit for number, unit in parts) != text or not parts or ranks != sorted(set(ranks)):
+        raise ValueError(wanted)
+    try:
+        return timedelta(microseconds=int(sum(Decimal(number) * _DURATION_UNITS[unit] for number, unit in parts)))
+    except OverflowError:
+        raise ValueError(f"{wanted}, of less than a million years") from None
+
+
+def format_duration(value: timedelta) -> str:
+    """Write a duration as ``parse_duration`` reads it: ``1h30m``, ``250ms``, ``0s``."""
+    rest = (value.days * 86_400 + value.seconds) * 1_000_000 + value.microseconds
+    text = ""
+    for unit, factor in _DURATION_UNITS.items():
+        count, rest = divmod(rest, factor)
+        text += f"{count}{unit}" if count else ""
+    return text or "0s"
+
+
+def parse_size(text: object) -> int:
+    """Read ``"64KiB"``, ``"10MB"`` or a plain number of bytes."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text) if isinstance(text, str) else None
+    factor = _SIZE_NAMES.get(found[2].lower() or "b") if found else None
+    size = Decimal(found[1]) * factor if found and factor else None
+    if size is None or size != int(size):
+        raise ValueError('a size with its unit, such as "64KiB", "1MiB" or "10MB"')
+    return int(size)
+
+
+def format_size(value: int) -> str:
+    """Write a size as ``parse_size`` reads it, in the largest unit that divides it."""
+    for unit, factor in _SIZE_UNITS.items():
+        if value and value % factor == 0:
+            return f"{value // factor}{unit}"
+    return "0B"

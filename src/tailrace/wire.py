@@ -1,0 +1,166 @@
+"""What travels over HTTP, as frozen values: events and control frames of feeds, rows of listings, problems.
+
+Payloads are kept as the bytes the service sent and decoded when somebody looks, so that passing them on costs nothing
+and changes nothing. Fields that a newer service adds are ignored.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from tailrace import errors
+from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
+from tailrace.sse_reader import Frame
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One record of Kafka in a feed."""
+
+    id: str
+    """The event's own id, the same in every view, every delivery and after a rebuild."""
+    topic: str
+    partition: int
+    offset: int
+    time: str
+    key: Any = None
+    """The elements of the record's key; ``{"base64": …}`` if it is no text; None without one."""
+    headers: dict[str, Any] = {}
+    late: bool = False
+    """The record's own day is before the day it was put into."""
+    payload: msgspec.Raw = msgspec.field(name="data", default=msgspec.Raw(b"null"))
+    cursor: str = ""
+    """Resumes exactly after this event, in this feed."""
+
+    def __str__(self) -> str:
+        return self.id
+
+    def __repr__(self) -> str:
+        return f"Event({self.id!r}, time={self.time!r}, key={self.key!r})"
+
+    @property
+    def raw(self) -> bytes:
+        """The record's value: JSON as it was produced."""
+        return bytes(self.payload)
+
+    @cached_property
+    def data(self) -> Any:
+        """The record's value, decoded."""
+        return msgspec.json.decode(self.payload)
+
+    @property
+    def at(self) -> datetime:
+        """The record's time; fails for the few that no calendar has."""
+        return datetime.fromisoformat(self.time)
+
+
+class Control(msgspec.Struct, frozen=True):
+    """A frame that says something about the feed."""
+
+    kind: str
+    """``caught-up``, ``gap``, ``progress``, ``problem`` or ``end``; there may be more one day."""
+    data: dict[str, Any]
+    cursor: str | None = None
+
+    @classmethod
+    def of(cls, frame: Frame) -> Control:
+        """Read a frame that has an event name."""
+        try:
+            data = msgspec.json.decode(frame.data or b"{}", type=dict[str, Any])
+        except msgspec.DecodeError:
+            data = {}
+        return cls(frame.event, data, frame.id)
+
+
+class Coordinates(msgspec.Struct, frozen=True):
+    """Where an event was written."""
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return self.id
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """A row in the list of streams."""
+
+    name: str
+    events: int = 0
+    bytes: int = 0
+    days: int = 0
+    first_day: str | None = None
+    last_day: str | None = None
+    last_time: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Day(msgspec.Struct, frozen=True, kw_only=True):
+    """One day of a stream; ``first`` and ``last`` are cursors or times, as the service has them."""
+
+    day: str
+    events: int = 0
+    bytes: int = 0
+    first: Any = None
+    last: Any = None
+    state: str = ""
+
+    def __str__(self) -> str:
+        return self.day
+
+
+_decode = msgspec.json.Decoder(Event).decode
+
+
+def decode_event(frame: Frame) -> Event:
+    """Read an event's frame."""
+    try:
+        event = _decode(frame.data or b"null")
+    except msgspec.DecodeError as error:
+        raise BadRequest(
+            f"the frame after cursor {frame.id} is not an event ({error}): is this a Tailrace service?"
+        ) from None
+    msgspec.structs.force_setattr(event, "cursor", frame.id or "")
+    return event
+
+
+def _tree(kind: type[TailraceError]) -> dict[str, type[TailraceError]]:
+    found = {kind.code: kind}
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            found |= _tree(child)
+    return found
+
+
+_CLASSES = _tree(TailraceError)
+
+
+def failure(problem: dict[str, Any], status: int = 0) -> TailraceError:
+    """The error of a problem document, with its further members as attributes."""
+    kind = _CLASSES.get(str(problem.get("code", "")))
+    passing = status >= 500 or status in (408, 425, 429) or problem.get("retryable") is True
+    if kind is None:
+        kind = Unavailable if passing else UsageError
+    error = kind.__new__(kind)
+    said = problem.get("detail") or problem.get("title") or f"the service answered {status or 'with a problem'}"
+    Exception.__init__(error, str(said))
+    for name, value in problem.items():
+        if name.isidentifier() and name not in ("code", "status", "retryable", "args") and not name.startswith("_"):
+            setattr(error, name, value)
+    return error
+
+
+def error_of(status: int, body: bytes) -> TailraceError:
+    """The error of an answer that is not what was asked for."""
+    try:
+        problem = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        problem = {}
+    return failure(problem, status)

@@ -1,0 +1,206 @@
+"""A small real HTTP server that speaks the contract over a list in memory and breaks connections as it is told.
+
+It shares no code with the service, so that a client which works with both follows the contract and not the code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+
+class CutError(Exception):
+    """Ends a response in the middle: the server drops the connection."""
+
+
+@dataclass
+class Plan:
+    """What happens to one connection of a feed; the default is nothing bad."""
+
+    status: int = 200
+    keep: int | None = None
+    """Bytes that get through before the connection ends."""
+    clean: bool = False
+    """End it as if all were well, but without the ``end`` frame."""
+    chunk: int = 65_536
+    stall: float = 0.0
+    """Seconds of silence at the end."""
+
+
+def event(name: str, number: int, *, late: bool = False) -> dict[str, Any]:
+    shown = {
+        "id": f"jobs:0:{number}",
+        "topic": "jobs",
+        "partition": 0,
+        "offset": number,
+        "time": "2026-11-15T08:00:00.000Z",
+        "key": name.split("/"),
+        "headers": {},
+        "data": {"n": number, "text": "zwölf\u2028\n", "big": 12345678901234567890123},
+    }
+    return shown | ({"late": True} if late else {})
+
+
+@dataclass
+class ScriptedService:
+    """The state behind the server; tests set it and look at what was asked."""
+
+    url: str = ""
+    plans: list[Plan] = field(default_factory=list)
+    feeds: dict[str, int] = field(default_factory=dict)
+    """How many events each stream has."""
+    control: str = ""
+    """Text put before the events of the first connection, such as a control frame."""
+    follow_for: float = 0.0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    written: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    bodies: list[int] = field(default_factory=list)
+    unavailable: int = 0
+    """How many of the next writes are answered with 503."""
+
+    def reset(self) -> None:
+        fresh = ScriptedService(url=self.url)
+        self.__dict__.update(fresh.__dict__)
+
+    async def events(self, request: Request) -> Response:
+        query = request.query_params
+        names = query.getlist("name")
+        resumed = request.headers.get("last-event-id")
+        self.asked.append({**dict(query), "name": names, "last-event-id": resumed})
+        plan = self.plans.pop(0) if self.plans else Plan()
+        if plan.status == 204 or (resumed or "").endswith("~end"):
+            return Response(status_code=204)
+        if plan.status != 200:
+            return Response("busy", plan.status)
+        if query.get("missing") == "fail" and names[0] not in self.feeds:
+            return problem("stream.not_found", 404, f"no stream is called {names[0]!r}", name=names[0])
+        if query.get("after") == "gone":
+            return problem("cursor.gone", 410, "gone", name=names[0], after="gone", first="7.3", reason="expired")
+        if query.get("after") == "odd":
+            return problem("weather.bad", 418, "it rains")
+        if query.get("after") == "page":
+            return Response("<html>", media_type="text/html")
+        total = sum(self.feeds.get(name, 0) for name in names)
+        position = resumed or query.get("after") or ("7.0" if query.get("from", "start") == "start" else f"7.{total}")
+        position, _, counted = position.partition("~")
+        first, sent = int(position.removeprefix("7.")), int(counted or 0)
+        limit = int(query.get("limit", 0)) or None
+        return StreamingResponse(
+            self.body(plan, names[0], first, total, sent, limit, query.get("follow") == "true"),
+            media_type="text/event-stream",
+        )
+
+    async def body(
+        self, plan: Plan, name: str, first: int, total: int, sent: int, limit: int | None, follow: bool
+    ) -> AsyncIterator[bytes]:
+        def counted(sent: int) -> str:
+            return f"~{sent}" if limit else ""
+
+        last = min(total, first + limit - sent) if limit else total
+        text = f": hello\nretry: 2\n\nid: 7.{first}{counted(sent)}\n\n{self.control}"
+        for number in range(first, last):
+            sent += 1
+            shown = json.dumps(event(name, number, late=number == 1), ensure_ascii=False)
+            text += f"id: 7.{number + 1}{counted(sent)}\ndata: {shown}\n\n: alive\n\n"
+        ends = not follow or (limit is not None and sent >= limit)
+        text += f"id: 7.{last}\nevent: caught-up\ndata: {{}}\n\n" if last == total else ""
+        text += f"id: 7.{last}~end\nevent: end\ndata: {{}}\n\n" if ends else ""
+        whole = text.encode()
+        part = whole if plan.keep is None else whole[: plan.keep]
+        for start in range(0, len(part), plan.chunk):
+            yield part[start : start + plan.chunk]
+        await asyncio.sleep(plan.stall)
+        if plan.keep is not None and not plan.clean:
+            raise CutError
+        if plan.keep is None and not ends:
+            await asyncio.sleep(self.follow_for)
+
+    async def put(self, request: Request) -> Response:
+        body = await request.body()
+        self.bodies.append(len(body))
+        topic = request.path_params["topic"]
+        if self.unavailable:
+            self.unavailable -= 1
+            return problem("broker.unavailable", 503, "kafka does not answer")
+        batch = [json.loads(line) for line in body.splitlines()]
+        for index, given in enumerate(batch):
+            if given["value"] == "refused":
+                return problem("event.refused", 422, "the topic would not take it", index=index)
+        stored = self.written.setdefault(topic, [])
+        offsets = range(len(stored), len(stored) + len(batch))
+        stored += batch
+        rows = [{"id": f"{topic}:0:{n}", "topic": topic, "partition": 0, "offset": n} for n in offsets]
+        return JSONResponse({"events": rows})
+
+    async def streams(self, request: Request) -> Response:
+        query = request.query_params
+        names = sorted(n for n in self.feeds if n.startswith(query.get("prefix", "")) and n > query.get("after", ""))
+        page = names[: int(query.get("limit", 2))]
+        rows = [
+            {"name": n, "events": self.feeds[n], "bytes": 10, "days": 1, "first_day": "2026-11-15"}
+            | {"last_day": "2026-11-15", "last_time": "2026-11-15T08:00:00.000Z", "new_field": 1}
+            for n in page
+        ]
+        return JSONResponse({"streams": rows, "next": page[-1] if len(page) < len(names) else None})
+
+    async def days(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self.feeds:
+            return problem("stream.not_found", 404, f"no stream is called {name!r}", name=name)
+        row = {
+            "day": "2026-11-15",
+            "events": self.feeds[name],
+            "bytes": 10,
+            "first": "7.1",
+            "last": "7.2",
+            "state": "open",
+        }
+        return JSONResponse({"name": name, "days": [row]})
+
+    async def status(self, request: Request) -> Response:
+        view = {"rate": 12.5, "lag": 3, "batch_ms": 140, "in": 10, "stored": 8, "skipped": {"no-key": 1}, "dead": 1}
+        parts = [{"name": "pipeline", "state": "running"}, {"name": "valkey", "state": "running"}]
+        return JSONResponse({"service": {"version": "0.1.0"}, "parts": parts, "views": {"days": view}})
+
+
+def problem(code: str, status: int, detail: str, **more: object) -> Response:
+    body = {"type": "about:blank", "title": code, "status": status, "detail": detail, "code": code, **more}
+    return JSONResponse(body, status, media_type="application/problem+json")
+
+
+@contextmanager
+def running() -> Iterator[ScriptedService]:
+    """Run a scripted service on a free port of this machine."""
+    service = ScriptedService()
+    routes = [
+        Route("/v1/streams/events", service.events),
+        Route("/v1/streams/{name:path}/days", service.days),
+        Route("/v1/streams", service.streams),
+        Route("/v1/topics/{topic}", service.put, methods=["POST"]),
+        Route("/v1/status", service.status),
+    ]
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level=60, timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    service.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        yield service
+    finally:
+        server.should_exit = True
+        thread.join(10)

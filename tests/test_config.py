@@ -1,0 +1,299 @@
+"""Settings: layers, origins, refusals, units, secrets, and the reference file that must say what the code says."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import re
+import tomllib
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tailrace import config
+from tailrace.errors import ConfigError
+from tailrace.settings import DEFAULTS, PATHS, Settings
+from tailrace.units import format_duration, format_size, parse_duration, parse_size
+
+SECRET = "hunter2-and-a-half"
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
+        monkeypatch.delenv(name)
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "tailrace.toml"
+    file.write_text(text, "utf-8")
+    return file
+
+
+def problems(file: Path | None = None, **flags: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.load(file, {path.replace("__", "."): value for path, value in flags.items()})
+    return str(caught.value)
+
+
+def test_the_reference_file_decodes_to_exactly_the_defaults() -> None:
+    assert config.load(config.REFERENCE).model_dump() == Settings().model_dump()
+
+
+def test_the_reference_file_has_every_key_in_order_with_a_comment() -> None:
+    text = config.REFERENCE.read_text("utf-8")
+    tables = tomllib.loads(text)
+    assert [f"{section}.{key}" for section, table in tables.items() for key in table] == list(PATHS)
+    lines = text.splitlines()
+    undocumented = [
+        line for before, line in itertools.pairwise(lines) if re.match(r"\w+ = ", line) and before.startswith("[")
+    ]
+    assert undocumented == []
+
+
+def test_the_reference_file_writes_durations_and_sizes_as_show_does() -> None:
+    shown = {path: value for path, value, _ in config.load().show()}
+    tables = tomllib.loads(config.REFERENCE.read_text("utf-8"))
+    for path, value in shown.items():
+        section, key = path.split(".")
+        assert tomllib.loads(f"x = {value}")["x"] == tables[section][key], path
+
+
+def test_later_layers_win_and_each_value_knows_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, '[serve]\nport = 1001\nhost = "localhost"\nretry = "3s"\n[spark]\ntasks = 3\n')
+    monkeypatch.setenv("TAILRACE_SERVE__PORT", "1002")
+    monkeypatch.setenv("TAILRACE_SERVE__RETRY", "4s")
+    settings = config.load(flags={"serve.port": 1003, "embedded.dir": None})
+    assert (settings.serve.port, settings.serve.host, settings.serve.retry) == (1003, "localhost", timedelta(seconds=4))
+    assert settings.spark.tasks == 3
+    assert settings.origin("serve.port") == "flag --port"
+    assert settings.origin("serve.retry") == "env TAILRACE_SERVE__RETRY"
+    assert settings.origin("serve.host") == settings.origin("spark.tasks") == f"file {file}"
+    assert settings.origin("embedded.dir") == "default"
+    with pytest.raises(ConfigError, match=r"did you mean serve\.port"):
+        settings.origin("serve.prot")
+
+
+def test_the_file_is_found_in_a_parent_folder_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "[serve]\nport = 1001\n")
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    assert config.load().serve.port == 1001
+    monkeypatch.setenv("TAILRACE_CONFIG", str(write(below, "[serve]\nport = 1002\n")))
+    monkeypatch.chdir(tmp_path)
+    assert config.load().serve.port == 1002
+    other = tmp_path / "other.toml"
+    other.write_text("[serve]\nport = 1003\n")
+    assert config.load(other).serve.port == 1003
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+    assert "absent.toml cannot be read" in problems(tmp_path / "absent.toml")
+    assert re.search(r"tailrace\.toml is not TOML: .*line 2", problems(write(tmp_path, "[serve]\nport = = 1\n")))
+
+
+def test_lists_and_tables_come_from_variables_as_json_or_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "KAFKA__TOPICS": '["jobs", "audit"]',
+        "KAFKA__EXCLUDE": "internal-.*",
+        "PIPELINE__VIEWS": "days",
+        "SPARK__CONF": '{"spark.ui.enabled": false, "spark.executor.memoryOverhead": "1g"}',
+        "DAYS__NAME": '["queue", "job.set"]',
+        "DEMO__RATE": "0.5",
+    }.items():
+        monkeypatch.setenv(f"TAILRACE_{name}", value)
+    settings = config.load()
+    assert settings.kafka.topics == ("jobs", "audit")
+    assert settings.kafka.exclude == ("internal-.*",)
+    assert settings.pipeline.views == ("days",)
+    assert dict(settings.spark.conf) == {"spark.ui.enabled": "false", "spark.executor.memoryOverhead": "1g"}
+    assert settings.days.name == ("queue", "job.set")
+    assert settings.demo.rate == 0.5
+    monkeypatch.setenv("TAILRACE_KAFKA__TOPICS", "jobs|[0-9]+")
+    assert config.load().kafka.topics == "jobs|[0-9]+"
+
+
+def test_unknown_keys_are_refused_with_their_path_and_a_suggestion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILRACE_VALKEY__SHARD", "8")
+    monkeypatch.setenv("TAILRACE_PORT", "1")
+    text = problems(write(tmp_path, '[kafka]\nbootsrap = "a:1"\n[sevre]\nport = 1\n[serve]\nzzz = 1\n'), serve__prt=1)
+    assert "kafka.bootsrap (file" in text
+    assert "did you mean kafka.bootstrap?" in text
+    assert "TAILRACE_VALKEY__SHARD (env): no setting has this variable; did you mean TAILRACE_VALKEY__SHARDS?" in text
+    assert "TAILRACE_PORT (env): no setting has this variable" in text
+    assert "sevre" in text
+    assert "serve.zzz (file" in text
+    assert "serve.prt (flag --prt): no such setting; did you mean serve.port?" in text
+
+
+def test_the_variables_that_are_no_settings_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILRACE_URL", "http://127.0.0.1:1")
+    assert config.load() == Settings()
+
+
+def test_every_problem_is_listed_with_path_origin_got_and_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, '[valkey]\nshards = 0\ntimeout = 5\n[pipeline]\nviews = ["dayz"]\nmax_depth = "deep"\n')
+    monkeypatch.setenv("TAILRACE_SERVE__PORT", "70700")
+    text = problems(demo__rate=-1)
+    assert f"valkey.shards (file {file}): got 0, wanted greater than or equal to 1" in text
+    assert f'valkey.timeout (file {file}): got 5, wanted a duration with its unit, such as "250ms"' in text
+    assert f"pipeline.views (file {file}): got ['dayz'], wanted a view: days" in text
+    assert f"pipeline.max_depth (file {file}): got 'deep', wanted a valid integer" in text
+    assert "serve.port (env TAILRACE_SERVE__PORT): got '70700', wanted less than or equal to 65535" in text
+    assert "demo.rate (flag --rate): got -1, wanted greater than 0" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("kafka.bootstrap", "nowhere"),
+        ("kafka.topics", "a("),
+        ("kafka.topics", ["no spaces"]),
+        ("kafka.dead_letters", "tailrace.positions"),
+        ("kafka.properties", {"isolation.level": "read_uncommitted"}),
+        ("kafka.properties", {"a": []}),
+        ("valkey.url", "http://127.0.0.1"),
+        ("valkey.url", "valkey://127.0.0.1:port"),
+        ("valkey.shards", 1025),
+        ("valkey.prefix", "{x}"),
+        ("spark.master", "lokal"),
+        ("spark.driver_memory", "1GiB"),
+        ("spark.conf", {"speculation": "true"}),
+        ("spark.conf", {"spark.speculation": True}),
+        ("pipeline.window_bytes", "12"),
+        ("pipeline.views", []),
+        ("days.name", "queue"),
+        ("days.name", []),
+        ("serve.coalesce_bytes", "8MiB"),
+        ("serve.heartbeat", "1m"),
+        ("embedded.kafka_port", -1),
+    ],
+)
+def test_a_value_outside_its_limits_is_refused_by_its_section(path: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=path.split(".")[0]):
+        config.load(flags={path: value})
+
+
+def test_a_master_without_attempts_is_accepted_with_a_warning() -> None:
+    assert config.load().warnings() == []
+    assert "local[N,4]" in "".join(config.load(flags={"spark.master": "local[2]"}).warnings())
+    assert "network" in "".join(config.load(flags={"serve.host": "0.0.0.0"}).warnings())
+
+
+def test_settings_are_frozen_and_survive_pickling() -> None:
+    settings = config.load(flags={"kafka.properties": {"sasl.password": SECRET}})
+    with pytest.raises(ValidationError):
+        setattr(settings.serve, "port", 1)  # noqa: B010
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_a_child_given_the_environment_has_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, '[serve]\nport = 1001\nmax_body = "10MB"\n[days]\nname = ["a.b"]\n')
+    parent = config.load(
+        flags={
+            "serve.port": 7070,
+            "valkey.url": f"redis://me:{SECRET}@h:1/2",
+            "kafka.properties": {"ssl.key.password": SECRET, "client.id": "x"},
+            "valkey.timeout": "1.5s",
+        }
+    )
+    for name, value in parent.environment().items():
+        monkeypatch.setenv(name, value)
+    assert config.load().model_dump() == parent.model_dump()
+    assert Settings().environment() == {}
+
+
+def test_no_secret_is_ever_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, f'[valkey]\nurl = "valkeys://me:{SECRET}@h:6379/0"\n')
+    monkeypatch.setenv(
+        "TAILRACE_KAFKA__PROPERTIES", f'{{"sasl.jaas.config": "{SECRET}", "ssl.key.password": "{SECRET}"}}'
+    )
+    settings = config.load()
+    assert settings.valkey.url == "valkeys://me@h:6379/0"
+    assert settings.valkey.password.get_secret_value() == SECRET
+    assert settings.kafka.properties["sasl.jaas.config"] == SECRET
+    shown = [
+        repr(settings),
+        str(settings),
+        repr(settings.valkey),
+        repr(settings.kafka.properties),
+        str(settings.show()),
+    ]
+    assert SECRET not in "".join(shown)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'[valkey]\nurl = "http://me:{SECRET}@h"\n',
+        f'[valkey]\nurl = "valkey://:{SECRET}@h:x"\n',
+        f'[valkey]\npassword = ["{SECRET}"]\n',
+        f'[valkey]\nurl = "valkey://:{SECRET}@h:1"\npassword = "other"\n',
+        f'[kafka.properties]\n"sasl.password" = ["{SECRET}"]\n',
+        f'[kafka.properties]\n"sasl.password" = "{SECRET}"\n"isolation.level" = "x"\n',
+        f'[spark]\nconf = "{SECRET}"\n',
+    ],
+)
+def test_no_secret_is_in_an_error(tmp_path: Path, text: str) -> None:
+    assert SECRET not in problems(write(tmp_path, text))
+
+
+def test_a_password_may_hold_what_urls_escape() -> None:
+    settings = config.load(flags={"valkey.url": "valkey://:p%40ss%3Aword@h:1/0"})
+    assert settings.valkey.password.get_secret_value() == "p@ss:word"
+    assert settings.valkey.url == "valkey://h:1/0"
+
+
+@given(st.timedeltas(min_value=timedelta(0), max_value=timedelta(days=36_500)))
+def test_a_duration_that_is_printed_reads_back(value: timedelta) -> None:
+    assert parse_duration(format_duration(value)) == value
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_a_size_that_is_printed_reads_back(value: int) -> None:
+    assert parse_size(format_size(value)) == value
+
+
+@given(st.text(max_size=8) | st.from_regex(r"[0-9.]{0,4}(ms|us|[dhmskKMGiB]){0,3}", fullmatch=True))
+def test_text_is_a_unit_value_or_refused_and_never_anything_else(text: str) -> None:
+    for parse in (parse_duration, parse_size):
+        with suppress(ValueError):
+            assert isinstance(parse(text), timedelta | int)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5m", 300), ("15s", 15), ("250ms", 0.25), ("1h30m", 5400), ("2d", 172_800), ("1.5s", 1.5), ("0s", 0)],
+)
+def test_durations_are_read(text: str, value: float) -> None:
+    assert parse_duration(text) == timedelta(seconds=value)
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "5 m", "5m5m", "5s5m", "-5s", "5min", "PT5M"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a duration"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("64KiB", 65_536), ("1MiB", 2**20), ("10MB", 10**7), ("0.5kB", 500), ("12", 12), (12, 12), ("1gib", 2**30)],
+)
+def test_sizes_are_read(text: str | int, value: int) -> None:
+    assert parse_size(text) == value
+
+
+def test_every_default_is_reachable_by_its_variable() -> None:
+    assert {config.variable(path) for path in DEFAULTS} == {f"TAILRACE_{p.upper().replace('.', '__')}" for p in PATHS}
