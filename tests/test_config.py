@@ -212,7 +212,16 @@ def test_a_child_given_the_environment_has_the_same_settings(tmp_path: Path, mon
     for name, value in parent.environment().items():
         monkeypatch.setenv(name, value)
     assert config.load().model_dump() == parent.model_dump()
-    assert Settings().environment() == {}
+
+
+def test_a_child_does_not_read_a_file_that_its_parent_did_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = config.load()
+    write(tmp_path, "[serve]\nport = 1001\n")
+    for name, value in parent.environment().items():
+        monkeypatch.setenv(name, value)
+    assert config.load().serve.port == 7070
 
 
 def test_no_secret_is_ever_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

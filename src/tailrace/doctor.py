@@ -167,7 +167,7 @@ def _stack(settings: Settings, running: _Running | None) -> Iterator[Check]:
         parts = json.loads((Path(settings.embedded.dir) / STATUS_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         parts = []
-    ill = [part["name"] for part in parts if part["state"] not in ("ready", "starting")]
+    ill = [part["name"] for part in parts if part["state"] not in ("ready", "starting", "running")]
     told = ", ".join(f"{part['name']} {part['state']} (restarts: {part['restarts']})" for part in parts)
     yield Check(
         name="embedded stack",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -336,9 +337,14 @@ class Settings(BaseSettings):
         return self._origins.get(path, "default")
 
     def environment(self) -> dict[str, str]:
-        """Every value that was set, as variables which give a child process the same settings. Holds secrets."""
+        """Every value that was set, as variables which give a child process the same settings. Holds secrets.
+
+        The child reads no file, so that editing one changes nothing before the parent starts again.
+        """
         given = {path: value for path, value in flat(self) if path in self._origins or value != DEFAULTS[path]}
-        return {variable(path): _as_variable(path, value) for path, value in given.items()}
+        return {"TAILRACE_CONFIG": os.devnull} | {
+            variable(path): _as_variable(path, value) for path, value in given.items()
+        }
 
     def show(self) -> list[Shown]:
         """Every setting in the order of the reference file."""

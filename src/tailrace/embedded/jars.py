@@ -1,7 +1,7 @@
 """The jars that Spark and the embedded broker need, fetched once and never trusted by name.
 
 ``jars.lock`` is the whole truth: one ``group:artifact:version sha256 set`` per line. Nothing is resolved when the
-stack runs; every file is compared with its locked hash each time it is handed out (0.1 s for a set), so once
+stack runs; every file is compared with its locked hash each time it is handed out (0.03 s for the broker's 46), so once
 the cache is filled no network is touched, and a file that differs is never used. Artifacts come from where ``jgo``
 gets them: its own configuration file is the place to name a mirror.
 """

@@ -2,8 +2,8 @@
 
 Parts start in order, each when the one before it serves. What dies later is started again after a pause that doubles
 with each death and is forgotten after a minute of health; every such change is one line on the console and one write
-of ``parts.json``. A signal drains the parts in reverse order, a second one ends them at once; nothing is left behind,
-even if the supervisor itself is killed (see ``process``).
+of ``parts.json``. A signal drains the parts in reverse order, a second one ends them at once; nothing is left behind.
+If the supervisor itself is killed, the kernel (Linux) ends the parts, and what those had started must end by itself.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Supervisor:
     def _start(self, child: _Child) -> None:
         child.process = Process(child.part)
         child.ready_at = 0.0
-        self._tell(child, "starting", f"starting (pid {child.process.pid})")
+        self._tell(child, "starting" if child.part.ready else "running", f"starting (pid {child.process.pid})")
 
     async def _until_ready(self, child: _Child) -> str | None:
         """Wait until it serves; else what went wrong."""

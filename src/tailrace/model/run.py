@@ -6,6 +6,7 @@ names the codec, so runs of every age can be mixed in one log.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
@@ -116,8 +117,17 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Run)
-_compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
-_decompressor = zstandard.ZstdDecompressor()
+
+
+class _Codec(threading.local):
+    """zstd's contexts, one pair for each thread: they must not be shared."""
+
+    def __init__(self) -> None:
+        self.compress = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False).compress
+        self.decompress = zstandard.ZstdDecompressor().decompress
+
+
+_codec = _Codec()
 
 
 def encode(run: Run) -> bytes:
@@ -125,7 +135,7 @@ def encode(run: Run) -> bytes:
     body = _encoder.encode(run)
     if len(body) < COMPRESS_FROM:
         return _RAW + body
-    return _ZSTD + _compressor.compress(body)
+    return _ZSTD + _codec.compress(body)
 
 
 def decode(stored: bytes) -> Run:
@@ -134,7 +144,7 @@ def decode(stored: bytes) -> Run:
     if codec == _ZSTD:
         if zstandard.frame_content_size(body) > MAX_RAW_BYTES:
             raise ValueError("a stored run is larger than any that is written: the store is damaged")
-        body = _decompressor.decompress(body)
+        body = _codec.decompress(body)
     elif codec != _RAW:
         raise ValueError(f"unknown codec {codec!r} of a stored run: written by a newer version?")
     return _decoder.decode(body)

@@ -1,0 +1,83 @@
+# Tailrace. `make` alone lists what there is.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency clean lock java
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: java $(STAMPS)/jars ## Make the environment: Python packages by hash, jars by hash
+
+run: setup ## Run everything on this machine with sample data, until Ctrl-C (ARGS="--port 8080")
+	@exec $(BIN)/tailrace demo $(ARGS)
+
+test: setup ## Run the tests, on a real broker, a real Valkey and a real Spark (ARGS="-k days")
+	$(BIN)/pytest -q $(ARGS)
+
+check: $(STAMPS)/project ## Check format, lint, types and import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(STAMPS)/project ## Format the code and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+faults: setup ## Kill the driver at random points, fifty times
+	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
+
+bench: bench-ingest bench-latency ## Run all measurements
+
+bench-ingest: setup ## Measure events per second and CPU-seconds per million events
+	$(BIN)/python bench/ingest.py $(ARGS)
+
+bench-latency: setup ## Measure the time from produced to received
+	$(BIN)/python bench/latency.py $(ARGS)
+
+lock: $(STAMPS)/uv ## Renew requirements/dev.txt from pyproject.toml
+	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \
+		--no-header --python-version 3.11 -o requirements/dev.txt
+
+clean: ## Remove the environment and all caches; data in .tailrace stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+java:
+	@found=$$("$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version 2>&1 | sed -n 's/.*version "\(1\.\)\{0,1\}\([0-9]*\).*/\2/p'); \
+	test "$${found:-0}" -ge 17 || { \
+		echo "Java 17 or newer is needed (found: $${found:-none}): install OpenJDK 17, or point JAVA_HOME at one." >&2; \
+		exit 1; }
+
+# Each step leaves a stamp, so that what did not change is not done again.
+
+$(STAMPS)/uv: requirements/uv.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Python 3.11 or newer is needed: install it, or name it, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make environments: install its venv package (on Debian: python3-venv)." >&2; \
+		exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/uv.txt
+	@touch $@
+
+$(STAMPS)/packages: requirements/dev.txt $(STAMPS)/uv
+	@echo "installing the Python packages"
+	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q --require-hashes -r requirements/dev.txt
+	@touch $@
+
+$(STAMPS)/project: pyproject.toml $(STAMPS)/packages
+	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(STAMPS)/jars: src/tailrace/embedded/jars.lock $(STAMPS)/project
+	@$(BIN)/python -m tailrace.embedded.jars
+	@touch $@

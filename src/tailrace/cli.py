@@ -1,0 +1,204 @@
+"""The command ``tailrace``: names and options only, so that ``--help`` is quick; what they do is in ``commands``.
+
+Data goes to standard output and everything else to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage,
+130 stopped with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tailrace.errors import TailraceError
+
+DEFAULT_URL = "http://127.0.0.1:7070"
+
+app = typer.Typer(
+    help="Follow Kafka's JSON events as streams that can be resumed exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+streams = typer.Typer(help="What streams there are.", no_args_is_help=True)
+settings = typer.Typer(help="What is configured, and why.", no_args_is_help=True)
+app.add_typer(streams, name="streams")
+app.add_typer(settings, name="config")
+
+Config = Annotated[Path | None, typer.Option("--config", help="The configuration file.", metavar="FILE")]
+Port = Annotated[int | None, typer.Option("--port", help="The port of the service.")]
+Folder = Annotated[Path | None, typer.Option("--dir", help="The folder for data and logs.", metavar="DIR")]
+Url = Annotated[str, typer.Option("--url", envvar="TAILRACE_URL", help="Where the service is.")]
+Json = Annotated[bool, typer.Option("-J", "--json", help="JSON, one object per line, also on a terminal.")]
+Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The Kafka topic; it is created if need be.")]
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        app()
+    except TailraceError as error:
+        print(f"error: {error} ({error.code})", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def demo(port: Port = None, folder: Folder = None, config: Config = None) -> None:
+    """Run everything on this machine, with sample events."""
+    from tailrace.commands import parts
+
+    raise typer.Exit(parts.stack(parts.load(config, port=port, folder=folder), demo=True))
+
+
+@app.command()
+def up(port: Port = None, folder: Folder = None, config: Config = None) -> None:
+    """Run everything on this machine: Kafka, Valkey, the pipeline and the service."""
+    from tailrace.commands import parts
+
+    raise typer.Exit(parts.stack(parts.load(config, port=port, folder=folder), demo=False))
+
+
+@app.command()
+def run(
+    views: Annotated[str | None, typer.Option("--views", help="The views to write, with commas between.")] = None,
+    config: Config = None,
+) -> None:
+    """Run the pipeline: Kafka to the views."""
+    from tailrace.commands import parts
+
+    raise typer.Exit(parts.pipeline(parts.load(config, views=views)))
+
+
+@app.command()
+def serve(port: Port = None, config: Config = None) -> None:
+    """Run the service: the views over HTTP."""
+    from tailrace.commands import parts
+
+    raise typer.Exit(parts.service(parts.load(config, port=port)))
+
+
+@app.command()
+def put(
+    topic: Topic,
+    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Events sent at once, at most.")] = 1_000,
+    json: Annotated[bool, typer.Option("-J", "--json", help="Print where each event was written.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Write events from standard input, one JSON object per line.
+
+    A line is {"key": [...], "value": {...}, "headers": {...}, "time": "...Z"}; only the value is needed.
+    """
+    from tailrace.commands import write
+
+    raise typer.Exit(write.put(topic, batch=batch, coordinates=json, url=url))
+
+
+@app.command()
+def tail(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Streams, as `tailrace streams ls` lists them.")
+    ],
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--from",
+            metavar="PLACE",
+            help="start, end, -N (the last N), a time, -1h or a cursor. Default: end; with -e start.",
+        ),
+    ] = None,
+    after: Annotated[str | None, typer.Option("--after", metavar="CURSOR", help="Begin after this cursor.")] = None,
+    limit: Annotated[int | None, typer.Option("-n", "--max", min=1, help="End after so many events.")] = None,
+    ends: Annotated[bool, typer.Option("-e", "--exit", help="End at the last event there is.")] = False,
+    until: Annotated[str | None, typer.Option("--until", metavar="TIME", help="End before this time.")] = None,
+    json: Json = False,
+    on_gap: Annotated[str, typer.Option("--on-gap", help="What to do when events are gone: skip or fail.")] = "skip",
+    missing: Annotated[
+        str, typer.Option("--missing", help="What to do when there is no such stream: wait or fail.")
+    ] = "wait",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Follow streams: what there is, then what comes, over any disconnect."""
+    from tailrace.commands import follow
+
+    asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
+    raise typer.Exit(follow.tail(asked, json=json))
+
+
+@streams.command("ls")
+def streams_ls(
+    prefix: Annotated[str | None, typer.Option("--prefix", help="Only names that begin with this.")] = None,
+    limit: Annotated[int | None, typer.Option("-n", "--max", min=1, help="So many at most.")] = None,
+    json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """List the streams."""
+    from tailrace.commands import listings
+
+    listings.streams(prefix, limit, json=json, url=url)
+
+
+@streams.command("days")
+def streams_days(
+    name: Annotated[str, typer.Argument(metavar="NAME")], json: Json = False, url: Url = DEFAULT_URL
+) -> None:
+    """List the days of a stream."""
+    from tailrace.commands import listings
+
+    listings.days(name, json=json, url=url)
+
+
+@app.command()
+def status(json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """Show rates, lag, batch time and health of every part."""
+    from tailrace.commands import listings
+
+    listings.status(json=json, url=url)
+
+
+@settings.command("show")
+def config_show(
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+    config: Config = None,
+) -> None:
+    """Print the settings in force as TOML; secrets are hidden."""
+    from tailrace.commands import parts
+
+    parts.show(parts.load(config), origin=origin)
+
+
+@settings.command("check")
+def config_check(config: Config = None) -> None:
+    """Say what is wrong with the settings, if anything."""
+    from tailrace.commands import parts
+
+    parts.check(parts.load(config))
+
+
+@settings.command("reference")
+def config_reference() -> None:
+    """Print every setting with its meaning and its default."""
+    from tailrace.config import REFERENCE
+
+    sys.stdout.write(REFERENCE.read_text("utf-8"))
+
+
+@app.command()
+def doctor(config: Config = None) -> None:
+    """Check this machine and the parts, and say what to do."""
+    from tailrace.commands import parts
+
+    raise typer.Exit(parts.examine(parts.load(config)))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from tailrace import __version__
+
+    print(__version__)

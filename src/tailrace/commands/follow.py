@@ -1,0 +1,143 @@
+"""Follows streams in a terminal or a pipe.
+
+In a pipe every event is the line that the service sent, byte for byte. What was printed is what the cursor of the
+resuming command says, so that stopping and resuming neither repeats nor skips.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from tailrace.client import DEFAULT_URL, Feed, connect
+
+if TYPE_CHECKING:
+    from tailrace.wire import Control, Event
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+class Request(NamedTuple):
+    """What was asked on the command line."""
+
+    names: list[str]
+    start: str | None
+    after: str | None
+    limit: int | None
+    follow: bool
+    until: str | None
+    missing: str
+    on_gap: str
+    url: str
+
+
+def tail(asked: Request, *, json: bool) -> int:
+    """Print events until the feed ends or Ctrl-C, and then how to go on."""
+    _log_to_stderr()
+    printer = _Printer(asked, lines=json or not sys.stdout.isatty())
+    try:
+        asyncio.run(printer.run())
+    except KeyboardInterrupt:
+        print(f"\nto go on: {printer.resume(json=json)}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has had enough; Python would complain when it flushes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+class _Printer:
+    def __init__(self, asked: Request, *, lines: bool) -> None:
+        self.asked = asked
+        self.lines = lines
+        self.printed = 0
+        self.cursor = asked.after
+
+    async def run(self) -> None:
+        asked = self.asked
+        async with connect(asked.url) as river:
+            feed = river.tail(
+                *asked.names,
+                after=asked.after,
+                start=asked.start,
+                until=asked.until,
+                limit=asked.limit,
+                follow=asked.follow,
+                missing=asked.missing,
+                on_gap=asked.on_gap,
+                on_control=self.tell,
+            )
+            try:
+                await (self.pipe(feed) if self.lines else self.screen(feed))
+            finally:
+                self.cursor = feed.cursor
+
+    async def pipe(self, feed: Feed) -> None:
+        out = sys.stdout.buffer
+        async for batch in feed.lines():
+            out.write(b"\n".join(batch) + b"\n")
+            out.flush()
+            self.printed += len(batch)
+
+    async def screen(self, feed: Feed) -> None:
+        from rich.console import Console
+        from rich.highlighter import JSONHighlighter
+        from rich.text import Text
+
+        console, colour = Console(), JSONHighlighter()
+        async for event in feed:
+            data = Text(visible(event.raw.decode("utf-8", "replace")))
+            colour.highlight(data)
+            late = ("late ", "yellow") if event.late else ("", "")
+            console.print(
+                Text.assemble((event.time, "dim"), " ", (_name(event), "cyan"), " ", late, data), soft_wrap=True
+            )
+            self.printed += 1
+
+    def tell(self, control: Control) -> None:
+        if control.kind == "gap":
+            print(f"gap: {visible(str(control.data))}", file=sys.stderr)
+        elif control.kind == "problem":
+            print(f"problem: {visible(str(control.data.get('detail', control.data)))}", file=sys.stderr)
+
+    def resume(self, *, json: bool) -> str:
+        """The command that goes on exactly where this one stopped."""
+        asked = self.asked
+        words = ["tailrace", "tail", *asked.names]
+        if self.cursor is not None:
+            words += ["--after", self.cursor.partition("~")[0]]
+        elif asked.start is not None:
+            words += ["--from", asked.start]
+        words += ["-n", str(max(1, asked.limit - self.printed))] if asked.limit else []
+        words += ["--until", asked.until] if asked.until else []
+        words += [] if asked.follow else ["-e"]
+        words += ["-J"] if json else []
+        words += ["--on-gap", asked.on_gap] if asked.on_gap != "skip" else []
+        words += ["--missing", asked.missing] if asked.missing != "wait" else []
+        words += ["--url", asked.url] if asked.url != DEFAULT_URL else []
+        return shlex.join(words)
+
+
+def visible(text: str) -> str:
+    """Text that cannot steer a terminal: control characters as escapes."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _name(event: Event) -> str:
+    key = event.key
+    return visible("/".join(map(str, key)) if isinstance(key, list) else str(key))
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("tailrace: %(message)s"))
+    logger = logging.getLogger("tailrace.client")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

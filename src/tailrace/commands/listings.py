@@ -1,0 +1,103 @@
+"""Commands that ask the service once and print the answer: a table on a terminal, JSON everywhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from tailrace.client import River, connect
+from tailrace.commands.follow import visible
+from tailrace.errors import StreamNotFound
+from tailrace.units import format_size
+
+T = TypeVar("T")
+
+
+def streams(prefix: str | None, limit: int | None, *, json: bool, url: str) -> None:
+    """Print the streams."""
+    found = _ask(url, lambda river: river.streams(prefix, limit))
+    if _plain(json):
+        _lines(found)
+        return
+    rows = [(s.name, f"{s.events:,}", _size(s.bytes), str(s.days), s.last_time or "") for s in found]
+    _table(("stream", "events", "bytes", "days", "last event"), rows)
+
+
+def days(name: str, *, json: bool, url: str) -> None:
+    """Print the days of a stream."""
+    found = _ask(url, lambda river: river.days(name))
+    if not found:
+        raise StreamNotFound(name)
+    if _plain(json):
+        _lines(found)
+        return
+    rows = [(d.day, f"{d.events:,}", _size(d.bytes), str(d.first), str(d.last), d.state) for d in found]
+    _table(("day", "events", "bytes", "first", "last", "state"), rows)
+
+
+def status(*, json: bool, url: str) -> None:
+    """Print what the parts do."""
+    answer = _ask(url, lambda river: river.status())
+    if _plain(json):
+        _lines([answer])
+        return
+    parts = [part for part in answer.get("parts", []) if isinstance(part, dict)]
+    rest = [" ".join(f"{k}={v}" for k, v in part.items() if k not in ("name", "state")) for part in parts]
+    _table(("part", "state", ""), [(_text(p, "name"), _text(p, "state"), r) for p, r in zip(parts, rest, strict=True)])
+    views = [(name, view) for name, view in answer.get("views", {}).items() if isinstance(view, dict)]
+    _table(
+        ("view", "events/s", "lag", "batch ms", "in", "stored", "skipped", "dead"),
+        [
+            (name, *(_text(view, key) for key in ("rate", "lag", "batch_ms", "in", "stored", "skipped", "dead")))
+            for name, view in views
+        ],
+    )
+
+
+def _ask(url: str, question: Callable[[River], Awaitable[T]]) -> T:
+    async def ask() -> T:
+        async with connect(url) as river:
+            return await question(river)
+
+    return asyncio.run(ask())
+
+
+def _plain(json: bool) -> bool:
+    return json or not sys.stdout.isatty()
+
+
+def _lines(rows: Iterable[object]) -> None:
+    sys.stdout.buffer.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    sys.stdout.buffer.flush()
+
+
+def _size(value: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if value >= factor:
+            return f"{value / factor:.1f}{unit}"
+    return format_size(value)
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count:,}" for name, count in value.items()) or "0"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:,.1f}".removesuffix(".0")
+    return "" if value is None else str(value)
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    Console().print(table)

@@ -1,0 +1,90 @@
+"""Commands that run parts of Tailrace on this machine, and those that show and check their settings."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from tailrace import config
+from tailrace.config import Settings
+from tailrace.errors import PrerequisiteMissing
+
+
+def load(
+    file: Path | None, *, port: int | None = None, folder: Path | None = None, views: str | None = None
+) -> Settings:
+    """Read the settings with these flags on top, and say on standard error what is probably not meant."""
+    flags = {"serve.port": port, "embedded.dir": None if folder is None else str(folder), "pipeline.views": views}
+    settings = config.load(file, flags)
+    for warning in settings.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    return settings
+
+
+def stack(settings: Settings, *, demo: bool) -> int:
+    """Run everything until Ctrl-C."""
+    try:
+        from rich.console import Console
+
+        from tailrace.embedded.stack import run_stack
+    except ImportError as error:
+        raise _without(error, "embedded") from None
+    from tailrace.demo import example
+
+    return run_stack(
+        settings, demo=demo, console=Console(), example=example(settings.demo.queues, settings.demo.jobsets)
+    )
+
+
+def pipeline(settings: Settings) -> int:
+    """Run the pipeline until it is stopped."""
+    try:
+        from tailrace.pipeline.job import main
+    except ImportError as error:
+        raise _without(error, "spark") from None
+    return main(settings)
+
+
+def service(settings: Settings) -> int:
+    """Run the service until it is stopped."""
+    try:
+        from tailrace.serving.app import main
+    except ImportError as error:
+        raise _without(error, "serve") from None
+    return main(settings)
+
+
+def examine(settings: Settings) -> int:
+    """Check the machine and the parts."""
+    try:
+        from tailrace import doctor
+    except ImportError as error:
+        raise _without(error, "embedded") from None
+    from rich.console import Console
+
+    return doctor.render(doctor.checks(settings), Console())
+
+
+def show(settings: Settings, *, origin: bool) -> None:
+    """Print the settings as TOML, which reads back to the same but for its secrets."""
+    rows = settings.show()
+    width = max(len(row.path.partition(".")[2] + row.value) for row in rows if len(row.value) < 60) + 3
+    for section, group in groupby(rows, key=lambda row: row.path.partition(".")[0]):
+        print(f"[{section}]")
+        for row in group:
+            line = f"{row.path.partition('.')[2]} = {row.value}"
+            print(f"{line:<{width}}  # {row.origin}" if origin else line)
+        print()
+
+
+def check(settings: Settings) -> None:
+    """Say that all is well; ``load`` has complained otherwise."""
+    files = {row.origin for row in settings.show() if row.origin.startswith("file ")}
+    print(f"ok: {len(settings.show())} settings" + "".join(f", {file}" for file in sorted(files)), file=sys.stderr)
+
+
+def _without(error: ImportError, extra: str) -> PrerequisiteMissing:
+    if (error.name or "").partition(".")[0] == "tailrace":
+        raise error
+    return PrerequisiteMissing(f"this command needs {error.name}: install tailrace[{extra}]")

@@ -1,0 +1,225 @@
+"""The driver: starts the one query from the marks, watches over it, and starts it again from the marks when it ends.
+
+The checkpoint is disposable: every start has a new one and begins where the views say. Invariant: between reading the
+marks and ending the query, every write goes to the server processes that the marks were read from, under a driver epoch
+that nobody else has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tailrace.config import Settings
+from tailrace.embedded.jars import cache_folder, fetch
+from tailrace.errors import PipelineError, StaleDriver, StoreChanged, TailraceError
+from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
+from tailrace.pipeline.publish import Publisher
+from tailrace.pipeline.report import Report
+from tailrace.pipeline.slice import Limits
+from tailrace.pipeline.source import Broker, Topic, client_properties, reader_options, starting_offsets
+from tailrace.pipeline.tune import session, tasks
+from tailrace.stores.marks import lowest, read_marks
+from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = (0.5, 15.0)
+HEALTHY_S = 30.0
+"""A query that ran this long was well: the next restart does not wait."""
+
+
+def main(settings: Settings, views: tuple[str, ...] | None = None) -> int:
+    """Run the pipeline until it is told to stop; the exit code of ``tailrace run``."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    spark = session(settings, fetch("spark", cache_folder(settings.spark.jars)))
+    try:
+        Job(settings, spark, views).run(stopping)
+    except StaleDriver as error:
+        logger.error("%s", error)
+        return 3
+    finally:
+        spark.stop()
+    return 0
+
+
+class Job:
+    """One pipeline: its query, its publisher and its restarts."""
+
+    def __init__(self, settings: Settings, spark: Any, views: tuple[str, ...] | None = None) -> None:
+        self._settings = settings
+        self._spark = spark
+        chosen = views or settings.pipeline.views
+        # The intake, which owns poison and the outbox, goes with the first view of the configuration.
+        self._owner = settings.pipeline.views[0] in chosen
+        self.views = ("intake", *chosen) if self._owner else tuple(chosen)
+        self._restarts = 0
+        self._broker = Broker(settings)
+
+    def run(self, stopping: threading.Event) -> None:
+        """Run until told to stop. Whatever ends the query but a newer driver, it is started again from the marks."""
+        pause = BACKOFF_S[0]
+        while not stopping.is_set():
+            began = time.monotonic()
+            try:
+                self._run_once(stopping)
+            except StaleDriver:
+                raise
+            except TailraceError as error:
+                if time.monotonic() - began > HEALTHY_S:
+                    pause = BACKOFF_S[0]
+                self._restarts += 1
+                logger.warning("%s; starting again from the marks in %.1f s", error, pause)
+                stopping.wait(pause)
+                pause = min(2 * pause, BACKOFF_S[1])
+            else:
+                pause = BACKOFF_S[0]
+
+    def _run_once(self, stopping: threading.Event) -> None:
+        """Start the query from the marks and watch it until it must be started again."""
+        settings = self._settings
+        shards = Shards(store_options(settings)).open()
+        publisher: Publisher | None = None
+        query: Any = None
+        checkpoint = Path(tempfile.mkdtemp(prefix="tailrace-", dir=_checkpoint_parent(settings)))
+        try:
+            prepare(shards)
+            epoch = enlist(shards, self.views)
+            topics = self._broker.topics()
+            generations = self._adopt(shards, topics)
+            marks = [lowest(read_marks(shards, view)) for view in self.views]
+            starts, lost = starting_offsets(topics.values(), generations, self._broker.bounds(topics.values()), marks)
+            report = Report(shards, self.views, epoch, lost, self._restarts, generations)
+            query = self._start(make_plan(settings, shards, self.views, epoch, generations), starts, checkpoint)
+            logger.info("driver epoch %d reads %d topic(s) for %s", epoch, len(topics), ", ".join(self.views))
+            if self._owner:
+                publisher = self._publisher(shards)
+                publisher.start()
+            self._watch(stopping, query, publisher, shards, report, topics, generations)
+        finally:
+            if query is not None:
+                query.stop()
+            if publisher is not None:
+                publisher.stop()
+            shards.close()
+            shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def _watch(
+        self,
+        stopping: threading.Event,
+        query: Any,
+        publisher: Publisher | None,
+        shards: Shards,
+        report: Report,
+        topics: dict[str, Topic],
+        generations: dict[str, int],
+    ) -> None:
+        polled = time.monotonic()
+        while not stopping.wait(self._settings.pipeline.advance.total_seconds()):
+            if not query.isActive:
+                raise failure_of(query)
+            if publisher is not None and publisher.failure is not None:
+                raise publisher.failure
+            report.make(query.lastProgress)
+            if time.monotonic() - polled >= self._settings.kafka.poll.total_seconds():
+                polled = time.monotonic()
+                current = self._broker.topics()
+                changed = {name: topic for name, topic in current.items() if topics.get(name) != topic}
+                adopted = self._adopt(shards, changed)
+                recreated = [name for name, generation in adopted.items() if generations.get(name, 0) != generation]
+                topics = {**topics, **current}
+                generations.update(adopted)
+                if recreated:
+                    logger.warning("topic(s) created again: %s; starting a new generation", ", ".join(recreated))
+                    return
+
+    def _adopt(self, shards: Shards, topics: dict[str, Topic]) -> dict[str, int]:
+        """Return each topic's generation; a topic whose id is not the stored one gets the next."""
+        answers = shards.call_all([(0, "adopt", (topic.name, topic.id)) for topic in topics.values()])
+        return {name: int(answer) for name, answer in zip(topics, answers, strict=True)}
+
+    def _start(self, plan: Plan, starts: dict[str, dict[str, int]], checkpoint: Path) -> Any:
+        settings = self._settings
+        rows = (
+            self._spark.readStream.format("kafka")
+            .options(**reader_options(settings, starts))
+            .load()
+            .selectExpr("topic", "partition", "offset", "unix_millis(timestamp) AS time", "key", "value", "headers")
+        )
+        counted = rows.coalesce(tasks(settings, self._spark)).mapInArrow(one_pass(plan), COUNTED)
+        return (
+            counted.writeStream.format("noop")
+            .queryName("tailrace-" + "-".join(self.views))
+            .option("checkpointLocation", str(checkpoint))
+            .option("asyncProgressTrackingEnabled", "true")
+            .option("asyncProgressTrackingCheckpointIntervalMs", "1000")
+            .trigger(processingTime=f"{round(settings.spark.trigger.total_seconds() * 1000)} milliseconds")
+            .start()
+        )
+
+    def _publisher(self, shards: Shards) -> Publisher:
+        settings = self._settings
+        return Publisher(
+            Shards(shards.options, shards.run_ids),
+            client_properties(settings),
+            settings.kafka.positions,
+            {settings.kafka.dead_letters: 1},
+            settings.kafka.new_topic_replication,
+        )
+
+
+def store_options(settings: Settings) -> StoreOptions:
+    """Return how to reach the store, from the configuration."""
+    valkey = settings.valkey
+    return StoreOptions(
+        valkey.url, valkey.password.get_secret_value(), valkey.prefix, valkey.shards, valkey.timeout.total_seconds()
+    )
+
+
+def make_plan(
+    settings: Settings, shards: Shards, views: tuple[str, ...], epoch: int, generations: dict[str, int]
+) -> Plan:
+    """Return what the tasks of one start must know."""
+    return Plan(
+        store=shards.options,
+        run_ids=dict(shards.run_ids),
+        epoch=epoch,
+        views=views,
+        generations=dict(generations),
+        limits=Limits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth),
+        dead_letters=settings.kafka.dead_letters,
+        name_paths=None if settings.days.name == "key" else tuple(settings.days.name),
+        future_ms=round(settings.days.future_limit.total_seconds() * 1000),
+        window_bytes=settings.pipeline.window_bytes,
+        window_runs=settings.pipeline.window_runs,
+        tail_length=settings.valkey.tail_length,
+    )
+
+
+def failure_of(query: Any) -> TailraceError:
+    """Return why a query ended, as an error of ours; tasks' errors arrive as text."""
+    cause = query.exception()
+    text = str(cause or "the query ended without an error")
+    if "tailrace.errors.StaleDriver" in text:
+        return StaleDriver("/".join(query.name.split("-")[1:]), 0, 0)
+    if "tailrace.errors.StoreChanged" in text:
+        return StoreChanged("a task's node", "the one the marks were read from", "another process")
+    lines = [line.strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
+    return PipelineError(f"the query ended: {lines[-1] if lines else text[:300]}")
+
+
+def _checkpoint_parent(settings: Settings) -> str | None:
+    if not settings.spark.checkpoint:
+        return None
+    os.makedirs(settings.spark.checkpoint, exist_ok=True)  # noqa: PTH103
+    return settings.spark.checkpoint

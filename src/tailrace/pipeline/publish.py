@@ -1,0 +1,238 @@
+"""The publisher: moves what the shards have in their outboxes to Kafka, each message exactly once.
+
+One transactional id per shard makes an older publisher's writes fail. The position in the outbox (epoch, number) is
+written to a compacted topic in the same transaction as the messages, so a publisher that dies goes on exactly there. After
+a new epoch the store may have been rolled back and its outbox filled again; then the ids at the targets' ends are
+looked up first, and what is already there is skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, Unavailable
+from tailrace.model.cursor import Position
+from tailrace.stores.valkey import Shards
+
+logger = logging.getLogger(__name__)
+
+ID_HEADER = "tailrace-id"
+BATCH = 500
+LOOK_BACK = 10_000
+"""How many records at the end of each partition of a target are searched for ids after a new epoch."""
+
+
+class Publisher(threading.Thread):
+    """A loop over the outboxes of all shards; ends with ``stop``, or with an error in ``failure``."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        properties: Mapping[str, Any],
+        positions: str,
+        targets: Mapping[str, int],
+        replication: int = 1,
+        poll_s: float = 1.0,
+    ) -> None:
+        super().__init__(name="publisher", daemon=True)
+        self._shards = shards
+        self._properties = dict(properties)
+        self._positions = positions
+        self._targets = dict(targets)
+        """Topics that messages may go to, with the number of partitions to create them with."""
+        self._replication = replication
+        self._poll_s = poll_s
+        self._stopping = threading.Event()
+        self._producers: dict[int, Producer] = {}
+        self._placed: dict[int, Position] = {}
+        self._published: set[str] = set()
+        self.failure: BaseException | None = None
+
+    def stop(self) -> None:
+        """End the loop and wait for it; an open transaction is aborted by the broker or by the next publisher."""
+        self._stopping.set()
+        self.join(timeout=15)
+
+    def run(self) -> None:
+        """Publish until stopped. A broker or a store that is away is waited for; being fenced ends the loop."""
+        pause = 0.5
+        while not self._stopping.is_set():
+            try:
+                self._begin()
+                while not self._stopping.is_set():
+                    moved = sum(self._publish(shard) for shard in self._filled())
+                    pause = 0.5
+                    if moved:
+                        logger.debug("published %d message(s)", moved)
+            except (Unavailable, KafkaException) as error:
+                if isinstance(error, KafkaException) and error.args[0].code() in _FENCED:
+                    self.failure = PipelineError(f"another publisher took over: {error}")
+                    return
+                logger.warning("publisher: %s; trying again in %.1f s", error, pause)
+                self._producers.clear()
+                self._stopping.wait(pause)
+                pause = min(pause * 2, 15.0)
+            except StoreError as error:
+                self.failure = error
+                return
+
+    def _begin(self) -> None:
+        """Create the topics, take the transactional ids over and find the positions."""
+        self._create_topics()
+        self._placed = self._read_positions()
+        for shard in range(self._shards.options.shards):
+            producer = Producer(
+                self._properties
+                | {
+                    "transactional.id": f"tailrace-outbox-{self._shards.options.prefix}-{shard}",
+                    "transaction.timeout.ms": 30_000,
+                    "linger.ms": 5,
+                }
+            )
+            producer.init_transactions(30)
+            self._producers[shard] = producer
+
+    def _filled(self) -> list[int]:
+        """Wait a little for outboxes to have something; return the shards that do."""
+        count = self._shards.options.shards
+        keys = self._shards.keys
+        deadline = time.monotonic() + self._poll_s
+        while True:
+            lengths = self._shards.read_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)])
+            filled = [shard for shard, length in enumerate(lengths) if length]
+            if filled or self._stopping.is_set() or time.monotonic() >= deadline:
+                return filled
+            self._stopping.wait(min(0.25, self._poll_s))
+
+    def _publish(self, shard: int) -> int:
+        """Move one batch of a shard's outbox; return how many messages it had."""
+        key = self._shards.keys.outbox(shard)
+        entries = self._shards.read_all([(shard, ("XRANGE", key, "-", "+", "COUNT", BATCH))])[0]
+        if not entries:
+            return 0
+        producer, placed = self._producers[shard], self._placed.get(shard, Position.START)
+        fresh: list[tuple[Position, dict[bytes, bytes]]] = []
+        for entry_id, flat in entries:
+            fields = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+            position = Position(int(fields[b"e"]), int(entry_id.partition(b"-")[0]))
+            if position.epoch != placed.epoch or position.number > placed.number:
+                fresh.append((position, fields))
+        if fresh and fresh[-1][0].epoch != placed.epoch and placed != Position.START:
+            self._published |= self._ids_at_the_end({fields[b"t"].decode() for _, fields in fresh})
+        if fresh:
+            producer.begin_transaction()
+            try:
+                for _, fields in fresh:
+                    if fields[b"i"].decode() not in self._published:
+                        self._produce(producer, fields)
+                last = fresh[-1][0]
+                producer.produce(self._positions, key=str(shard), value=str(last))
+                producer.commit_transaction(30)
+            except KafkaException:
+                producer.abort_transaction(30)
+                raise
+            self._placed[shard] = last
+        last_id = entries[-1][0].decode().partition("-")[0]
+        self._shards.read_all([(shard, ("XTRIM", key, "MINID", f"{int(last_id) + 1}-0"))])
+        return len(fresh)
+
+    def _produce(self, producer: Producer, fields: Mapping[bytes, bytes]) -> None:
+        topic = fields[b"t"].decode()
+        message: dict[str, Any] = {"value": fields[b"v"], "headers": [(ID_HEADER, fields[b"i"])]}
+        if fields[b"k"]:
+            message["key"] = fields[b"k"]
+        while True:
+            try:
+                producer.produce(topic, **message)
+                return
+            except BufferError:
+                producer.poll(0.1)
+
+    def _create_topics(self) -> None:
+        admin = AdminClient(self._properties)
+        try:
+            present = set(admin.list_topics(timeout=10).topics)
+        except KafkaException as error:
+            raise BrokerUnavailable(f"kafka does not answer: {error}") from error
+        wanted = [NewTopic(self._positions, 1, self._replication, config={"cleanup.policy": "compact"})]
+        wanted += [NewTopic(topic, n, self._replication) for topic, n in self._targets.items()]
+        missing = [topic for topic in wanted if topic.topic not in present]
+        for future in admin.create_topics(missing).values() if missing else ():
+            try:
+                future.result(15)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise
+
+    def _read_positions(self) -> dict[int, Position]:
+        found: dict[int, Position] = {}
+
+        def note(message: Any) -> None:
+            epoch, _, number = message.value().decode().partition(".")
+            found[int(message.key())] = Position(int(epoch), int(number))
+
+        self._scan(self._positions, None, note)
+        return found
+
+    def _ids_at_the_end(self, topics: set[str]) -> set[str]:
+        found: set[str] = set()
+
+        def note(message: Any) -> None:
+            found.update(v.decode() for k, v in message.headers() or () if k == ID_HEADER and v)
+
+        for topic in topics:
+            self._scan(topic, LOOK_BACK, note)
+        return found
+
+    def _scan(self, topic: str, back: int | None, note: Callable[[Any], None]) -> None:
+        """Read a topic's committed records up to its present end: all of them, or the last ``back`` per partition."""
+        consumer = Consumer(
+            self._properties
+            | {
+                "group.id": "tailrace-publisher",
+                "enable.auto.commit": False,
+                "isolation.level": "read_committed",
+                "enable.partition.eof": True,
+            }
+        )
+        try:
+            metadata = consumer.list_topics(topic, timeout=10).topics[topic]
+            places, left = [], set()
+            for partition in metadata.partitions:
+                first, end = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=10)
+                if end > first:
+                    start = OFFSET_BEGINNING if back is None else max(first, end - back)
+                    places.append(TopicPartition(topic, partition, start))
+                    left.add(partition)
+            if not places:
+                return
+            consumer.assign(places)
+            while left and not self._stopping.is_set():
+                message = consumer.poll(1.0)
+                if message is None:
+                    continue
+                if message.error():
+                    if message.error().code() == KafkaError._PARTITION_EOF:
+                        left.discard(message.partition())
+                        continue
+                    raise KafkaException(message.error())
+                note(message)
+        finally:
+            consumer.close()
+
+
+_FENCED = {KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH}

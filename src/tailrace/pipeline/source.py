@@ -1,0 +1,171 @@
+"""The source: which topics are read, from which offsets, and with which settings of Spark's Kafka reader.
+
+Invariant: a start names every partition that matches, at the lowest mark of all views, clipped to what Kafka still has;
+what was clipped is reported as a gap. One partition is read by one task, in order, committed records only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import re2
+from confluent_kafka import IsolationLevel, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from tailrace.config import Settings
+from tailrace.errors import BrokerUnavailable, ConfigError
+from tailrace.model.event import Source
+from tailrace.stores.marks import NOTHING
+
+REFUSED = ("minPartitions", "maxRecordsPerPartition")
+"""Options that split one partition over several tasks, which breaks its order (a split lost 30 % of the records)."""
+
+
+class Topic(msgspec.Struct, frozen=True):
+    """A topic as the broker describes it; another id under the same name is another topic."""
+
+    name: str
+    id: str
+    partitions: tuple[int, ...]
+
+
+class LostRange(msgspec.Struct, frozen=True):
+    """Offsets that were not applied before Kafka dropped them: from ``first`` up to, not including, ``until``."""
+
+    source: str
+    first: int
+    until: int
+
+
+class Broker:
+    """What the driver asks Kafka: topics with their ids, and the ends of their partitions."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._admin = AdminClient(client_properties(settings) | {"socket.timeout.ms": 10_000})
+        self._included = topic_pattern(settings)
+
+    def topics(self) -> dict[str, Topic]:
+        """Return the topics that the pipeline reads."""
+        try:
+            names = [name for name in self._admin.list_topics(timeout=10).topics if self._included.fullmatch(name)]
+            if not names:
+                return {}
+            found: dict[str, Topic] = {}
+            for name, future in self._admin.describe_topics(TopicCollection(names), request_timeout=10).items():
+                try:
+                    described = future.result()
+                except KafkaException:
+                    continue  # deleted between the two calls
+                partitions = tuple(sorted(p.id for p in described.partitions))
+                found[name] = Topic(name, str(described.topic_id), partitions)
+            return found
+        except KafkaException as error:
+            raise BrokerUnavailable(f"kafka does not answer: {error}; is kafka.bootstrap right?") from error
+
+    def bounds(self, topics: Iterable[Topic]) -> dict[tuple[str, int], tuple[int, int]]:
+        """Return the earliest offset and the end of every partition."""
+        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
+        if not wanted:
+            return {}
+        try:
+            firsts = self._offsets(wanted, OffsetSpec.earliest())
+            ends = self._offsets(wanted, OffsetSpec.latest())
+        except KafkaException as error:
+            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+        return {place: (firsts[place], ends[place]) for place in firsts if place in ends}
+
+    def _offsets(self, wanted: Sequence[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
+        answers = self._admin.list_offsets(
+            dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=10
+        )
+        return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
+
+
+def client_properties(settings: Settings) -> dict[str, Any]:
+    """Return the properties of our own Kafka clients. What their library would print, we raise or log ourselves."""
+    return {
+        "bootstrap.servers": settings.kafka.bootstrap,
+        "log_level": 2,
+        "log.connection.close": False,
+        **settings.kafka.properties,
+    }
+
+
+def included_and_excluded(settings: Settings) -> tuple[str, str]:
+    """Return two regular expressions: the topics wanted, and those never read (our own and the configured ones)."""
+    topics = settings.kafka.topics
+    wanted = topics if isinstance(topics, str) else "|".join(map(re.escape, topics))
+    own = map(re.escape, (settings.kafka.dead_letters, settings.kafka.positions))
+    return f"(?:{wanted})", "|".join(f"(?:{pattern})" for pattern in (*own, *settings.kafka.exclude))
+
+
+class TopicPattern:
+    """The topics that the pipeline reads, by name."""
+
+    def __init__(self, wanted: str, excluded: str) -> None:
+        options = re2.Options()
+        options.log_errors = False
+        try:
+            self._wanted, self._excluded = re2.compile(wanted, options), re2.compile(excluded, options)
+        except re2.error as error:
+            raise ConfigError(f"kafka.topics or kafka.exclude is no regular expression (RE2): {error}") from None
+
+    def fullmatch(self, name: str) -> bool:
+        """Return whether a topic is read."""
+        return bool(self._wanted.fullmatch(name)) and not self._excluded.fullmatch(name)
+
+
+def topic_pattern(settings: Settings) -> TopicPattern:
+    """Return the pattern of the topics that the pipeline reads."""
+    return TopicPattern(*included_and_excluded(settings))
+
+
+def starting_offsets(
+    topics: Iterable[Topic],
+    generations: Mapping[str, int],
+    bounds: Mapping[tuple[str, int], tuple[int, int]],
+    marks: Sequence[Mapping[Source, int]],
+) -> tuple[dict[str, dict[str, int]], list[LostRange]]:
+    """Return where each partition is read from, and the ranges that Kafka no longer has.
+
+    ``marks`` has, for each view, the offset up to which all of its shards have applied each source. A source that a view
+    does not know begins at the earliest record.
+    """
+    starts: dict[str, dict[str, int]] = {}
+    lost: list[LostRange] = []
+    for topic in topics:
+        for partition in topic.partitions:
+            if (topic.name, partition) not in bounds:
+                continue
+            first, end = bounds[topic.name, partition]
+            source = Source(topic.name, partition, generations[topic.name])
+            lowest = min((view.get(source, NOTHING) for view in marks), default=NOTHING)
+            start = lowest + 1
+            if NOTHING < lowest and start < first:
+                lost.append(LostRange(str(source), start, first))
+            starts.setdefault(topic.name, {})[str(partition)] = min(max(start, first), max(end, first))
+    return starts, lost
+
+
+def reader_options(settings: Settings, starts: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+    """Return the options of Spark's Kafka reader, tuned: three times the rate of the defaults, and a short wait."""
+    wanted, excluded = included_and_excluded(settings)
+    extra = {f"kafka.{name}": value for name, value in settings.kafka.properties.items()}
+    return {
+        "kafka.bootstrap.servers": settings.kafka.bootstrap,
+        "subscribePattern": f"^(?!(?:{excluded})$){wanted}$",
+        "startingOffsets": json.dumps(starts) if starts else "earliest",
+        "failOnDataLoss": "false",
+        "includeHeaders": "true",
+        "maxOffsetsPerTrigger": str(settings.spark.max_records),
+        "kafka.isolation.level": "read_committed",
+        "kafka.max.poll.records": "20000",
+        "kafka.max.partition.fetch.bytes": str(16 << 20),
+        "kafka.fetch.max.bytes": str(64 << 20),
+        "kafka.fetch.max.wait.ms": "10",
+        **extra,
+    }

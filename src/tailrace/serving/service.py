@@ -1,0 +1,137 @@
+"""The service: the parts that requests share, from the first connection to the last farewell.
+
+It comes up without Valkey or Kafka and says so in ``readyz``; what needs them is answered with 503 until they are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Protocol
+
+from tailrace.config import Settings
+from tailrace.errors import Overloaded, StoreUnavailable, TailraceError
+from tailrace.feeds.hub import Hub
+from tailrace.feeds.log import LogFeeds
+from tailrace.metrics import Metrics
+from tailrace.stores.kafka import Topics
+from tailrace.stores.logs import Logs
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.valkey import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+BODIES = 16
+"""How many request bodies of the largest size may be in memory at once."""
+
+
+class Stoppable(Protocol):
+    """An open feed, as far as the service cares."""
+
+    def stop(self) -> None:
+        """Say goodbye and end soon."""
+
+
+class Service:
+    """Everything that handlers use. ``running`` opens it and closes it."""
+
+    def __init__(self, settings: Settings) -> None:
+        valkey = settings.valkey
+        self.settings = settings
+        self.metrics = Metrics()
+        self.nodes = Nodes(
+            StoreOptions(
+                url=valkey.url,
+                password=valkey.password.get_secret_value(),
+                prefix=valkey.prefix,
+                shards=valkey.shards,
+                timeout_s=valkey.timeout.total_seconds(),
+            )
+        )
+        self.days = Logs(self.nodes, "days")
+        self.topics = Topics(settings, self.nodes)
+        self.started = time.time()
+        self.hub: Hub | None = None
+        self._feeds: LogFeeds | None = None
+        self._open: set[Stoppable] = set()
+        self._bodies = 0
+        self._draining = False
+
+    @property
+    def feeds(self) -> LogFeeds:
+        """The feeds of day streams; StoreUnavailable until Valkey has answered once."""
+        if self._feeds is None:
+            raise StoreUnavailable("valkey has not answered since the service started; is it running?")
+        return self._feeds
+
+    @property
+    def connections(self) -> int:
+        """How many feeds are open."""
+        return len(self._open)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Open the parts, and close them in the end."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.nodes.close)
+            stack.push_async_callback(self.topics.close)
+            connecting = asyncio.create_task(self._connect(stack), name="connect to valkey")
+            await asyncio.wait({connecting}, timeout=1.0)
+            try:
+                yield
+            finally:
+                connecting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await connecting
+
+    async def _connect(self, stack: AsyncExitStack) -> None:
+        while True:
+            hub = Hub(self.nodes, self.days, self.settings.serve.ring_bytes)
+            try:
+                self.hub = await stack.enter_async_context(hub)
+            except TailraceError as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(0.5)
+            else:
+                self._feeds = LogFeeds(self.hub, self.days, now_ms)
+                return
+
+    def drain(self) -> None:
+        """Take no more feeds, and end those that are open."""
+        self._draining = True
+        for feed in list(self._open):
+            feed.stop()
+
+    @contextmanager
+    def admitted(self, feed: Stoppable) -> Iterator[None]:
+        """Hold a place among the open feeds, or be refused."""
+        if self._draining:
+            raise Overloaded("the service is shutting down: connect again in a moment")
+        if len(self._open) >= self.settings.serve.connections:
+            raise Overloaded(f"{len(self._open)} feeds are open, as many as may be (serve.connections): try again later")
+        self._open.add(feed)
+        self.metrics.feeds_open.set(len(self._open))
+        try:
+            yield
+        finally:
+            self._open.discard(feed)
+            self.metrics.feeds_open.set(len(self._open))
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Hold memory for a request's body, or be refused."""
+        if self._bodies + size > BODIES * self.settings.serve.max_body:
+            raise Overloaded("too many large requests are under way: try again in a moment")
+        self._bodies += size
+        try:
+            yield
+        finally:
+            self._bodies -= size
+
+
+def now_ms() -> int:
+    """Return the time of day in milliseconds."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,191 @@
+"""Feeds over HTTP: pulls frames, joins them into few sends, and lets a client that does not read slow only itself.
+
+Two coroutines meet in a small buffer. One pulls from the feed while there is room; the other sends what has gathered:
+at once when the line was quiet, else after ``coalesce_wait`` or ``coalesce_bytes``. Invariant: what is held for a client
+is at most ``coalesce_bytes`` and one batch of the feed, plus what the server's transport buffers; a send that takes
+longer than ``send_timeout`` ends the connection, and the client resumes at its last whole frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tailrace.errors import TailraceError
+from tailrace.feeds.log import Feed
+from tailrace.feeds.request import Request
+from tailrace.serving.encodings import Encoding
+from tailrace.serving.problems import problem_json
+from tailrace.serving.service import Service
+
+logger = logging.getLogger(__name__)
+
+ABORT = "tailrace.abort"
+"""Where our server leaves, in the scope's state, the function that drops a connection with all that waits in it."""
+
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Vary": "Accept"}
+
+
+class SlowClientError(Exception):
+    """A client took no bytes for as long as it may."""
+
+
+class FeedResponse(Response):
+    """The answer to a request for a feed. It opens the feed itself: what fails before the first byte is a problem."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, request: Request, encoding: Encoding) -> None:
+        self.status_code = 200
+        self.background = None
+        self._service, self._request, self._encoding = service, request, encoding
+        self.init_headers({"Content-Type": encoding.media_type, **_HEADERS})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        delivery = _Delivery(self._service, self._encoding, send)
+        with self._service.admitted(delivery):
+            feed = await self._service.feeds.open(self._request)
+            try:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                if scope["method"] == "HEAD":
+                    await send({"type": "http.response.body", "body": b""})
+                else:
+                    abort = scope.get("state", {}).get(ABORT)
+                    await delivery.run(feed, None if self._request.resumed else feed.cursor, receive, abort)
+            finally:
+                await feed.aclose()
+
+
+class _Delivery:
+    """One feed on its way to one client."""
+
+    def __init__(self, service: Service, encoding: Encoding, send: Send) -> None:
+        serve = service.settings.serve
+        self._metrics = service.metrics
+        self._encoding = encoding
+        self._send = send
+        self._limit = serve.coalesce_bytes
+        self._wait_s = serve.coalesce_wait.total_seconds()
+        self._heartbeat_s = serve.heartbeat.total_seconds()
+        self._send_timeout_s = serve.send_timeout.total_seconds()
+        self._retry_ms = round(serve.retry.total_seconds() * 1000)
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._over = False
+        """Whether nothing more will be pulled."""
+        self._gone = False
+        self._something = asyncio.Event()
+        self._plenty = asyncio.Event()
+        self._room = asyncio.Event()
+
+    def stop(self) -> None:
+        """End soon, telling the client to come back."""
+        if not self._over:
+            self._last(self._encoding.farewell(self._retry_ms))
+
+    async def run(self, feed: Feed, cursor: str | None, receive: Receive, abort: Callable[[], None] | None) -> None:
+        """Deliver until the feed ends, the client goes, or the service stops."""
+        pulling = asyncio.create_task(self._pull(feed))
+        listening = asyncio.create_task(self._listen(receive))
+        try:
+            await self._write(self._encoding.opening(self._retry_ms, cursor))
+        except SlowClientError:
+            self._metrics.slow_closes.inc()
+            logger.info("closed a feed: the client took no bytes for %g s", self._send_timeout_s)
+            if abort is not None:
+                abort()
+                await asyncio.wait({listening}, timeout=1.0)
+        finally:
+            pulling.cancel()
+            listening.cancel()
+            await asyncio.gather(pulling, listening, return_exceptions=True)
+
+    async def _pull(self, feed: Feed) -> None:
+        try:
+            async for frames in feed:
+                if self._over:
+                    return
+                self._metrics.frames.inc(len(frames))
+                self._add(self._encoding.frames(frames))
+                while self._size >= self._limit:
+                    self._room.clear()
+                    await self._room.wait()
+        except TailraceError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("a feed failed")
+            self._fail(error)
+        else:
+            self._last(b"")
+
+    def _fail(self, error: Exception) -> None:
+        if not self._over:
+            document = problem_json(error)
+            self._metrics.errors.labels(getattr(error, "code", "internal")).inc()
+            self._last(self._encoding.problem(document))
+
+    def _last(self, chunk: bytes) -> None:
+        self._over = True
+        self._add(chunk)
+        self._plenty.set()
+
+    def _add(self, chunk: bytes) -> None:
+        self._parts.append(chunk)
+        self._size += len(chunk)
+        self._something.set()
+        if self._size >= self._limit:
+            self._plenty.set()
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = self._over = True
+        self._something.set()
+        self._plenty.set()
+
+    async def _write(self, opening: bytes) -> None:
+        clock = asyncio.get_running_loop().time
+        await self._give(opening)
+        sent = clock()
+        while not self._gone:
+            if not await self._happens(self._something, self._heartbeat_s):
+                await self._give(self._encoding.heartbeat)
+                continue
+            pause = sent + self._wait_s - clock()
+            if pause > 0 and not self._plenty.is_set():
+                await self._happens(self._plenty, pause)
+            over = self._over
+            chunk = b"".join(self._parts)
+            self._parts.clear()
+            self._size = 0
+            self._something.clear()
+            self._plenty.clear()
+            self._room.set()
+            await self._give(chunk, more=not over)
+            if over:
+                return
+            sent = clock()
+
+    async def _give(self, chunk: bytes, more: bool = True) -> None:
+        if not chunk and more:
+            return
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+        except TimeoutError:
+            raise SlowClientError from None
+        self._metrics.bytes.inc(len(chunk))
+
+    @staticmethod
+    async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
+        if event.is_set():
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        return event.is_set()

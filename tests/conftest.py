@@ -1,0 +1,68 @@
+"""Real parts for all tests: one Valkey, one three-node cluster and one Kafka for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
+from tailrace.stores.valkey import StoreOptions
+
+_prefixes = count()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", type=int, default=5, help="how often the driver is killed at random points")
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(tmp_path_factory.mktemp("valkey"))
+    server.start(30)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EmbeddedValkey]]:
+    nodes = start_cluster(tmp_path_factory.mktemp("cluster"))
+    yield nodes
+    for node in nodes:
+        node.stop()
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
+    broker = EmbeddedKafka(tmp_path_factory.mktemp("kafka"))
+    broker.start(90)
+    yield broker
+    broker.stop()
+
+
+@pytest.fixture
+def store(valkey_server: EmbeddedValkey) -> StoreOptions:
+    """A part of the session's Valkey that no other test has seen."""
+    return StoreOptions(valkey_server.url, prefix=f"t{next(_prefixes)}")
+
+
+@pytest.fixture(params=["single", "cluster"])
+def any_store(request: pytest.FixtureRequest) -> StoreOptions:
+    """The same, on a single server and on a cluster of three nodes."""
+    if request.param == "single":
+        url = request.getfixturevalue("valkey_server").url
+    else:
+        url = request.getfixturevalue("valkey_cluster")[0].url
+    return StoreOptions(url, prefix=f"t{next(_prefixes)}")
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+    """A Valkey of the test's own, to be killed and damaged."""
+    server = EmbeddedValkey(tmp_path / "own-valkey")
+    server.start(30)
+    yield server
+    server.stop()

@@ -1,0 +1,126 @@
+"""The write path without Spark: the very host that runs in every task, fed with batches made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import pyarrow as pa
+
+from tailrace.model.event import Source
+from tailrace.pipeline.onepass import Host, Plan
+from tailrace.pipeline.slice import Limits
+from tailrace.stores.logs import Logs
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+
+NOON = 1_789_200_000_000 - 1_789_200_000_000 % 86_400_000 + 43_200_000
+"""A fixed noon, in the past for every test."""
+
+DAY = 86_400_000
+VIEWS = ("intake", "days")
+
+_SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("time", pa.int64()),
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+    ]
+)
+
+
+class Record(NamedTuple):
+    """A Kafka record as the source delivers it."""
+
+    offset: int
+    key: bytes | None = b'["queue","jobset"]'
+    value: bytes | None = b'{"n":1}'
+    time: int = NOON
+    partition: int = 0
+    topic: str = "jobs"
+    headers: list[tuple[str, bytes | None]] | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{Source(self.topic, self.partition)}:{self.offset}"
+
+
+def batch(records: Sequence[Record]) -> pa.RecordBatch:
+    """Return the records as Spark would hand them over."""
+    headers = [None if r.headers is None else [{"key": k, "value": v} for k, v in r.headers] for r in records]
+    columns = [
+        [r.topic for r in records],
+        [r.partition for r in records],
+        [r.offset for r in records],
+        [r.time for r in records],
+        [r.key for r in records],
+        [r.value for r in records],
+        headers,
+    ]
+    return pa.RecordBatch.from_arrays(
+        [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
+    )
+
+
+class Writer:
+    """A driver and its tasks: takes the views over, then applies batches."""
+
+    def __init__(self, options: StoreOptions, **changes: object) -> None:
+        self.shards = Shards(options).open()
+        self.epochs = prepare(self.shards)
+        self.epoch = enlist(self.shards, VIEWS)
+        plan = Plan(
+            store=options,
+            run_ids=dict(self.shards.run_ids),
+            epoch=self.epoch,
+            views=VIEWS,
+            generations={},
+            limits=Limits(),
+            dead_letters="tailrace.dead-letters",
+            name_paths=None,
+            future_ms=600_000,
+            window_bytes=256 << 10,
+            window_runs=500,
+            tail_length=10_000,
+        )
+        self.plan = msgspec.structs.replace(plan, **changes)
+        self.host = Host(self.plan)
+
+    def write(self, records: Iterable[Record]) -> None:
+        self.host.take(batch(list(records)))
+
+    def another_task(self) -> Writer:
+        """The same driver's work in another process: same epoch, nothing remembered."""
+        other = object.__new__(Writer)
+        other.shards, other.epochs, other.epoch, other.plan = self.shards, self.epochs, self.epoch, self.plan
+        other.host = Host(self.plan)
+        return other
+
+
+async def read_view(options: StoreOptions) -> dict[str, list[str]]:
+    """Return the event ids of every day stream, in order, read straight from the store."""
+    nodes = await Nodes(options).open()
+    try:
+        logs = Logs(nodes, "days")
+        found: dict[str, list[str]] = {}
+        for name in await logs.names("", "", 100_000):
+            ids: list[str] = []
+            for segment in await logs.segments(name):
+                after = segment.first - 1
+                while entries := await logs.read(name, segment, after, 100):
+                    for entry in entries:
+                        assert entry.first > after
+                        ids += [f"{entry.run.source}:{offset}" for offset in entry.run.offsets]
+                        after = entry.last
+            found[name] = ids
+        return found
+    finally:
+        await nodes.close()
+
+
+__all__ = ["DAY", "NOON", "Record", "Writer", "batch", "read_view"]
