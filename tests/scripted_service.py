@@ -135,9 +135,9 @@ class ScriptedService:
             self.unavailable -= 1
             return problem("broker.unavailable", 503, "kafka does not answer")
         batch = [json.loads(line) for line in body.splitlines()]
-        for index, given in enumerate(batch):
+        for number, given in enumerate(batch, 1):
             if given["value"] == "refused":
-                return problem("event.refused", 422, "the topic would not take it", index=index)
+                return problem("event.refused", 422, f"nothing was written. line {number}: its key is odd")
         stored = self.written.setdefault(topic, [])
         offsets = range(len(stored), len(stored) + len(batch))
         stored += batch
@@ -147,7 +147,7 @@ class ScriptedService:
     async def streams(self, request: Request) -> Response:
         query = request.query_params
         names = sorted(n for n in self.feeds if n.startswith(query.get("prefix", "")) and n > query.get("after", ""))
-        page = names[: int(query.get("limit", 2))]
+        page = names[: min(2, int(query.get("limit", 2)))]
         rows = [
             {"name": n, "events": self.feeds[n], "bytes": 10, "days": 1, "first_day": "2026-11-15"}
             | {"last_day": "2026-11-15", "last_time": "2026-11-15T08:00:00.000Z", "new_field": 1}

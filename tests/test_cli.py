@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from scripted_service import Plan, ScriptedService, event, running
+from tests.scripted_service import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"
 
@@ -190,7 +190,7 @@ def test_put_stops_at_a_line_that_is_no_event_and_names_it(service: ScriptedServ
 def test_put_names_the_line_that_the_service_refused(service: ScriptedService) -> None:
     done = tailrace("put", "jobs", given='{"value": 1}\n\n{"value": "refused"}\n')
     assert done.returncode == 1
-    assert "error: line 3: the topic would not take it" in done.stderr
+    assert "error: lines 1 to 3: nothing was written. line 3: its key is odd (event.refused)" in done.stderr
 
 
 def test_put_sends_what_it_has_while_its_source_is_slow(service: ScriptedService) -> None:

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tailrace
-from scripted_service import Plan, ScriptedService, event, running
 from tailrace import client
 from tailrace.errors import (
     BadRequest,
@@ -28,6 +27,7 @@ from tailrace.errors import (
     UsageError,
 )
 from tailrace.wire import Control, Event
+from tests.scripted_service import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from scripted_service import running
 from tailrace.demo import bursts, example, stories
+from tests.scripted_service import running
 
 AFTER: dict[str, set[str]] = {
     "": {"job.submitted"},

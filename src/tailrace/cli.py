@@ -100,9 +100,7 @@ def put(
 
 @app.command()
 def tail(
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Streams, as `tailrace streams ls` lists them.")
-    ],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Streams, as `tailrace streams ls` lists them.")],
     start: Annotated[
         str | None,
         typer.Option(

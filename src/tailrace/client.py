@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_URL = "http://127.0.0.1:7070"
 BATCH_EVENTS = 1_000
 BATCH_BYTES = 2**20
+LARGEST_PAGE = 1_000
 FIRST_WAIT = 0.25
 LONGEST_WAIT = 30.0
 
@@ -160,8 +161,7 @@ class River:
         found: list[Stream] = []
         query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
         while limit is None or len(found) < limit:
-            if limit is not None:
-                query["limit"] = min(limit - len(found), BATCH_EVENTS)
+            query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
             page = msgspec.json.decode(await self._call("GET", "/v1/streams", params=query), type=_Streams)
             found += page.streams
             if page.next is None:
@@ -183,6 +183,9 @@ class River:
         try:
             response = await self._http.request(method, path, timeout=max(self.timeout, 30.0), **options)
         except httpx.TransportError as error:
+            if method == "POST" and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                unknown = "what was sent last may have been written or not"
+                raise Unavailable(f"{self.url} did not answer ({_said(error)}): {unknown}") from None
             raise self._unreachable(error) from None
         if response.status_code >= 400:
             raise error_of(response.status_code, response.content)
@@ -273,9 +276,11 @@ class Feed:
             logger.warning("gap: %s", control.data)
         if self.on_control is not None:
             self.on_control(control)
-        if control.kind == "problem" and not (error := failure(control.data)).retryable:
-            self._ended = True
-            raise error
+        if control.kind == "problem":
+            error = failure(control.data)
+            if not error.retryable and control.data.get("status", 0) < 500:
+                self._ended = True
+                raise error
         return control
 
     async def _next(self) -> Frame | None:

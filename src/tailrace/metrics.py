@@ -56,7 +56,10 @@ class _Shown(NamedTuple):
 
 _UP = "tailrace_pipeline_up", "Whether the view's driver has reported within the last ten seconds"
 _SKIPPED = "tailrace_pipeline_records_skipped", "Records that the view has no use for, by reason"
-_FRONTIER = "tailrace_pipeline_frontier_lag_seconds", "How far the time that all sources have passed is behind the clock"
+_FRONTIER = (
+    "tailrace_pipeline_frontier_lag_seconds",
+    "How far the time that all sources have passed is behind the clock",
+)
 _REPORTED = (
     _Shown("rate", "tailrace_pipeline_records_per_second", "Records applied per second, in the last batch"),
     _Shown("lag", "tailrace_pipeline_lag_records", "Records in Kafka that are not applied yet"),

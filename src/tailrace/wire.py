@@ -140,6 +140,7 @@ def _tree(kind: type[TailraceError]) -> dict[str, type[TailraceError]]:
 
 
 _CLASSES = _tree(TailraceError)
+_DOCUMENT = frozenset({"type", "title", "status", "detail", "code", "retryable", "args"})
 
 
 def failure(problem: dict[str, Any], status: int = 0) -> TailraceError:
@@ -152,7 +153,7 @@ def failure(problem: dict[str, Any], status: int = 0) -> TailraceError:
     said = problem.get("detail") or problem.get("title") or f"the service answered {status or 'with a problem'}"
     Exception.__init__(error, str(said))
     for name, value in problem.items():
-        if name.isidentifier() and name not in ("code", "status", "retryable", "args") and not name.startswith("_"):
+        if name.isidentifier() and name not in _DOCUMENT and not name.startswith("_"):
             setattr(error, name, value)
     return error
 

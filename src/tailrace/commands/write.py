@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import threading
 import time
@@ -16,10 +17,12 @@ from collections import deque
 import msgspec
 
 from tailrace.client import BATCH_BYTES, River, connect
-from tailrace.errors import EventRefused, TailraceError
+from tailrace.errors import EventRefused, UsageError
+from tailrace.wire import failure
 
 READ_BYTES = 2**20
 AHEAD_CHUNKS = 32
+_LINE = re.compile(r"(?:(?<=\. )|(?<=; ))line (\d+)(?=: )")
 _NULL = msgspec.Raw(b"null")
 
 
@@ -128,13 +131,13 @@ class _Writer:
         self._lines, self._numbers, self._size = [], [], 0
         try:
             answer = await river.put_lines(self.topic, lines)
-        except TailraceError as error:
-            index = getattr(error, "index", None)
-            if not isinstance(index, int) or not 0 <= index < len(numbers):
-                raise
-            raise EventRefused(
-                f"line {numbers[index]}: {error}; lines {numbers[0]} to {numbers[-1]} were not written"
-            ) from None
+        except UsageError as error:
+            # The service counts the lines of the batch; whoever reads the message counts those of the input.
+            said = _LINE.sub(
+                lambda found: f"line {dict(enumerate(numbers, 1)).get(int(found[1]), found[1])}", str(error)
+            )
+            where = f"lines {numbers[0]} to {numbers[-1]}"
+            raise failure({"code": error.code, "detail": f"{where}: {said}"}) from None
         self.written += len(lines)
         if self.coordinates:
             rows = msgspec.json.decode(answer, type=_Answer).events

@@ -1,6 +1,6 @@
 """The hub: all readers of a process share one reader of the tails, and each log that someone follows is read once.
 
-Every ``apply`` leaves the names it touched in its shard's tail. The hub blocks on the tails of each node in one call,
+Every ``apply`` leaves the names it touched in its shard's tail. The hub blocks on the tails (in one call on a single server),
 reads the followed logs among them, and keeps their newest runs for the readers at the end of the log. A reader that is
 further back reads the store itself, so a slow one slows nobody. Invariant: what a channel holds is one unbroken stretch,
 from ``base`` to ``head``; a wake-up that was missed is made up for by the next refresh.
@@ -21,7 +21,7 @@ from tailrace.errors import TailraceError
 from tailrace.model.segment import Segment
 from tailrace.stores.logs import Entry, Logs
 from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import Address, Arg
+from tailrace.stores.valkey import Arg
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +101,10 @@ class Hub:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Hub:
-        if not self._nodes.shards_by_node():
+        if not self._nodes.groups():
             await self._nodes.open()
-        for address, shards in self._nodes.shards_by_node().items():
-            self._tasks.append(asyncio.create_task(self._listen(address, shards), name=f"tails {address}"))
+        for shards in self._nodes.groups():
+            self._tasks.append(asyncio.create_task(self._listen(shards), name=f"tails of {shards}"))
         self._tasks.append(asyncio.create_task(self._read(), name="followed logs"))
         self._tasks.append(asyncio.create_task(self._refresh(), name="refresh"))
         return self
@@ -136,8 +136,8 @@ class Hub:
             if not channel.waiters and self._channels.get(name) is channel:
                 del self._channels[name]
 
-    async def _listen(self, address: Address | None, shards: list[int]) -> None:
-        """Block on the tails of one node and note which followed logs were touched."""
+    async def _listen(self, shards: list[int]) -> None:
+        """Block on the tails of some shards and note which followed logs were touched."""
         keys = [self._nodes.keys.tail(shard) for shard in shards]
         seen: dict[str, str] = {}
         while True:
@@ -147,14 +147,14 @@ class Hub:
                     self._touch(self._channels)
                 streams: list[Arg] = [*seen, *seen.values()]
                 command = ("XREAD", "COUNT", 1000, "BLOCK", BLOCK_MS, "STREAMS", *streams)
-                answer = await self._nodes.block(address, command, BLOCK_MS / 1000)
+                answer = await self._nodes.block(shards[0], command, BLOCK_MS / 1000)
                 for key, entries in (answer.items() if isinstance(answer, dict) else answer or ()):
                     seen[key.decode()] = entries[-1][0].decode()
                     for _, fields in entries:
                         values = fields.values() if isinstance(fields, dict) else fields[1::2]
                         self._touch(name.decode() for name in values)
             except TailraceError as error:
-                logger.warning("tails of %s: %s", address or "valkey", error)
+                logger.warning("tails of shards %s: %s", shards, error)
                 seen = {}
                 await asyncio.sleep(0.5)
 
@@ -188,15 +188,19 @@ class Hub:
     async def _advance(self, channels: list[Channel]) -> None:
         """Bring channels to the end of their logs. A long stretch is left to the readers: the channel jumps over it."""
         places: list[tuple[Channel, Segment, int]] = []
+        renewed: dict[Channel, tuple[int, Key]] = {}
         for channel, segments in zip(channels, await self._logs.segments_of([c.name for c in channels]), strict=True):
-            if segments and segments[-1].epoch != channel.epoch:
+            epoch, head = channel.epoch, channel.head
+            if segments and segments[-1].epoch != epoch:
                 first = next(s for s in segments if s.epoch == segments[-1].epoch)
-                channel.restart(first.epoch, (first.index, first.first - 1))
+                epoch, head = renewed[channel] = first.epoch, (first.index, first.first - 1)
             for segment in segments:
-                if segment.epoch == channel.epoch and (segment.index, segment.last) > channel.head:
-                    index, number = channel.head
-                    places.append((channel, segment, number if segment.index == index else segment.first - 1))
+                if segment.epoch == epoch and (segment.index, segment.last) > head:
+                    places.append((channel, segment, head[1] if segment.index == head[0] else segment.first - 1))
         answers = await self._logs.read_many([(c.name, segment, after) for c, segment, after in places], READ_ENTRIES)
+        # From here on nothing is awaited: readers see a channel before or after the change, never in between.
+        for channel, (epoch, head) in renewed.items():
+            channel.restart(epoch, head)
         limit = max(1 << 16, self._ring_bytes // max(1, len(self._channels)))
         for (channel, segment, _), entries in zip(places, answers, strict=True):
             if entries and entries[-1].last >= segment.last:

@@ -40,11 +40,11 @@ class _Item(msgspec.Struct, frozen=True, gc=False):
 class _Line:
     """One log of a feed: its reader and what was read ahead of the merge."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, target: Position) -> None:
         self.reader = reader
         self.position = reader.position
         self.ahead: deque[_Item | Gap] = deque()
-        self.target: Position | None = None
+        self.target = target
         self.done = False
 
 
@@ -124,9 +124,7 @@ class Feed:
         try:
             for name, start, end in zip(request.names, self._starts, self._ends, strict=True):
                 channel = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
-                line = _Line(Reader(self._logs, name, start, channel))
-                line.target = end
-                self._lines.append(line)
+                self._lines.append(_Line(Reader(self._logs, name, start, channel), end))
             await self._fill()
             if request.on_gap == "fail":
                 for line in self._lines:
@@ -283,8 +281,6 @@ class Feed:
 def _caught_up(line: _Line) -> bool:
     """Whether a log has been sent up to what it had when the feed began."""
     target, position = line.target, line.position
-    if line.done or target is None or target == Position.START:
+    if line.done or target.epoch < position.epoch:
         return True
-    if position.epoch == target.epoch:
-        return position.number >= target.number or (not line.ahead and line.reader.at_end)
-    return not line.ahead and line.reader.at_end
+    return target.epoch == position.epoch and target.number <= position.number

@@ -24,8 +24,6 @@ class Reader:
         self._logs = logs
         self._channel = channel
         self._index = -1
-        self.at_end = False
-        """Whether the last ``next`` found nothing after the position."""
 
     @property
     def key(self) -> Key:
@@ -36,7 +34,6 @@ class Reader:
         """Return what follows the position, and move behind it; nothing at the end of the log."""
         held = self._channel.after(self.position.epoch, self.key) if self._index >= 0 else None
         pieces: list[Piece | Gap] = list(held) if held is not None else await self._from_store()
-        self.at_end = not pieces
         for piece in reversed(pieces):
             if isinstance(piece, Piece):
                 self._move(piece.segment, piece.entry.last)

@@ -115,7 +115,7 @@ LINES = Lines()
 
 
 def choose(accept: str, wanted: str | None) -> Encoding:
-    """Return the form that a request wants: ``format=`` decides, else the better mark in Accept, else an event stream."""
+    """Return the form that a request wants: ``format=`` decides, else the better mark in Accept, else it is SSE."""
     if wanted is not None:
         return LINES if wanted == "ndjson" else EVENT_STREAM
     return LINES if _mark(accept, "application", "x-ndjson") > _mark(accept, "text", "event-stream") else EVENT_STREAM

@@ -1,6 +1,6 @@
 """The service: the parts that requests share, from the first connection to the last farewell.
 
-It comes up without Valkey or Kafka and says so in ``readyz``; what needs them is answered with 503 until they are there.
+It comes up without Valkey or Kafka and says so; what needs them is answered with 503 until they are there.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class Service:
         if self._draining:
             raise Overloaded("the service is shutting down: connect again in a moment")
         if len(self._open) >= self.settings.serve.connections:
-            raise Overloaded(f"{len(self._open)} feeds are open, as many as may be (serve.connections): try again later")
+            raise Overloaded(
+                f"{len(self._open)} feeds are open, as many as may be (serve.connections): try again later"
+            )
         self._open.add(feed)
         self.metrics.feeds_open.set(len(self._open))
         try:

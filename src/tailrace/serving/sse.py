@@ -1,9 +1,10 @@
 """Feeds over HTTP: pulls frames, joins them into few sends, and lets a client that does not read slow only itself.
 
 Two coroutines meet in a small buffer. One pulls from the feed while there is room; the other sends what has gathered:
-at once when the line was quiet, else after ``coalesce_wait`` or ``coalesce_bytes``. Invariant: what is held for a client
-is at most ``coalesce_bytes`` and one batch of the feed, plus what the server's transport buffers; a send that takes
-longer than ``send_timeout`` ends the connection, and the client resumes at its last whole frame.
+at once when the line was quiet, else after ``coalesce_wait`` or ``coalesce_bytes``. Invariant: what is held for a
+client is at most ``coalesce_bytes`` and one batch of the feed, plus what the server's transport buffers; a send that
+takes longer than ``send_timeout`` ends the connection, and the client resumes at its last whole frame. No send is larger
+than ``coalesce_bytes``, so a slow client that makes progress is never taken for one that does not.
 """
 
 from __future__ import annotations
@@ -166,8 +167,10 @@ class _Delivery:
             self._something.clear()
             self._plenty.clear()
             self._room.set()
-            await self._give(chunk, more=not over)
+            for start in range(0, len(chunk), self._limit):
+                await self._give(chunk[start : start + self._limit])
             if over:
+                await self._give(b"", more=False)
                 return
             sent = clock()
 

@@ -1,7 +1,7 @@
 """Topics as the service writes them: events put into Kafka, answered when the broker has them.
 
-Invariant: an event is answered with the coordinates under which every view shows it, and only after all in-sync replicas
-have it. A request is checked before its first event is sent, so a bad event keeps its neighbours out. An event that was
+Invariant: an event is answered with the coordinates under which every view shows it, once all in-sync replicas have it.
+A request is checked before its first event is sent, so a bad event keeps its neighbours out. An event that was
 not acknowledged in time may still be written: nobody can know, and the error says so.
 Driver exceptions do not leave this file.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicCollection
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
 from tailrace.config import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
@@ -188,7 +188,7 @@ class Topics:
             raise _unavailable(error) from error
 
     async def _generation(self, topic: str, facts: Facts) -> int:
-        """Return the generation that the event ids carry: the one the pipeline has adopted for this topic id, or will."""
+        """Return the generation that event ids carry: what the pipeline has adopted for this topic id, or will."""
         known = self._generations.get(topic)
         if known is not None and time.monotonic() - known[0] < FRESH_S:
             return known[1]
@@ -263,7 +263,10 @@ def _settings_checked() -> Iterator[None]:
 
 
 def _unavailable(error: KafkaException) -> BrokerUnavailable:
-    return BrokerUnavailable(f"kafka does not answer: {error.args[0].str()}; is it running, and is kafka.bootstrap right?")
+    said = error.args[0].str()
+    return BrokerUnavailable(
+        f"kafka does not answer ({said}); nothing was written: is it up, and kafka.bootstrap right?"
+    )
 
 
 class _Sender:
@@ -306,13 +309,12 @@ class _Sender:
         return receipt.places
 
     def _produce(self, topic: str, event: NewEvent, report: Any) -> bool:
+        headers: Any = event.headers
         try:
-            if event.time_ms is None:
-                self._producer.produce(topic, event.value, event.key, headers=event.headers, on_delivery=report)
-            else:
-                self._producer.produce(
-                    topic, event.value, event.key, headers=event.headers, on_delivery=report, timestamp=event.time_ms
-                )
+            # A timestamp of 0 is the producer's now.
+            self._producer.produce(
+                topic, event.value, event.key, headers=headers, on_delivery=report, timestamp=event.time_ms or 0
+            )
         except BufferError:
             return False
         return True
@@ -330,9 +332,7 @@ class _Sender:
 
     def _on_error(self, error: KafkaError) -> None:
         # A fatal error ends the producer for good; the next request makes another one.
-        if error.fatal():
-            self.failed = True
-        logger.warning("kafka: %s", error.str())
+        self.failed = self.failed or error.fatal()
 
 
 class _Receipt:

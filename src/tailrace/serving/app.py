@@ -1,0 +1,67 @@
+"""The application: settings in, a service on a port out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from tailrace import __version__
+from tailrace.config import Settings
+from tailrace.serving import routes
+from tailrace.serving.edge import Edge
+from tailrace.serving.health import Health
+from tailrace.serving.openapi import ABOUT, describe
+from tailrace.serving.problems import Problems
+from tailrace.serving.server import Server, listen, raise_file_limit
+from tailrace.serving.service import Service
+
+logger = logging.getLogger(__name__)
+
+SPARE_FILES = 256
+"""Files besides one for each connection: sockets to Valkey and Kafka, libraries, logs."""
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Return the application. Its lifespan opens the parts and closes them; ``app.state.service`` has them."""
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    app = FastAPI(
+        title="Tailrace",
+        version=__version__,
+        description=ABOUT,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    app.state.health = Health(service)
+    problems = Problems(service.metrics, settings.serve.retry.total_seconds())
+    problems.install(app)
+    routes.install(app)
+    describe(app)
+    app.add_middleware(Edge, problems=problems)
+    return app
+
+
+def main(settings: Settings) -> int:
+    """Serve until SIGTERM or Ctrl-C; return the exit code."""
+    raise_file_limit(settings.serve.connections + SPARE_FILES)
+    listener = listen(settings.serve.host, settings.serve.port)
+    app = create_app(settings)
+    server = Server(app, app.state.service.drain, settings.serve.client_bytes)
+    host, port = listener.getsockname()[:2]
+    logger.info("serving on http://%s:%d", host, port)
+    try:
+        server.run(sockets=[listener])
+    except SystemExit as ended:  # how uvicorn says that the application did not start
+        return int(ended.code or 1)
+    return 0

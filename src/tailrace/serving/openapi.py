@@ -1,0 +1,129 @@
+"""What /openapi.json says of answers and bodies that are not plain JSON: streams, problems, events to put."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from tailrace.serving.problems import MEDIA_TYPE, Problem
+
+ABOUT = """\
+Follow Kafka's JSON events as streams that can be resumed exactly.
+
+Every event has a stable `id` (its coordinates in Kafka) and, in a feed, a *cursor* that resumes exactly after it.
+A feed answers as an event stream (`text/event-stream`, the default) or as lines of JSON (`application/x-ndjson`, by
+Accept or `format=ndjson`). Errors before the first byte are problem documents with a stable `code`; later ones are
+frames named `problem`, after which the connection is closed.
+"""
+
+_EVENT_EXAMPLE = (
+    '{"id":"jobs:0:42","topic":"jobs","partition":0,"offset":42,"time":"2026-11-15T08:00:00.000Z",'
+    '"key":["nightly","backup"],"headers":{},"data":{"state":"started"}}'
+)
+_SSE_EXAMPLE = (
+    "retry: 2000\n\nid: 1789200000.0\n\n"
+    f"id: 1789200000.1\ndata: {_EVENT_EXAMPLE}\n\n"
+    "id: 1789200000.1\nevent: caught-up\ndata: {}\n\n"
+    ': \n\nid: 1789200000.1~end\nevent: end\ndata: {"reason":"limit","events":1}\n\n'
+)
+_LINES_EXAMPLE = (
+    f'{{"cursor":"1789200000.1",{_EVENT_EXAMPLE[1:]}\n'
+    '{"event":"caught-up","cursor":"1789200000.1"}\n\n'
+    '{"event":"end","cursor":"1789200000.1~end","reason":"limit","events":1}\n'
+)
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "title": "Event",
+    "required": ["id", "topic", "partition", "offset", "time", "key", "headers", "data"],
+    "properties": {
+        "id": {"type": "string", "description": "The event's own id, the same in every delivery."},
+        "topic": {"type": "string"},
+        "partition": {"type": "integer"},
+        "offset": {"type": "integer"},
+        "time": {"type": "string", "description": "The record's time in UTC."},
+        "key": {"description": 'The elements of the key; null without one; {"base64": …} if it is no text.'},
+        "headers": {"type": "object", "description": "A repeated header is a list."},
+        "late": {"type": "boolean", "description": "True when the record's own day is before the day it is in."},
+        "data": {"description": "The record's value as it was produced: digits, key order, duplicates."},
+        "cursor": {"type": "string", "description": "Only in lines of JSON; in an event stream it is the `id:` line."},
+    },
+}
+_NEW_EVENT: dict[str, Any] = {
+    "type": "object",
+    "title": "NewEvent",
+    "required": ["value"],
+    "additionalProperties": False,
+    "properties": {
+        "key": {
+            "oneOf": [{"type": "array"}, {"type": "string"}, {"type": "null"}],
+            "description": "A list is written as a JSON array, a string as its bytes.",
+        },
+        "value": {"description": "Any JSON; written as given, digit for digit."},
+        "headers": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+        "time": {
+            "oneOf": [{"type": "string", "format": "date-time"}, {"type": "integer"}],
+            "description": "Only for topics that keep the producer's time (CreateTime); milliseconds if a number.",
+        },
+    },
+}
+
+Responses = dict[int | str, dict[str, Any]]
+
+FEED: Responses = {
+    200: {
+        "description": "Frames until the feed ends. Control frames (`caught-up`, `gap`, `progress`, `problem`, `end`) "
+        "say something about the feed; a frame with only an id (a line `moved`) moves the cursor; a comment (an empty "
+        "line) is a heartbeat.",
+        "content": {
+            "text/event-stream": {"schema": {"type": "string"}, "example": _SSE_EXAMPLE},
+            "application/x-ndjson": {"schema": _EVENT, "example": _LINES_EXAMPLE},
+        },
+    },
+    204: {"description": "The request had ended when it was resumed: there is nothing more to come."},
+}
+
+PUT_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "Events as lines of JSON, or one JSON array. One bad event refuses the whole request.",
+        "content": {
+            "application/x-ndjson": {
+                "schema": _NEW_EVENT,
+                "example": '{"key":["nightly","backup"],"value":{"state":"started"}}\n',
+            },
+            "application/json": {"schema": {"type": "array", "items": _NEW_EVENT}},
+        },
+    }
+}
+
+
+def problems(*statuses: int) -> Responses:
+    """Return the documentation of the problems that a route may answer with."""
+    said = {
+        400: "A parameter, a cursor or a body that cannot be read.",
+        404: "No such stream or topic.",
+        410: "Events are gone, and the request said `on_gap=fail`.",
+        413: "Larger than a request may be.",
+        422: "An event that was refused; nothing was written.",
+        503: "A part does not answer, or too many feeds are open; `Retry-After` says when to try again.",
+    }
+    schema = Problem.model_json_schema()
+    return {status: {"description": said[status], "content": {MEDIA_TYPE: {"schema": schema}}} for status in statuses}
+
+
+def describe(app: FastAPI) -> None:
+    """Let the app describe itself without the framework's own form of errors, which never leaves it."""
+    generate = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = generate()
+        for path in document["paths"].values():
+            for operation in path.values():
+                if "HTTPValidationError" in str(operation["responses"].get("422")):
+                    del operation["responses"]["422"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]

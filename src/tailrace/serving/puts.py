@@ -1,0 +1,156 @@
+"""Events as people write them: reads the body of a put into what Kafka gets, all of it or nothing.
+
+A body is lines of JSON, or one array; its first byte tells which. A value goes to Kafka as it was written, digit for
+digit and key for key. Invariant: what is accepted here is never poison to the pipeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from decimal import Decimal
+
+import msgspec
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from tailrace.errors import BadRequest, EventRefused, TooLarge
+from tailrace.model.cursor import parse_time
+from tailrace.model.poison import poison
+from tailrace.serving.service import Service
+from tailrace.stores.kafka import TURN_EVENTS, NewEvent
+
+MAX_COMPLAINTS = 5
+_HELD_STEP = 1 << 20
+_POISON = {
+    "oversize": "is larger than pipeline.max_event_bytes",
+    "too-deep": "nests deeper than pipeline.max_depth",
+    "invalid-utf8": "is not UTF-8",
+}
+
+
+class _Given(msgspec.Struct, forbid_unknown_fields=True):
+    value: msgspec.Raw
+    key: msgspec.Raw = msgspec.Raw(b"null")
+    headers: dict[str, str | None] | None = None
+    time: int | str | None = None
+
+
+_decode = msgspec.json.Decoder(_Given).decode
+_decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_text = msgspec.json.Decoder(str).decode
+# Numbers inside a key keep their digits, too: two spellings of a number are two keys.
+_decode_key = msgspec.json.Decoder(list, float_hook=Decimal).decode
+_encode_key = msgspec.json.Encoder(decimal_format="number").encode
+
+
+@asynccontextmanager
+async def body_of(service: Service, request: Request) -> AsyncIterator[bytes]:
+    """Read a body that is no larger than it may be, and hold its memory while it is worked on."""
+    limit = service.settings.serve.max_body
+    too_large = TooLarge(f"a request has at most {limit} bytes (serve.max_body): send the events in several requests")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise BadRequest("the body is compressed (Content-Encoding): send it as it is")
+    said = request.headers.get("content-length", "")
+    if said.isdigit() and int(said) > limit:
+        raise too_large
+    body = bytearray()
+    with ExitStack() as held:
+        reserved = 0
+        try:
+            async with asyncio.timeout(service.settings.serve.send_timeout.total_seconds()):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise too_large
+                    if len(body) > reserved:
+                        step = max(_HELD_STEP, len(body) - reserved)
+                        held.enter_context(service.holding(step))
+                        reserved += step
+        except TimeoutError:
+            raise BadRequest("the body did not arrive in time: send fewer events at once") from None
+        except ClientDisconnect:
+            raise BadRequest("the client went away before its body had arrived") from None
+        yield bytes(body)
+
+
+async def read_events(service: Service, body: bytes) -> list[NewEvent]:
+    """Read the events of a body. One bad event refuses all of them; the error says which lines, and why."""
+    pipeline = service.settings.pipeline
+    events: list[NewEvent] = []
+    complaints: list[str] = []
+    bad = 0
+    for number, (place, text) in enumerate(_texts(body)):
+        if number % TURN_EVENTS == TURN_EVENTS - 1:
+            await asyncio.sleep(0)
+        try:
+            events.append(read_event(text, pipeline.max_event_bytes, pipeline.max_depth))
+        except EventRefused as error:
+            bad += 1
+            if bad <= MAX_COMPLAINTS:
+                complaints.append(f"{place}: {error}")
+    if bad:
+        more = f"; and {bad - MAX_COMPLAINTS} more" if bad > MAX_COMPLAINTS else ""
+        raise EventRefused(f"nothing was written. {'; '.join(complaints)}{more}")
+    return events
+
+
+def _texts(body: bytes) -> Iterator[tuple[str, bytes]]:
+    if body.lstrip()[:1] == b"[":
+        try:
+            elements = _decode_array(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise EventRefused(f"nothing was written. The body is no JSON array: {error}") from None
+        for number, element in enumerate(elements, 1):
+            yield f"event {number}", bytes(element)
+        return
+    for number, line in enumerate(body.split(b"\n"), 1):
+        if line and not line.isspace():
+            yield f"line {number}", line
+
+
+def read_event(text: bytes, max_bytes: int, max_depth: int) -> NewEvent:
+    """Read one event, or raise EventRefused with what is wrong with it."""
+    try:
+        given = _decode(text)
+        key = _key(bytes(given.key).strip())
+    except msgspec.ValidationError as error:
+        raise EventRefused(str(error).replace("`", "'")) from None
+    except msgspec.DecodeError as error:
+        raise EventRefused(f"it is no JSON object on one line ({error})") from None
+    except RecursionError:
+        raise EventRefused(f"it {_POISON['too-deep']}") from None
+    except UnicodeError:
+        raise EventRefused("it is not UTF-8") from None
+    value = bytes(given.value).strip()
+    if reason := poison(value, max_bytes, max_depth):
+        raise EventRefused(f"its value {_POISON.get(reason, 'is ' + reason)}")
+    headers = [(name, None if v is None else v.encode()) for name, v in (given.headers or {}).items()]
+    return NewEvent(value, key, headers or None, _time_ms(given.time))
+
+
+def _key(text: bytes) -> bytes | None:
+    if text == b"null":
+        return None
+    if text[:1] == b'"':
+        return _decode_text(text).encode()
+    if text[:1] == b"[":
+        return _encode_key(_decode_key(text))
+    raise EventRefused("its key is a list, a string or null")
+
+
+def _time_ms(given: int | str | None) -> int | None:
+    if given is None:
+        return None
+    time_ms = _moment(given) if isinstance(given, str) else given
+    if not 0 < time_ms < 2**53:
+        raise EventRefused(f"its time {given} is out of range: after 1970, in milliseconds if it is a number")
+    return time_ms
+
+
+def _moment(text: str) -> int:
+    with suppress(BadRequest):
+        if text[:1].isdigit():  # an age, which feeds take, depends on when it is read
+            return parse_time(text, 0)
+    raise EventRefused(f"its time {text[:80]!r} is no time: write 2026-11-15T08:00:00Z, or milliseconds since 1970")

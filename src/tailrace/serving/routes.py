@@ -1,0 +1,203 @@
+"""The route table: every URL of the service, and the few lines between a request and the part that answers it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from html import escape
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from fastapi import Depends, FastAPI, Header, Query, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from pydantic import BaseModel
+
+from tailrace.metrics import CONTENT_TYPE
+from tailrace.serving import listings
+from tailrace.serving.encodings import choose
+from tailrace.serving.health import Health, Readiness, Status
+from tailrace.serving.openapi import FEED, PUT_BODY, Responses, problems
+from tailrace.serving.parameters import FeedQuery, ListQuery, Name, NoQuery, SeveralQuery, Topic, refuse_repeats
+from tailrace.serving.puts import body_of, read_events
+from tailrace.serving.service import Service
+from tailrace.serving.sse import FeedResponse
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+async def _health(request: Request) -> Health:
+    found: Health = request.app.state.health
+    return found
+
+
+Here = Annotated[Service, Depends(_service)]
+Asked = Annotated[Health, Depends(_health)]
+LastEventId = Annotated[
+    str | None,
+    Header(
+        description="The last cursor that was received: continues the same request. `from` is not evaluated again, and "
+        "`limit` counts what was sent before."
+    ),
+]
+
+
+class Written(BaseModel):
+    """Where an event was written."""
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+
+
+class Put(BaseModel):
+    """The events of a put, in the order of the request."""
+
+    events: list[Written]
+
+
+async def list_streams(service: Here, query: Annotated[ListQuery, Query()]) -> listings.Streams:
+    """List the day streams, in the order of their names."""
+    return await listings.list_streams(service.days, query.prefix, query.after, query.limit)
+
+
+async def list_days(service: Here, name: Name, query: Annotated[NoQuery, Query()]) -> listings.Days:
+    """List the days of a stream."""
+    return await listings.list_days(service.days, name)
+
+
+async def follow_one(
+    request: Request, service: Here, name: Name, query: Annotated[FeedQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Follow a day stream: from anywhere, then live; resumable after every event."""
+    return _feed(request, service, (name,), query, last_event_id)
+
+
+async def follow_several(
+    request: Request, service: Here, query: Annotated[SeveralQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Follow several day streams in one feed, merged by time; each keeps its own order."""
+    return _feed(request, service, tuple(query.name), query, last_event_id)
+
+
+def _feed(
+    request: Request, service: Service, names: tuple[str, ...], query: FeedQuery, last_event_id: str | None
+) -> Response:
+    refuse_repeats(request)
+    wanted = query.request(names, last_event_id)
+    if wanted is None:
+        return Response(status_code=204)
+    return FeedResponse(service, wanted, choose(request.headers.get("accept", ""), query.format))
+
+
+async def put_events(request: Request, service: Here, topic: Topic, query: Annotated[NoQuery, Query()]) -> Response:
+    """Write events to a topic; answers when the broker has acknowledged all of them.
+
+    A new topic is created with LogAppendTime, or with CreateTime when events carry a `time`.
+    """
+    async with body_of(service, request) as body:
+        began = time.perf_counter()
+        written = await service.topics.put(topic, await read_events(service, body))
+    service.metrics.put_events.inc(len(written))
+    service.metrics.put_seconds.observe(time.perf_counter() - began)
+    return Response(_encode({"events": written}), media_type="application/json")
+
+
+async def alive() -> Response:
+    """Say that the process is alive."""
+    return PlainTextResponse("ok\n")
+
+
+async def ready(health: Asked) -> Response:
+    """Say whether Valkey, Kafka and the pipeline answer, and which of them does not."""
+    found = await health.readiness()
+    return JSONResponse(found.model_dump(), 200 if found.ready else 503, {"Cache-Control": "no-store"})
+
+
+async def metrics(health: Asked) -> Response:
+    """Return all metrics in Prometheus's text format."""
+    return Response(await health.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def status(health: Asked) -> Status:
+    """Return rates, lag, batch time and health of every part."""
+    return await health.status()
+
+
+async def root(request: Request) -> Response:
+    """List what is served."""
+    listed = {f"{route.method} {route.path}": route.summary for route in ROUTES} | {"GET /openapi.json": "This API."}
+    if "text/html" not in request.headers.get("accept", ""):
+        return JSONResponse({"service": "tailrace", "routes": listed})
+    rows = "".join(f"<tr><td><code>{escape(url)}</code><td>{escape(said)}" for url, said in listed.items())
+    return HTMLResponse(
+        f"<!doctype html><meta charset=utf-8><title>Tailrace</title><h1>Tailrace</h1><table>{rows}</table>"
+    )
+
+
+class Route(NamedTuple):
+    """One row of the table."""
+
+    method: str
+    path: str
+    endpoint: Callable[..., Any]
+    tag: str
+    responses: Responses
+    more: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def summary(self) -> str:
+        """The first line of what the handler says of itself."""
+        return (self.endpoint.__doc__ or "").partition("\n")[0].strip()
+
+
+_STREAMING = {"response_class": FeedResponse, "status_code": 200}
+_FEED = FEED | problems(400, 404, 410, 503)
+_READY: Responses = {200: {"model": Readiness}, 503: {"model": Readiness, "description": "A part does not answer."}}
+_METRICS: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+ROUTES = (
+    Route("GET", "/v1/streams", list_streams, "streams", problems(400, 503)),
+    Route("GET", "/v1/streams/events", follow_several, "streams", _FEED, _STREAMING),
+    Route("GET", "/v1/streams/{name:path}/events", follow_one, "streams", _FEED, _STREAMING),
+    Route("GET", "/v1/streams/{name:path}/days", list_days, "streams", problems(400, 404, 503)),
+    Route(
+        "POST",
+        "/v1/topics/{topic}",
+        put_events,
+        "topics",
+        {200: {"model": Put}, **problems(400, 404, 413, 422, 503)},
+        {"openapi_extra": PUT_BODY},
+    ),
+    Route("GET", "/v1/status", status, "operations", problems(503)),
+    Route("GET", "/healthz", alive, "operations", {}, {"response_class": PlainTextResponse}),
+    Route("GET", "/readyz", ready, "operations", _READY),
+    Route("GET", "/metrics", metrics, "operations", _METRICS, {"response_class": PlainTextResponse}),
+    Route("GET", "/", root, "operations", {}),
+)
+
+
+def install(app: FastAPI) -> None:
+    """Serve the table. Whatever can be got can be asked for its head."""
+    for route in ROUTES:
+        app.add_api_route(
+            route.path,
+            route.endpoint,
+            methods=[route.method],
+            tags=[route.tag],
+            name=route.endpoint.__name__,
+            operation_id=route.endpoint.__name__,
+            summary=route.summary,
+            responses=route.responses,
+            **route.more,
+        )
+        if route.method == "GET":
+            app.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+            )

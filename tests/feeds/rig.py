@@ -1,0 +1,90 @@
+"""A feed over a real store, and readers of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tailrace.feeds.frame import AnyFrame, Control, Frame
+from tailrace.feeds.hub import Hub
+from tailrace.feeds.log import Feed, LogFeeds
+from tailrace.feeds.request import make_request
+from tailrace.stores.logs import Logs
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.valkey import StoreOptions
+
+
+def now_ms() -> int:
+    return round(time.time() * 1000)
+
+
+class Rig:
+    """Opens feeds, collects what they yield."""
+
+    def __init__(self, feeds: LogFeeds, logs: Logs, hub: Hub) -> None:
+        self.feeds, self.logs, self.hub = feeds, logs, hub
+
+    async def open(self, *names: str, **parameters: Any) -> Feed:
+        request = make_request(names, now_ms=now_ms(), **parameters)
+        assert request is not None
+        return await self.feeds.open(request)
+
+    async def all(self, *names: str, **parameters: Any) -> list[AnyFrame]:
+        """Everything that a feed yields until it ends."""
+        frames: list[AnyFrame] = []
+        async with asyncio.timeout(30):
+            async for batch in await self.open(*names, **parameters):
+                frames += batch
+        return frames
+
+    async def ids(self, *names: str, **parameters: Any) -> list[str]:
+        return ids(await self.all(*names, **{"follow": False, **parameters}))
+
+
+def ids(frames: list[AnyFrame]) -> list[str]:
+    return [json.loads(frame.data)["id"] for frame in frames if isinstance(frame, Frame)]
+
+
+def controls(frames: list[AnyFrame]) -> list[str]:
+    return [frame.name for frame in frames if isinstance(frame, Control)]
+
+
+@asynccontextmanager
+async def rig(options: StoreOptions, **changes: Any) -> AsyncIterator[Rig]:
+    nodes = await Nodes(options).open()
+    logs = Logs(nodes, "days")
+    async with Hub(nodes, logs, **changes) as hub:
+        yield Rig(LogFeeds(hub, logs, now_ms), logs, hub)
+    await nodes.close()
+
+
+class Follower:
+    """A reader in the background that keeps what it has got."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.frames: list[AnyFrame] = []
+        self._feed = feed
+        self._task = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        async for batch in self._feed:
+            self.frames += batch
+
+    async def until(self, count: int, seconds: float = 15) -> list[str]:
+        """Wait until so many events have come."""
+        async with asyncio.timeout(seconds):
+            while len(ids(self.frames)) < count:
+                if self._task.done():
+                    self._task.result()
+                    break
+                await asyncio.sleep(0.01)
+        return ids(self.frames)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._feed.aclose()

@@ -1,0 +1,97 @@
+"""Poison, buckets and the frontier: small rules that views rest on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.model.bucket import DAY_MS, bucket_of, clamp, day_text, is_late
+from tailrace.model.event import Source, event_id, headers_json, iso_time, key_json
+from tailrace.model.frontier import Progress, frontier
+from tailrace.model.poison import poison
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(_json, st.booleans())
+def test_json_is_never_poison(document: object, escaped: bool) -> None:
+    try:
+        text = json.dumps(document, ensure_ascii=escaped).encode()
+    except UnicodeEncodeError:
+        return
+    if b"\\ud" not in text:
+        assert poison(text, 1 << 20, 200) is None
+
+
+@given(st.binary(max_size=60))
+def test_what_passes_can_be_parsed(value: bytes) -> None:
+    if poison(value, 1 << 20, 200) is None:
+        json.loads(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (b"", "empty"),
+        (b" ", "invalid-json"),
+        (b"{", "invalid-json"),
+        (b'{"a":1}x', "invalid-json"),
+        (b"NaN", "invalid-json"),
+        (b'{"a":Infinity}', "invalid-json"),
+        (b'"\\ud835"', "invalid-json"),
+        (b'"\\udc00"', "invalid-json"),
+        (b'"\xed\xa0\x80"', "invalid-utf8"),
+        (b'"\xff"', "invalid-utf8"),
+        (b"[" * 1000 + b"]" * 1000, "too-deep"),
+        (b'{"a":' * 300 + b"1" + b"}" * 300, "too-deep"),
+        (b"1" * 10_001, "oversize"),
+        (b'{"a":1,"a":2}', None),
+        (b"9" * 900, None),
+        (b'"' + b"[" * 900 + b'"', None),
+        (b'"\\ud835\\udc00"', None),
+    ],
+)
+def test_poison_has_a_reason(value: bytes, reason: str | None) -> None:
+    assert poison(value, 10_000, 200) == reason
+
+
+@given(st.integers(), st.none() | st.integers(0, 100), st.integers(0, 100))
+def test_a_bucket_is_between_its_floor_and_the_limit(bucket: int, floor: int | None, limit: int) -> None:
+    stored = clamp(bucket, floor, limit)
+    assert floor is None or stored >= floor
+    assert stored <= max(limit, floor if floor is not None else limit)
+
+
+def test_days_are_utc() -> None:
+    assert day_text(bucket_of(1_794_700_799_999)) == "2026-11-14"
+    assert day_text(bucket_of(1_794_700_800_000)) == "2026-11-15"
+    assert is_late(DAY_MS - 1, 1)
+    assert not is_late(DAY_MS, 1)
+
+
+def test_ids_and_times_are_read_as_people_write_them() -> None:
+    assert event_id(Source("a.b-c_d", 3), 42) == "a.b-c_d:3:42"
+    assert Source.parse("a.b-c_d@2:3") == Source("a.b-c_d", 3, 2)
+    assert iso_time(1_794_729_600_007) == "2026-11-15T08:00:00.007Z"
+    assert iso_time(-1) == "1969-12-31T23:59:59.999Z"
+    assert iso_time(1 << 62).startswith("@")
+    assert key_json(b"\xff") == b'{"base64":"/w=="}'
+    assert headers_json([("a", b"\xff")]) == b'{"a":{"base64":"/w=="}}'
+
+
+def test_the_frontier_is_the_clock_only_where_everything_is_applied() -> None:
+    level = Progress(applied=9, end=10, listed_ms=5000, newest_ms=100)
+    behind = Progress(applied=5, end=10, listed_ms=5000, newest_ms=300)
+    unread = Progress(applied=-1, end=10, listed_ms=5000, newest_ms=None)
+    empty = Progress(applied=-1, end=0, listed_ms=5000, newest_ms=None)
+    assert frontier([level, empty]) == 5000
+    assert frontier([level, behind]) == 300
+    assert frontier([level, unread]) is None
+    assert frontier([]) is None
