@@ -199,7 +199,9 @@ class StoreChanged(StoreError):
 
     def __init__(self, where: str, expected: str, found: str) -> None:
         self.where, self.expected, self.found = where, expected, found
-        super().__init__(f"valkey at {where} was restarted (run_id {found}, was {expected}): start again from the marks")
+        super().__init__(
+            f"valkey at {where} was restarted (run_id {found}, was {expected}): start again from the marks"
+        )
 
     def __reduce__(self) -> tuple[type[StoreChanged], tuple[str, str, str]]:
         return type(self), (self.where, self.expected, self.found)
@@ -212,7 +214,9 @@ class StaleDriver(StoreError):
 
     def __init__(self, view: str, mine: int, stored: int) -> None:
         self.view, self.mine, self.stored = view, mine, stored
-        super().__init__(f"view {view!r} belongs to driver epoch {stored}, not {mine}: another pipeline runs it; stop one of them")
+        super().__init__(
+            f"view {view!r} belongs to driver epoch {stored}, not {mine}: another pipeline runs it; stop one of them"
+        )
 
     def __reduce__(self) -> tuple[type[StaleDriver], tuple[str, int, int]]:
         return type(self), (self.view, self.mine, self.stored)

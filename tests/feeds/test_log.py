@@ -16,7 +16,9 @@ from tests.feeds.rig import Follower, controls, ids, now_ms, rig
 from tests.writing import DAY, NOON, Record, Writer
 
 
-def _write(writer: Writer, n: int, key: bytes = b"a", first: int = 0, step: int = 1000, partition: int = 0) -> list[str]:
+def _write(
+    writer: Writer, n: int, key: bytes = b"a", first: int = 0, step: int = 1000, partition: int = 0
+) -> list[str]:
     records = [Record(first + i, key, time=NOON + (first + i) * step, partition=partition) for i in range(n)]
     for at in range(0, n, 7):
         writer.write(records[at : at + 7])
@@ -63,7 +65,10 @@ async def test_a_time_finds_late_events_that_belong_to_it_and_leaves_older_ones_
             frames = await feeds.all("a", start=_iso(since), follow=False)
             assert ids(frames) == wanted
             middle = frames[len(wanted) // 2].cursor
-            assert ids(await feeds.all("a", start="-5s", last_event_id=middle, follow=False)) == wanted[len(wanted) // 2 + 1 :]
+            assert (
+                ids(await feeds.all("a", start="-5s", last_event_id=middle, follow=False))
+                == wanted[len(wanted) // 2 + 1 :]
+            )
 
 
 async def test_a_feed_says_when_it_has_caught_up_and_when_it_ends(store: StoreOptions) -> None:

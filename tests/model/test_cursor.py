@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,10 +41,8 @@ def test_the_longest_feed_has_a_cursor_within_the_limit() -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_is_a_cursor_or_a_cursor_error(text: str) -> None:
-    try:
+    with contextlib.suppress(CursorError):
         assert Cursor.parse(text, 1).positions
-    except CursorError:
-        pass
 
 
 @pytest.mark.parametrize("text", ["", "1", ".5", "1.2.3", "1.2,", "a.b", "1.2~x", "1.2~", "-1.2", "１.２", "1.2~@"])

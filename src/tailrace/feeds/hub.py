@@ -1,9 +1,9 @@
 """The hub: all readers of a process share one reader of the tails, and each log that someone follows is read once.
 
-Every ``apply`` leaves the names it touched in its shard's tail. The hub blocks on the tails (in one call on a single server),
-reads the followed logs among them, and keeps their newest runs for the readers at the end of the log. A reader that is
-further back reads the store itself, so a slow one slows nobody. Invariant: what a channel holds is one unbroken stretch,
-from ``base`` to ``head``; a wake-up that was missed is made up for by the next refresh.
+Every ``apply`` leaves the names it touched in its shard's tail. The hub blocks on the tails (in one call on a single
+server), reads the followed logs among them, and keeps their newest runs for the readers at the end of the log. A
+reader that is further back reads the store itself, so a slow one slows nobody. Invariant: what a channel holds is one
+unbroken stretch, from ``base`` to ``head``; a wake-up that was missed is made up for by the next refresh.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Hub:
                 streams: list[Arg] = [*seen, *seen.values()]
                 command = ("XREAD", "COUNT", 1000, "BLOCK", BLOCK_MS, "STREAMS", *streams)
                 answer = await self._nodes.block(shards[0], command, BLOCK_MS / 1000)
-                for key, entries in (answer.items() if isinstance(answer, dict) else answer or ()):
+                for key, entries in answer.items() if isinstance(answer, dict) else answer or ():
                     seen[key.decode()] = entries[-1][0].decode()
                     for _, fields in entries:
                         values = fields.values() if isinstance(fields, dict) else fields[1::2]

@@ -1,7 +1,8 @@
 """Buckets: the stretch of time that one segment of a log belongs to; for day streams, a UTC day.
 
 Invariant: a name's bucket never moves back. A record goes to the bucket of its own time, but never before the name's
-floor and never after the limit (the store's clock and a little), so a bucket that has a successor is never written again.
+floor and never after the limit (the store's clock and a little), so a bucket that has a successor is never written
+again.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     1789200000.42~@1789200000  the request began at a time, in milliseconds: what is older is left out
     1789200000.42~end          the request has ended; whoever comes back with it gets nothing more
 
-Invariant: ``parse(str(cursor)) == cursor`` for every cursor, and a cursor means the same place for ever, or a place that
-is known to be gone. ``0.0`` is the place before everything.
+Invariant: ``parse(str(cursor)) == cursor`` for every cursor, and a cursor means the same place for ever, or a place
+that is known to be gone. ``0.0`` is the place before everything.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Cursor(msgspec.Struct, frozen=True):
             raise CursorError(f"the cursor is of a feed over {len(positions)} stream(s), the request is for {names}")
         if state is None or not tilde:
             return cls(tuple(positions), ended=tail == "end")
-        return cls(tuple(positions), *(None if part is None else int(part) for part in state.groups()))
+        sent, since = state.groups()
+        return cls(tuple(positions), None if sent is None else int(sent), None if since is None else int(since))
 
 
 # Where a request begins.

@@ -1,7 +1,7 @@
 """The frontier: how far time has certainly come for everything that the pipeline has applied.
 
-Timers (quiet periods, idle sessions) use it as their ``now``. A pipeline that was down for ten minutes then acts as if it
-had not been: time stands still with it.
+Timers (quiet periods, idle sessions) use it as their ``now``. A pipeline that was down for ten minutes then acts as
+if it had not been: time stands still with it.
 
 Invariant: no record with a running-maximum time below the frontier is still to be applied, so the frontier of a set of
 sources never passes what one of them has yet to deliver.

@@ -1,7 +1,7 @@
 """Segments: the ordered pieces of a log, and the rule that finds a reader's place among them.
 
-A log's numbers only grow inside an epoch, and an epoch is never used again. A new epoch begins when the store behind the
-log is another process than before, since that one may have lost its last writes.
+A log's numbers only grow inside an epoch, and an epoch is never used again. A new epoch begins when the store behind
+the log is another process than before, since that one may have lost its last writes.
 
 Invariant of ``locate``: a reader that stands after (epoch, number) is sent to exactly the events after it, or is told
 which stretch is gone. Nothing is ever bound to an old place silently.

@@ -1,7 +1,8 @@
-"""The process that Spark forks its Python workers from, with everything a task needs loaded before the first record comes.
+"""The process that Spark forks its Python workers from, with everything a task needs loaded before the first record
+comes.
 
-A worker of Spark's own daemon loads all of it after it was forked, a second of one core each. What is loaded here is also
-set aside from garbage collection, which Spark asks for after every task (9 ms each without this).
+A worker of Spark's own daemon loads all of it after it was forked, a second of one core each. What is loaded here is
+also set aside from garbage collection, which Spark asks for after every task (9 ms each without this).
 """
 
 from __future__ import annotations

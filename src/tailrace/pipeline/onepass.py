@@ -1,9 +1,10 @@
 """The one pass: what a Spark task does with the records it is given.
 
-For every source in its input the task asks each view what to write, and sends each shard its windows together with the
-mark it believes the shard to have. Invariant: a window is applied exactly once, whatever is replayed, split otherwise or
-run twice, since a shard refuses every mark but its own; a refused task cuts again after the stored mark. Nothing that a
-task knows outlives it except guesses: remembered marks are checked by the shard, and a wrong one costs a round trip.
+For every source in its input the task asks each view what to write, and sends each shard its windows together with
+the mark it believes the shard to have. Invariant: a window is applied exactly once, whatever is replayed, split
+otherwise or run twice, since a shard refuses every mark but its own; a refused task cuts again after the stored mark.
+Nothing that a task knows outlives it except guesses: remembered marks are checked by the shard, and a wrong one costs
+a round trip.
 """
 
 from __future__ import annotations

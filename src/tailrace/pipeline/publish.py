@@ -1,9 +1,9 @@
 """The publisher: moves what the shards have in their outboxes to Kafka, each message exactly once.
 
 One transactional id per shard makes an older publisher's writes fail. The position in the outbox (epoch, number) is
-written to a compacted topic in the same transaction as the messages, so a publisher that dies goes on exactly there. After
-a new epoch the store may have been rolled back and its outbox filled again; then the ids at the targets' ends are
-looked up first, and what is already there is skipped.
+written to a compacted topic in the same transaction as the messages, so a publisher that dies goes on exactly there.
+After a new epoch the store may have been rolled back and its outbox filled again; then the ids at the targets' ends
+are looked up first, and what is already there is skipped.
 """
 
 from __future__ import annotations

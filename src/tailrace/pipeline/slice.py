@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -14,9 +15,6 @@ from tailrace.model.poison import poison, too_deep
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode
 
-SCHEMA = "topic string, partition int, offset long, time long, key binary, value binary, headers array<struct<key:string,value:binary>>"
-"""The columns that the source delivers, in this order."""
-
 
 class Limits(msgspec.Struct, frozen=True):
     """What a record may be before it is poison."""
@@ -26,7 +24,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """Records of one source in offset order. ``values`` has None for tombstones; ``poison`` names what is unreadable."""
+    """Records of one source in offset order; ``values`` has None for tombstones, ``poison`` names what is unreadable."""
 
     source: Source
     offsets: list[int]
@@ -50,7 +48,7 @@ def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: Limits
     offsets, times = batch.column(2), batch.column(3)
     keys, values = batch.column(4), batch.column(5)
     headers = batch.column(6)
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in pairwise(bounds):
         topic = topics[low].as_py()
         source = Source(topic, partitions[low].as_py(), generations.get(topic, 0))
         n = high - low

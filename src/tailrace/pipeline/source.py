@@ -132,8 +132,8 @@ def starting_offsets(
 ) -> tuple[dict[str, dict[str, int]], list[LostRange]]:
     """Return where each partition is read from, and the ranges that Kafka no longer has.
 
-    ``marks`` has, for each view, the offset up to which all of its shards have applied each source. A source that a view
-    does not know begins at the earliest record.
+    ``marks`` has, for each view, the offset up to which all of its shards have applied each source. A source that a
+    view does not know begins at the earliest record.
     """
     starts: dict[str, dict[str, int]] = {}
     lost: list[LostRange] = []
@@ -145,7 +145,7 @@ def starting_offsets(
             source = Source(topic.name, partition, generations[topic.name])
             lowest = min((view.get(source, NOTHING) for view in marks), default=NOTHING)
             start = lowest + 1
-            if NOTHING < lowest and start < first:
+            if lowest > NOTHING and start < first:
                 lost.append(LostRange(str(source), start, first))
             starts.setdefault(topic.name, {})[str(partition)] = min(max(start, first), max(end, first))
     return starts, lost

@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from tailrace import __version__
 from tailrace.config import Settings
 from tailrace.serving import routes
 from tailrace.serving.edge import Edge
-from tailrace.serving.health import Health
+from tailrace.serving.health import VERSION, Health
 from tailrace.serving.openapi import ABOUT, describe
 from tailrace.serving.problems import Problems
 from tailrace.serving.server import Server, listen, raise_file_limit
@@ -35,7 +34,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(
         title="Tailrace",
-        version=__version__,
+        version=VERSION,
         description=ABOUT,
         docs_url=None,
         redoc_url=None,

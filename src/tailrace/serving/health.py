@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel, Field
 
-from tailrace import __version__
 from tailrace.errors import TailraceError
 from tailrace.serving.service import Service, now_ms
 
+VERSION = version("tailrace")
 LIMIT_S = 3.0
 SHARED_S = 0.5
 STALE_MS = 10_000
@@ -66,7 +67,7 @@ class Health:
         parts, reports = await self._look()
         service = self._service
         facts = {
-            "version": __version__,
+            "version": VERSION,
             "uptime_s": round(time.time() - service.started),
             "connections": service.connections,
             "max_connections": service.settings.serve.connections,
@@ -109,7 +110,7 @@ class Health:
         nodes = self._service.nodes
         reports.update(await self._reports())
         await nodes.read_all([(shard, ("PING",)) for shard in range(nodes.options.shards)])
-        return f"{nodes.options.shards} shards on {len(nodes.shards_by_node())} node(s)"
+        return f"{nodes.options.shards} shard(s)"
 
     async def _reports(self) -> dict[str, dict[str, Any]]:
         """Return the reports that are no older than they may be."""

@@ -3,8 +3,8 @@
 Two coroutines meet in a small buffer. One pulls from the feed while there is room; the other sends what has gathered:
 at once when the line was quiet, else after ``coalesce_wait`` or ``coalesce_bytes``. Invariant: what is held for a
 client is at most ``coalesce_bytes`` and one batch of the feed, plus what the server's transport buffers; a send that
-takes longer than ``send_timeout`` ends the connection, and the client resumes at its last whole frame. No send is larger
-than ``coalesce_bytes``, so a slow client that makes progress is never taken for one that does not.
+takes longer than ``send_timeout`` ends the connection, and the client resumes at its last whole frame. No send is
+larger than ``coalesce_bytes``, so a client that is slow but makes progress is left alone.
 """
 
 from __future__ import annotations
@@ -102,9 +102,11 @@ class _Delivery:
                 abort()
                 await asyncio.wait({listening}, timeout=1.0)
         finally:
-            pulling.cancel()
-            listening.cancel()
-            await asyncio.gather(pulling, listening, return_exceptions=True)
+            self._over = True
+            for task in (pulling, listening):
+                while not task.done():  # a cancellation that meets an answer of the store may be lost
+                    task.cancel()
+                    await asyncio.wait({task}, timeout=0.5)
 
     async def _pull(self, feed: Feed) -> None:
         try:

@@ -1,8 +1,8 @@
 """Every key name of the Valkey layout, in one place. The Lua functions append the same suffixes to the shard's tag.
 
-State is spread over a fixed number of shards. A shard is one hash tag, so it is one slot, on one node, and one function
-call can change all of it atomically. ``view`` is a word without colons and an index is digits, so that a name, which may
-be any text, comes last and no two names share a key.
+State is spread over a fixed number of shards. A shard is one hash tag, so it is one slot, on one node, and one
+function call can change all of it atomically. ``view`` is a word without colons and an index is digits, so that a
+name, which may be any text, comes last and no two names share a key.
 
     <prefix>:{<shard>}                                  the tag itself; declared as the key of every function call
     …:meta                       hash    run_id, epoch, shards, format

@@ -75,9 +75,7 @@ class Logs:
         """Return up to ``count`` entries that end at or below number ``before``, the latest first."""
         shard = self.shard_of(name)
         key = self._keys.segment(shard, self.view, segment.index, name)
-        answer = await self._nodes.read(
-            shard, "XREVRANGE", key, f"{before}-18446744073709551615", "-", "COUNT", count
-        )
+        answer = await self._nodes.read(shard, "XREVRANGE", key, f"{before}-18446744073709551615", "-", "COUNT", count)
         return [_entry(*item) for item in answer]
 
     async def names(self, after: str, prefix: str, limit: int) -> list[str]:

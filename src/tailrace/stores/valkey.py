@@ -187,7 +187,8 @@ class Shards:
 
     def _resolve(self) -> None:
         entry = self._node(None)
-        self._homes = homes(self.options, entry.info("cluster"), lambda: entry.execute_command("CLUSTER", "SLOTS"))
+        info: Any = entry.info("cluster")
+        self._homes = homes(self.options, info, lambda: entry.execute_command("CLUSTER", "SLOTS"))
 
 
 def homes(options: StoreOptions, info: dict[str, Any], slots: Callable[[], Any]) -> list[Address | None]:
@@ -243,7 +244,8 @@ def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, i
 
 def run_id_of_client(shards: Shards, shard: int) -> str:
     """Return the run_id of the process that a shard's guarded connections are bound to."""
-    return str(shards.client(shard).info("server")["run_id"])
+    info: Any = shards.client(shard).info("server")
+    return str(info["run_id"])
 
 
 def enlist(shards: Shards, views: Sequence[str], now: Callable[[], float] = time.time) -> int:

@@ -1,0 +1,1 @@
+"""Measurements: each file runs one job against its peers and prints JSON lines and a table."""

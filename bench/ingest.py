@@ -1,0 +1,219 @@
+"""How fast records get from Kafka into day streams, in one run with the bare read and with a plain consumer.
+
+    nothing   Spark reads the topic and drops it: the bare Kafka read, no Python
+    handed    Spark reads the topic and hands it to Python, which drops it: what any Python pipeline pays
+    days      the pipeline: marks, runs, numbers, registry, tails, in Valkey with appendfsync always
+    plain     a Python consumer that does one XADD * per event in pipelines of 500: fast to write, repeats on restart
+
+Every figure is the best of several runs over the same records. CPU seconds are of all processes together: Spark, its
+Python workers or the consumer, the broker and Valkey.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import valkey
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.meter import cpu_seconds, report
+from tailrace.config import load
+from tailrace.embedded.jars import cache_folder, fetch
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.pipeline.job import make_plan, store_options
+from tailrace.pipeline.onepass import COUNTED, one_pass
+from tailrace.pipeline.source import reader_options
+from tailrace.pipeline.tune import session, tasks
+from tailrace.stores.valkey import Shards, enlist, prepare
+
+_runs = count()
+
+
+def produce(bootstrap: str, topic: str, partitions: int, names: int, events: int) -> None:
+    """Fill a topic with job events of about 330 bytes."""
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
+    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 20, "queue.buffering.max.messages": 1_000_000})
+    chance = random.Random(1)
+    for i in range(events):
+        jobset = chance.randrange(names)
+        value = {
+            "job_id": f"01hf{chance.getrandbits(80):020x}",
+            "queue": f"queue-{jobset % 7}",
+            "jobset": f"jobset-{jobset}",
+            "type": ("submitted", "leased", "pending", "running", "succeeded")[i % 5],
+            "cluster": f"cluster-{jobset % 3}",
+            "node": f"node-{chance.randrange(200)}.example",
+            "created": "2026-11-15T10:00:00.000Z",
+            "resources": {"cpu": 4, "memory": "16Gi", "gpu": 0},
+            "message": "Container started",
+            "attempt": 1,
+        }
+        key = json.dumps([value["queue"], value["jobset"]]).encode()
+        producer.produce(topic, key=key, value=json.dumps(value).encode())
+        if i % 10_000 == 0:
+            producer.poll(0)
+    producer.flush()
+
+
+def _drop(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    total = sum(batch.num_rows for batch in batches)
+    yield pa.RecordBatch.from_arrays([pa.array([total], pa.int64())], names=["records"])
+
+
+class Spark:
+    """Runs the pipeline's query, or a part of it, over one topic."""
+
+    def __init__(self, bootstrap: str, url: str, checkpoints: Path) -> None:
+        self.settings = load(flags={"kafka.bootstrap": bootstrap, "valkey.url": url})
+        self.spark = session(self.settings, fetch("spark", cache_folder(self.settings.spark.jars)))
+        self._checkpoints = checkpoints
+
+    def run(self, topic: str, events: int, kind: str) -> float:
+        """Read the whole topic; return events per second over the batches."""
+        options = reader_options(self.settings, {}) | {"subscribePattern": f"^{topic}$", "startingOffsets": "earliest"}
+        rows = (
+            self.spark.readStream.format("kafka")
+            .options(**options)
+            .load()
+            .selectExpr("topic", "partition", "offset", "unix_millis(timestamp) AS time", "key", "value", "headers")
+            .coalesce(tasks(self.settings, self.spark))
+        )
+        if kind == "handed":
+            rows = rows.mapInArrow(_drop, COUNTED)
+        elif kind == "days":
+            rows = rows.mapInArrow(one_pass(self._plan()), COUNTED)
+        query = (
+            rows.writeStream.format("noop")
+            .option("checkpointLocation", str(self._checkpoints / str(next(_runs))))
+            .option("asyncProgressTrackingEnabled", "true")
+            .option("asyncProgressTrackingCheckpointIntervalMs", "1000")
+            .start()
+        )
+        read, seen, spent = 0, -1, 0.0
+        while read < events:
+            time.sleep(0.02)
+            for progress in query.recentProgress:
+                facts = json.loads(progress.json)
+                if facts["batchId"] > seen and facts["numInputRows"]:
+                    seen = facts["batchId"]
+                    read += facts["numInputRows"]
+                    spent += facts["durationMs"]["triggerExecution"] / 1000
+            if not query.isActive:
+                raise SystemExit(f"the query ended: {query.exception()}")
+        query.stop()
+        return read / spent
+
+    def _plan(self) -> Any:
+        flags = {"kafka.bootstrap": self.settings.kafka.bootstrap, "valkey.url": self.settings.valkey.url}
+        settings = load(flags={**flags, "valkey.prefix": f"b{next(_runs)}"})
+        shards = Shards(store_options(settings)).open()
+        prepare(shards)
+        views = ("intake", "days")
+        return make_plan(settings, shards, views, enlist(shards, views), {})
+
+    def pids(self) -> list[int]:
+        gateway = self.spark.sparkContext._gateway
+        return [gateway.proc.pid, os.getpid()]
+
+
+def plain(bootstrap: str, port: int, topic: str, partitions: int, events: int) -> float:
+    """One XADD per event, ids from the server, 500 in a pipeline; return events per second."""
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "plain", "enable.auto.commit": False})
+    consumer.assign([TopicPartition(topic, p, 0) for p in range(partitions)])
+    store = valkey.Valkey(port=port)
+    prefix = f"plain{next(_runs)}"
+    read, began = 0, time.perf_counter()
+    while read < events:
+        messages = consumer.consume(500, timeout=1.0)
+        pipeline = store.pipeline(transaction=False)
+        for message in messages:
+            pipeline.execute_command("XADD", f"{prefix}:{message.key()!r}", "*", "d", message.value())
+        pipeline.execute()
+        read += len(messages)
+    spent = time.perf_counter() - began
+    consumer.close()
+    return read / spent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=400_000)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--partitions", default="2,20,100")
+    parser.add_argument("--names", default="500,50000")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
+        kafka = EmbeddedKafka(Path(folder) / "kafka")
+        store = EmbeddedValkey(Path(folder) / "valkey")
+        kafka.start(90)
+        store.start(30)
+        try:
+            measure(options, kafka, store, Path(folder))
+        finally:
+            kafka.stop()
+            store.stop()
+    return 0
+
+
+def measure(options: argparse.Namespace, kafka: EmbeddedKafka, store: EmbeddedValkey, folder: Path) -> None:
+    """Run every job over every topic and print the results."""
+    spark = Spark(kafka.address, store.url, folder / "checkpoints")
+    servers = [pid for pid in (kafka.pid, store.pid) if pid]
+    rows: list[dict[str, Any]] = []
+    events = options.events
+    for partitions in map(int, options.partitions.split(",")):
+        bare = 0.0
+        for names in map(int, options.names.split(",")):
+            topic = f"p{partitions}-n{names}"
+            produce(kafka.address, topic, partitions, names, events)
+            jobs: dict[str, tuple[list[int], Callable[[], float]]] = {}
+            if not bare:
+                jobs["nothing"] = (spark.pids(), lambda topic=topic: spark.run(topic, events, "nothing"))  # type: ignore[misc]
+                jobs["handed"] = (spark.pids(), lambda topic=topic: spark.run(topic, events, "handed"))  # type: ignore[misc]
+            jobs["days"] = (spark.pids(), lambda topic=topic: spark.run(topic, events, "days"))  # type: ignore[misc]
+            jobs["plain"] = (
+                [os.getpid()],
+                lambda topic=topic, n=partitions: plain(kafka.address, store.port, topic, n, events),  # type: ignore[misc]
+            )
+            for kind, (pids, job) in jobs.items():
+                rates, costs = [], []
+                for _ in range(options.repeat):
+                    before = cpu_seconds([*pids, *servers])
+                    rates.append(job())
+                    costs.append((cpu_seconds([*pids, *servers]) - before) * 1e6 / events)
+                    store.client().flushall()
+                if kind == "nothing":
+                    bare = max(rates)
+                rows.append(
+                    {
+                        "partitions": partitions,
+                        "names": names,
+                        "job": kind,
+                        "events/s": round(max(rates)),
+                        "CPU s/M events": round(min(costs), 2),
+                        "of nothing": round(max(rates) / bare, 2),
+                    }
+                )
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    spark.spark.stop()
+    report(rows, f"Kafka to day streams, {events:,} events of about 330 bytes, best of {options.repeat}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
