@@ -24,7 +24,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """Records of one source in offset order; ``values`` has None for tombstones, ``poison`` names what is unreadable."""
+    """Records of one source ``values`` has None for tombstones, ``poison`` names what is unreadable."""
 
     source: Source
     offsets: list[int]

@@ -78,6 +78,7 @@ class Service:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.nodes.close)
             stack.push_async_callback(self.topics.close)
+            self.topics.open()
             connecting = asyncio.create_task(self._connect(stack), name="connect to valkey")
             await asyncio.wait({connecting}, timeout=1.0)
             try:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicCollection
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.config import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
@@ -98,6 +98,10 @@ class Topics:
         self._generations: dict[str, tuple[float, int]] = {}
         self._sender: _Sender | None = None
         self._client: AdminClient | None = None
+
+    def open(self) -> None:
+        """Begin to connect; a new producer's first event waits a second or two for its id. Needs no broker yet."""
+        self._live()
 
     async def close(self) -> None:
         """Wait a little for what is under way, then let the broker go."""
