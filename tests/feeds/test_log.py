@@ -64,7 +64,7 @@ async def test_a_time_finds_late_events_that_belong_to_it_and_leaves_older_ones_
             wanted = [f"jobs:0:{o}" for o, t in enumerate(times) if t >= since]
             frames = await feeds.all("a", start=_iso(since), follow=False)
             assert ids(frames) == wanted
-            middle = frames[len(wanted) // 2].cursor
+            middle = [f for f in frames if isinstance(f, Frame)][len(wanted) // 2].cursor
             assert (
                 ids(await feeds.all("a", start="-5s", last_event_id=middle, follow=False))
                 == wanted[len(wanted) // 2 + 1 :]

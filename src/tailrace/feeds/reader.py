@@ -12,7 +12,9 @@ from tailrace.model.cursor import Position
 from tailrace.model.segment import Gap, Segment, locate
 from tailrace.stores.logs import Logs
 
-READ_ENTRIES = 200
+READ_BYTES = 1 << 20
+"""About how much a reader takes from the store at once; entries differ, so it learns how many that is."""
+MOST_ENTRIES = 500
 
 
 class Reader:
@@ -24,6 +26,7 @@ class Reader:
         self._logs = logs
         self._channel = channel
         self._index = -1
+        self._count = 4
 
     @property
     def key(self) -> Key:
@@ -52,8 +55,10 @@ class Reader:
                 after = segment.first - 1
             else:
                 after = self.position.number
-            entries = await self._logs.read(self.name, segment, after, READ_ENTRIES)
+            entries = await self._logs.read(self.name, segment, after, self._count)
             if entries:
+                mean = sum(entry.size for entry in entries) // len(entries) + 1
+                self._count = max(1, min(MOST_ENTRIES, READ_BYTES // mean))
                 return [*gaps, *(Piece(segment, entry) for entry in entries)]
             if after < segment.last:
                 # The hash, read before, shows more than the segment holds: it was swapped meanwhile, or is damaged.

@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True):
     """The log's running-maximum time."""
     run: Run
     size: int
-    """Stored bytes, for limits on memory."""
+    """Bytes of its values, for limits on memory."""
 
 
 class Logs:
@@ -108,5 +108,5 @@ def _segments(answer: Any) -> list[Segment]:
 def _entry(entry_id: bytes, fields: Any) -> Entry:
     last, _, count = entry_id.partition(b"-")
     named = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-    stored = named[b"r"]
-    return Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), decode(stored), len(stored))
+    run = decode(named[b"r"])
+    return Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, sum(map(len, run.values)))
