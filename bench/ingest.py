@@ -37,6 +37,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.pipeline.job import make_plan, store_options
 from tailrace.pipeline.onepass import COUNTED, one_pass
+from tailrace.pipeline.slice import COLUMNS
 from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import session, tasks
 from tailrace.stores.valkey import Shards, enlist, prepare
@@ -91,7 +92,7 @@ class Spark:
             self.spark.readStream.format("kafka")
             .options(**options)
             .load()
-            .selectExpr("topic", "partition", "offset", "unix_millis(timestamp) AS time", "key", "value", "headers")
+            .selectExpr(*COLUMNS)
             .coalesce(tasks(self.settings, self.spark))
         )
         if kind == "handed":

@@ -29,7 +29,7 @@ _SCHEMA = pa.schema(
         ("time", pa.int64()),
         ("key", pa.binary()),
         ("value", pa.binary()),
-        ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+        ("headers", pa.string()),
     ]
 )
 
@@ -52,7 +52,7 @@ class Record(NamedTuple):
 
 def batch(records: Sequence[Record]) -> pa.RecordBatch:
     """Return the records as Spark would hand them over."""
-    headers = [None if r.headers is None else [{"key": k, "value": v} for k, v in r.headers] for r in records]
+    headers = [None if r.headers is None else _headers(r.headers) for r in records]
     columns = [
         [r.topic for r in records],
         [r.partition for r in records],
@@ -65,6 +65,11 @@ def batch(records: Sequence[Record]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(
         [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
     )
+
+
+def _headers(headers: list[tuple[str, bytes | None]]) -> str:
+    """As Spark's to_json writes them: bytes in base64, nothing for nothing."""
+    return msgspec.json.encode([{"key": k} if v is None else {"key": k, "value": v} for k, v in headers]).decode()
 
 
 class Writer:

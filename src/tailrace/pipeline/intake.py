@@ -53,7 +53,9 @@ class Intake:
 
 def _letter(records: Slice, i: int, reason: str) -> tuple[bytes, bytes]:
     value = records.values[i] or b""
-    quoted = value[:MAX_QUOTED]
+    quoted, key = value[:MAX_QUOTED], records.keys[i]
+    if key is not None and len(key) > MAX_QUOTED:
+        key = None  # a letter must be small enough for any topic; the record is in Kafka
     letter: dict[str, object] = {
         "id": event_id(records.source, records.offsets[i]),
         "topic": records.source.topic,
@@ -61,7 +63,7 @@ def _letter(records: Slice, i: int, reason: str) -> tuple[bytes, bytes]:
         "offset": records.offsets[i],
         "time": iso_time(records.times[i]),
         "reason": reason,
-        "key": msgspec.Raw(key_json(records.keys[i])),
+        "key": msgspec.Raw(key_json(key)),
         "bytes": len(value),
     }
     try:
@@ -70,4 +72,4 @@ def _letter(records: Slice, i: int, reason: str) -> tuple[bytes, bytes]:
         letter["value_base64"] = b64encode(quoted).decode()
     if len(quoted) < len(value):
         letter["truncated"] = True
-    return records.keys[i] or b"", _encode(letter)
+    return key or b"", _encode(letter)

@@ -2,55 +2,77 @@
 
 The checkpoint is disposable: every start has a new one and begins where the views say. Invariant: between reading the
 marks and ending the query, every write goes to the server processes that the marks were read from, under a driver epoch
-that nobody else has.
+that nobody else has. A driver that was overtaken by another one ends, and never takes the views back.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import re
 import shutil
 import signal
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tailrace.config import Settings
 from tailrace.embedded.jars import cache_folder, fetch
-from tailrace.errors import PipelineError, StaleDriver, StoreChanged, TailraceError
+from tailrace.errors import (
+    BrokerUnavailable,
+    ConfigError,
+    PipelineError,
+    StaleDriver,
+    StoreChanged,
+    StoreMismatch,
+    TailraceError,
+)
+from tailrace.model.event import Source
 from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
 from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
-from tailrace.pipeline.slice import Limits
+from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import Broker, Topic, client_properties, reader_options, starting_offsets
 from tailrace.pipeline.tune import session, tasks
-from tailrace.stores.marks import lowest, read_marks
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.stores.marks import advance, lowest, read_marks
+from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
 
-BACKOFF_S = (0.5, 15.0)
+BACKOFF_S = (0.5, 5.0)
 HEALTHY_S = 30.0
 """A query that ran this long was well: the next restart does not wait."""
+
+GONE = -1
+"""The generation of a topic that is not there: if it comes back, it gets the next one before it is read."""
 
 
 def main(settings: Settings, views: tuple[str, ...] | None = None) -> int:
     """Run the pipeline until it is told to stop; the exit code of ``tailrace run``."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("py4j").setLevel(logging.WARNING)
     stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    _stop_on_signals(stopping)
     spark = session(settings, fetch("spark", cache_folder(settings.spark.jars)))
+    # Spark took Ctrl-C for itself meanwhile.
+    _stop_on_signals(stopping)
     try:
         Job(settings, spark, views).run(stopping)
     except StaleDriver as error:
         logger.error("%s", error)
         return 3
     finally:
-        spark.stop()
+        with suppress(Exception):  # its process may be gone, which was said by then
+            spark.stop()
     return 0
+
+
+def _stop_on_signals(stopping: threading.Event) -> None:
+    # In a thread of its own: the signal may come while the main thread holds the event's lock.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
 
 
 class Job:
@@ -64,16 +86,22 @@ class Job:
         self._owner = settings.pipeline.views[0] in chosen
         self.views = ("intake", *chosen) if self._owner else tuple(chosen)
         self._restarts = 0
+        self._epoch = 0
         self._broker = Broker(settings)
 
     def run(self, stopping: threading.Event) -> None:
-        """Run until told to stop. Whatever ends the query but a newer driver, it is started again from the marks."""
+        """Run until told to stop. Whatever ends the query, it is started again from the marks.
+
+        Raises:
+            StaleDriver: Another driver has taken the views over.
+            ConfigError, StoreMismatch: Starting again would not help.
+        """
         pause = BACKOFF_S[0]
         while not stopping.is_set():
             began = time.monotonic()
             try:
                 self._run_once(stopping)
-            except StaleDriver:
+            except (StaleDriver, ConfigError, StoreMismatch):
                 raise
             except TailraceError as error:
                 if time.monotonic() - began > HEALTHY_S:
@@ -94,21 +122,32 @@ class Job:
         checkpoint = Path(tempfile.mkdtemp(prefix="tailrace-", dir=_checkpoint_parent(settings)))
         try:
             prepare(shards)
-            epoch = enlist(shards, self.views)
+            if self._epoch:
+                hold(shards, self.views, self._epoch)
+            self._epoch = enlist(shards, self.views)
             topics = self._broker.topics()
             generations = self._adopt(shards, topics)
             marks = [lowest(read_marks(shards, view)) for view in self.views]
             starts, lost = starting_offsets(topics.values(), generations, self._broker.bounds(topics.values()), marks)
-            report = Report(shards, self.views, epoch, lost, self._restarts, generations)
-            query = self._start(make_plan(settings, shards, self.views, epoch, generations), starts, checkpoint)
-            logger.info("driver epoch %d reads %d topic(s) for %s", epoch, len(topics), ", ".join(self.views))
+            report = Report(shards, self.views, self._epoch, lost, self._restarts, generations)
+            begun = {
+                Source(topic, int(partition), generations[topic]): offset - 1
+                for topic, partitions in starts.items()
+                for partition, offset in partitions.items()
+            }
+            for view in self.views:
+                advance(shards, view, self._epoch, begun)
+            plan = make_plan(settings, shards, self.views, self._epoch, _with_gone(shards, generations))
+            query = self._start(plan, starts, checkpoint)
+            logger.info("driver epoch %d reads %d topic(s) for %s", self._epoch, len(topics), ", ".join(self.views))
             if self._owner:
                 publisher = self._publisher(shards)
                 publisher.start()
             self._watch(stopping, query, publisher, shards, report, topics, generations)
         finally:
             if query is not None:
-                query.stop()
+                with suppress(Exception):  # it did not stop in time, or its process is gone; its epoch ends with us
+                    query.stop()
             if publisher is not None:
                 publisher.stop()
             shards.close()
@@ -132,16 +171,23 @@ class Job:
                 raise publisher.failure
             report.make(query.lastProgress)
             if time.monotonic() - polled >= self._settings.kafka.poll.total_seconds():
+                try:
+                    current = self._broker.topics()
+                except BrokerUnavailable as error:
+                    # The query knows best whether it can go on without it.
+                    logger.warning("%s", error)
+                    continue
                 polled = time.monotonic()
-                current = self._broker.topics()
+                if gone := topics.keys() - current.keys():
+                    logger.warning("topic(s) deleted: %s; going on without", ", ".join(sorted(gone)))
+                    return
                 changed = {name: topic for name, topic in current.items() if topics.get(name) != topic}
                 adopted = self._adopt(shards, changed)
-                recreated = [name for name, generation in adopted.items() if generations.get(name, 0) != generation]
-                topics = {**topics, **current}
-                generations.update(adopted)
-                if recreated:
+                topics = current
+                if recreated := [name for name, g in adopted.items() if generations.get(name, 0) != g]:
                     logger.warning("topic(s) created again: %s; starting a new generation", ", ".join(recreated))
                     return
+                generations.update(adopted)
 
     def _adopt(self, shards: Shards, topics: dict[str, Topic]) -> dict[str, int]:
         """Return each topic's generation; a topic whose id is not the stored one gets the next."""
@@ -149,23 +195,29 @@ class Job:
         return {name: int(answer) for name, answer in zip(topics, answers, strict=True)}
 
     def _start(self, plan: Plan, starts: dict[str, dict[str, int]], checkpoint: Path) -> Any:
+        from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+        from pyspark.errors import PySparkException
+
         settings = self._settings
-        rows = (
-            self._spark.readStream.format("kafka")
-            .options(**reader_options(settings, starts))
-            .load()
-            .selectExpr("topic", "partition", "offset", "unix_millis(timestamp) AS time", "key", "value", "headers")
-        )
-        counted = rows.coalesce(tasks(settings, self._spark)).mapInArrow(one_pass(plan), COUNTED)
-        return (
-            counted.writeStream.format("noop")
-            .queryName("tailrace-" + "-".join(self.views))
-            .option("checkpointLocation", str(checkpoint))
-            .option("asyncProgressTrackingEnabled", "true")
-            .option("asyncProgressTrackingCheckpointIntervalMs", "1000")
-            .trigger(processingTime=f"{round(settings.spark.trigger.total_seconds() * 1000)} milliseconds")
-            .start()
-        )
+        try:
+            rows = (
+                self._spark.readStream.format("kafka")
+                .options(**reader_options(settings, starts))
+                .load()
+                .selectExpr(*COLUMNS)
+            )
+            counted = rows.coalesce(tasks(settings, self._spark)).mapInArrow(one_pass(plan), COUNTED)
+            return (
+                counted.writeStream.format("noop")
+                .queryName("tailrace-" + "-".join(self.views))
+                .option("checkpointLocation", checkpoint.absolute().as_uri())
+                .option("asyncProgressTrackingEnabled", "true")
+                .option("asyncProgressTrackingCheckpointIntervalMs", "1000")
+                .trigger(processingTime=f"{round(settings.spark.trigger.total_seconds() * 1000)} milliseconds")
+                .start()
+            )
+        except (PySparkException, Py4JJavaError) as error:
+            raise PipelineError(f"the query did not start: {str(error).strip().splitlines()[0]}") from error
 
     def _publisher(self, shards: Shards) -> Publisher:
         settings = self._settings
@@ -208,18 +260,27 @@ def make_plan(
 
 def failure_of(query: Any) -> TailraceError:
     """Return why a query ended, as an error of ours; tasks' errors arrive as text."""
-    cause = query.exception()
-    text = str(cause or "the query ended without an error")
-    if "tailrace.errors.StaleDriver" in text:
-        return StaleDriver("/".join(query.name.split("-")[1:]), 0, 0)
-    if "tailrace.errors.StoreChanged" in text:
-        return StoreChanged("a task's node", "the one the marks were read from", "another process")
-    lines = [line.strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
+    text = str(query.exception() or "the query ended without an error")
+    if stale := re.search(
+        r"tailrace\.errors\.StaleDriver: view '(\w+)' belongs to driver epoch (\d+), not (\d+)", text
+    ):
+        return StaleDriver(stale[1], int(stale[3]), int(stale[2]))
+    if changed := re.search(r"tailrace\.errors\.StoreChanged: valkey at (\S+) .*run_id (\w+), was (.+?)\)", text):
+        return StoreChanged(changed[1], changed[3], changed[2])
+    ours = re.findall(r"tailrace\.errors\.\w+: (.+)", text)
+    lines = ours or [line.strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
     return PipelineError(f"the query ended: {lines[-1] if lines else text[:300]}")
 
 
-def _checkpoint_parent(settings: Settings) -> str | None:
+def _with_gone(shards: Shards, generations: dict[str, int]) -> dict[str, int]:
+    """Return the generations of all topics that ever were, so that a task knows one that must not be read yet."""
+    known = shards.read_all([(0, ("HKEYS", shards.keys.topics()))])[0]
+    return {name.decode(): GONE for name in known} | generations
+
+
+def _checkpoint_parent(settings: Settings) -> Path | None:
     if not settings.spark.checkpoint:
         return None
-    os.makedirs(settings.spark.checkpoint, exist_ok=True)  # noqa: PTH103
-    return settings.spark.checkpoint
+    folder = Path(settings.spark.checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

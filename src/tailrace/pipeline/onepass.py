@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 import pyarrow as pa
 
-from tailrace.errors import StaleDriver, StoreError
+from tailrace.errors import PipelineError, StaleDriver, StoreError
 from tailrace.pipeline.days import Days
 from tailrace.pipeline.intake import Intake
 from tailrace.pipeline.slice import Limits, Slice, slices
@@ -39,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True):
     """The driver epoch; a newer driver makes every call of this one fail."""
     views: tuple[str, ...]
     generations: dict[str, int]
+    """Of every topic that was ever read; below 0 when it is not there now. A topic that is new has generation 0."""
     limits: Limits
     dead_letters: str
     name_paths: tuple[str, ...] | None
@@ -86,6 +87,10 @@ class Host:
         """Apply one batch of records to all views; return how many records it had."""
         pending: list[_Pending] = []
         for records in slices(batch, self._plan.generations, self._plan.limits):
+            if records.source.generation < 0:
+                raise PipelineError(
+                    f"topic {records.source.topic!r} came back: the driver gives it a new generation first"
+                )
             pending += [_Pending(view, records) for view in self._views]
         self._remember(pending)
         for _ in range(MAX_REFUSALS):

@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 ID_HEADER = "tailrace-id"
 BATCH = 500
 LOOK_BACK = 10_000
-"""How many records at the end of each partition of a target are searched for ids after a new epoch."""
+"""How many records at the end of each partition of a target are searched for ids that are already there."""
+MAX_BYTES = 16 << 20
+"""The largest message our own client lets through; the topic has its own limit."""
 
 
 class Publisher(threading.Thread):
@@ -59,13 +61,14 @@ class Publisher(threading.Thread):
         self._stopping = threading.Event()
         self._producers: dict[int, Producer] = {}
         self._placed: dict[int, Position] = {}
-        self._published: set[str] = set()
+        self._published: set[str] | None = None
+        """The ids at the targets' ends when this publisher began; None until the first message wants to know."""
         self.failure: BaseException | None = None
 
     def stop(self) -> None:
-        """End the loop and wait for it; an open transaction is aborted by the broker or by the next publisher."""
+        """End the loop and wait a little; an open transaction is aborted by the broker or by the next publisher."""
         self._stopping.set()
-        self.join(timeout=15)
+        self.join(timeout=3)
 
     def run(self) -> None:
         """Publish until stopped. A broker or a store that is away is waited for; being fenced ends the loop."""
@@ -81,30 +84,39 @@ class Publisher(threading.Thread):
             except (Unavailable, KafkaException) as error:
                 if isinstance(error, KafkaException) and error.args[0].code() in _FENCED:
                     self.failure = PipelineError(f"another publisher took over: {error}")
-                    return
+                    break
                 logger.warning("publisher: %s; trying again in %.1f s", error, pause)
                 self._producers.clear()
                 self._stopping.wait(pause)
                 pause = min(pause * 2, 15.0)
             except StoreError as error:
                 self.failure = error
-                return
+                break
+            except Exception as error:
+                logger.exception("publisher")
+                self.failure = PipelineError(f"the publisher ended: {type(error).__name__}: {error}")
+                break
+        self._shards.close()
 
     def _begin(self) -> None:
-        """Create the topics, take the transactional ids over and find the positions."""
+        """Create the topics, take the transactional ids over and then find the positions."""
         self._create_topics()
-        self._placed = self._read_positions()
         for shard in range(self._shards.options.shards):
+            if self._stopping.is_set():
+                return
             producer = Producer(
                 self._properties
                 | {
                     "transactional.id": f"tailrace-outbox-{self._shards.options.prefix}-{shard}",
                     "transaction.timeout.ms": 30_000,
+                    "message.max.bytes": MAX_BYTES,
                     "linger.ms": 5,
                 }
             )
             producer.init_transactions(30)
             self._producers[shard] = producer
+        self._published = None
+        self._placed = self._read_positions()
 
     def _filled(self) -> list[int]:
         """Wait a little for outboxes to have something; return the shards that do."""
@@ -129,15 +141,17 @@ class Publisher(threading.Thread):
         for entry_id, flat in entries:
             fields = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
             position = Position(int(fields[b"e"]), int(entry_id.partition(b"-")[0]))
-            if position.epoch != placed.epoch or position.number > placed.number:
+            if (position.epoch, position.number) > (placed.epoch, placed.number):
                 fresh.append((position, fields))
-        if fresh and fresh[-1][0].epoch != placed.epoch and placed != Position.START:
-            self._published |= self._ids_at_the_end({fields[b"t"].decode() for _, fields in fresh})
+        if fresh and self._published is None:
+            self._published = self._ids_at_the_end()
+        if self._stopping.is_set():
+            return 0
         if fresh:
             producer.begin_transaction()
             try:
                 for _, fields in fresh:
-                    if fields[b"i"].decode() not in self._published:
+                    if fields[b"i"].decode() not in (self._published or ()):
                         self._produce(producer, fields)
                 last = fresh[-1][0]
                 producer.produce(self._positions, key=str(shard), value=str(last))
@@ -188,13 +202,13 @@ class Publisher(threading.Thread):
         self._scan(self._positions, None, note)
         return found
 
-    def _ids_at_the_end(self, topics: set[str]) -> set[str]:
+    def _ids_at_the_end(self) -> set[str]:
         found: set[str] = set()
 
         def note(message: Any) -> None:
             found.update(v.decode() for k, v in message.headers() or () if k == ID_HEADER and v)
 
-        for topic in topics:
+        for topic in self._targets:
             self._scan(topic, LOOK_BACK, note)
         return found
 
@@ -225,12 +239,13 @@ class Publisher(threading.Thread):
                 message = consumer.poll(1.0)
                 if message is None:
                     continue
-                if message.error():
-                    if message.error().code() == KafkaError._PARTITION_EOF:
-                        left.discard(message.partition())
-                        continue
-                    raise KafkaException(message.error())
-                note(message)
+                error = message.error()
+                if error is None:
+                    note(message)
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    left.discard(message.partition())
+                else:
+                    raise KafkaException(error)
         finally:
             consumer.close()
 

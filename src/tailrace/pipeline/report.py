@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 EXPIRES_S = 10
 KEPT_GAPS = 1000
+SHOWN_GAPS = 20
 
 
 class Report:
@@ -41,9 +42,10 @@ class Report:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._shards, self._views, self._epoch, self._clock = shards, views, epoch, clock
-        self._lost, self._restarts, self._generations = lost, restarts, generations
+        self._restarts, self._generations = restarts, generations
         self._ends: dict[Source, int] = {}
-        self._record_lost()
+        self._record(lost)
+        self._gaps = self._recorded()
         self.make(None)
 
     def make(self, progress: Any) -> None:
@@ -73,7 +75,7 @@ class Report:
         status = {
             "view": view,
             "epoch": self._epoch,
-            "state": "running",
+            "state": "running" if facts else "starting",
             "batch_id": facts.get("batchId", -1),
             "batch_ms": (facts.get("durationMs") or {}).get("triggerExecution", 0),
             "rate": facts.get("processedRowsPerSecond") or 0.0,
@@ -87,7 +89,7 @@ class Report:
             "frontier_ms": reached,
             "updated_ms": round(self._clock() * 1000),
             "restarts": self._restarts,
-            "gaps": self._lost,
+            "gaps": self._gaps,
         }
         self._shards.read_all(
             [(0, ("SET", self._shards.keys.status(view), msgspec.json.encode(status), "EX", EXPIRES_S))]
@@ -103,14 +105,24 @@ class Report:
             for partition, offset in partitions.items()
         }
 
-    def _record_lost(self) -> None:
-        for gap in self._lost:
+    def _record(self, lost: Sequence[LostRange]) -> None:
+        key = self._shards.keys.gaps()
+        for gap in lost:
             logger.error(
                 "%s: offsets %d to %d were dropped by Kafka before they were applied", gap.source, gap.first, gap.until
             )
-            key = self._shards.keys.gaps()
             facts = ("source", gap.source, "first", gap.first, "until", gap.until)
             self._shards.read_all([(0, ("XADD", key, "MAXLEN", "~", KEPT_GAPS, "*", *facts))])
+
+    def _recorded(self) -> list[LostRange]:
+        """Return the latest gaps of all starts, the newest first: a restart does not make one whole."""
+        key = self._shards.keys.gaps()
+        entries = self._shards.read_all([(0, ("XREVRANGE", key, "+", "-", "COUNT", SHOWN_GAPS))])[0]
+        found: list[LostRange] = []
+        for _, flat in entries:
+            fields = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+            found.append(LostRange(fields[b"source"].decode(), int(fields[b"first"]), int(fields[b"until"])))
+        return found
 
 
 def _read(progress: Any) -> dict[str, Any]:

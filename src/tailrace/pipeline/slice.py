@@ -16,6 +16,27 @@ from tailrace.model.poison import poison, too_deep
 _scan = msgspec.json.Decoder(msgspec.Raw).decode
 
 
+COLUMNS = (
+    "topic",
+    "partition",
+    "offset",
+    "unix_millis(timestamp) AS time",
+    "key",
+    "value",
+    # An array of structures costs more on its way to Python than all other columns together, also when it is empty.
+    "to_json(headers) AS headers",
+)
+"""What a task gets of each record, in this order, as SQL over Spark's Kafka reader."""
+
+
+class _Header(msgspec.Struct):
+    key: str
+    value: bytes | None = None
+
+
+_decode_headers = msgspec.json.Decoder(list[_Header]).decode
+
+
 class Limits(msgspec.Struct, frozen=True):
     """What a record may be before it is poison."""
 
@@ -77,9 +98,9 @@ def _changes(topics: Any, partitions: Any) -> list[int]:
 
 
 def _headers(column: Any) -> list[Headers] | None:
-    if column.null_count == len(column) or not len(column.flatten()):
+    if column.null_count == len(column):
         return None
-    return [[(h["key"], h["value"]) for h in (row or ())] for row in column.to_pylist()]
+    return [[(h.key, h.value) for h in _decode_headers(row)] if row else [] for row in column.to_pylist()]
 
 
 def _poison(column: Any, values: Sequence[bytes | None], limits: Limits) -> dict[int, str]:

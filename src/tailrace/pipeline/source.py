@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import re2
-from confluent_kafka import IsolationLevel, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tailrace.config import Settings
@@ -21,8 +21,11 @@ from tailrace.errors import BrokerUnavailable, ConfigError
 from tailrace.model.event import Source
 from tailrace.stores.marks import NOTHING
 
-REFUSED = ("minPartitions", "maxRecordsPerPartition")
-"""Options that split one partition over several tasks, which breaks its order (a split lost 30 % of the records)."""
+ANSWER_S = 3.0
+"""How long the broker has to answer the driver, which does nothing else meanwhile."""
+
+_JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
+"""Properties that Spark's reader knows and our own clients would refuse."""
 
 
 class Topic(msgspec.Struct, frozen=True):
@@ -45,24 +48,21 @@ class Broker:
     """What the driver asks Kafka: topics with their ids, and the ends of their partitions."""
 
     def __init__(self, settings: Settings) -> None:
-        self._admin = AdminClient(client_properties(settings) | {"socket.timeout.ms": 10_000})
+        try:
+            self._admin = AdminClient(client_properties(settings) | {"socket.timeout.ms": 10_000})
+        except KafkaException as error:
+            raise ConfigError(f"kafka.properties or kafka.bootstrap: {error.args[0].str()}") from error
         self._included = topic_pattern(settings)
 
     def topics(self) -> dict[str, Topic]:
         """Return the topics that the pipeline reads."""
         try:
-            names = [name for name in self._admin.list_topics(timeout=10).topics if self._included.fullmatch(name)]
+            listed = self._admin.list_topics(timeout=ANSWER_S).topics
+            names = [name for name in listed if self._included.fullmatch(name)]
             if not names:
                 return {}
-            found: dict[str, Topic] = {}
-            for name, future in self._admin.describe_topics(TopicCollection(names), request_timeout=10).items():
-                try:
-                    described = future.result()
-                except KafkaException:
-                    continue  # deleted between the two calls
-                partitions = tuple(sorted(p.id for p in described.partitions))
-                found[name] = Topic(name, str(described.topic_id), partitions)
-            return found
+            answers = self._admin.describe_topics(TopicCollection(names), request_timeout=ANSWER_S)
+            return {name: topic for name, answer in answers.items() if (topic := _described(name, answer)) is not None}
         except KafkaException as error:
             raise BrokerUnavailable(f"kafka does not answer: {error}; is kafka.bootstrap right?") from error
 
@@ -80,9 +80,19 @@ class Broker:
 
     def _offsets(self, wanted: Sequence[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
         answers = self._admin.list_offsets(
-            dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=10
+            dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
         )
         return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
+
+
+def _described(name: str, answer: Any) -> Topic | None:
+    try:
+        described = answer.result()
+    except KafkaException as error:
+        if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+            return None  # deleted between the two calls
+        raise
+    return Topic(name, str(described.topic_id), tuple(sorted(p.id for p in described.partitions)))
 
 
 def client_properties(settings: Settings) -> dict[str, Any]:
@@ -91,7 +101,7 @@ def client_properties(settings: Settings) -> dict[str, Any]:
         "bootstrap.servers": settings.kafka.bootstrap,
         "log_level": 2,
         "log.connection.close": False,
-        **settings.kafka.properties,
+        **{name: value for name, value in settings.kafka.properties.items() if not _JAVA_ONLY.fullmatch(name)},
     }
 
 
@@ -133,7 +143,7 @@ def starting_offsets(
     """Return where each partition is read from, and the ranges that Kafka no longer has.
 
     ``marks`` has, for each view, the offset up to which all of its shards have applied each source. A source that a
-    view does not know begins at the earliest record.
+    view does not know begins at the earliest record; there is no gap before it.
     """
     starts: dict[str, dict[str, int]] = {}
     lost: list[LostRange] = []
@@ -143,10 +153,10 @@ def starting_offsets(
                 continue
             first, end = bounds[topic.name, partition]
             source = Source(topic.name, partition, generations[topic.name])
-            lowest = min((view.get(source, NOTHING) for view in marks), default=NOTHING)
-            start = lowest + 1
-            if lowest > NOTHING and start < first:
-                lost.append(LostRange(str(source), start, first))
+            start = min((view.get(source, NOTHING) for view in marks), default=NOTHING) + 1
+            known = [view[source] for view in marks if source in view]
+            if known and min(known) + 1 < first:
+                lost.append(LostRange(str(source), min(known) + 1, first))
             starts.setdefault(topic.name, {})[str(partition)] = min(max(start, first), max(end, first))
     return starts, lost
 
@@ -161,6 +171,10 @@ def reader_options(settings: Settings, starts: Mapping[str, Mapping[str, int]]) 
         "startingOffsets": json.dumps(starts) if starts else "earliest",
         "failOnDataLoss": "false",
         "includeHeaders": "true",
+        # A broker that is away, or a partition that is gone, ends the task and so the query, which then starts again.
+        "kafkaConsumer.pollTimeoutMs": "20000",
+        "kafka.request.timeout.ms": "10000",
+        "kafka.default.api.timeout.ms": "15000",
         "maxOffsetsPerTrigger": str(settings.spark.max_records),
         "kafka.isolation.level": "read_committed",
         "kafka.max.poll.records": "20000",

@@ -18,6 +18,7 @@ _SETTINGS = {
     "spark.sql.shuffle.partitions": "2",
     "spark.locality.wait": "0",
     "spark.python.worker.reuse": "true",
+    "spark.python.daemon.module": "tailrace.pipeline.fork",
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
@@ -26,6 +27,14 @@ _SETTINGS = {
     "spark.sql.streaming.numRecentProgressUpdates": "10",
     "spark.sql.streaming.minBatchesToRetain": "10",
     "spark.sql.streaming.metricsEnabled": "false",
+    # Whoever stops a query does not wait for a broker that is away; what is left of it is refused by its epoch.
+    "spark.sql.streaming.stopTimeout": "4s",
+    # The checkpoint is disposable and local. Hadoop's other way to write it starts a process for every file it touches.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     # Above the number of partitions a consumer is never thrown away between batches (100 partitions: 4.8 s -> 0.7 s).
     "spark.kafka.consumer.cache.capacity": "1024",
     "spark.sql.session.timeZone": "UTC",
@@ -54,10 +63,12 @@ def session(settings: Settings, jars: Sequence[Path]) -> Any:
     builder = SparkSession.builder.master(settings.spark.master).appName("tailrace")
     conf = _SETTINGS | {
         "spark.driver.memory": settings.spark.driver_memory,
-        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=4 -Dlog4j2.level=warn",
+        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Dlog4j2.level=warn",
         "spark.jars": ",".join(map(str, jars)),
     }
-    if not settings.spark.master.startswith("local"):
+    if settings.spark.master.startswith("local"):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    else:
         # A cluster's executors must reach the driver under a name that the operator gives.
         conf.pop("spark.driver.host")
         conf.pop("spark.driver.bindAddress")
@@ -68,4 +79,9 @@ def session(settings: Settings, jars: Sequence[Path]) -> Any:
 
 def tasks(settings: Settings, spark: Any) -> int:
     """Return how many tasks a batch is spread over: twice the cores, unless configured."""
-    return settings.spark.tasks or 2 * int(spark.sparkContext.defaultParallelism)
+    if settings.spark.tasks:
+        return settings.spark.tasks
+    if not settings.spark.master.startswith("local"):
+        # Before its first job a cluster's executors are not there to be counted.
+        spark.range(1).count()
+    return 2 * int(spark.sparkContext.defaultParallelism)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tailrace.errors import StaleDriver
+from tailrace.errors import StaleDriver, StoreError
 from tailrace.model.event import Source
 from tailrace.stores.valkey import Shards
 
@@ -41,6 +41,8 @@ def advance(shards: Shards, view: str, epoch: int, ends: Mapping[Source, int]) -
     for answer in shards.call_all([(s, "advance", (view, epoch, *pairs)) for s in range(shards.options.shards)]):
         if answer[0] == b"stale":
             raise StaleDriver(view, epoch, int(answer[1]))
+        if answer[0] == b"unready":
+            raise StoreError("a shard was never begun: the store was emptied under the pipeline")
 
 
 def read_times(shards: Shards, view: str) -> dict[Source, int]:

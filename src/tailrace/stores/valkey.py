@@ -59,7 +59,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
 class _Guard:
     """Connections that refuse a server process other than the one noted under their address."""
 
-    run_ids: MutableMapping[str, str]
+    shards: Shards
 
     def on_connect(self) -> None:
         super().on_connect()  # type: ignore[misc]
@@ -67,10 +67,12 @@ class _Guard:
         me.send_command("INFO", "server")
         found = run_id_of(me.read_response())
         where = f"{me.host}:{me.port}"
-        expected = self.run_ids.setdefault(where, found)
-        if expected != found:
+        known = self.shards.run_ids
+        if where not in known and not self.shards.sealed:
+            known[where] = found
+        if known.get(where) != found:
             me.disconnect()
-            raise StoreChanged(where, expected, found)
+            raise StoreChanged(where, known.get(where, "no process that we knew"), found)
 
 
 def run_id_of(info: bytes | str) -> str:
@@ -102,6 +104,8 @@ class Shards:
     def __init__(self, options: StoreOptions, run_ids: MutableMapping[str, str] | None = None) -> None:
         self.options = options
         self.keys = options.keys
+        self.sealed = run_ids is not None
+        """Whether a node that was not noted is refused too: after a fail-over it may be a replica that lags behind."""
         self.run_ids: MutableMapping[str, str] = {} if run_ids is None else run_ids
         """Address of each node -> the process that we deal with there; filled at the first connection."""
         self._nodes: dict[Address | None, valkey.Valkey] = {}
@@ -180,7 +184,7 @@ class Shards:
             given = self.options.connection(address)
             kind = given.pop("connection_class", Connection)
             flavour = SSLConnection if issubclass(kind, SSLConnection) else kind
-            guarded = type("GuardedConnection", (_Guard, flavour), {"run_ids": self.run_ids})
+            guarded = type("GuardedConnection", (_Guard, flavour), {"shards": self})
             node = valkey.Valkey(connection_pool=ConnectionPool(connection_class=guarded, **given))
             self._nodes[address] = node
         return node
@@ -219,7 +223,7 @@ def place_shards(options: StoreOptions, ranges: Any) -> list[Address | None]:
 def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, int]:
     """Load the functions on every node and begin every shard; return each shard's epoch.
 
-    Notes each node's run_id: from here on, a restarted node is refused.
+    Notes each node's run_id: from here on, a node that was restarted or that was not there is refused.
     """
     with translated():
         for node in shards.primaries():
@@ -239,6 +243,7 @@ def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, i
                 f"(layout {FORMAT}): set valkey.shards back, or choose another valkey.prefix and rebuild"
             )
         epochs[shard] = int(answer[1])
+    shards.sealed = True
     return epochs
 
 
@@ -251,8 +256,13 @@ def run_id_of_client(shards: Shards, shard: int) -> str:
 def enlist(shards: Shards, views: Sequence[str], now: Callable[[], float] = time.time) -> int:
     """Take the views over: return a driver epoch that was never used, put into force on every shard."""
     epoch = int(shards.call(0, "enlist", int(now())))
+    hold(shards, views, epoch)
+    return epoch
+
+
+def hold(shards: Shards, views: Sequence[str], epoch: int) -> None:
+    """Put a driver epoch into force on every shard, or raise StaleDriver if a newer one is."""
     calls: list[Call] = [(s, "fence", (view, epoch)) for view in views for s in range(shards.options.shards)]
     for (_, _, (view, _)), answer in zip(calls, shards.call_all(calls), strict=True):
         if answer[0] == b"stale":
             raise StaleDriver(str(view), epoch, int(answer[1]))
-    return epoch

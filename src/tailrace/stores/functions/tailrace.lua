@@ -118,10 +118,11 @@ local function advance(keys, args)
   local tag, view = keys[1], args[1]
   local owner = fenced(tag, view, tonumber(args[2]))
   if owner then return {'stale', text(owner)} end
+  if redis.call('EXISTS', tag .. ':meta') == 0 then return {'unready'} end
   local marks = tag .. ':marks:' .. view
   for i = 3, #args, 2 do
-    local stored = tonumber(redis.call('HGET', marks, args[i]) or '-1')
-    if stored < tonumber(args[i + 1]) then redis.call('HSET', marks, args[i], args[i + 1]) end
+    local stored = redis.call('HGET', marks, args[i])
+    if not stored or tonumber(stored) < tonumber(args[i + 1]) then redis.call('HSET', marks, args[i], args[i + 1]) end
   end
   return {'ok'}
 end
