@@ -261,7 +261,7 @@ class Serve(Section):
     coalesce_bytes: Size = 64 * 2**10
     heartbeat: Annotated[Duration, Field(le=timedelta(seconds=30))] = timedelta(seconds=15)
     retry: Duration = timedelta(seconds=2)
-    client_bytes: Size = 4 * 2**20
+    client_bytes: Size = 256 * 2**10
     send_timeout: Duration = timedelta(seconds=30)
     connections: Count = 10_000
     max_body: Size = 16 * 2**20

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,13 @@ from tests.faults.rig import Installation, Load, Pipeline, wait_for
 
 
 @pytest.fixture
-def installation(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path: Path) -> Iterator[Installation]:
-    yield Installation(kafka, valkey_server.url, tmp_path)
+def installation(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path: Path) -> Installation:
+    return Installation(kafka, valkey_server.url, tmp_path)
 
 
 def _to_be_replayed(installation: Installation) -> int:
     """Return how many offsets lie between the lowest mark, where a start begins, and the highest, which has them."""
-    shards = installation.shards()
-    try:
-        marks = read_marks(shards, "days")
-    finally:
-        shards.close()
+    marks = read_marks(installation.shards(), "days")
     sources = set().union(*marks)
     highest = [max(shard.get(source, -1) for shard in marks) for source in sources]
     lowest = [min(shard.get(source, -1) for shard in marks) for source in sources]

@@ -184,6 +184,9 @@ class Hub:
                 self._touched.update(channel.name for channel in channels)
                 await asyncio.sleep(0.5)
                 self._work.set()
+            except Exception:
+                logger.exception("a followed log cannot be read; its readers will be told when they read it themselves")
+                await self._advance_apart(channels)
 
     async def _advance(self, channels: list[Channel]) -> None:
         """Bring channels to the end of their logs. A long stretch is left to the readers: the channel jumps over it."""
@@ -209,6 +212,15 @@ class Hub:
                 channel.restart(channel.epoch, (segment.index, segment.last))
         for channel in channels:
             channel.wake()
+
+    async def _advance_apart(self, channels: list[Channel]) -> None:
+        """Bring each channel forward on its own, so that one damaged log stops nobody but its own readers."""
+        for channel in channels:
+            try:
+                await self._advance([channel])
+            except Exception:
+                channel.restart(0, (-1, 0))
+                channel.wake()
 
     async def _refresh(self) -> None:
         while True:

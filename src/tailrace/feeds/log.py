@@ -105,6 +105,8 @@ class Feed:
     ) -> None:
         self._hub, self._logs, self._request, self._clock = hub, logs, request, clock
         self._starts, self._ends = starts, ends
+        self._plain = len(request.names) == 1 and request.limit is None and request.since_ms is None
+        """Whether the cursor is one position and nothing else: most are, and every event has one."""
         self._lines: list[_Line] = []
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
@@ -116,6 +118,9 @@ class Feed:
     @property
     def cursor(self) -> str:
         """Where the feed stands."""
+        if self._plain:
+            position = self._lines[0].position
+            return f"{position.epoch}.{position.number}"
         return str(self._cursor())
 
     async def begin(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -51,10 +52,16 @@ def event_id(source: Source, offset: int) -> str:
 def iso_time(time_ms: int) -> str:
     """Return a record's time in UTC with milliseconds, as in every frame: ``2026-11-15T08:00:00.000Z``."""
     seconds, ms = divmod(time_ms, 1000)
+    text = _second(seconds)
+    return f"{text}.{ms:03d}Z" if text else f"@{time_ms}"
+
+
+@lru_cache(4096)
+def _second(seconds: int) -> str:
     try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{ms:03d}Z"
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
     except (ValueError, OverflowError, OSError):
-        return f"@{time_ms}"
+        return ""
 
 
 def key_json(key: bytes | None) -> bytes:

@@ -43,12 +43,11 @@ class Server(uvicorn.Server):
     """A server that drains before it closes, and for which being asked to end is no failure."""
 
     def __init__(self, app: Any, drain: Callable[[], None], client_bytes: int) -> None:
-        buffer_bytes = min(client_bytes, HIGH_WATER_LIMIT)
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=type("BoundedProtocol", (Protocol,), {"buffer_bytes": buffer_bytes}),
+                http=type("BoundedProtocol", (Protocol,), {"buffer_bytes": client_bytes}),
                 ws="none",
                 lifespan="on",
                 log_config=None,
