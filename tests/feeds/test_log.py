@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tailrace.errors import BadRequest, CursorError, CursorGone, StreamNotFound
+from tailrace.errors import BadRequest, CursorError, CursorGone, StoreError, StreamNotFound
 from tailrace.feeds.frame import Control, Frame, Moved
 from tailrace.feeds.request import make_request
 from tailrace.stores.valkey import StoreOptions
@@ -208,6 +208,37 @@ async def test_a_cursor_of_another_epoch_is_told_to_be_gone(store: StoreOptions)
         assert len(ids(frames)) == 10
         with pytest.raises(CursorGone, match="on_gap=skip"):
             await feeds.open("a", after="5.3", on_gap="fail")
+
+
+async def test_a_read_of_several_days_never_ends_early_while_others_come_and_go(store: StoreOptions) -> None:
+    writer = Writer(store)
+    for i in range(30):
+        writer.write([Record(i, b"a", time=NOON + i * DAY // 5)])
+    async with rig(store) as feeds:
+        for _ in range(150):
+            follower = Follower(await feeds.open("a", start="start"))
+            assert len(await feeds.ids("a")) == 30
+            await follower.close()
+
+
+async def test_a_damaged_log_stops_its_own_readers_and_nobody_else(store: StoreOptions) -> None:
+    writer = Writer(store)
+    good = _write(writer, 10, b"good")
+    _write(writer, 10, b"bad", first=10)
+    async with rig(store) as feeds:
+        followers = [Follower(await feeds.open(name, start="start")) for name in ("good", "bad")]
+        await followers[1].until(10)
+        shard = feeds.logs.shard_of("bad")
+        keys, client = writer.shards.keys, writer.shards.client(shard)
+        client.execute_command("XADD", keys.segment(shard, "days", 0, "bad"), "99999-1", "r", b"\x07junk", "t", 1)
+        client.execute_command("HSET", keys.log(shard, "days", "bad"), "l", 99999)
+        client.execute_command("XADD", keys.tail(shard), "*", "days", "bad")
+        with pytest.raises(StoreError, match="rebuild the view"):
+            await followers[1].until(11)
+        good += await asyncio.to_thread(_write, writer, 20, b"good", 20)
+        assert await followers[0].until(30) == good
+        for follower in followers:
+            await follower.close()
 
 
 @pytest.mark.parametrize(

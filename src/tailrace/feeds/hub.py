@@ -17,7 +17,7 @@ from types import TracebackType
 
 import msgspec
 
-from tailrace.errors import TailraceError
+from tailrace.errors import TailraceError, Unavailable
 from tailrace.model.segment import Segment
 from tailrace.stores.logs import Entry, Logs
 from tailrace.stores.nodes import Nodes
@@ -179,7 +179,7 @@ class Hub:
             self._touched.clear()
             try:
                 await self._advance(channels)
-            except TailraceError as error:
+            except Unavailable as error:
                 logger.warning("followed logs: %s", error)
                 self._touched.update(channel.name for channel in channels)
                 await asyncio.sleep(0.5)

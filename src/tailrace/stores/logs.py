@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tailrace.errors import StoreError
 from tailrace.model.name import shard_of
 from tailrace.model.run import Run, decode
 from tailrace.model.segment import Segment
@@ -108,5 +109,10 @@ def _segments(answer: Any) -> list[Segment]:
 def _entry(entry_id: bytes, fields: Any) -> Entry:
     last, _, count = entry_id.partition(b"-")
     named = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-    run = decode(named[b"r"])
+    try:
+        run = decode(named[b"r"])
+    except Exception as error:
+        raise StoreError(
+            f"a stored run ({entry_id.decode()}) cannot be read: {error}; rebuild the view from Kafka"
+        ) from error
     return Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, sum(map(len, run.values)))
