@@ -13,19 +13,21 @@ from rich.table import Table
 
 
 def cpu_seconds(roots: Iterable[int]) -> float:
-    """Return the CPU time that processes and all their children, ended ones too, have used."""
-    total = 0.0
+    """Return the CPU time that processes and all their children, ended ones too, have used; each process once."""
+    family: set[psutil.Process] = set()
     for root in roots:
         try:
-            family = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+            process = psutil.Process(root)
+            family |= {process, *process.children(recursive=True)}
         except psutil.NoSuchProcess:
             continue
-        for process in family:
-            try:
-                times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            total += times.user + times.system + times.children_user + times.children_system
+    total = 0.0
+    for process in family:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
