@@ -65,13 +65,18 @@ def up(port: Port = None, folder: Folder = None, config: Config = None) -> None:
 
 @app.command()
 def run(
-    views: Annotated[str | None, typer.Option("--views", help="The views to write, with commas between.")] = None,
+    views: Annotated[
+        str | None,
+        typer.Option(
+            "--views", help="Some of the configured views, with commas between; the others are left to another process."
+        ),
+    ] = None,
     config: Config = None,
 ) -> None:
     """Run the pipeline: Kafka to the views."""
     from tailrace.commands import parts
 
-    raise typer.Exit(parts.pipeline(parts.load(config, views=views)))
+    raise typer.Exit(parts.pipeline(parts.load(config), views))
 
 
 @app.command()

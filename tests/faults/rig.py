@@ -122,7 +122,7 @@ class Installation:
 
     def log(self, lines: int = 40) -> str:
         """Return the end of what the pipelines of this installation wrote."""
-        return "\n".join(tail(file, lines) for file in sorted(self.folder.glob("pipeline*.log")))
+        return "\n".join(tail(file, lines) for file in sorted(self.folder.glob("pipeline*.log"))[-2:])
 
     def check(self) -> None:
         """Wait until everything acknowledged is in the view; then compare: each once, in order, and nothing else."""
@@ -207,6 +207,10 @@ class Pipeline:
         family = self.family()
         self.signal(signal.SIGKILL)
         self.wait_end()
+        self.wait_gone(family)
+
+    def wait_gone(self, family: list[psutil.Process]) -> None:
+        """Wait until nothing of a family of processes lives."""
         wait_for("the end of what the driver started", lambda: not any(map(_lives, family)), 20)
 
     def wait_end(self, timeout: float = 60) -> int:
@@ -227,6 +231,34 @@ class Pipeline:
     def jvm(self) -> psutil.Process:
         """Return Spark's own process."""
         return next(p for p in self.family() if _lives(p) and p.name() == "java")
+
+
+class Standing:
+    """An installation whose pipeline is left running from one test to the next, since a start takes long."""
+
+    def __init__(self, installation: Installation, **changes: str) -> None:
+        self.installation = installation
+        self._changes = changes
+        self._started: list[Pipeline] = []
+
+    def __enter__(self) -> Standing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipeline in self._started:
+            pipeline.__exit__()
+
+    def pipeline(self) -> Pipeline:
+        """Return the pipeline that runs; start one if the last test has ended it."""
+        if self._started and self._started[-1].exit_code is None:
+            return self._started[-1]
+        return self.another()
+
+    def another(self) -> Pipeline:
+        """Start one more."""
+        pipeline = Pipeline(self.installation, f"pipeline-{len(self._started):03d}", **self._changes)
+        self._started.append(pipeline)
+        return pipeline.start()
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -250,7 +282,7 @@ class Load:
     """
 
     def __init__(
-        self, installation: Installation, topic: str, *, partitions: int = 3, names: int = 50, rate: int = 1_000
+        self, installation: Installation, topic: str, *, partitions: int = 3, names: int = 50, rate: int = 400
     ) -> None:
         installation.loads.append(self)
         self.topic = topic
@@ -301,7 +333,7 @@ class Load:
         assert not self.failures, self.failures[:3]
         return self
 
-    def wait_more(self, n: int = 500) -> None:
+    def wait_more(self, n: int = 400) -> None:
         """Wait until Kafka has acknowledged some more records."""
         wanted = self.total + n
         wait_for(f"{n} more acknowledgements", lambda: self.total >= wanted)

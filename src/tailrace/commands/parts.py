@@ -8,14 +8,12 @@ from pathlib import Path
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.errors import PrerequisiteMissing
+from tailrace.errors import ConfigError, PrerequisiteMissing
 
 
-def load(
-    file: Path | None, *, port: int | None = None, folder: Path | None = None, views: str | None = None
-) -> Settings:
+def load(file: Path | None, *, port: int | None = None, folder: Path | None = None) -> Settings:
     """Read the settings with these flags on top, and say on standard error what is probably not meant."""
-    flags = {"serve.port": port, "embedded.dir": None if folder is None else str(folder), "pipeline.views": views}
+    flags = {"serve.port": port, "embedded.dir": None if folder is None else str(folder)}
     settings = config.load(file, flags)
     for warning in settings.warnings():
         print(f"warning: {warning}", file=sys.stderr)
@@ -37,13 +35,19 @@ def stack(settings: Settings, *, demo: bool) -> int:
     )
 
 
-def pipeline(settings: Settings) -> int:
-    """Run the pipeline until it is stopped."""
+def pipeline(settings: Settings, views: str | None = None) -> int:
+    """Run the pipeline, or some of its views, until it is stopped."""
+    chosen = tuple(name.strip() for name in views.split(",")) if views else None
+    if chosen and (unknown := set(chosen) - set(settings.pipeline.views)):
+        raise ConfigError(
+            f"--views names {', '.join(sorted(unknown))}, which pipeline.views does not have: "
+            f"it has {', '.join(settings.pipeline.views)}"
+        )
     try:
         from tailrace.pipeline.job import main
     except ImportError as error:
         raise _without(error, "spark") from None
-    return main(settings)
+    return main(settings, chosen)
 
 
 def service(settings: Settings) -> int:

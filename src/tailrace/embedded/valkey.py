@@ -155,7 +155,7 @@ def _settled(node: EmbeddedValkey, size: int) -> bool:
 
 
 def _info(client: valkey.Valkey) -> dict[str, str]:
-    answer = client.execute_command("CLUSTER INFO")  # type: ignore[no-untyped-call]
+    answer = client.execute_command("CLUSTER INFO")
     if isinstance(answer, dict):
         return {str(key): str(value) for key, value in answer.items()}
     text = answer.decode() if isinstance(answer, bytes) else str(answer)

@@ -35,7 +35,7 @@ from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
 from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import Broker, Topic, client_properties, reader_options, starting_offsets
-from tailrace.pipeline.tune import session, tasks
+from tailrace.pipeline.tune import session, tasks, warm
 from tailrace.stores.marks import advance, lowest, read_marks
 from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
 
@@ -143,6 +143,8 @@ class Job:
             if self._owner:
                 publisher = self._publisher(shards)
                 publisher.start()
+            if not topics and not self._restarts:
+                warm(self._spark)
             self._watch(stopping, query, publisher, shards, report, topics, generations)
         finally:
             if query is not None:

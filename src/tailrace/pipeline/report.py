@@ -96,9 +96,8 @@ class Report:
         )
 
     def _sources(self, text: Any) -> dict[Source, int]:
-        if not text:
-            return {}
-        offsets = json.loads(text) if isinstance(text, str) else text
+        # Spark says null, as text or not, while there is no topic.
+        offsets = (json.loads(text) if isinstance(text, str) else text) or {}
         return {
             Source(topic, int(partition), self._generations.get(topic, 0)): int(offset)
             for topic, partitions in offsets.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +85,16 @@ def tasks(settings: Settings, spark: Any) -> int:
         # Before its first job a cluster's executors are not there to be counted.
         spark.range(1).count()
     return 2 * int(spark.sparkContext.defaultParallelism)
+
+
+def warm(spark: Any) -> None:
+    """Run one empty batch of the pipeline's shape, so that the first record does not wait for workers and classes."""
+
+    def nothing(batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+
+    columns = "'' AS topic, 0 AS partition, id AS offset, id AS time, binary('') AS key, binary('') AS value"
+    rows = spark.range(0, 1, 1, 1).selectExpr(
+        *columns.split(", "), "array(struct('' AS key, binary('') AS value)) AS headers"
+    )
+    rows.mapInArrow(nothing, rows.schema).write.format("noop").mode("overwrite").save()
