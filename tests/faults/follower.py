@@ -30,7 +30,6 @@ class Follower:
         """Ids of the events, in a new list after every gap."""
         self.gaps: list[dict[str, str]] = []
         self.cursor = after
-        self.resumed = 0
         self._store, self._name = store, name
         self._ending = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._follow()), name=f"follows {name}", daemon=True)
@@ -64,7 +63,6 @@ class Follower:
                 with suppress(TailraceError):
                     async with Hub(nodes, logs) as hub:
                         await self._take(LogFeeds(hub, logs, now_ms))
-                self.resumed += 1
                 await asyncio.sleep(0.2)
         finally:
             await nodes.close()

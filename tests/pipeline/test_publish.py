@@ -1,154 +1,241 @@
-"""From the outbox to Kafka, each message once: on a real broker and a real Valkey."""
+"""The publisher: what is in an outbox reaches Kafka once, whoever dies on the way and whatever the store forgets."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.pipeline.publish import Publisher
+from tailrace.pipeline.publish import BATCH, ID_HEADER, Publisher
 from tailrace.stores.valkey import Shards, StoreOptions
 from tests.writing import Record, Writer
 
-_names = count()
+PATIENCE_S = 60.0
 
 
-class Outbox:
-    """A store whose outboxes are filled by poisoned records, and the publishers that empty them."""
+class Post:
+    """A store whose outbox goes to a dead-letter topic of its own."""
 
     def __init__(self, kafka: EmbeddedKafka, store: StoreOptions) -> None:
-        number = next(_names)
-        self.kafka, self.store = kafka, store
-        self.topic, self.positions = f"dead-{number}", f"positions-{number}"
+        self._kafka = kafka
+        self._store = store
+        self.topic = f"{store.prefix}.dead-letters"
         self.writer = Writer(store, dead_letters=self.topic)
 
-    def poison(self, first: int, n: int) -> None:
-        self.writer.write([Record(first + i, f"k{i}".encode(), b"{", partition=i % 5) for i in range(n)])
+    def refuse(self, first: int, count: int) -> list[str]:
+        """Let the pipeline refuse some records; return their ids."""
+        records = [Record(offset=first + i, value=b"{nope", key=b'"k%d"' % i) for i in range(count)]
+        self.writer.write(records)
+        return [record.id for record in records]
 
-    def publisher(self) -> Publisher:
-        properties = {"bootstrap.servers": self.kafka.address, "log_level": 2}
-        publisher = Publisher(
-            Shards(self.store, dict(self.writer.shards.run_ids)),
-            properties,
-            self.positions,
-            {self.topic: 2},
+    def publisher(self, **properties: Any) -> Publisher:
+        return Publisher(
+            Shards(self._store, self.writer.shards.run_ids),
+            {"bootstrap.servers": self._kafka.address, "log_level": 0, **properties},
+            f"{self._store.prefix}.positions",
+            {self.topic: 1},
             poll_s=0.1,
         )
+
+    @contextmanager
+    def publishing(self) -> Iterator[Publisher]:
+        publisher = self.publisher()
         publisher.start()
-        return publisher
+        try:
+            yield publisher
+        finally:
+            publisher.stop()
+            assert not publisher.is_alive()
 
-    def left(self) -> int:
+    def waiting(self) -> int:
+        """Return how many messages the outboxes hold."""
         keys, shards = self.writer.shards.keys, self.writer.shards
-        return sum(shards.read_all([(s, ("XLEN", keys.outbox(s))) for s in range(self.store.shards)]))
+        return sum(shards.read_all([(s, ("XLEN", keys.outbox(s))) for s in range(self._store.shards)]))
 
-    def letters(self) -> list[str]:
-        """The ids of all committed letters, in the order of their partitions."""
+    def wait_empty(self) -> None:
+        wait_for(lambda: not self.waiting())
+
+    def letters(self) -> list[Mapping[str, Any]]:
+        """Return the committed messages of the dead-letter topic, each with the id of its header."""
         consumer = Consumer(
             {
-                "bootstrap.servers": self.kafka.address,
-                "group.id": "test",
+                "bootstrap.servers": self._kafka.address,
+                "group.id": "reads letters",
                 "isolation.level": "read_committed",
                 "enable.partition.eof": True,
-                "enable.auto.commit": False,
             }
         )
-        consumer.assign([TopicPartition(self.topic, p, 0) for p in (0, 1)])
-        found, ended = [], 0
-        while ended < 2:
-            message: Any = consumer.poll(10)
-            assert message is not None
-            if message.error():
-                ended += 1
-                continue
-            letter = json.loads(message.value())
-            assert dict(message.headers())["tailrace-id"].decode() == letter["id"]
-            found.append(letter["id"])
-        consumer.close()
-        return found
+        consumer.assign([TopicPartition(self.topic, 0, 0)])
+        found: list[Mapping[str, Any]] = []
+        try:
+            while True:
+                message = consumer.poll(10)
+                assert message is not None
+                if (error := message.error()) is not None:
+                    assert error.code() == KafkaError._PARTITION_EOF
+                    return found
+                headers = dict(message.headers() or ())
+                found.append(json.loads(message.value() or b"") | {"header": headers[ID_HEADER].decode()})
+        finally:
+            consumer.close()
+
+    def ids(self) -> list[str]:
+        return [letter["id"] for letter in self.letters()]
 
 
-@pytest.fixture
-def outbox(kafka: EmbeddedKafka, store: StoreOptions) -> Outbox:
-    return Outbox(kafka, store)
-
-
-def _wait(condition: Callable[[], bool], seconds: float = 40) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_each_letter_is_published_once(outbox: Outbox) -> None:
-    outbox.poison(0, 40)
-    publisher = outbox.publisher()
-    _wait(lambda: outbox.left() == 0)
-    outbox.poison(100, 10)
-    _wait(lambda: outbox.left() == 0)
-    publisher.stop()
-    wanted = [f"jobs:{i % 5}:{i}" for i in range(40)] + [f"jobs:{i % 5}:{100 + i}" for i in range(10)]
-    assert sorted(outbox.letters()) == sorted(wanted)
+@pytest.fixture
+def post(kafka: EmbeddedKafka, store: StoreOptions) -> Post:
+    return Post(kafka, store)
 
 
-def test_a_publisher_that_died_before_it_emptied_the_outbox_is_continued_without_repeats(outbox: Outbox) -> None:
-    outbox.poison(0, 20)
-    first = outbox.publisher()
-    _wait(lambda: outbox.left() == 0)
-    first.stop()
-    outbox.poison(100, 20)
-    keys, shards = outbox.writer.shards.keys, outbox.writer.shards
-    boxes = shards.read_all([(s, ("XRANGE", keys.outbox(s), "-", "+")) for s in range(outbox.store.shards)])
-    second = outbox.publisher()
-    _wait(lambda: outbox.left() == 0)
-    second.stop()
-    # As if it had died between its commit and the trim: what it published is in the outbox again.
-    for shard, box in enumerate(boxes):
-        shards.client(shard).delete(keys.outbox(shard))
-        for entry_id, fields in box:
-            flat = fields if isinstance(fields, list) else [part for pair in fields.items() for part in pair]
-            shards.client(shard).execute_command("XADD", keys.outbox(shard), entry_id, *flat)
-    third = outbox.publisher()
-    _wait(lambda: outbox.left() == 0)
-    third.stop()
-    letters = outbox.letters()
-    assert len(letters) == len(set(letters)) == 40
+def test_a_refused_record_becomes_one_letter_with_its_coordinates_and_reason(post: Post) -> None:
+    ids = post.refuse(0, 3)
+    with post.publishing():
+        post.wait_empty()
+        ids += post.refuse(3, 2)
+        post.wait_empty()
+    letters = post.letters()
+    assert [letter["id"] for letter in letters] == [letter["header"] for letter in letters] == ids
+    assert letters[0] | {"time": ""} == {
+        "id": "jobs:0:0",
+        "topic": "jobs",
+        "partition": 0,
+        "offset": 0,
+        "time": "",
+        "reason": "invalid-json",
+        "key": ['"k0"'],
+        "bytes": 5,
+        "value": "{nope",
+        "header": "jobs:0:0",
+    }
 
 
-def test_a_second_publisher_fences_the_first_and_nothing_is_doubled(outbox: Outbox) -> None:
-    first = outbox.publisher()
-    outbox.poison(0, 20)
-    _wait(lambda: outbox.left() == 0)
-    second = outbox.publisher()
-    for at in range(5):
-        outbox.poison(100 * (at + 1), 10)
-        _wait(lambda: outbox.left() == 0)
-    second.stop()
-    first.stop()
-    letters = outbox.letters()
-    assert len(letters) == len(set(letters)) == 70
+def test_more_letters_than_one_transaction_holds_keep_their_order(post: Post) -> None:
+    ids = post.refuse(0, 2 * BATCH + 10)
+    with post.publishing():
+        post.wait_empty()
+    assert post.ids() == ids
 
 
-def test_letters_filled_in_again_after_a_rollback_are_recognised(outbox: Outbox) -> None:
-    outbox.poison(0, 15)
-    publisher = outbox.publisher()
-    _wait(lambda: outbox.left() == 0)
-    publisher.stop()
-    # Another epoch with the same records: what a store that lost its last second goes through.
-    shards, keys = outbox.writer.shards, outbox.writer.shards.keys
-    for shard in range(outbox.store.shards):
-        client = shards.client(shard)
-        client.delete(keys.marks(shard, "intake"))
-        client.hincrby(keys.meta(shard), "epoch", 1)
-    outbox.writer = Writer(outbox.store, dead_letters=outbox.topic)
-    outbox.poison(0, 18)
-    publisher = outbox.publisher()
-    _wait(lambda: outbox.left() == 0)
-    publisher.stop()
-    letters = outbox.letters()
-    assert len(letters) == len(set(letters)) == 18
+def test_a_letter_about_the_largest_record_is_small_enough_for_its_topic(post: Post) -> None:
+    worst = Record(offset=0, key=b"\x01" * 900_000, value=b"\x00" * 900_000)
+    post.writer.write([worst, Record(offset=1, value=b"{nope")])
+    with post.publishing():
+        post.wait_empty()
+    assert post.ids() == ["jobs:0:0", "jobs:0:1"]
+
+
+def test_a_publisher_that_dies_inside_a_transaction_leaves_no_letter_and_its_successor_sends_each_once(
+    post: Post,
+) -> None:
+    ids = post.refuse(0, 20)
+    dying = post.publisher()
+    dying._begin()
+    for shard, producer in dying._producers.items():
+        producer.begin_transaction()
+        producer.produce(post.topic, f"half sent by {shard}", headers=[(ID_HEADER, b"?")])
+        producer.flush(10)
+    with post.publishing():
+        post.wait_empty()
+    assert post.ids() == ids
+
+
+def test_a_publisher_that_dies_before_it_empties_the_outbox_does_not_make_its_successor_send_again(post: Post) -> None:
+    ids = post.refuse(0, 20)
+    dying = post.publisher()
+    dying._begin()
+    keys, shards = post.writer.shards.keys, post.writer.shards
+    boxes = shards.read_all([(s, ("DUMP", keys.outbox(s))) for s in range(4)])
+    for shard in range(4):
+        dying._publish(shard)
+    assert not post.waiting()
+    shards.read_all([(s, ("RESTORE", keys.outbox(s), 0, box)) for s, box in enumerate(boxes) if box])
+    assert post.waiting()
+    with post.publishing():
+        post.wait_empty()
+    assert post.ids() == ids
+
+
+def test_a_transaction_that_is_committed_while_the_successor_begins_is_not_sent_again(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = post.refuse(0, 20)
+    dying = post.publisher()
+    dying._begin()
+    commit = Producer.commit_transaction
+    successor = post.publisher()
+    create = successor._create_topics
+
+    def create_and_let_the_other_one_finish() -> None:
+        create()
+        for shard in range(4):
+            dying._publish(shard)
+
+    monkeypatch.setattr(successor, "_create_topics", create_and_let_the_other_one_finish)
+    assert commit is Producer.commit_transaction
+    successor.start()
+    try:
+        post.wait_empty()
+    finally:
+        successor.stop()
+    assert post.ids() == ids
+
+
+def test_an_older_publisher_is_refused_and_says_so(post: Post) -> None:
+    post.refuse(0, 1)
+    with post.publishing() as older:
+        post.wait_empty()
+        with post.publishing() as newer:
+            wait_for(lambda: len(newer._producers) == 4)
+            ids = post.refuse(1, 20)
+            wait_for(lambda: older.failure is not None or not post.waiting())
+            post.wait_empty()
+            assert newer.failure is None
+    assert post.ids() == ["jobs:0:0", *ids]
+
+
+def test_letters_that_a_rolled_back_store_holds_again_are_not_sent_again(post: Post) -> None:
+    keys, shards = post.writer.shards.keys, post.writer.shards
+    with post.publishing():
+        ids = post.refuse(0, BATCH + 100)
+        post.wait_empty()
+    # The store forgets everything, begins a new epoch, and is filled again from Kafka.
+    for shard in range(4):
+        mine = shards.client(shard).keys(f"{keys.tag(shard)}:*")
+        shards.client(shard).delete(*mine)
+    post.writer = Writer(shards.options, dead_letters=post.topic)
+    post.refuse(0, BATCH + 100)
+    first = post.publisher()
+    first._begin()
+    home = next(s for s in range(4) if shards.client(s).xlen(keys.outbox(s)))
+    assert first._publish(home) == BATCH
+    assert post.waiting() == 100
+    # A publisher that dies half-way leaves a position of the new epoch: the next one must look at the topic all the same.
+    with post.publishing():
+        more = post.refuse(BATCH + 100, 5)
+        post.wait_empty()
+    assert post.ids() == ids + more
+
+
+def test_a_publisher_without_a_broker_waits_and_ends_when_it_is_told_to(post: Post, kafka: EmbeddedKafka) -> None:
+    lost = post.publisher()
+    lost._properties["bootstrap.servers"] = "127.0.0.1:1"
+    lost.start()
+    time.sleep(0.2)
+    began = time.monotonic()
+    lost.stop()
+    assert time.monotonic() - began < 4
+    assert lost.failure is None

@@ -1,82 +1,162 @@
-"""Where reading begins: pure decisions over topics, bounds and marks."""
+"""The source: which topics are read, and from where."""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.config import load
+from tailrace.config import Settings, load
 from tailrace.errors import ConfigError
 from tailrace.model.event import Source
-from tailrace.pipeline.source import LostRange, Topic, reader_options, starting_offsets, topic_pattern
+from tailrace.pipeline.source import (
+    LostRange,
+    Topic,
+    TopicPattern,
+    client_properties,
+    included_and_excluded,
+    reader_options,
+    starting_offsets,
+    topic_pattern,
+)
 
-_place = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted)
-_marks = st.lists(st.dictionaries(st.integers(0, 3), st.integers(-1, 60), max_size=4), min_size=1, max_size=3)
+
+def _settings(monkeypatch: pytest.MonkeyPatch, **values: object) -> Settings:
+    monkeypatch.setenv("TAILRACE_CONFIG", "/dev/null")
+    return load(None, {name.replace("__", "."): value for name, value in values.items()})
 
 
-@given(st.dictionaries(st.integers(0, 3), _place, min_size=1), _marks)
-def test_every_partition_is_named_and_begins_within_what_kafka_has(
-    bounds: dict[int, list[int]], marks: list[dict[int, int]]
-) -> None:
-    topic = Topic("t", "id", tuple(sorted(bounds)))
-    views = [{Source("t", p): mark for p, mark in view.items()} for view in marks]
-    listed = {("t", p): (first, end) for p, (first, end) in bounds.items()}
-    starts, lost = starting_offsets([topic], {"t": 0}, listed, views)
-    assert set(starts["t"]) == {str(p) for p in bounds}
-    gaps = {gap.source: gap for gap in lost}
-    for p, (first, end) in bounds.items():
-        start = starts["t"][str(p)]
-        wanted = min(view.get(p, -1) for view in marks) + 1
-        assert first <= start <= end
-        assert start == wanted or wanted < first == start or wanted > end == start
-        known = [view[p] for view in marks if p in view]
-        assert (f"t:{p}" in gaps) == bool(known and min(known) + 1 < first)
+# Which topics.
+
+
+def test_every_topic_is_read_but_kafkas_own_and_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = topic_pattern(_settings(monkeypatch))
+    assert pattern.fullmatch("jobs")
+    assert pattern.fullmatch("_schemas")
+    assert pattern.fullmatch("tailrace.dead-letters-of-others")
+    assert pattern.fullmatch("tailraceXdead-letters"), "a dot in a name is a dot"
+    for name in ("__consumer_offsets", "__transaction_state", "tailrace.dead-letters", "tailrace.positions"):
+        assert not pattern.fullmatch(name)
+
+
+def test_a_list_of_topics_is_taken_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = topic_pattern(_settings(monkeypatch, kafka__topics=["jobs.v1", "audit"]))
+    assert pattern.fullmatch("jobs.v1")
+    assert pattern.fullmatch("audit")
+    assert not pattern.fullmatch("jobsXv1")
+    assert not pattern.fullmatch("audit2")
+
+
+def test_alternatives_in_a_pattern_do_not_escape_the_exclusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = topic_pattern(
+        _settings(monkeypatch, kafka__topics="jobs|tailrace.*", kafka__exclude=[r"jobs\.tmp", "a|b"])
+    )
+    assert pattern.fullmatch("jobs")
+    assert not pattern.fullmatch("tailrace.positions")
+    assert not pattern.fullmatch("jobs.tmp")
+
+
+def test_a_pattern_that_is_none_is_an_error_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"kafka\.topics or kafka\.exclude"):
+        TopicPattern("(", "")
+
+
+def test_spark_is_given_the_same_choice_in_its_own_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _settings(monkeypatch, kafka__topics="jobs|audit")
+    wanted, excluded = included_and_excluded(settings)
+    options = reader_options(settings, {"jobs": {"0": 7}})
+    assert options["subscribePattern"] == f"^(?!(?:{excluded})$){wanted}$"
+    assert json.loads(options["startingOffsets"]) == {"jobs": {"0": 7}}
+    assert options["kafka.isolation.level"] == "read_committed"
+    assert options["failOnDataLoss"] == "false"
+    assert reader_options(settings, {})["startingOffsets"] == "earliest"
+
+
+def test_a_property_that_only_java_knows_reaches_spark_and_not_our_own_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_ = {"security.protocol": "SASL_SSL", "sasl.jaas.config": "secret"}
+    settings = _settings(monkeypatch, kafka__properties=given_)
+    assert reader_options(settings, {})["kafka.sasl.jaas.config"] == "secret"
+    assert "sasl.jaas.config" not in client_properties(settings)
+    assert client_properties(settings)["security.protocol"] == "SASL_SSL"
+
+
+# From where.
+
+JOBS = Topic("jobs", "id", (0, 1))
+
+
+def _start(
+    bounds: Mapping[tuple[str, int], tuple[int, int]],
+    *marks: Mapping[Source, int],
+    topic: Topic = JOBS,
+    generation: int = 0,
+) -> tuple[dict[str, int], list[LostRange]]:
+    starts, lost = starting_offsets([topic], {topic.name: generation}, bounds, marks)
+    return starts.get(topic.name, {}), lost
+
+
+def test_a_start_is_after_the_lowest_mark_of_all_views() -> None:
+    bounds = {("jobs", 0): (0, 100), ("jobs", 1): (0, 50)}
+    intake = {Source("jobs", 0): 70, Source("jobs", 1): 49}
+    days = {Source("jobs", 0): 60, Source("jobs", 1): 49}
+    assert _start(bounds, intake, days) == ({"0": 61, "1": 50}, [])
+
+
+def test_a_source_that_is_new_begins_at_its_earliest_record_without_a_gap() -> None:
+    bounds = {("jobs", 0): (40, 100), ("jobs", 1): (0, 0)}
+    assert _start(bounds, {}, {}) == ({"0": 40, "1": 0}, [])
 
 
 def test_what_kafka_dropped_before_it_was_applied_is_a_gap() -> None:
-    topic = Topic("t", "id", (0,))
-    starts, lost = starting_offsets([topic], {"t": 2}, {("t", 0): (100, 150)}, [{Source("t", 0, 2): 40}])
-    assert starts == {"t": {"0": 100}}
-    assert lost == [LostRange("t@2:0", 41, 100)]
+    bounds = {("jobs", 0): (40, 100), ("jobs", 1): (0, 10)}
+    marks = {Source("jobs", 0): 19, Source("jobs", 1): 9}
+    assert _start(bounds, marks) == ({"0": 40, "1": 10}, [LostRange("jobs:0", 20, 40)])
 
 
-def test_marks_of_an_older_generation_do_not_count() -> None:
-    topic = Topic("t", "id", (0,))
-    starts, lost = starting_offsets([topic], {"t": 1}, {("t", 0): (0, 9)}, [{Source("t", 0): 500}])
-    assert (starts, lost) == ({"t": {"0": 0}}, [])
+def test_what_kafka_dropped_of_a_source_that_was_known_and_empty_is_a_gap() -> None:
+    assert _start({("jobs", 0): (40, 100)}, {Source("jobs", 0): -1}) == ({"0": 40}, [LostRange("jobs:0", 0, 40)])
 
 
-@pytest.mark.parametrize(
-    ("topics", "read", "not_read"),
-    [
-        (
-            ".*",
-            ["jobs", "a.b-c", "tailrace.other"],
-            ["__consumer_offsets", "tailrace.dead-letters", "tailrace.positions"],
-        ),
-        ("jobs|orders.*", ["jobs", "orders-eu"], ["jobs2", "xjobs", "__x"]),
-        (["jobs", "a.b"], ["jobs", "a.b"], ["axb", "jobs2"]),
-    ],
-)
-def test_spark_and_the_driver_agree_on_the_topics(topics: object, read: list[str], not_read: list[str]) -> None:
-    settings = load(flags={"kafka.topics": topics})
-    ours = topic_pattern(settings)
-    # Java's and Python's expressions agree on what is used here: groups, alternatives, a negative look-ahead.
-    sparks = re.compile(reader_options(settings, {})["subscribePattern"])
-    for name in (*read, *not_read):
-        assert ours.fullmatch(name) == bool(sparks.search(name)) == (name in read), name
+def test_a_view_that_is_new_does_not_make_a_gap_of_what_others_have_applied() -> None:
+    assert _start({("jobs", 0): (40, 100)}, {Source("jobs", 0): 80}, {}) == ({"0": 40}, [])
 
 
-def test_a_pattern_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="regular expression"):
-        topic_pattern(load(flags={"kafka.topics": "jobs("}))
+def test_a_mark_beyond_the_end_begins_at_the_end() -> None:
+    assert _start({("jobs", 0): (0, 10)}, {Source("jobs", 0): 50}) == ({"0": 10}, [])
 
 
-def test_a_start_names_offsets_and_a_first_start_does_not() -> None:
-    settings = load()
-    assert json.loads(reader_options(settings, {"t": {"0": 5}})["startingOffsets"]) == {"t": {"0": 5}}
-    assert reader_options(settings, {})["startingOffsets"] == "earliest"
+def test_a_generation_has_marks_of_its_own() -> None:
+    marks = {Source("jobs", 0): 99}
+    assert _start({("jobs", 0): (0, 10)}, marks, generation=1) == ({"0": 0}, [])
+    assert _start({("jobs", 0): (5, 10)}, marks | {Source("jobs", 0, 1): 2}, generation=1) == (
+        {"0": 5},
+        [LostRange("jobs@1:0", 3, 5)],
+    )
+
+
+_offsets = st.integers(0, 50)
+_bounds = st.tuples(_offsets, _offsets).map(lambda pair: (min(pair), max(pair)))
+_marks = st.dictionaries(st.integers(0, 3), st.integers(-1, 60))
+
+
+@given(bounds=st.dictionaries(st.integers(0, 3), _bounds), marks=st.lists(_marks, min_size=1, max_size=3))
+def test_a_start_names_every_partition_and_skips_nothing_that_is_there(
+    bounds: dict[int, tuple[int, int]], marks: list[dict[int, int]]
+) -> None:
+    topic = Topic("jobs", "id", tuple(sorted(bounds)))
+    by_source = [{Source("jobs", p): mark for p, mark in view.items()} for view in marks]
+    starts, lost = _start({("jobs", p): b for p, b in bounds.items()}, *by_source, topic=topic)
+    assert set(starts) == {str(p) for p in bounds}
+    gaps = {gap.source: gap for gap in lost}
+    for p, (first, end) in bounds.items():
+        start = starts[str(p)]
+        assert first <= start <= max(first, end)
+        for view in marks:
+            unread = range(view.get(p, -1) + 1, min(start, end))
+            assert all(offset < first for offset in unread), "a record that is there, and not applied, is read"
+            if p in view and view[p] + 1 < first:
+                assert gaps[f"jobs:{p}"].first <= view[p] + 1
+                assert gaps[f"jobs:{p}"].until == first

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import sub
 
 import msgspec
 import zstandard
@@ -57,8 +58,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
             source.topic,
             source.partition,
             source.generation,
-            [offsets[0], *(b - a for a, b in pairwise(offsets))],
-            [first, *(t - first for t in times[1:])],
+            [offsets[0], *map(sub, offsets[1:], offsets)],
+            [first, *[t - first for t in times[1:]]],
             keys,
             headers,
             values,

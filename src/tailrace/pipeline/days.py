@@ -103,6 +103,8 @@ class Days:
         if end - begin > 1 and (max(sizes) > self._raw_bytes or max(map(len, groups)) > self._runs):
             return None
         last = offsets[end - 1]
+        times = records.times[begin:end]
+        one_day = min(times) // DAY_MS == max(times) // DAY_MS
         windows: list[Window] = []
         for shard, names in enumerate(groups):
             items: list[Arg] = []
@@ -114,14 +116,18 @@ class Days:
                 for reason, n in skipped.items():
                     items += ["C", f"skipped:{reason}", n]
             for name, rows in names.items():
-                self._append(items, records, name, rows)
+                self._append(items, records, name, rows, one_day)
             if items and last > marks[shard]:
                 windows.append(Window(shard, last, items))
         return windows
 
-    def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int]) -> None:
+    def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], one_day: bool) -> None:
         """Add the runs of one name: one, unless the running-maximum day changes inside."""
         times = records.times
+        if one_day:
+            newest = max(map(times.__getitem__, rows))
+            items += ["A", name, newest // DAY_MS, len(rows), newest, _encode_rows(records, rows)]
+            return
         begin, newest = 0, times[rows[0]]
         day = newest // DAY_MS
         for at, i in enumerate(rows):
@@ -147,16 +153,14 @@ class Days:
 
 
 def _encode_rows(records: Slice, rows: list[int]) -> bytes:
-    keys, values, headers = records.keys, records.values, records.headers
-    offsets, times = records.offsets, records.times
-    first = keys[rows[0]]
-    mine = [keys[i] for i in rows]
+    offsets, times, headers, values = records.offsets, records.times, records.headers, records.values
+    keys = [records.keys[i] for i in rows]
     return encode(
         Run.of(
             records.source,
             [offsets[i] for i in rows],
             [times[i] for i in rows],
-            [first] if mine.count(first) == len(mine) else mine,
+            keys[:1] if keys.count(keys[0]) == len(keys) else keys,
             None if headers is None else [headers[i] for i in rows],
             [values[i] for i in rows],  # type: ignore[misc]
         )
