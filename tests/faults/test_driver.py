@@ -88,13 +88,13 @@ def test_a_driver_that_was_stopped_and_comes_back_ends_and_nothing_is_doubled(st
 
 
 def test_a_driver_that_is_told_to_end_under_load_does_so_soon_and_leaves_no_process(standing: Standing) -> None:
-    pipeline = standing.pipeline()
+    pipeline, checkpoints = standing.pipeline(), standing.installation.folder / "checkpoint"
     with Load(standing.installation, standing.installation.topic("ended")) as load:
         load.wait_more()
-        family = pipeline.family()
+        family, kept = pipeline.family(), len(list(checkpoints.iterdir()))
         began = time.monotonic()
         pipeline.signal(signal.SIGTERM)
         assert pipeline.wait_end() == 0
         assert time.monotonic() - began < 10
         pipeline.wait_gone(family)
-    assert not list((standing.installation.folder / "checkpoint").iterdir())
+    assert len(list(checkpoints.iterdir())) == kept - 1

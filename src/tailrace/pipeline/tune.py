@@ -93,8 +93,8 @@ def warm(spark: Any) -> None:
     def nothing(batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
 
-    columns = "'' AS topic, 0 AS partition, id AS offset, id AS time, binary('') AS key, binary('') AS value"
-    rows = spark.range(0, 1, 1, 1).selectExpr(
-        *columns.split(", "), "array(struct('' AS key, binary('') AS value)) AS headers"
+    columns = (
+        "'' AS topic, 0 AS partition, id AS offset, id AS time, binary('') AS key, binary('') AS value, '' AS headers"
     )
+    rows = spark.range(0, 1, 1, 1).selectExpr(*columns.split(", "))
     rows.mapInArrow(nothing, rows.schema).write.format("noop").mode("overwrite").save()

@@ -8,7 +8,7 @@ from typing import Any
 
 import valkey.asyncio
 from valkey.asyncio.connection import BlockingConnectionPool, Connection, SSLConnection
-from valkey.exceptions import MovedError
+from valkey.exceptions import ValkeyError
 
 from tailrace.stores.keys import Keys
 from tailrace.stores.valkey import Address, Arg, StoreOptions, homes, translated
@@ -68,8 +68,8 @@ class Nodes:
                         pipeline.execute_command(*commands[i][1])
                     for i, answer in zip(wanted, await pipeline.execute(), strict=True):
                         answers[i] = answer
-            except MovedError:
-                self._homes = []
+            except ValkeyError:
+                self._homes = []  # the shard may be on another node by now
                 raise
         _heed_cancellation()
         return answers
@@ -86,9 +86,9 @@ class Nodes:
                 client = self._blocking[shard] = _plain(given, 1)
             try:
                 answer = await client.execute_command(*command)
-            except MovedError:
+            except ValkeyError:
                 self._homes = []
-                del self._blocking[shard]
+                await self._blocking.pop(shard).aclose()
                 raise
         _heed_cancellation()
         return answer

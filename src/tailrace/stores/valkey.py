@@ -18,7 +18,7 @@ import valkey
 import valkey.asyncio
 from valkey.connection import Connection, ConnectionPool, SSLConnection, parse_url
 from valkey.crc import key_slot
-from valkey.exceptions import BusyLoadingError, MovedError, ResponseError, ValkeyError
+from valkey.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, ResponseError, ValkeyError
 
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreMismatch, StoreUnavailable
 from tailrace.stores.functions import CODE, LIBRARY, function
@@ -81,6 +81,10 @@ def run_id_of(info: bytes | str) -> str:
     return next((line[7:] for line in text.splitlines() if line.startswith("run_id:")), "")
 
 
+# The client takes the code off an answer for which it has a class, and only off those.
+_FOR_NOW = (OutOfMemoryError, ReadOnlyError)
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """Turn the driver's exceptions into ours."""
@@ -88,14 +92,20 @@ def translated() -> Iterator[None]:
         yield
     except (valkey.ConnectionError, valkey.TimeoutError, BusyLoadingError, OSError) as error:
         raise StoreUnavailable(f"valkey does not answer: {error}; is it running, and is valkey.url right?") from error
-    except MovedError as error:
-        raise StoreUnavailable(f"valkey moved a shard to another node ({error}); it is looked up again") from error
+    except _FOR_NOW as error:
+        raise StoreUnavailable(f"valkey refuses calls for now: {_said(error)}") from None
     except ResponseError as error:
-        if str(error).startswith(("OOM", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "LOADING")):
-            raise StoreUnavailable(f"valkey refuses writes for now: {error}") from error
-        raise StoreError(f"valkey refused a call: {error}") from error
+        said = _said(error)
+        if said.startswith(("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "MISCONF", "NOREPLICAS")):
+            raise StoreUnavailable(f"valkey refuses calls for now: {said}") from None
+        raise StoreError(f"valkey refused a call: {said}") from None
     except ValkeyError as error:
-        raise StoreError(f"valkey refused a call: {error}") from error
+        raise StoreError(f"valkey refused a call: {_said(error)}") from None
+
+
+def _said(error: ValkeyError) -> str:
+    """Return what the server said, without the call and its data, which the client puts in front."""
+    return str(error).rpartition(" of pipeline caused error: ")[2]
 
 
 class Shards:
@@ -156,8 +166,8 @@ class Shards:
                         pipeline.execute_command("FCALL", function(name), 1, self.keys.tag(shard), *args)
                     for i, answer in zip(wanted, pipeline.execute(), strict=True):
                         answers[i] = answer
-            except MovedError:
-                self._homes = []
+            except ValkeyError:
+                self._homes = []  # the shard may be on another node by now
                 raise
         return answers
 
