@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,12 @@ class Spark:
         self.spark = session(self.settings, fetch("spark", cache_folder(self.settings.spark.jars)))
         self._checkpoints = checkpoints
 
-    def run(self, topic: str, events: int, kind: str) -> float:
+    def run(self, topic: str, partitions: int, events: int, kind: str) -> float:
         """Read the whole topic; return events per second over the batches."""
-        options = reader_options(self.settings, {}) | {"subscribePattern": f"^{topic}$", "startingOffsets": "earliest"}
+        options = reader_options(self.settings, {}, partitions) | {
+            "subscribePattern": f"^{topic}$",
+            "startingOffsets": "earliest",
+        }
         rows = (
             self.spark.readStream.format("kafka")
             .options(**options)
@@ -183,15 +187,13 @@ def measure(options: argparse.Namespace, kafka: EmbeddedKafka, store: EmbeddedVa
         for names in map(int, options.names.split(",")):
             topic = f"p{partitions}-n{names}"
             produce(kafka.address, topic, partitions, names, events)
+            through_spark = partial(spark.run, topic, partitions, events)
             jobs: dict[str, tuple[list[int], Callable[[], float]]] = {}
             if not bare:
-                jobs["nothing"] = (spark.pids(), lambda topic=topic: spark.run(topic, events, "nothing"))  # type: ignore[misc]
-                jobs["handed"] = (spark.pids(), lambda topic=topic: spark.run(topic, events, "handed"))  # type: ignore[misc]
-            jobs["days"] = (spark.pids(), lambda topic=topic: spark.run(topic, events, "days"))  # type: ignore[misc]
-            jobs["plain"] = (
-                [os.getpid()],
-                lambda topic=topic, n=partitions: plain(kafka.address, store.port, topic, n, events),  # type: ignore[misc]
-            )
+                jobs["nothing"] = (spark.pids(), partial(through_spark, "nothing"))
+                jobs["handed"] = (spark.pids(), partial(through_spark, "handed"))
+            jobs["days"] = (spark.pids(), partial(through_spark, "days"))
+            jobs["plain"] = ([os.getpid()], partial(plain, kafka.address, store.port, topic, partitions, events))
             for kind, (pids, job) in jobs.items():
                 rates, costs = [], []
                 for _ in range(options.repeat):

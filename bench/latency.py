@@ -76,7 +76,8 @@ async def receive(url: str, topic: str, expected: int, latencies: list[float], r
 async def measure(url: str, bootstrap: str, rate: int, partitions: int, seconds: float) -> dict[str, Any]:
     """Send at one rate to a new topic and return the spread of latencies."""
     topic = f"latency-{rate}-{partitions}-{time.time_ns()}"
-    AdminClient({"bootstrap.servers": bootstrap}).create_topics([NewTopic(topic, partitions, 1)])[topic].result()
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
     await asyncio.to_thread(send, bootstrap, topic, 100, 5)
     await asyncio.sleep(2)
     latencies: list[float] = []

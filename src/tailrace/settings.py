@@ -223,7 +223,7 @@ class Spark(Section):
     )
     trigger: Annotated[timedelta, BeforeValidator(parse_duration), Field(ge=timedelta(0))] = timedelta(milliseconds=100)
     max_records: Count = 200_000
-    driver_memory: Memory = "1g"
+    driver_memory: Memory = "2g"
     tasks: Annotated[int, Field(ge=0)] = 0
     jars: str = ""
     conf: Annotated[Properties, AfterValidator(_spark_conf)] = Properties()

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,12 @@ def assert_ordered(ids: list[str]) -> None:
 class Pipeline:
     """One ``tailrace run``, started, killed and started again."""
 
-    def __init__(self, installation: Installation, name: str = "pipeline", **changes: str) -> None:
+    def __init__(
+        self, installation: Installation, name: str = "pipeline", arguments: Sequence[str] = (), **changes: str
+    ) -> None:
         self._part = Part(
             name=name,
-            command=(sys.executable, "-m", "tailrace", "run"),
+            command=(sys.executable, "-m", "tailrace", "run", *arguments),
             log=installation.folder / f"{name}.log",
             env=installation.environment(**changes) | {"PYTHONUNBUFFERED": "1"},
         )
@@ -248,17 +250,17 @@ class Standing:
         for pipeline in self._started:
             pipeline.__exit__()
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self, *, wait: bool = True) -> Pipeline:
         """Return the pipeline that runs; start one if the last test has ended it."""
         if self._started and self._started[-1].exit_code is None:
             return self._started[-1]
-        return self.another()
+        return self.another(wait=wait)
 
-    def another(self) -> Pipeline:
+    def another(self, *, wait: bool = True) -> Pipeline:
         """Start one more."""
         pipeline = Pipeline(self.installation, f"pipeline-{len(self._started):03d}", **self._changes)
         self._started.append(pipeline)
-        return pipeline.start()
+        return pipeline.start(wait=wait)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -8,6 +8,7 @@ that nobody else has. A driver that was overtaken by another one ends, and never
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import signal
@@ -119,7 +120,7 @@ class Job:
         shards = Shards(store_options(settings)).open()
         publisher: Publisher | None = None
         query: Any = None
-        checkpoint = Path(tempfile.mkdtemp(prefix="tailrace-", dir=_checkpoint_parent(settings)))
+        checkpoint = _new_checkpoint(settings.spark.checkpoint)
         try:
             prepare(shards)
             if self._epoch:
@@ -166,6 +167,7 @@ class Job:
         generations: dict[str, int],
     ) -> None:
         polled = time.monotonic()
+        planned = sum(len(topic.partitions) for topic in topics.values())
         while not stopping.wait(self._settings.pipeline.advance.total_seconds()):
             if not query.isActive:
                 raise failure_of(query)
@@ -190,6 +192,12 @@ class Job:
                     logger.warning("topic(s) created again: %s; starting a new generation", ", ".join(recreated))
                     return
                 generations.update(adopted)
+                partitions = sum(len(topic.partitions) for topic in current.values())
+                if partitions > max(16, 4 * planned):
+                    logger.info(
+                        "%d partitions, %d when the query began: starting it again to share memory", partitions, planned
+                    )
+                    return
 
     def _adopt(self, shards: Shards, topics: dict[str, Topic]) -> dict[str, int]:
         """Return each topic's generation; a topic whose id is not the stored one gets the next."""
@@ -280,9 +288,14 @@ def _with_gone(shards: Shards, generations: dict[str, int]) -> dict[str, int]:
     return {name.decode(): GONE for name in known} | generations
 
 
-def _checkpoint_parent(settings: Settings) -> Path | None:
-    if not settings.spark.checkpoint:
-        return None
-    folder = Path(settings.spark.checkpoint)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _new_checkpoint(parent: str) -> Path:
+    """Make a folder for one start, and remove those that killed drivers left beside it."""
+    prefix = "tailrace-"
+    if not parent:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    Path(parent).mkdir(parents=True, exist_ok=True)
+    for left in Path(parent).glob(f"{prefix}*-*"):
+        owner = left.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
