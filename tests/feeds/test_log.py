@@ -221,6 +221,49 @@ async def test_a_read_of_several_days_never_ends_early_while_others_come_and_go(
             await follower.close()
 
 
+async def test_every_name_that_one_call_touched_is_told_at_once(store: StoreOptions) -> None:
+    options = StoreOptions(store.url, prefix=store.prefix, shards=1)
+    writer = Writer(options)
+    async with rig(options) as feeds:
+        followers = [Follower(await feeds.open(name)) for name in ("a", "b", "c")]
+        await asyncio.sleep(0.2)
+        refresh = asyncio.create_task(asyncio.sleep(4))
+        await asyncio.to_thread(writer.write, [Record(i, key) for i, key in enumerate((b"a", b"b", b"c"))])
+        for follower in followers:
+            await follower.until(1)
+        assert not refresh.done(), "they were found by the refresh, not told"
+        refresh.cancel()
+        for follower in followers:
+            await follower.close()
+
+
+async def test_a_feed_ends_at_the_cursor_it_was_asked_to_end_at(store: StoreOptions) -> None:
+    wanted = _write(Writer(store), 20)
+    async with rig(store) as feeds:
+        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+        for begin, end in ((0, 9), (3, 4), (5, 5), (7, 2)):
+            got = await feeds.all("a", after=frames[begin].cursor, until=frames[end].cursor)
+            assert ids(got) == wanted[begin + 1 : end + 1]
+            assert controls(got)[-1] == "end"
+
+
+async def test_a_reader_takes_a_bounded_amount_of_what_is_held(store: StoreOptions) -> None:
+    writer = Writer(store)
+    value = json.dumps({"pad": random.Random(2).randbytes(50_000).hex()}).encode()
+    async with rig(store) as feeds:
+        feed = await feeds.open("a")
+        for i in range(0, 120, 4):
+            await asyncio.to_thread(writer.write, [Record(i + j, b"a", value) for j in range(4)])
+        await asyncio.sleep(0.5)
+        sizes: list[int] = []
+        async for frames in feed:
+            sizes.append(sum(len(f.data) for line in feed._lines for f in line.ahead if hasattr(f, "data") and f.data))
+            if any(b'"offset":119,' in f.data for f in frames if isinstance(f, Frame)):
+                break
+        assert max(sizes) < 4 << 20
+        await feed.aclose()
+
+
 async def test_a_damaged_log_stops_its_own_readers_and_nobody_else(store: StoreOptions) -> None:
     writer = Writer(store)
     good = _write(writer, 10, b"good")

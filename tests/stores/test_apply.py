@@ -205,6 +205,33 @@ def test_a_bucket_never_moves_back_and_the_future_is_clamped(store: StoreOptions
     assert asyncio.run(read_view(store))["a"] == [f"jobs:0:{i}" for i in range(7)]
 
 
+def test_a_window_with_thousands_of_days_is_applied_once(store: StoreOptions) -> None:
+    records = [Record(i, b"a", time=i * DAY + NOON % DAY) for i in range(6_000)]
+    writer = Writer(store)
+    writer.write(records)
+    writer.another_task().write(records)
+    assert asyncio.run(read_view(store))["a"] == [record.id for record in records]
+    assert read_counts(writer.shards, "days")["stored"] == 6_000
+
+
+def test_runs_with_large_headers_are_cut_so_that_they_can_be_read(store: StoreOptions) -> None:
+    carried: list[tuple[str, bytes | None]] = [("trace", random.Random(1).randbytes(9_000))]
+    records = [Record(i, b"a", headers=carried) for i in range(3_000)]
+    Writer(store).write(records)
+    assert asyncio.run(read_view(store))["a"] == [record.id for record in records]
+
+
+def test_names_by_path_take_any_number_and_skip_what_has_no_such_path(store: StoreOptions) -> None:
+    writer = Writer(store, name_paths=("job.queue", "job.n"))
+    long = b"9" * 5_000
+    values = [b'{"job":{"queue":"q","n":%b}}' % n for n in (b"1", b'"1"', long[:300], b"1e400")]
+    values += [b'{"job":{"queue":"q"}}', b'{"job":[1]}', b"17", b'{"x":%b,"job":{"queue":"z","n":2}}' % long]
+    writer.write([Record(i, b"k", value) for i, value in enumerate(values)])
+    names = ["q/=1", "q/1", "q/=" + "9" * 300, "q/=1e400", "z/=2"]
+    assert asyncio.run(read_view(store)) == dict(zip(names, [[f"jobs:0:{i}"] for i in (0, 1, 2, 3, 7)], strict=True))
+    assert read_counts(writer.shards, "days")["skipped:no-name"] == 3
+
+
 def test_a_topic_created_again_gets_a_new_generation_with_fresh_marks(any_store: StoreOptions) -> None:
     writer = Writer(any_store)
     assert int(writer.shards.call(0, "adopt", "jobs", "id-1")) == 0

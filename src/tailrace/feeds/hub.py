@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000
 REFRESH_S = 5.0
-READ_ENTRIES = 200
+READ_ENTRIES = 50
+"""Of one log, at once; one that grew by more is left to its readers."""
 
 Key = tuple[int, int]
 """A place in a log's own order: index of the segment, number."""
@@ -151,8 +152,8 @@ class Hub:
                 for key, entries in answer.items() if isinstance(answer, dict) else answer or ():
                     seen[key.decode()] = entries[-1][0].decode()
                     for _, fields in entries:
-                        values = fields.values() if isinstance(fields, dict) else fields[1::2]
-                        self._touch(name.decode() for name in values)
+                        names = fields if isinstance(fields, dict) else fields[::2]
+                        self._touch(name.decode() for name in names)
             except TailraceError as error:
                 logger.warning("tails of shards %s: %s", shards, error)
                 seen = {}
@@ -195,8 +196,9 @@ class Hub:
         for channel, segments in zip(channels, await self._logs.segments_of([c.name for c in channels]), strict=True):
             epoch, head = channel.epoch, channel.head
             if segments and segments[-1].epoch != epoch:
-                first = next(s for s in segments if s.epoch == segments[-1].epoch)
-                epoch, head = renewed[channel] = first.epoch, (first.index, first.first - 1)
+                # A new channel, or a new epoch: it begins at the end; readers that are not there yet read the store.
+                last = segments[-1]
+                epoch, head = renewed[channel] = last.epoch, (last.index, last.last)
             for segment in segments:
                 if segment.epoch == epoch and (segment.index, segment.last) > head:
                     places.append((channel, segment, head[1] if segment.index == head[0] else segment.first - 1))

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from heapq import heapify, heappop, heapreplace
 
 import msgspec
 
@@ -84,10 +85,15 @@ class LogFeeds:
         """Take ``count`` events from the ends of all logs, always the latest of those that are left."""
         tails = [await last_events(self._logs, name, count) for name in names]
         taken = [0] * len(names)
+        heads = [(-tail[0][0], i) for i, tail in enumerate(tails) if tail]
+        heapify(heads)
         for _ in range(min(count, sum(map(len, tails)))):
-            left = [i for i, tail in enumerate(tails) if taken[i] < len(tail)]
-            latest = max(left, key=lambda i: tails[i][taken[i]][0])
-            taken[latest] += 1
+            i = heads[0][1]
+            taken[i] += 1
+            if taken[i] < len(tails[i]):
+                heapreplace(heads, (-tails[i][taken[i]][0], i))
+            else:
+                heappop(heads)
         return [tail[n - 1][1] if n else end for tail, n, end in zip(tails, taken, ends, strict=True)]
 
 
@@ -129,7 +135,9 @@ class Feed:
         try:
             for name, start, end in zip(request.names, self._starts, self._ends, strict=True):
                 channel = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
-                self._lines.append(_Line(Reader(self._logs, name, start, channel), end))
+                line = _Line(Reader(self._logs, name, start, channel), end)
+                self._lines.append(line)
+                self._check_until(line)
             await self._fill()
             if request.on_gap == "fail":
                 for line in self._lines:
@@ -210,6 +218,8 @@ class Feed:
             line = self._next_line()
             if line is None:
                 break
+            if isinstance(line.ahead[0], Gap) and frames and self._request.on_gap == "fail":
+                break  # what precedes the gap goes out first
             item = line.ahead.popleft()
             if isinstance(item, Gap):
                 frames.append(self._gap(line, item))
@@ -246,9 +256,8 @@ class Feed:
     def _check_until(self, line: _Line) -> None:
         until = self._request.until
         if until is not None:
-            wanted = until.positions[self._lines.index(line)]
-            if line.position.epoch == wanted.epoch and line.position.number >= wanted.number:
-                line.done = True
+            wanted, reached = until.positions[self._lines.index(line)], line.position
+            line.done = (reached.epoch, reached.number) >= (wanted.epoch, wanted.number)
 
     def _gap(self, line: _Line, gap: Gap) -> AnyFrame:
         if self._request.on_gap == "fail":

@@ -36,7 +36,7 @@ class Reader:
     async def next(self) -> list[Piece | Gap]:
         """Return what follows the position, and move behind it; nothing at the end of the log."""
         held = self._channel.after(self.position.epoch, self.key) if self._index >= 0 else None
-        pieces: list[Piece | Gap] = list(held) if held is not None else await self._from_store()
+        pieces: list[Piece | Gap] = _some(held) if held is not None else await self._from_store()
         for piece in reversed(pieces):
             if isinstance(piece, Piece):
                 self._move(piece.segment, piece.entry.last)
@@ -73,6 +73,18 @@ class Reader:
         self.position = Position(segment.epoch, number)
 
 
+def _some(held: list[Piece]) -> list[Piece | Gap]:
+    """Return the first pieces of what a channel holds: no more than one reader takes at once."""
+    taken: list[Piece | Gap] = []
+    size = 0
+    for piece in held:
+        if taken and size + piece.entry.size > READ_BYTES:
+            break
+        taken.append(piece)
+        size += piece.entry.size
+    return taken
+
+
 async def end_of(logs: Logs, name: str) -> Position:
     """Return the place after everything that a log has."""
     segments = await logs.segments(name)
@@ -106,12 +118,14 @@ async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
 async def last_events(logs: Logs, name: str, count: int) -> list[tuple[int, Position]]:
     """Return (own time, place before it) of a log's last ``count`` events, the latest first."""
     found: list[tuple[int, Position]] = []
+    step = 1
     for segment in reversed(await logs.segments(name)):
         before = segment.last
         while before >= segment.first and len(found) < count:
-            entries = await logs.read_back(name, segment, before, 50)
+            entries = await logs.read_back(name, segment, before, step)
             if not entries:
                 break
+            step = min(50, 2 * step)
             for entry in entries:
                 numbered = zip(range(entry.last, entry.first - 1, -1), reversed(entry.run.times), strict=True)
                 found += [(time_ms, Position(segment.epoch, number - 1)) for number, time_ms in numbered]

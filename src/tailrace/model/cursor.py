@@ -132,7 +132,8 @@ _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w
 _ISO = re.compile(
     r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+-]\d\d:?\d\d)?|(Z))?", re.ASCII | re.IGNORECASE
 )
-MAX_LAST = 1_000_000
+MAX_LAST = 100_000
+"""Events that ``-N`` may ask for, over all names: their places are all looked up before the first is sent."""
 
 
 def parse_start(text: str, names: int, now_ms: int) -> Start:
@@ -144,8 +145,8 @@ def parse_start(text: str, names: int, now_ms: int) -> Start:
         return FromEnd()
     if re.fullmatch(r"-\d{1,7}", text, re.ASCII):
         count = int(text[1:])
-        if count > MAX_LAST:
-            raise BadRequest(f"from={text}: at most the last {MAX_LAST} events can be asked for; use a time")
+        if count * names > MAX_LAST:
+            raise BadRequest(f"from={text} over {names} name(s): at most {MAX_LAST} events in all; use a time")
         return FromLast(count)
     time_ms = _time(text.removeprefix("@"), now_ms)
     if time_ms is not None:
@@ -156,7 +157,7 @@ def parse_start(text: str, names: int, now_ms: int) -> Start:
 
 
 def parse_time(text: str, now_ms: int) -> int:
-    """Read a time: ISO 8601 (UTC unless it says otherwise), an age like ``-1h``, or ``@`` and Unix seconds."""
+    """Read a time: ISO 8601 (UTC unless it says otherwise) or an age like ``-1h``; ``@`` may stand before it."""
     time_ms = _time(text.strip().removeprefix("@"), now_ms)
     if time_ms is None:
         raise BadRequest(f"cannot read time {text[:80]!r}: 2026-11-15T08:00:00Z, or an age like -1h")

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tailrace.model.name import key_elements
+from tailrace.model.name import Literal, key_elements
 
 Headers: TypeAlias = list[tuple[str, bytes | None]]
 """Kafka's headers of one record, in order; a name may occur several times."""
@@ -71,10 +71,10 @@ def key_json(key: bytes | None) -> bytes:
     elements = key_elements(key)
     if elements is None:
         return _encode({"base64": b64encode(key).decode()})
-    try:
+    if len(elements) == 1 and not key.startswith(b"["):
         return _encode(elements)
-    except UnicodeEncodeError:
-        return _encode({"base64": b64encode(key).decode()})
+    shown = (e.encode() if isinstance(e, Literal) else _encode(e) for e in elements)
+    return b"[" + b",".join(shown).translate(None, b"\r\n") + b"]"
 
 
 def headers_json(headers: Headers | None) -> bytes:

@@ -14,8 +14,12 @@ import msgspec
 MAX_NAME_BYTES = 4096
 """A longer name is refused: it would be a Valkey key of its own length for every segment."""
 
-_decode = msgspec.json.Decoder().decode
-_encode = msgspec.json.Encoder().encode
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class Literal(str):
+    """An element that is no string, as the text it was written with: ``42``, ``4.20``, ``null``, ``{"a":1}``."""
 
 
 class Unnameable(ValueError):
@@ -26,25 +30,29 @@ class Unnameable(ValueError):
         super().__init__(reason)
 
 
-def key_elements(key: bytes | None) -> list[object] | None:
+def key_elements(key: bytes | None) -> list[str] | None:
     """Return the elements of a record's key: a JSON array is its elements, any other text is one string.
 
     None for a missing key and for bytes that are no text.
     """
     if key is None:
         return None
-    if key[:1] == b"[":
-        try:
-            elements = _decode(key)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            if isinstance(elements, list):
-                return elements
     try:
-        return [key.decode()]
+        text = key.decode()
     except UnicodeDecodeError:
         return None
+    if key[:1] == b"[":
+        try:
+            return [element_of(raw) for raw in _decode_list(key)]
+        except (ValueError, RecursionError):
+            pass
+    return [text]
+
+
+def element_of(raw: msgspec.Raw) -> str:
+    """Return a piece of JSON as an element: a string as itself, all else as it was written, digit for digit."""
+    written = bytes(raw)
+    return _decode_text(written) if written[:1] == b'"' else Literal(written.decode())
 
 
 def name_of_key(key: bytes | None) -> str:
@@ -57,7 +65,7 @@ def name_of_key(key: bytes | None) -> str:
     return join(elements)
 
 
-def join(elements: list[object]) -> str:
+def join(elements: list[str]) -> str:
     """Join key elements to a name. Distinct lists give distinct names."""
     if not elements:
         raise Unnameable("empty-key")
@@ -73,11 +81,11 @@ def join(elements: list[object]) -> str:
     return name
 
 
-def _escape(element: object) -> str:
-    if isinstance(element, str):
-        text = element.replace("%", "%25").replace("/", "%2F")
-        return "%3D" + text[1:] if text.startswith("=") else text
-    return "=" + _encode(element).decode().replace("%", "%25").replace("/", "%2F")
+def _escape(element: str) -> str:
+    text = element.replace("%", "%25").replace("/", "%2F")
+    if isinstance(element, Literal):
+        return "=" + text
+    return "%3D" + text[1:] if text.startswith("=") else text
 
 
 def shard_of(name: str, shards: int) -> int:

@@ -139,6 +139,11 @@ def encode(run: Run) -> bytes:
     return _ZSTD + _codec.compress(body)
 
 
+def raw_size(stored: bytes) -> int:
+    """Return how large a stored run is when it is not compressed, without decoding it."""
+    return int(zstandard.frame_content_size(stored[1:])) if stored[:1] == _ZSTD else len(stored)
+
+
 def decode(stored: bytes) -> Run:
     """Read a stored run."""
     codec, body = stored[:1], stored[1:]

@@ -5,20 +5,19 @@ The cut of a slice is shared by all views that keep logs: they differ in the nam
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
 
 from tailrace.model.bucket import DAY_MS
-from tailrace.model.name import Unnameable, join, name_of_key, shard_of
+from tailrace.model.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.model.run import Run, encode
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Window, home_of
 from tailrace.stores.valkey import Arg
 
-_decode = msgspec.json.Decoder().decode
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 CACHED_NAMES = 200_000
 """Names remembered by key in one process; the memory is emptied when it is full."""
@@ -72,6 +71,7 @@ class Days:
         dead = 0
         keys, values, offsets, bad = records.keys, records.values, records.offsets, records.poison
         routes, by_key = self._routes, self._paths is None
+        heads = records.headers
         first_home = bisect_right(offsets, marks[home])
         settled = offsets[begin] > max(marks)
         for i in range(begin, end):
@@ -99,8 +99,9 @@ class Days:
                 groups[shard][name] = [i]
             else:
                 rows.append(i)
-            sizes[shard] += len(value)
-        if end - begin > 1 and (max(sizes) > self._raw_bytes or max(map(len, groups)) > self._runs):
+            sizes[shard] += len(value) if heads is None and by_key else _weight(records, i)
+        divisible = end - begin > 1
+        if divisible and (max(sizes) > self._raw_bytes or max(map(len, groups)) > self._runs):
             return None
         last = offsets[end - 1]
         times = records.times[begin:end]
@@ -115,19 +116,23 @@ class Days:
                     items += ["C", "dead", dead]
                 for reason, n in skipped.items():
                     items += ["C", f"skipped:{reason}", n]
+            runs = 0
             for name, rows in names.items():
-                self._append(items, records, name, rows, one_day)
+                runs += self._append(items, records, name, rows, one_day)
+                if divisible and runs > self._runs:
+                    return None
             if items and last > marks[shard]:
                 windows.append(Window(shard, last, items))
         return windows
 
-    def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], one_day: bool) -> None:
-        """Add the runs of one name: one, unless the running-maximum day changes inside."""
+    def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], one_day: bool) -> int:
+        """Add the runs of one name: one, unless the running-maximum day changes inside; return how many."""
         times = records.times
         if one_day:
             newest = max(map(times.__getitem__, rows))
             items += ["A", name, newest // DAY_MS, len(rows), newest, _encode_rows(records, rows)]
-            return
+            return 1
+        runs = 1
         begin, newest = 0, times[rows[0]]
         day = newest // DAY_MS
         for at, i in enumerate(rows):
@@ -136,9 +141,11 @@ class Days:
                 if time_ms // DAY_MS != day:
                     items += ["A", name, day, at - begin, newest, _encode_rows(records, rows[begin:at])]
                     begin, day = at, time_ms // DAY_MS
+                    runs += 1
                 newest = time_ms
         part = rows[begin:] if begin else rows
         items += ["A", name, day, len(part), newest, _encode_rows(records, part)]
+        return runs
 
     def _route(self, key: bytes | None, value: bytes) -> tuple[int, str]:
         if self._paths is not None:
@@ -150,6 +157,13 @@ class Days:
             self._routes.clear()
         self._routes[key] = route
         return route
+
+
+def _weight(records: Slice, i: int) -> int:
+    """Return about how many bytes a record adds to its run."""
+    headers = records.headers[i] if records.headers is not None else ()
+    carried = sum(len(name) + len(value or b"") for name, value in headers)
+    return len(records.values[i] or b"") + len(records.keys[i] or b"") + carried
 
 
 def _encode_rows(records: Slice, rows: list[int]) -> bytes:
@@ -167,19 +181,15 @@ def _encode_rows(records: Slice, rows: list[int]) -> bytes:
     )
 
 
-def _elements(value: bytes, paths: Sequence[Sequence[str]]) -> list[object]:
-    """Return what the paths find in a value; a path that leads nowhere makes the record unnameable."""
-    try:
-        document = _decode(value)
-    except ValueError:
-        # A number that no machine type holds is normal JSON; the slower parser takes it.
-        document = json.loads(value)
-    found: list[object] = []
+def _elements(value: bytes, paths: Sequence[Sequence[str]]) -> list[str]:
+    """Return what the paths find in a value, digit for digit; a path that leads nowhere makes the record unnameable."""
+    found: list[str] = []
     for path in paths:
-        part = document
+        part = msgspec.Raw(value)
         for step in path:
-            if not isinstance(part, dict) or step not in part:
-                raise Unnameable("no-name")
-            part = part[step]
-        found.append(part)
+            try:
+                part = _members(part)[step]
+            except (ValueError, KeyError):
+                raise Unnameable("no-name") from None
+        found.append(element_of(part))
     return found

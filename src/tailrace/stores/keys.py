@@ -14,7 +14,7 @@ name, which may be any text, comes last and no two names share a key.
     …:names:<view>               zset    every name with a log, in lexical order
     …:log:<view>:<name>          hash    the log's current segment, and one field for each earlier one
     …:seg:<view>:<index>:<name>  stream  <last number>-<events> -> r: run, t: running-maximum time
-    …:tail                       stream  view, name of every log touched, capped
+    …:tail                       stream  name -> view of every log touched, capped
     …:outbox                     stream  <number>-0 -> e, i, t, k, v: what must reach Kafka
     <prefix>:{0}:topics          hash    topic -> generation and topic id
     <prefix>:{0}:drivers         string  the last driver epoch given out

@@ -13,7 +13,7 @@ import msgspec
 
 from tailrace.errors import StoreError
 from tailrace.model.name import shard_of
-from tailrace.model.run import Run, decode
+from tailrace.model.run import Run, decode, raw_size
 from tailrace.model.segment import Segment
 from tailrace.stores.nodes import Nodes
 
@@ -27,7 +27,7 @@ class Entry(msgspec.Struct, frozen=True):
     """The log's running-maximum time."""
     run: Run
     size: int
-    """Bytes of its values, for limits on memory."""
+    """Bytes of the run when it is not compressed, for limits on memory."""
 
 
 class Logs:
@@ -115,4 +115,4 @@ def _entry(entry_id: bytes, fields: Any) -> Entry:
         raise StoreError(
             f"a stored run ({entry_id.decode()}) cannot be read: {error}; rebuild the view from Kafka"
         ) from error
-    return Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, sum(map(len, run.values)))
+    return Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, raw_size(named[b"r"]))

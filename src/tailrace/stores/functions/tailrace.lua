@@ -58,6 +58,9 @@ local function append(tag, view, epoch, limit, number, name, bucket, count, newe
   return last
 end
 
+-- How many names and views one entry of the tail holds.
+local TOLD = 1000
+
 -- apply(view, driver epoch, source, mark seen, new mark, bucket span ms, future limit ms, tail length, items…)
 --   A name bucket count newest run   append a run to a log
 --   O id topic key value             put a message into the outbox
@@ -76,7 +79,7 @@ local function apply(keys, args)
   local now = redis.call('TIME')
   local limit = math.floor((now[1] * 1000 + args[7]) / args[6])
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
-  local began, appended, touched = number, 0, {}
+  local began, appended, touched, seen = number, 0, {}, {}
   local i, n = 9, #args
   while i <= n do
     local kind = args[i]
@@ -85,8 +88,11 @@ local function apply(keys, args)
       number = append(tag, view, epoch, limit, number, args[i + 1], tonumber(args[i + 2]), count,
         tonumber(args[i + 4]), args[i + 5])
       appended = appended + count
-      touched[#touched + 1] = view
-      touched[#touched + 1] = args[i + 1]
+      if not seen[args[i + 1]] then
+        seen[args[i + 1]] = true
+        touched[#touched + 1] = args[i + 1]
+        touched[#touched + 1] = view
+      end
       i = i + 6
     elseif kind == 'O' then
       number = number + 1
@@ -107,7 +113,11 @@ local function apply(keys, args)
   if number > began then redis.call('SET', tag .. ':number', text(number)) end
   if appended > 0 then
     redis.call('HINCRBY', tag .. ':counts:' .. view, 'stored', appended)
-    redis.call('XADD', tag .. ':tail', 'MAXLEN', '~', args[8], '*', unpack(touched))
+    -- Lua hands over a limited number of arguments at once.
+    for first = 1, #touched, TOLD do
+      redis.call('XADD', tag .. ':tail', 'MAXLEN', '~', args[8], '*',
+        unpack(touched, first, math.min(first + TOLD - 1, #touched)))
+    end
   end
   redis.call('HSET', marks, source, args[5])
   return {'ok', args[5]}
