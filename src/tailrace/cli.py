@@ -118,7 +118,7 @@ def tail(
     after: Annotated[str | None, typer.Option("--after", metavar="CURSOR", help="Begin after this cursor.")] = None,
     limit: Annotated[int | None, typer.Option("-n", "--max", min=1, help="End after so many events.")] = None,
     ends: Annotated[bool, typer.Option("-e", "--exit", help="End at the last event there is.")] = False,
-    until: Annotated[str | None, typer.Option("--until", metavar="TIME", help="End before this time.")] = None,
+    until: Annotated[str | None, typer.Option("--until", metavar="TIME", help="End after this time.")] = None,
     json: Json = False,
     on_gap: Annotated[str, typer.Option("--on-gap", help="What to do when events are gone: skip or fail.")] = "skip",
     missing: Annotated[

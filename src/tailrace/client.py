@@ -104,7 +104,7 @@ class River:
             names: the streams.
             after: a cursor; begin with the event after it.
             start: ``start``, ``end``, ``-N``, a time, ``-1h`` or a cursor; ``end`` when following, else ``start``.
-            until: a time; end before the first event of that time or later.
+            until: a time; events up to and including it are sent.
             limit: end after so many events.
             follow: wait for new events, or end at the last one there is.
             missing: ``wait`` for a stream that does not exist yet, or ``fail``.

@@ -18,7 +18,6 @@
     ├── StoreError                    the store answered, and said no
     │   ├── StoreChanged              store.changed        another server process than the one the marks were read from
     │   ├── StaleDriver               driver.stale         a newer driver owns the view
-    │   ├── MarkMoved                 mark.moved           another task has applied a part of this range
     │   └── StoreMismatch             store.mismatch       shards or format differ from what is stored
     ├── PipelineError                 pipeline.failed      the streaming query ended and must be started again
     └── EmbeddedError                 embedded.failed      a part of the one-machine stack
@@ -44,7 +43,6 @@ __all__ = [
     "DirectoryInUse",
     "EmbeddedError",
     "EventRefused",
-    "MarkMoved",
     "Overloaded",
     "PipelineError",
     "PrerequisiteMissing",
@@ -220,20 +218,6 @@ class StaleDriver(StoreError):
 
     def __reduce__(self) -> tuple[type[StaleDriver], tuple[str, int, int]]:
         return type(self), (self.view, self.mine, self.stored)
-
-
-class MarkMoved(StoreError):
-    """A part of the range was applied by another task; ``mark`` is where it stands now. Cut again from there."""
-
-    code = "mark.moved"
-    retryable = True
-
-    def __init__(self, mark: int) -> None:
-        self.mark = mark
-        super().__init__(f"the mark stands at {mark}: cut the range again after it")
-
-    def __reduce__(self) -> tuple[type[MarkMoved], tuple[int]]:
-        return type(self), (self.mark,)
 
 
 class StoreMismatch(StoreError):

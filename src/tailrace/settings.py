@@ -237,7 +237,7 @@ class Pipeline(Section):
         tuple[Annotated[str, AfterValidator(_view)], ...], BeforeValidator(_names), Field(min_length=1)
     ] = ("days",)
     window_bytes: Annotated[Size, Field(ge=1024, le=64 * 2**20)] = 256 * 2**10
-    window_runs: Annotated[int, Field(ge=1, le=5_000)] = 500
+    window_runs: Annotated[int, Field(ge=1, le=2_000)] = 500
     max_event_bytes: Annotated[Size, Field(ge=1024, le=64 * 2**20)] = 2**20
     max_depth: Annotated[int, Field(ge=1, le=500)] = 200
     advance: Duration = timedelta(seconds=1)
@@ -259,7 +259,7 @@ class Serve(Section):
         milliseconds=5
     )
     coalesce_bytes: Size = 64 * 2**10
-    heartbeat: Annotated[Duration, Field(le=timedelta(seconds=30))] = timedelta(seconds=15)
+    heartbeat: Annotated[Duration, Field(le=timedelta(seconds=15))] = timedelta(seconds=15)
     retry: Duration = timedelta(seconds=2)
     client_bytes: Size = 256 * 2**10
     send_timeout: Duration = timedelta(seconds=30)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.bucket import DAY_MS, bucket_of, clamp, day_text, is_late
+from tailrace.model.bucket import DAY_MS, bucket_of, day_text, is_late
 from tailrace.model.event import Source, event_id, headers_json, iso_time, key_json
 from tailrace.model.frontier import Progress, frontier
 from tailrace.model.poison import poison
@@ -60,13 +60,6 @@ def test_what_passes_can_be_parsed(value: bytes) -> None:
 )
 def test_poison_has_a_reason(value: bytes, reason: str | None) -> None:
     assert poison(value, 10_000, 200) == reason
-
-
-@given(st.integers(), st.none() | st.integers(0, 100), st.integers(0, 100))
-def test_a_bucket_is_between_its_floor_and_the_limit(bucket: int, floor: int | None, limit: int) -> None:
-    stored = clamp(bucket, floor, limit)
-    assert floor is None or stored >= floor
-    assert stored <= max(limit, floor if floor is not None else limit)
 
 
 def test_days_are_utc() -> None:

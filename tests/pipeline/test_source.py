@@ -124,8 +124,9 @@ def test_a_view_that_is_new_does_not_make_a_gap_of_what_others_have_applied() ->
     assert _start({("jobs", 0): (40, 100)}, {Source("jobs", 0): 80}, {}) == ({"0": 40}, [])
 
 
-def test_a_mark_beyond_the_end_begins_at_the_end() -> None:
-    assert _start({("jobs", 0): (0, 10)}, {Source("jobs", 0): 50}) == ({"0": 10}, [])
+def test_a_mark_beyond_the_end_begins_at_the_end_and_is_told() -> None:
+    told = [LostRange("jobs:0", 10, 51)]
+    assert _start({("jobs", 0): (0, 10)}, {Source("jobs", 0): 50}) == ({"0": 10}, told)
 
 
 def test_a_generation_has_marks_of_its_own() -> None:

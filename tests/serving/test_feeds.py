@@ -277,5 +277,5 @@ def test_a_feed_that_fails_later_says_so_in_a_frame_and_ends(
     with followed(client, "/v1/streams/a/events?from=start") as found:
         *before, failure = found
     assert [data(frame)["data"] for frame in before if frame.data] == list(range(len(before) - 1))
-    assert (failure.id, failure.event, data(failure)["code"]) == (None, "problem", "internal")
+    assert (failure.id, failure.event, data(failure)["code"]) == (None, "problem", "store.refused")
     assert b"secret" not in (failure.data or b"")

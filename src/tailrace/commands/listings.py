@@ -39,6 +39,9 @@ def days(name: str, *, json: bool, url: str) -> None:
     _table(("day", "events", "bytes", "first", "last", "state"), rows)
 
 
+_FIGURES = ("rate", "lag", "batch_ms", "in", "stored", "skipped", "dead", "unaccounted", "outbox", "restarts")
+
+
 def status(*, json: bool, url: str) -> None:
     """Print what the parts do."""
     answer = _ask(url, lambda river: river.status())
@@ -50,12 +53,12 @@ def status(*, json: bool, url: str) -> None:
     _table(("part", "state", ""), [(_text(p, "name"), _text(p, "state"), r) for p, r in zip(parts, rest, strict=True)])
     views = [(name, view) for name, view in answer.get("views", {}).items() if isinstance(view, dict)]
     _table(
-        ("view", "events/s", "lag", "batch ms", "in", "stored", "skipped", "dead"),
-        [
-            (name, *(_text(view, key) for key in ("rate", "lag", "batch_ms", "in", "stored", "skipped", "dead")))
-            for name, view in views
-        ],
+        tuple(key.replace("_", " ") for key in ("view", *_FIGURES)),
+        [(name, *(_text(view, key) for key in _FIGURES)) for name, view in views],
     )
+    gaps = [(_text(gap, "source"), _text(gap, "first"), _text(gap, "until")) for _, v in views[:1] for gap in v.get("gaps", ())]
+    if gaps:
+        _table(("dropped by Kafka before it was read", "from offset", "until"), gaps)
 
 
 def _ask(url: str, question: Callable[[River], Awaitable[T]]) -> T:

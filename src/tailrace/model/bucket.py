@@ -7,7 +7,7 @@ again.
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 
 DAY_MS = 86_400_000
 _EPOCH = date(1970, 1, 1)
@@ -18,12 +18,6 @@ def bucket_of(time_ms: int, span_ms: int = DAY_MS) -> int:
     return time_ms // span_ms
 
 
-def clamp(bucket: int, floor: int | None, limit: int) -> int:
-    """Return where a record of ``bucket`` is stored: the rule that ``apply`` carries out inside the store."""
-    wanted = min(bucket, limit)
-    return wanted if floor is None else max(wanted, floor)
-
-
 def is_late(time_ms: int, bucket: int, span_ms: int = DAY_MS) -> bool:
     """Return whether a record was stored in a later bucket than its own time says."""
     return time_ms // span_ms < bucket
@@ -32,8 +26,3 @@ def is_late(time_ms: int, bucket: int, span_ms: int = DAY_MS) -> bool:
 def day_text(bucket: int) -> str:
     """Return a day bucket as ``2026-11-15``."""
     return (_EPOCH + timedelta(days=bucket)).isoformat()
-
-
-def day_start(bucket: int) -> datetime:
-    """Return the first moment of a day bucket."""
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=bucket)

@@ -87,6 +87,7 @@ class Job:
         self._owner = settings.pipeline.views[0] in chosen
         self.views = ("intake", *chosen) if self._owner else tuple(chosen)
         self._restarts = 0
+        self._failure = ""
         self._epoch = 0
         self._broker = Broker(settings)
 
@@ -108,6 +109,7 @@ class Job:
                 if time.monotonic() - began > HEALTHY_S:
                     pause = BACKOFF_S[0]
                 self._restarts += 1
+                self._failure = str(error)
                 logger.warning("%s; starting again from the marks in %.1f s", error, pause)
                 stopping.wait(pause)
                 pause = min(2 * pause, BACKOFF_S[1])
@@ -130,7 +132,7 @@ class Job:
             generations = self._adopt(shards, topics)
             marks = [lowest(read_marks(shards, view)) for view in self.views]
             starts, lost = starting_offsets(topics.values(), generations, self._broker.bounds(topics.values()), marks)
-            report = Report(shards, self.views, self._epoch, lost, self._restarts, generations)
+            report = Report(shards, self.views, self._epoch, lost, self._restarts, generations, self._failure)
             begun = {
                 Source(topic, int(partition), generations[topic]): offset - 1
                 for topic, partitions in starts.items()

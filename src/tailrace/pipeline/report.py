@@ -39,10 +39,14 @@ class Report:
         lost: Sequence[LostRange],
         restarts: int,
         generations: Mapping[str, int],
+        failure: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._shards, self._views, self._epoch, self._clock = shards, views, epoch, clock
         self._restarts, self._generations = restarts, generations
+        self._failure = failure
+        """Why the query was started again, if it was."""
+        self._doubted: dict[str, tuple[int, int]] = {}
         self._ends: dict[Source, int] = {}
         self._record(lost)
         self._gaps = self._recorded()
@@ -57,6 +61,8 @@ class Report:
             advance(self._shards, view, self._epoch, moved)
         self._ends.update(ends)
         latest = self._sources(facts.get("latestOffset")) or ends
+        keys, count = self._shards.keys, self._shards.options.shards
+        self._waiting = sum(self._shards.read_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
         lag = sum(max(0, end - ends.get(source, 0)) for source, end in latest.items())
         for view in self._views:
             self._store(view, facts, ends, latest, lag)
@@ -66,11 +72,17 @@ class Report:
     ) -> None:
         counts = read_counts(self._shards, view)
         unaccounted = conserved(counts)
-        if unaccounted and not lag and not facts.get("numInputRows"):
-            logger.warning("view %s: %d record(s) came in and are neither stored, skipped nor dead", view, unaccounted)
+        doubt = unaccounted, counts.get("in", 0)
+        if unaccounted and not lag and self._doubted.get(view) == doubt:
+            # Twice the same with nothing coming in: no batch was at work between the reads of the shards.
+            logger.error("view %s: %d record(s) came in and are neither stored, skipped nor dead", view, unaccounted)
+        self._doubted[view] = doubt
         times = read_times(self._shards, view)
+        listed_ms = facts.get("listed_ms", 0)
+        # A record from the future moves nobody's clock.
         reached = frontier(
-            Progress(ends.get(s, 0) - 1, end, facts.get("listed_ms", 0), times.get(s)) for s, end in latest.items()
+            Progress(ends.get(s, 0) - 1, end, listed_ms, min(times[s], listed_ms) if s in times else None)
+            for s, end in latest.items()
         )
         status = {
             "view": view,
@@ -89,6 +101,8 @@ class Report:
             "frontier_ms": reached,
             "updated_ms": round(self._clock() * 1000),
             "restarts": self._restarts,
+            "failure": self._failure,
+            "outbox": self._waiting,
             "gaps": self._gaps,
         }
         self._shards.read_all(

@@ -162,6 +162,9 @@ def starting_offsets(
             known = [view[source] for view in marks if source in view]
             if known and min(known) + 1 < first:
                 lost.append(LostRange(str(source), min(known) + 1, first))
+            if start > max(end, first):
+                # Kafka lost its own tail and gives these offsets out again: what it had under them stays in the views.
+                lost.append(LostRange(str(source), max(end, first), start))
             starts.setdefault(topic.name, {})[str(partition)] = min(max(start, first), max(end, first))
     return starts, lost
 

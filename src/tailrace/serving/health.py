@@ -123,8 +123,12 @@ class Health:
     def _pipeline(self, reports: dict[str, dict[str, Any]], valkey: Part) -> Part:
         wanted = self._service.settings.pipeline.views
         silent = [view for view in wanted if view not in reports]
-        if not silent:
+        starting = [view for view in wanted if view in reports and reports[view].get("state") != "running"]
+        if not silent and not starting:
             return Part(name="pipeline", state="up", detail=f"{', '.join(wanted)} reported")
+        if not silent:
+            why = reports[starting[0]].get("failure") or "its query has not reported yet"
+            return Part(name="pipeline", state="down", detail=f"{', '.join(starting)} starting: {why}")
         if valkey.state == "down":
             return Part(name="pipeline", state="down", detail="unknown while valkey does not answer")
         detail = f"no report of {', '.join(silent)} in the last {STALE_MS // 1000} s: is `tailrace run` running?"

@@ -151,25 +151,8 @@ class Shards:
 
     def call_all(self, calls: Sequence[Call]) -> list[Any]:
         """Call functions on shards, in order for each node, and return the answers in the order of the calls."""
-        answers: list[Any] = [None] * len(calls)
-        by_node: dict[Address | None, list[int]] = {}
-        with translated():
-            if not self._homes:
-                self._resolve()
-            for i, (shard, _, _) in enumerate(calls):
-                by_node.setdefault(self._homes[shard], []).append(i)
-            try:
-                for address, wanted in by_node.items():
-                    pipeline = self._node(address).pipeline(transaction=False)
-                    for i in wanted:
-                        shard, name, args = calls[i]
-                        pipeline.execute_command("FCALL", function(name), 1, self.keys.tag(shard), *args)
-                    for i, answer in zip(wanted, pipeline.execute(), strict=True):
-                        answers[i] = answer
-            except ValkeyError:
-                self._homes = []  # the shard may be on another node by now
-                raise
-        return answers
+        tag = self.keys.tag
+        return self.read_all([(s, ("FCALL", function(name), 1, tag(s), *args)) for s, name, args in calls])
 
     def read_all(self, commands: Sequence[tuple[int, tuple[Arg, ...]]]) -> list[Any]:
         """Run plain commands on shards, many in one round trip per node; answers in the order of the commands."""
@@ -180,12 +163,16 @@ class Shards:
                 self._resolve()
             for i, (shard, _) in enumerate(commands):
                 by_node.setdefault(self._homes[shard], []).append(i)
-            for address, wanted in by_node.items():
-                pipeline = self._node(address).pipeline(transaction=False)
-                for i in wanted:
-                    pipeline.execute_command(*commands[i][1])
-                for i, answer in zip(wanted, pipeline.execute(), strict=True):
-                    answers[i] = answer
+            try:
+                for address, wanted in by_node.items():
+                    pipeline = self._node(address).pipeline(transaction=False)
+                    for i in wanted:
+                        pipeline.execute_command(*commands[i][1])
+                    for i, answer in zip(wanted, pipeline.execute(), strict=True):
+                        answers[i] = answer
+            except ValkeyError:
+                self._homes = []  # the shard may be on another node by now
+                raise
         return answers
 
     def _node(self, address: Address | None) -> valkey.Valkey:
