@@ -53,10 +53,14 @@ def status(*, json: bool, url: str) -> None:
     _table(("part", "state", ""), [(_text(p, "name"), _text(p, "state"), r) for p, r in zip(parts, rest, strict=True)])
     views = [(name, view) for name, view in answer.get("views", {}).items() if isinstance(view, dict)]
     _table(
-        tuple(key.replace("_", " ") for key in ("view", *_FIGURES)),
-        [(name, *(_text(view, key) for key in _FIGURES)) for name, view in views],
+        ("view", *(name for name, _ in views)),
+        [(key.replace("_", " "), *(_text(view, key) for _, view in views)) for key in _FIGURES],
     )
-    gaps = [(_text(gap, "source"), _text(gap, "first"), _text(gap, "until")) for _, v in views[:1] for gap in v.get("gaps", ())]
+    gaps = [
+        (_text(gap, "source"), _text(gap, "first"), _text(gap, "until"))
+        for _, v in views[:1]
+        for gap in v.get("gaps", ())
+    ]
     if gaps:
         _table(("dropped by Kafka before it was read", "from offset", "until"), gaps)
 
