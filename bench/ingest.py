@@ -82,7 +82,12 @@ class Spark:
     """Runs the pipeline's query, or a part of it, over one topic."""
 
     def __init__(self, bootstrap: str, url: str, checkpoints: Path) -> None:
-        self.settings = load(flags={"kafka.bootstrap": bootstrap, "valkey.url": url})
+        # Each run is a new query with new consumers: those of the last one must not fill the heap of the next.
+        short = {f"spark.kafka.consumer.{kept}.timeout": "5s" for kept in ("cache", "fetchedData.cache")}
+        short |= {
+            f"spark.kafka.consumer.{kept}.evictorThreadRunInterval": "2s" for kept in ("cache", "fetchedData.cache")
+        }
+        self.settings = load(flags={"kafka.bootstrap": bootstrap, "valkey.url": url, "spark.conf": short})
         self.spark = session(self.settings, fetch("spark", cache_folder(self.settings.spark.jars)))
         self._checkpoints = checkpoints
 

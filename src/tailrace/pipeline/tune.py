@@ -37,6 +37,9 @@ _SETTINGS = {
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     # Above the number of partitions a consumer is never thrown away between batches (100 partitions: 4.8 s -> 0.7 s).
     "spark.kafka.consumer.cache.capacity": "1024",
+    # Those of a query that ended are given back after two minutes: each start has consumers of its own.
+    "spark.kafka.consumer.cache.timeout": "2m",
+    "spark.kafka.consumer.fetchedData.cache.timeout": "2m",
     "spark.sql.session.timeZone": "UTC",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",

@@ -26,7 +26,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class View(Protocol):
-    """One view. Instances are made in every Spark task's process and hold no state that outlives a call."""
+    """One view. Instances are made in every Spark task's process; what they remember between calls only saves work."""
 
     name: str
     span_ms: int
@@ -37,7 +37,8 @@ class View(Protocol):
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice for the shards that have something to write, in offset order.
 
-        Records at or below a shard's mark are left out for that shard. Pure: equal input gives equal windows.
+        Records at or below a shard's mark are left out for that shard. Where windows are cut may differ; what they
+        write in all does not.
         """
         ...
 
