@@ -217,7 +217,7 @@ class Pipeline:
 
     def wait_gone(self, family: list[psutil.Process]) -> None:
         """Wait until nothing of a family of processes lives."""
-        wait_for("the end of what the driver started", lambda: not any(map(_lives, family)), 20)
+        wait_for("the end of what the driver started", lambda: not any(map(lives, family)), 20)
 
     def wait_end(self, timeout: float = 60) -> int:
         """Wait for the process to end; return its exit code."""
@@ -232,11 +232,11 @@ class Pipeline:
 
     def workers(self) -> list[psutil.Process]:
         """Return the Python workers, not the daemon they were forked from."""
-        return [p for p in self.family() if _lives(p) and "fork" in _command(p) and "fork" in _command(p.parent())]
+        return [p for p in self.family() if lives(p) and "fork" in _command(p) and "fork" in _command(p.parent())]
 
     def jvm(self) -> psutil.Process:
         """Return Spark's own process."""
-        return next(p for p in self.family() if _lives(p) and p.name() == "java")
+        return next(p for p in self.family() if lives(p) and p.name() == "java")
 
 
 class Standing:
@@ -267,7 +267,7 @@ class Standing:
         return pipeline.start(wait=wait)
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
