@@ -36,12 +36,12 @@ from tailrace.config import load
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.pipeline.job import make_plan, store_options
+from tailrace.pipeline.job import make_plan
 from tailrace.pipeline.onepass import COUNTED, one_pass
 from tailrace.pipeline.slice import COLUMNS
 from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import session, tasks
-from tailrace.stores.valkey import Shards, enlist, prepare
+from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
 
 _runs = count()
 
@@ -132,7 +132,7 @@ class Spark:
     def _plan(self) -> Any:
         flags = {"kafka.bootstrap": self.settings.kafka.bootstrap, "valkey.url": self.settings.valkey.url}
         settings = load(flags={**flags, "valkey.prefix": f"b{next(_runs)}"})
-        shards = Shards(store_options(settings)).open()
+        shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", "days")
         return make_plan(settings, shards, views, enlist(shards, views), {})

@@ -208,9 +208,9 @@ def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
     from confluent_kafka.admin import AdminClient
 
     where = running.kafka if running else settings.kafka.bootstrap
-    extra = {} if running else dict(settings.kafka.properties)
+    properties = {} if running else settings.kafka.client()
     try:
-        admin = AdminClient({**extra, "bootstrap.servers": where, "log_level": 0})
+        admin = AdminClient({**properties, "bootstrap.servers": where, "log_level": 0})
         found = admin.list_topics(timeout=3)
     except KafkaException as error:
         yield Check(
@@ -236,13 +236,9 @@ def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
     from tailrace.stores.valkey import Shards, StoreOptions, translated
 
     where = running.valkey if running else settings.valkey.url
-    options = StoreOptions(
-        url=where,
-        password="" if running else settings.valkey.password.get_secret_value(),
-        prefix=settings.valkey.prefix,
-        shards=settings.valkey.shards,
-        timeout_s=settings.valkey.timeout.total_seconds(),
-    )
+    options = StoreOptions.of(settings.valkey)
+    if running:
+        options = msgspec.structs.replace(options, url=where, password="")
     shards = Shards(options)
     try:
         shards.open()

@@ -156,6 +156,8 @@ def _valkey_url(text: str) -> str:
     return text
 
 
+_JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
+
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), Field(gt=timedelta(0), le=timedelta(days=36_500))]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, le=2**40)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
@@ -189,6 +191,11 @@ class Kafka(Section):
         if self.dead_letters == self.positions:
             raise ValueError("two different topics for dead_letters and positions")
         return self
+
+    def client(self) -> dict[str, Any]:
+        """The properties of our own clients: librdkafka's, so without those that only Java knows."""
+        given = {name: value for name, value in self.properties.items() if not _JAVA_ONLY.fullmatch(name)}
+        return {"log.connection.close": False, **given, "bootstrap.servers": self.bootstrap}
 
 
 class Valkey(Section):

@@ -119,7 +119,7 @@ class Job:
     def _run_once(self, stopping: threading.Event) -> None:
         """Start the query from the marks and watch it until it must be started again."""
         settings = self._settings
-        shards = Shards(store_options(settings)).open()
+        shards = Shards(StoreOptions.of(settings.valkey)).open()
         publisher: Publisher | None = None
         query: Any = None
         checkpoint = _new_checkpoint(settings.spark.checkpoint)
@@ -240,14 +240,6 @@ class Job:
             {settings.kafka.dead_letters: 1},
             settings.kafka.new_topic_replication,
         )
-
-
-def store_options(settings: Settings) -> StoreOptions:
-    """Return how to reach the store, from the configuration."""
-    valkey = settings.valkey
-    return StoreOptions(
-        valkey.url, valkey.password.get_secret_value(), valkey.prefix, valkey.shards, valkey.timeout.total_seconds()
-    )
 
 
 def make_plan(

@@ -24,10 +24,6 @@ from tailrace.stores.marks import NOTHING
 ANSWER_S = 3.0
 """How long the broker has to answer the driver, which does nothing else meanwhile."""
 
-_JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
-"""Properties that Spark's reader knows and our own clients would refuse."""
-
-
 FETCH_BUDGET = 128 << 20
 LEAST_FETCHED, MOST_FETCHED = 1 << 20, 16 << 20
 """What one consumer fetches ahead; a larger record is fetched all the same."""
@@ -101,13 +97,8 @@ def _described(name: str, answer: Any) -> Topic | None:
 
 
 def client_properties(settings: Settings) -> dict[str, Any]:
-    """Return the properties of our own Kafka clients. What their library would print, we raise or log ourselves."""
-    return {
-        "bootstrap.servers": settings.kafka.bootstrap,
-        "log_level": 2,
-        "log.connection.close": False,
-        **{name: value for name, value in settings.kafka.properties.items() if not _JAVA_ONLY.fullmatch(name)},
-    }
+    """Return the properties of the driver's own Kafka clients. What their library would print, we raise or log."""
+    return {"log_level": 2, **settings.kafka.client()}
 
 
 def included_and_excluded(settings: Settings) -> tuple[str, str]:

@@ -39,18 +39,9 @@ class Service:
     """Everything that handlers use. ``running`` opens it and closes it."""
 
     def __init__(self, settings: Settings) -> None:
-        valkey = settings.valkey
         self.settings = settings
         self.metrics = Metrics()
-        self.nodes = Nodes(
-            StoreOptions(
-                url=valkey.url,
-                password=valkey.password.get_secret_value(),
-                prefix=valkey.prefix,
-                shards=valkey.shards,
-                timeout_s=valkey.timeout.total_seconds(),
-            )
-        )
+        self.nodes = Nodes(StoreOptions.of(settings.valkey))
         self.days = Logs(self.nodes, "days")
         self.topics = Topics(settings, self.nodes)
         self.started = time.time()

@@ -40,7 +40,6 @@ TURN_EVENTS = 200
 """Events handed to the producer before others get their turn: about a millisecond."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
-_JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
 _REFUSALS = frozenset(
     (
         *(KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_TIMESTAMP),
@@ -210,8 +209,7 @@ class Topics:
     # Clients.
 
     def _properties(self) -> dict[str, Any]:
-        given = {key: value for key, value in self._kafka.properties.items() if not _JAVA_ONLY.fullmatch(key)}
-        return {"socket.keepalive.enable": True, **given, "bootstrap.servers": self._kafka.bootstrap}
+        return {"socket.keepalive.enable": True, **self._kafka.client()}
 
     def _admin(self) -> AdminClient:
         if self._client is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import valkey
@@ -23,6 +23,9 @@ from valkey.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError,
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreMismatch, StoreUnavailable
 from tailrace.stores.functions import CODE, LIBRARY, function
 from tailrace.stores.keys import FORMAT, Keys
+
+if TYPE_CHECKING:
+    from tailrace.settings import Valkey
 
 Address: TypeAlias = tuple[str, int]
 Arg: TypeAlias = bytes | str | int
@@ -38,6 +41,12 @@ class StoreOptions(msgspec.Struct, frozen=True):
     prefix: str = "tr"
     shards: int = 4
     timeout_s: float = 5.0
+
+    @classmethod
+    def of(cls, settings: Valkey) -> StoreOptions:
+        """Return the options that the configuration gives."""
+        password = settings.password.get_secret_value()
+        return cls(settings.url, password, settings.prefix, settings.shards, settings.timeout.total_seconds())
 
     @property
     def keys(self) -> Keys:
