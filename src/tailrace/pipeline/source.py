@@ -170,8 +170,8 @@ def reader_options(
 ) -> dict[str, str]:
     """Return the options of Spark's Kafka reader, tuned: three times the rate of the defaults, and a short wait.
 
-    Spark keeps a consumer for every partition, each with what it fetched ahead: they share a budget, since twenty with
-    16 MiB each have filled a heap of 1 GiB.
+    Spark keeps a consumer for every partition, each with what it fetched ahead: they share a budget, since those of
+    several queries, with 16 MiB each, have filled a heap of 1 GiB.
     """
     wanted, excluded = included_and_excluded(settings)
     consumers = max(1, partitions if partitions is not None else partitions_of(starts))
