@@ -1,7 +1,8 @@
-"""Real parts for all tests: one Valkey, one three-node cluster and one Kafka for the whole run."""
+"""Real parts for all tests: one Valkey, one three-node cluster, one Redis and one Kafka for the whole run."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -36,6 +37,24 @@ def valkey_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Em
 
 
 @pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    """A Redis with the settings of our Valkey."""
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("there is no redis-server on this machine; .ci/run says how to get one")
+    server = EmbeddedValkey(tmp_path_factory.mktemp("redis"), binary=Path(found))
+    server.start(30)
+    try:
+        with server.client() as client:
+            version = str(client.info("server")["redis_version"])
+        if int(version.split(".")[0]) < 7:
+            pytest.skip(f"functions need Redis 7 or newer; {found} is {version}")
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
     broker = EmbeddedKafka(tmp_path_factory.mktemp("kafka"))
     broker.start(90)
@@ -49,13 +68,15 @@ def store(valkey_server: EmbeddedValkey) -> StoreOptions:
     return StoreOptions(valkey_server.url, prefix=f"t{next(_prefixes)}")
 
 
-@pytest.fixture(params=["single", "cluster"])
+@pytest.fixture(params=["single", "cluster", "redis"])
 def any_store(request: pytest.FixtureRequest) -> StoreOptions:
-    """The same, on a single server and on a cluster of three nodes."""
+    """The same, on a single server, on a cluster of three nodes and on Redis."""
     if request.param == "single":
         url = request.getfixturevalue("valkey_server").url
-    else:
+    elif request.param == "cluster":
         url = request.getfixturevalue("valkey_cluster")[0].url
+    else:
+        url = request.getfixturevalue("redis_server").url
     return StoreOptions(url, prefix=f"t{next(_prefixes)}")
 
 

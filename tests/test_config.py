@@ -20,6 +20,7 @@ from tailrace import config
 from tailrace.errors import ConfigError
 from tailrace.settings import DEFAULTS, PATHS, Settings
 from tailrace.units import format_duration, format_size, parse_duration, parse_size
+from tailrace.values import Conditions, KeepByName
 
 SECRET = "hunter2-and-a-half"
 
@@ -156,6 +157,26 @@ def test_every_problem_is_listed_with_path_origin_got_and_wanted(
 
 
 @pytest.mark.parametrize(
+    ("path", "value", "wanted"),
+    [
+        ("serve.heartbeat", "1m", "a duration of at most 15s"),
+        ("days.bucket", "7m", 'a length from "1m" to "1d" that divides a day evenly, such as "5m", "1h" or "6h"'),
+        ("days.seal_when", {"a": None}, 'true or false to be found there, such as {"job.state" = "done"}'),
+        ("days.keep", "5m", 'a duration of 1h to 36500d, or "forever"'),
+        ("days.keep", 30, 'a duration with its unit, such as "250ms", "15s" or "1h30m", or "forever"'),
+        ("days.keep_by_name", {"x/.*": "5m"}, "for 'x/.*' a duration of 1h to 36500d, or \"forever\""),
+        ("days.keep_by_name", {"x(": "2d"}, "for 'x(' a regular expression in RE2 syntax (missing ): x()"),
+        ("upkeep.audit_every", "0s", 'a duration of 1s to 36500d, or "never"'),
+        ("upkeep.segment_bytes", "32KiB", "a size of 64KiB to 4MiB"),
+    ],
+)
+def test_a_refusal_says_what_would_be_accepted(path: str, value: object, wanted: str) -> None:
+    text = problems(None, **{path: value})
+    assert text.splitlines()[-1].startswith(f"  {path} (flag --")
+    assert text.endswith(wanted)
+
+
+@pytest.mark.parametrize(
     ("path", "value"),
     [
         ("kafka.bootstrap", "nowhere"),
@@ -176,6 +197,29 @@ def test_every_problem_is_listed_with_path_origin_got_and_wanted(
         ("pipeline.views", []),
         ("days.name", "queue"),
         ("days.name", []),
+        ("days.bucket", "7m"),
+        ("days.bucket", "30s"),
+        ("days.bucket", "67.5s"),
+        ("days.bucket", "2d"),
+        ("days.seal_when", "done"),
+        ("days.seal_when", {"state": ["done"]}),
+        ("days.seal_when", {"state": {"name": "done"}}),
+        ("days.seal_when", {"state..name": "done"}),
+        ("days.seal_when", {"ratio": float("nan")}),
+        ("days.pack_after", "-1s"),
+        ("days.keep", "59m"),
+        ("days.keep", "always"),
+        ("days.keep_by_name", "audit/.*"),
+        ("days.keep_by_name", {"a(": "2d"}),
+        ("days.keep_by_name", {"a": "0s"}),
+        ("upkeep.pack_every", "0s"),
+        ("upkeep.sweep_every", "forever"),
+        ("upkeep.segment_bytes", "32KiB"),
+        ("upkeep.segment_bytes", "5MiB"),
+        ("upkeep.buckets_per_hour", -1),
+        ("upkeep.bytes_per_second", "2TiB"),
+        ("upkeep.remember", "0s"),
+        ("upkeep.lease", "10ms"),
         ("serve.coalesce_bytes", "8MiB"),
         ("serve.heartbeat", "1m"),
         ("embedded.kafka_port", -1),
@@ -192,11 +236,94 @@ def test_a_master_without_attempts_is_accepted_with_a_warning() -> None:
     assert "network" in "".join(config.load(flags={"serve.host": "0.0.0.0"}).warnings())
 
 
+def test_keeping_no_longer_than_until_packing_is_accepted_with_a_warning() -> None:
+    assert "days.keep = '2d'" in "".join(config.load(flags={"days.keep": "2d"}).warnings())
+    assert "pack sooner" in "".join(config.load(flags={"days.pack_after": "31d"}).warnings())
+    assert config.load(flags={"days.keep": "2d", "days.pack_after": "0s"}).warnings() == []
+    assert config.load(flags={"days.keep": "forever", "days.pack_after": "400d"}).warnings() == []
+
+
+@pytest.mark.parametrize("length", ["1m", "90s", "5m", "1h", "6h", "1d"])
+def test_a_bucket_may_be_any_even_part_of_a_day(length: str) -> None:
+    assert config.load(flags={"days.bucket": length}).days.bucket == parse_duration(length)
+
+
+def test_the_first_pattern_that_matches_the_whole_name_decides_how_long_it_is_kept() -> None:
+    given = {"audit/.*": "forever", "audit/debug": "1h", "(debug|trace)/.*": "6h"}
+    days = config.load(flags={"days.keep": "7d", "days.keep_by_name": given}).days
+    assert days.keep_of("audit/debug") is days.keep_of("audit/two\nlines") is None
+    assert days.keep_of("trace/x") == timedelta(hours=6)
+    assert days.keep_of("my/trace/x") == days.keep_of("audit") == timedelta(days=7)
+    assert config.load(flags={"days.keep": "forever"}).days.keep_of("any") is None
+
+
+def test_conditions_keep_the_types_of_their_values(tmp_path: Path) -> None:
+    write(tmp_path, '[days.seal_when]\nstate = "1"\n"exit.code" = 1\nratio = 1.0\nlast = true\n')
+    found = config.load().days.seal_when
+    assert [*found.items()] == [("state", "1"), ("exit.code", 1), ("ratio", 1.0), ("last", True)]
+    assert [type(value) for value in found.values()] == [str, int, float, bool]
+
+
+def test_tables_that_differ_in_a_type_or_in_order_are_not_the_same() -> None:
+    assert Conditions({"a": 1}) == Conditions({"a": 1}) == {"a": 1}
+    assert Conditions({"a": 1}) != Conditions({"a": True})
+    assert Conditions({"a": 1}) != Conditions({"a": 1.0})
+    hour = timedelta(hours=1)
+    assert KeepByName({"a.*": hour, ".*b": None}) != KeepByName({".*b": None, "a.*": hour})
+    assert hash(KeepByName({"a": hour})) == hash(KeepByName({"a": hour}))
+
+
+def test_upkeep_may_be_without_limits_and_never_done() -> None:
+    flags = dict.fromkeys(("upkeep.pack_every", "upkeep.sweep_every", "upkeep.audit_every"), "never")
+    upkeep = config.load(flags={**flags, "upkeep.bytes_per_second": 0, "upkeep.spark_from": "0B"}).upkeep
+    assert upkeep.pack_every is upkeep.sweep_every is upkeep.audit_every is None
+    assert upkeep.buckets_per_hour == upkeep.bytes_per_second == upkeep.spark_from == 0
+
+
+_paths = st.lists(st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1), min_size=1)
+_plain = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
+_keeps = st.just("forever") | st.timedeltas(timedelta(hours=1), timedelta(days=36_500)).map(format_duration)
+
+
+@given(
+    st.dictionaries(_paths.map(".".join), _plain),
+    st.dictionaries(st.text().map(re.escape), _keeps),
+    st.sampled_from(["forever", "1h", "1.5d"]),
+    st.sampled_from(["never", "90s"]),
+)
+def test_tables_and_words_read_back_from_what_is_shown_and_from_the_environment(
+    seal_when: dict[str, object], keep_by_name: dict[str, str], keep: str, pack_every: str
+) -> None:
+    parent = config.load(
+        flags={
+            "days.seal_when": seal_when,
+            "days.keep_by_name": keep_by_name,
+            "days.keep": keep,
+            "upkeep.pack_every": pack_every,
+        }
+    )
+    assert parent.days.seal_when == seal_when
+    shown = {path: tomllib.loads(f"x = {value}")["x"] for path, value, _ in parent.show()}
+    assert config.load(flags=shown).model_dump() == parent.model_dump()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in parent.environment().items():
+            patch.setenv(name, value)
+        assert config.load().model_dump() == parent.model_dump()
+
+
 def test_settings_are_frozen_and_survive_pickling() -> None:
-    settings = config.load(flags={"kafka.properties": {"sasl.password": SECRET}})
+    settings = config.load(
+        flags={
+            "kafka.properties": {"sasl.password": SECRET},
+            "days.seal_when": {"last": True},
+            "days.keep_by_name": {"audit": "forever"},
+        }
+    )
+    assert settings.days.keep_of("audit") is None
     with pytest.raises(ValidationError):
         setattr(settings.serve, "port", 1)  # noqa: B010
     assert pickle.loads(pickle.dumps(settings)) == settings
+    assert hash(settings.days) == hash(pickle.loads(pickle.dumps(settings.days)))
 
 
 def test_a_child_given_the_environment_has_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +366,7 @@ def test_no_secret_is_ever_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         repr(settings.valkey),
         repr(settings.kafka.properties),
         str(settings.show()),
+        settings.model_dump_json(),
     ]
     assert SECRET not in "".join(shown)
 

@@ -88,6 +88,8 @@ class Writer:
             limits=Limits(),
             dead_letters="tailrace.dead-letters",
             name_paths=None,
+            span_ms=DAY,
+            seal_when=None,
             future_ms=600_000,
             window_bytes=256 << 10,
             window_runs=500,
@@ -115,7 +117,7 @@ async def read_view(options: StoreOptions) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for name in await logs.names("", "", 100_000):
             ids: list[str] = []
-            for segment in await logs.segments(name):
+            for segment in (await logs.log(name)).segments:
                 after = segment.first - 1
                 while entries := await logs.read(name, segment, after, 100):
                     for entry in entries:

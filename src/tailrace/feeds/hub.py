@@ -18,8 +18,9 @@ from types import TracebackType
 import msgspec
 
 from tailrace.errors import TailraceError, Unavailable
+from tailrace.model.run import Entry
 from tailrace.model.segment import Segment
-from tailrace.stores.logs import Entry, Logs
+from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Arg
 
@@ -193,7 +194,8 @@ class Hub:
         """Bring channels to the end of their logs. A long stretch is left to the readers: the channel jumps over it."""
         places: list[tuple[Channel, Segment, int]] = []
         renewed: dict[Channel, tuple[int, Key]] = {}
-        for channel, segments in zip(channels, await self._logs.segments_of([c.name for c in channels]), strict=True):
+        for channel, log in zip(channels, await self._logs.logs_of([c.name for c in channels]), strict=True):
+            segments = log.segments
             epoch, head = channel.epoch, channel.head
             if segments and segments[-1].epoch != epoch:
                 # A new channel, or a new epoch: it begins at the end; readers that are not there yet read the store.

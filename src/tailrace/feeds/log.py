@@ -201,7 +201,7 @@ class Feed:
         skip = max(0, seen.number + 1 - entry.first) if seen.epoch == segment.epoch else 0
         times = entry.run.times
         number = entry.first + skip - 1
-        for time_ms, data in zip(times[skip:], entry.run.frames(segment.bucket, skip), strict=True):
+        for time_ms, data in zip(times[skip:], entry.run.frames(segment.start_ms, skip), strict=True):
             number += 1
             wanted = (request.since_ms is None or time_ms >= request.since_ms) and (
                 request.until_ms is None or time_ms <= request.until_ms

@@ -7,7 +7,7 @@ gone is returned as a Gap in its place.
 from __future__ import annotations
 
 from tailrace.feeds.hub import Channel, Key, Piece
-from tailrace.model.bucket import bucket_of
+from tailrace.model.bucket import DAY_MS
 from tailrace.model.cursor import Position
 from tailrace.model.segment import Gap, Segment, locate
 from tailrace.stores.logs import Logs
@@ -45,12 +45,12 @@ class Reader:
 
     async def _from_store(self, again: bool = True) -> list[Piece | Gap]:
         gaps: list[Piece | Gap] = []
-        segments = await self._logs.segments(self.name)
-        place = locate(segments, self.position)
+        log = await self._logs.log(self.name)
+        place = locate(log, self.position)
         if place.gap is not None:
             gaps.append(place.gap)
             self.position = place.position
-        for segment in segments[place.at :]:
+        for segment in log.segments[place.at :]:
             if segment.epoch != self.position.epoch or segment.first > self.position.number:
                 after = segment.first - 1
             else:
@@ -61,7 +61,7 @@ class Reader:
                 self._count = max(1, min(MOST_ENTRIES, READ_BYTES // mean))
                 return [*gaps, *(Piece(segment, entry) for entry in entries)]
             if after < segment.last:
-                # The hash, read before, shows more than the segment holds: it was swapped meanwhile, or is damaged.
+                # The hash, read before, shows more than the segment holds: it expired meanwhile, or is damaged.
                 if again and not gaps:
                     return await self._from_store(again=False)
                 gaps.append(Gap(Position(segment.epoch, after), segment.end, "missing"))
@@ -87,8 +87,7 @@ def _some(held: list[Piece]) -> list[Piece | Gap]:
 
 async def end_of(logs: Logs, name: str) -> Position:
     """Return the place after everything that a log has."""
-    segments = await logs.segments(name)
-    return segments[-1].end if segments else Position.START
+    return (await logs.log(name)).end
 
 
 async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
@@ -96,8 +95,8 @@ async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
 
     Running-maximum times only grow along a log, so they are bisected: first the segments', then the entries'.
     """
-    segments = await logs.segments(name)
-    for segment in segments:
+    log = await logs.log(name)
+    for segment in log.segments:
         if segment.newest_ms >= time_ms:
             low, high = segment.first, segment.last
             while low < high:
@@ -112,14 +111,14 @@ async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
                 else:
                     low = entries[0].last + 1
             return Position(segment.epoch, low - 1)
-    return segments[-1].end if segments else Position.START
+    return log.end
 
 
 async def last_events(logs: Logs, name: str, count: int) -> list[tuple[int, Position]]:
     """Return (own time, place before it) of a log's last ``count`` events, the latest first."""
     found: list[tuple[int, Position]] = []
     step = 1
-    for segment in reversed(await logs.segments(name)):
+    for segment in reversed((await logs.log(name)).segments):
         before = segment.last
         while before >= segment.first and len(found) < count:
             entries = await logs.read_back(name, segment, before, step)
@@ -137,4 +136,4 @@ async def last_events(logs: Logs, name: str, count: int) -> list[tuple[int, Posi
 
 def beyond(segment: Segment, until_ms: int) -> bool:
     """Return whether a segment is too late to hold anything up to a time, but for what came a day late."""
-    return segment.bucket > bucket_of(until_ms) + 1
+    return segment.start_ms > until_ms + DAY_MS

@@ -14,7 +14,6 @@ from operator import sub
 import msgspec
 import zstandard
 
-from tailrace.model.bucket import is_late
 from tailrace.model.event import Headers, Source, headers_json, iso_time, key_json
 
 COMPRESS_FROM = 1024
@@ -84,8 +83,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         first = self.ticks[0]
         return [first, *(first + t for t in self.ticks[1:])]
 
-    def frames(self, bucket: int, skip: int = 0) -> Iterator[bytes]:
+    def frames(self, start_ms: int, skip: int = 0) -> Iterator[bytes]:
         """Yield the JSON form of each event from the one at ``skip``: what every feed sends as data.
+
+        An event is late when its own time lies before the bucket that it is stored in.
 
         The value goes out as produced, digit for digit; only raw line breaks, which JSON allows between tokens alone,
         are taken out so that a frame is one line.
@@ -98,7 +99,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         for i in range(skip, len(values)):
             offset, time_ms = offsets[i], times[i]
             key = shared if shared is not None else key_json(keys[i])
-            late = b',"late":true' if is_late(time_ms, bucket) else b""
+            late = b',"late":true' if time_ms < start_ms else b""
             value = values[i]
             if b"\n" in value or b"\r" in value:
                 value = value.translate(None, b"\r\n")
@@ -114,6 +115,18 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
                     b"}",
                 )
             )
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A run with the numbers of its events, which are consecutive."""
+
+    first: int
+    last: int
+    newest_ms: int
+    """The log's running-maximum time at its end."""
+    run: Run
+    size: int
+    """About the bytes of the run when it is not compressed, for limits on memory."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,22 +15,35 @@ import msgspec
 
 from tailrace.model.cursor import Position
 
+RAW, PACKED, SEALED = 0, 1, 2
+"""States: runs as they came; rewritten into few large pieces; runs as they came, closed before the bucket's end."""
+
 
 class Segment(msgspec.Struct, frozen=True):
     """A piece of a log: one bucket, one epoch, consecutive in the log's order."""
 
     index: int
-    bucket: int
+    start_ms: int
+    """When its bucket began."""
+    span_ms: int
+    """How long its bucket is."""
     epoch: int
     first: int
     """Number of its first event."""
     last: int
-    """Number of its last event; grows while the segment is the log's last."""
+    """Number of its last event; grows while the segment is open."""
     events: int
     bytes: int
     """Stored size of its runs."""
     newest_ms: int
     """The log's running-maximum time when its last event was appended."""
+    raw_bytes: int = 0
+    """Size of its events without compression, when it is packed."""
+    state: int = RAW
+    replaced: tuple[tuple[int, int, int], ...] = ()
+    """(epoch, first, last) of all that was rebuilt, kept by the first segment of what came in its place."""
+    open: bool = False
+    """Whether it is the one that ``apply`` appends to."""
 
     @property
     def end(self) -> Position:
@@ -41,6 +54,24 @@ class Segment(msgspec.Struct, frozen=True):
     def before(self) -> Position:
         """The place before its first event."""
         return Position(self.epoch, self.first - 1)
+
+    @property
+    def end_ms(self) -> int:
+        """When its bucket ends."""
+        return self.start_ms + self.span_ms
+
+
+class Log(msgspec.Struct, frozen=True):
+    """A log as its registry shows it."""
+
+    segments: Sequence[Segment] = ()
+    expired: Position = Position.START
+    """The end of what has expired: whoever stands before it has missed something."""
+
+    @property
+    def end(self) -> Position:
+        """The place after everything that the log has, or had."""
+        return self.segments[-1].end if self.segments else self.expired
 
 
 class Gap(msgspec.Struct, frozen=True):
@@ -59,31 +90,43 @@ class Place(msgspec.Struct, frozen=True):
     gap: Gap | None = None
 
 
-def locate(segments: Sequence[Segment], after: Position) -> Place:
+def locate(log: Log, after: Position) -> Place:
     """Find where a reader that has seen everything up to ``after`` goes on."""
-    if not segments or after == Position.START:
+    segments, expired = log.segments, log.expired
+    if after == Position.START:
         return Place(0, after)
+    if not segments:
+        missed = after.epoch < expired.epoch or (after.epoch == expired.epoch and after.number < expired.number)
+        return Place(0, expired, Gap(after, expired, "expired")) if missed else Place(0, after)
+    for i, segment in enumerate(segments):
+        for epoch, first, last in segment.replaced:
+            if after.epoch == epoch and first <= after.number <= last:
+                # Who had read all of it goes on behind; who was inside gets the new one from its beginning.
+                whole = (epoch, last) == segment.replaced[-1][::2] and after.number == last
+                behind = max(j for j, other in enumerate(segments) if other.epoch == segment.epoch) + 1
+                return Place(behind, after) if whole else _told(i, segment, after, "rebuilt")
+    if after.epoch == expired.epoch and after.number <= expired.number:
+        missed = after.number < expired.number
+        return _told(0, segments[0], after, "expired") if missed else Place(0, segments[0].before)
     mine = [i for i, segment in enumerate(segments) if segment.epoch == after.epoch]
     if not mine:
-        return _epoch_gone(segments, after)
-    head = segments[0]
-    if mine[0] == 0 and head.index > 0 and after.number < head.before.number:
-        return Place(0, head.before, Gap(after, head.before, "expired"))
-    for i in mine:
-        if after.number < segments[i].last:
-            return Place(i, after)
-    last = mine[-1]
-    if after.number > segments[last].last and last + 1 < len(segments):
-        following = segments[last + 1]
-        return Place(last + 1, following.before, Gap(after, following.before, "store-rolled-back"))
-    return Place(last, after)
+        return _epoch_gone(log, after)
+    # The last one that begins at or before the place: what follows in the list may be of another epoch.
+    at = max((i for i in mine if segments[i].first <= after.number + 1), default=mine[0])
+    if after.number > segments[at].last and at == mine[-1] and at + 1 < len(segments):
+        return _told(at + 1, segments[at + 1], after, "store-rolled-back")
+    return Place(at, after)
 
 
-def _epoch_gone(segments: Sequence[Segment], after: Position) -> Place:
+def _epoch_gone(log: Log, after: Position) -> Place:
     """The cursor's epoch has no segment left: its prefix expired, or the store lost it."""
-    for i, segment in enumerate(segments):
+    reason = "expired" if after.epoch < log.expired.epoch else "store-rolled-back"
+    for i, segment in enumerate(log.segments):
         if segment.epoch > after.epoch:
-            reason = "expired" if i == 0 and segment.index > 0 else "store-rolled-back"
-            return Place(i, segment.before, Gap(after, segment.before, reason))
-    end = segments[-1].end
-    return Place(len(segments) - 1, end, Gap(after, end, "store-rolled-back"))
+            return _told(i, segment, after, reason)
+    end = log.segments[-1].end
+    return Place(len(log.segments) - 1, end, Gap(after, end, "store-rolled-back"))
+
+
+def _told(at: int, segment: Segment, after: Position, reason: str) -> Place:
+    return Place(at, segment.before, Gap(after, segment.before, reason))

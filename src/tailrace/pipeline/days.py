@@ -1,4 +1,4 @@
-"""Day streams: every record goes to the log named by its key, in the bucket of its UTC day.
+"""Day streams: every record goes to the log named by its key, in the bucket of its time, by default its UTC day.
 
 The cut of a slice is shared by all views that keep logs: they differ in the names that a record has.
 """
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tailrace.model.bucket import DAY_MS
+from tailrace.model.bucket import DAY_MS, bucket_start
 from tailrace.model.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.model.run import Run, encode
+from tailrace.model.terminal import Terminal
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Window, home_of
 from tailrace.stores.valkey import Arg
@@ -27,19 +28,22 @@ class Days:
     """One log per name; the name comes from the record's key or from paths in its value."""
 
     name = "days"
-    span_ms = DAY_MS
 
     def __init__(
         self,
         shards: int,
         *,
         paths: Sequence[str] | None = None,
+        span_ms: int = DAY_MS,
+        seal_when: Terminal | None = None,
         future_ms: int = 600_000,
         window_bytes: int = 256 << 10,
         window_runs: int = 500,
     ) -> None:
         self._shards = shards
+        self.span_ms = span_ms
         self.future_ms = future_ms
+        self._terminal = seal_when
         self._paths = None if paths is None else [path.split(".") for path in paths]
         # The limit holds for what is sent; a window's raw records compress about eightfold, spread over the shards.
         self._raw_bytes = window_bytes * 8
@@ -105,7 +109,7 @@ class Days:
             return None
         last = offsets[end - 1]
         times = records.times[begin:end]
-        one_day = min(times) // DAY_MS == max(times) // DAY_MS
+        plain = self._terminal is None and min(times) // self.span_ms == max(times) // self.span_ms
         windows: list[Window] = []
         for shard, names in enumerate(groups):
             items: list[Arg] = []
@@ -118,33 +122,37 @@ class Days:
                     items += ["C", f"skipped:{reason}", n]
             runs = 0
             for name, rows in names.items():
-                runs += self._append(items, records, name, rows, one_day)
+                runs += self._append(items, records, name, rows, plain)
                 if divisible and runs > self._runs:
                     return None
             if items and last > marks[shard]:
                 windows.append(Window(shard, last, items))
         return windows
 
-    def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], one_day: bool) -> int:
-        """Add the runs of one name: one, unless the running-maximum day changes inside; return how many."""
-        times = records.times
-        if one_day:
+    def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], plain: bool) -> int:
+        """Add the runs of one name: one, unless its bucket changes or is sealed inside; return how many."""
+        times, span = records.times, self.span_ms
+        if plain:
             newest = max(map(times.__getitem__, rows))
-            items += ["A", name, newest // DAY_MS, len(rows), newest, _encode_rows(records, rows)]
+            items += ["A", name, bucket_start(newest, span), len(rows), newest, _encode_rows(records, rows)]
             return 1
-        runs = 1
-        begin, newest = 0, times[rows[0]]
-        day = newest // DAY_MS
-        for at, i in enumerate(rows):
+        runs = 0
+        part: list[int] = []
+        newest = times[rows[0]]
+        for i in rows:
             time_ms = times[i]
-            if time_ms > newest:
-                if time_ms // DAY_MS != day:
-                    items += ["A", name, day, at - begin, newest, _encode_rows(records, rows[begin:at])]
-                    begin, day = at, time_ms // DAY_MS
-                    runs += 1
-                newest = time_ms
-        part = rows[begin:] if begin else rows
-        items += ["A", name, day, len(part), newest, _encode_rows(records, part)]
+            if part and time_ms > newest and time_ms // span != newest // span:
+                items += ["A", name, bucket_start(newest, span), len(part), newest, _encode_rows(records, part)]
+                runs, part = runs + 1, []
+            newest = max(newest, time_ms)
+            part.append(i)
+            if self._terminal is not None and self._terminal.matches(records.values[i] or b""):
+                items += ["A", name, bucket_start(newest, span), len(part), newest, _encode_rows(records, part)]
+                items += ["S", name]
+                runs, part = runs + 1, []
+        if part:
+            items += ["A", name, bucket_start(newest, span), len(part), newest, _encode_rows(records, part)]
+            runs += 1
         return runs
 
     def _route(self, key: bytes | None, value: bytes) -> tuple[int, str]:

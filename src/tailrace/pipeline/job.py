@@ -31,6 +31,7 @@ from tailrace.errors import (
     TailraceError,
 )
 from tailrace.model.event import Source
+from tailrace.model.terminal import Terminal
 from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
 from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
@@ -255,6 +256,8 @@ def make_plan(
         limits=Limits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth),
         dead_letters=settings.kafka.dead_letters,
         name_paths=None if settings.days.name == "key" else tuple(settings.days.name),
+        span_ms=round(settings.days.bucket.total_seconds() * 1000),
+        seal_when=Terminal.of(settings.days.seal_when),
         future_ms=round(settings.days.future_limit.total_seconds() * 1000),
         window_bytes=settings.pipeline.window_bytes,
         window_runs=settings.pipeline.window_runs,
@@ -278,7 +281,7 @@ def failure_of(query: Any) -> TailraceError:
 
 def _with_gone(shards: Shards, generations: dict[str, int]) -> dict[str, int]:
     """Return the generations of all topics that ever were, so that a task knows one that must not be read yet."""
-    known = shards.read_all([(0, ("HKEYS", shards.keys.topics()))])[0]
+    known = shards.run_all([(0, ("HKEYS", shards.keys.topics()))])[0]
     return {name.decode(): GONE for name in known} | generations
 
 

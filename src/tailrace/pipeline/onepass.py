@@ -15,6 +15,7 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.errors import PipelineError, StaleDriver, StoreError
+from tailrace.model.terminal import Terminal
 from tailrace.pipeline.days import Days
 from tailrace.pipeline.intake import Intake
 from tailrace.pipeline.slice import Limits, Slice, slices
@@ -43,6 +44,9 @@ class Plan(msgspec.Struct, frozen=True):
     limits: Limits
     dead_letters: str
     name_paths: tuple[str, ...] | None
+    span_ms: int
+    """Length of the buckets of day streams."""
+    seal_when: Terminal | None
     future_ms: int
     window_bytes: int
     window_runs: int
@@ -57,6 +61,8 @@ def _days(plan: Plan) -> View:
     return Days(
         plan.store.shards,
         paths=plan.name_paths,
+        span_ms=plan.span_ms,
+        seal_when=plan.seal_when,
         future_ms=plan.future_ms,
         window_bytes=plan.window_bytes,
         window_runs=plan.window_runs,
@@ -110,7 +116,7 @@ class Host:
             commands: list[tuple[int, tuple[Arg, ...]]] = [
                 (s, ("HMGET", keys.marks(s, view), *sources)) for s in range(count)
             ]
-            answers = self._shards.read_all(commands)
+            answers = self._shards.run_all(commands)
             for i, source in enumerate(sources):
                 self._marks[view, source] = [NOTHING if a[i] is None else int(a[i]) for a in answers]
 

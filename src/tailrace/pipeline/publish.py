@@ -124,7 +124,7 @@ class Publisher(threading.Thread):
         keys = self._shards.keys
         deadline = time.monotonic() + self._poll_s
         while True:
-            lengths = self._shards.read_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)])
+            lengths = self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)])
             filled = [shard for shard, length in enumerate(lengths) if length]
             if filled or self._stopping.is_set() or time.monotonic() >= deadline:
                 return filled
@@ -133,7 +133,7 @@ class Publisher(threading.Thread):
     def _publish(self, shard: int) -> int:
         """Move one batch of a shard's outbox; return how many messages it had."""
         key = self._shards.keys.outbox(shard)
-        entries = self._shards.read_all([(shard, ("XRANGE", key, "-", "+", "COUNT", BATCH))])[0]
+        entries = self._shards.run_all([(shard, ("XRANGE", key, "-", "+", "COUNT", BATCH))])[0]
         if not entries:
             return 0
         producer, placed = self._producers[shard], self._placed.get(shard, Position.START)
@@ -161,7 +161,7 @@ class Publisher(threading.Thread):
                 raise
             self._placed[shard] = last
         last_id = entries[-1][0].decode().partition("-")[0]
-        self._shards.read_all([(shard, ("XTRIM", key, "MINID", f"{int(last_id) + 1}-0"))])
+        self._shards.run_all([(shard, ("XTRIM", key, "MINID", f"{int(last_id) + 1}-0"))])
         return len(fresh)
 
     def _produce(self, producer: Producer, fields: Mapping[bytes, bytes]) -> None:

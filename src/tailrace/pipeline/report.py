@@ -62,7 +62,7 @@ class Report:
         self._ends.update(ends)
         latest = self._sources(facts.get("latestOffset")) or ends
         keys, count = self._shards.keys, self._shards.options.shards
-        self._waiting = sum(self._shards.read_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
+        self._waiting = sum(self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
         lag = sum(max(0, end - ends.get(source, 0)) for source, end in latest.items())
         for view in self._views:
             self._store(view, facts, ends, latest, lag)
@@ -105,7 +105,7 @@ class Report:
             "outbox": self._waiting,
             "gaps": self._gaps,
         }
-        self._shards.read_all(
+        self._shards.run_all(
             [(0, ("SET", self._shards.keys.status(view), msgspec.json.encode(status), "EX", EXPIRES_S))]
         )
 
@@ -125,12 +125,12 @@ class Report:
                 "%s: offsets %d to %d were dropped by Kafka before they were applied", gap.source, gap.first, gap.until
             )
             facts = ("source", gap.source, "first", gap.first, "until", gap.until)
-            self._shards.read_all([(0, ("XADD", key, "MAXLEN", "~", KEPT_GAPS, "*", *facts))])
+            self._shards.run_all([(0, ("XADD", key, "MAXLEN", "~", KEPT_GAPS, "*", *facts))])
 
     def _recorded(self) -> list[LostRange]:
         """Return the latest gaps of all starts, the newest first: a restart does not make one whole."""
         key = self._shards.keys.gaps()
-        entries = self._shards.read_all([(0, ("XREVRANGE", key, "+", "-", "COUNT", SHOWN_GAPS))])[0]
+        entries = self._shards.run_all([(0, ("XREVRANGE", key, "+", "-", "COUNT", SHOWN_GAPS))])[0]
         found: list[LostRange] = []
         for _, flat in entries:
             fields = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))

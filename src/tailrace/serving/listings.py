@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from tailrace.errors import StreamNotFound
-from tailrace.model.bucket import day_text
+from tailrace.model.bucket import DAY_MS, day_text
 from tailrace.model.cursor import Position
 from tailrace.model.event import iso_time
 from tailrace.model.segment import Segment
@@ -55,7 +56,7 @@ async def list_streams(logs: Logs, prefix: str, after: str, limit: int) -> Strea
     """Return a page of streams."""
     names = await logs.names(after, prefix, limit + 1)
     page = names[:limit]
-    found = zip(page, await logs.segments_of(page), strict=True)
+    found = zip(page, [log.segments for log in await logs.logs_of(page)], strict=True)
     return Streams(
         streams=[_stream(name, segments) for name, segments in found if segments],
         next=page[-1] if len(names) > limit else None,
@@ -64,31 +65,31 @@ async def list_streams(logs: Logs, prefix: str, after: str, limit: int) -> Strea
 
 async def list_days(logs: Logs, name: str) -> Days:
     """Return the days of a stream. A day that was written by several server processes is still one."""
-    segments = await logs.segments(name)
+    segments = (await logs.log(name)).segments
     if not segments:
         raise StreamNotFound(name)
     by_day: dict[int, list[Segment]] = {}
     for segment in segments:
-        by_day.setdefault(segment.bucket, []).append(segment)
-    newest = segments[-1].bucket
+        by_day.setdefault(segment.start_ms // DAY_MS, []).append(segment)
+    newest = segments[-1].start_ms // DAY_MS
     return Days(name=name, days=[_day(bucket, parts, bucket == newest) for bucket, parts in by_day.items()])
 
 
-def _stream(name: str, segments: list[Segment]) -> Stream:
+def _stream(name: str, segments: Sequence[Segment]) -> Stream:
     return Stream(
         name=name,
         events=sum(segment.events for segment in segments),
         bytes=sum(segment.bytes for segment in segments),
-        days=len({segment.bucket for segment in segments}),
-        first_day=day_text(segments[0].bucket),
-        last_day=day_text(segments[-1].bucket),
+        days=len({segment.start_ms // DAY_MS for segment in segments}),
+        first_day=day_text(segments[0].start_ms),
+        last_day=day_text(segments[-1].start_ms),
         last_time=iso_time(segments[-1].newest_ms),
     )
 
 
 def _day(bucket: int, parts: list[Segment], newest: bool) -> Day:
     return Day(
-        day=day_text(bucket),
+        day=day_text(bucket * DAY_MS),
         events=sum(part.events for part in parts),
         bytes=sum(part.bytes for part in parts),
         first=str(Position(parts[0].epoch, parts[0].first)),

@@ -12,13 +12,18 @@ name, which may be any text, comes last and no two names share a key.
     …:times:<view>               hash    source -> running-maximum time applied (home shard of the source)
     …:counts:<view>              hash    in, stored, dead, skipped:<reason>
     …:names:<view>               zset    every name with a log, in lexical order
-    …:log:<view>:<name>          hash    the log's current segment, and one field for each earlier one
-    …:seg:<view>:<index>:<name>  stream  <last number>-<events> -> r: run, t: running-maximum time
+    …:log:<view>:<name>          hash    the log's open segment, its floor, one field per closed segment; expires when
+                                         the last of them did
+    …:seg:<view>:<index>:<name>  stream  <last number>-<events> -> r: run or packed piece, t: running-maximum time
+    …:staged:<token>:<view>:<index>:<name>  stream  pieces that upkeep has not put in their place yet, expires
+    …:gone:<view>                string  epoch and number of the latest end of a log that expired as a whole
     …:tail                       stream  name -> view of every log touched, capped
     …:outbox                     stream  <number>-0 -> e, i, t, k, v: what must reach Kafka
     <prefix>:{0}:topics          hash    topic -> generation and topic id
     <prefix>:{0}:drivers         string  the last driver epoch given out
     <prefix>:{0}:status:<view>   string  the driver's last report, expires
+    <prefix>:{0}:lease:<what>    hash    owner, token, until: who may do it now
+    <prefix>:{0}:upkeep          hash    job -> report of its last run
     <prefix>:{0}:gaps            stream  ranges that Kafka no longer had when they were to be read, capped
 """
 
@@ -26,7 +31,7 @@ from __future__ import annotations
 
 import msgspec
 
-FORMAT = 1
+FORMAT = 2
 """Number of this layout; stored with it and compared at start."""
 
 
@@ -74,6 +79,12 @@ class Keys(msgspec.Struct, frozen=True):
 
     def status(self, view: str) -> str:
         return f"{self.tag(0)}:status:{view}"
+
+    def staged(self, shard: int, token: int, view: str, index: int, name: str) -> str:
+        return f"{self.tag(shard)}:staged:{token}:{view}:{index}:{name}"
+
+    def upkeep(self) -> str:
+        return f"{self.tag(0)}:upkeep"
 
     def gaps(self) -> str:
         return f"{self.tag(0)}:gaps"

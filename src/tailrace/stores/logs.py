@@ -6,28 +6,21 @@ in it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from tailrace.errors import StoreError
+from tailrace.model.cursor import Position
 from tailrace.model.name import shard_of
-from tailrace.model.run import Run, decode, raw_size
-from tailrace.model.segment import Segment
+from tailrace.model.pack import CODEC, unpack
+from tailrace.model.run import Entry, decode, raw_size
+from tailrace.model.segment import PACKED, Log, Segment
 from tailrace.stores.nodes import Nodes
 
-
-class Entry(msgspec.Struct, frozen=True):
-    """A stored run with the numbers of its events."""
-
-    first: int
-    last: int
-    newest_ms: int
-    """The log's running-maximum time."""
-    run: Run
-    size: int
-    """Bytes of the run when it is not compressed, for limits on memory."""
+PACKED_BYTES = 1 << 20
+"""About how much of a packed piece one read returns, so that a reader's memory does not depend on the piece's size."""
 
 
 class Logs:
@@ -43,23 +36,23 @@ class Logs:
         """Return the shard that a log is in."""
         return shard_of(name, self._count)
 
-    async def segments(self, name: str) -> list[Segment]:
-        """Return the log's segments in order; none when it does not exist."""
-        shard = self.shard_of(name)
-        return _segments(await self._nodes.read(shard, "HGETALL", self._keys.log(shard, self.view, name)))
+    async def log(self, name: str) -> Log:
+        """Return the log's registry; one without segments when it does not exist."""
+        return (await self.logs_of([name]))[0]
 
-    async def segments_of(self, names: Sequence[str]) -> list[list[Segment]]:
-        """Return the segments of several logs, in one round trip for each node."""
+    async def logs_of(self, names: Sequence[str]) -> list[Log]:
+        """Return the registries of several logs, in one round trip for each node."""
         commands = []
         for name in names:
             shard = self.shard_of(name)
             commands.append((shard, ("HGETALL", self._keys.log(shard, self.view, name))))
-        return [_segments(answer) for answer in await self._nodes.read_all(commands)]
+        return [read_log(answer) for answer in await self._nodes.read_all(commands)]
 
     async def read(self, name: str, segment: Segment, after: int, count: int) -> list[Entry]:
-        """Return up to ``count`` entries of a segment that hold events with a number above ``after``.
+        """Return up to ``count`` stored runs, or some runs of a packed piece, with events numbered above ``after``.
 
-        The first one may begin earlier: the caller leaves out what it has seen.
+        The first one may begin earlier: the caller leaves out what it has seen. A segment that was packed since its
+        registry was read answers the same events: they are under the same key, in another form.
         """
         return (await self.read_many([(name, segment, after)], count))[0]
 
@@ -69,15 +62,19 @@ class Logs:
         for name, segment, after in places:
             shard = self.shard_of(name)
             key = self._keys.segment(shard, self.view, segment.index, name)
-            commands.append((shard, ("XRANGE", key, f"{after + 1}-0", "+", "COUNT", count)))
-        return [[_entry(*item) for item in answer] for answer in await self._nodes.read_all(commands)]
+            # A packed piece is large, and one is enough.
+            most = 1 if segment.state == PACKED else count
+            commands.append((shard, ("XRANGE", key, f"{max(0, after) + 1}-0", "+", "COUNT", most)))
+        answers = await self._nodes.read_all(commands)
+        return [_some(answer, after) for answer, (_, _, after) in zip(answers, places, strict=True)]
 
     async def read_back(self, name: str, segment: Segment, before: int, count: int) -> list[Entry]:
-        """Return up to ``count`` entries that end at or below number ``before``, the latest first."""
+        """Return up to ``count`` stored runs, or a packed piece's, that end by ``before``, the latest first."""
         shard = self.shard_of(name)
         key = self._keys.segment(shard, self.view, segment.index, name)
-        answer = await self._nodes.read(shard, "XREVRANGE", key, f"{before}-18446744073709551615", "-", "COUNT", count)
-        return [_entry(*item) for item in answer]
+        most = 1 if segment.state == PACKED else count
+        answer = await self._nodes.read(shard, "XREVRANGE", key, f"{before}-18446744073709551615", "-", "COUNT", most)
+        return [entry for item in answer for entry in reversed(list(read_entries(*item)))]
 
     async def names(self, after: str, prefix: str, limit: int) -> list[str]:
         """Return up to ``limit`` names that begin with ``prefix`` and come after ``after``, in order of their bytes."""
@@ -91,28 +88,71 @@ class Logs:
         return [name.decode() for name in sorted(found)[:limit]]
 
 
-def _segments(answer: Any) -> list[Segment]:
+_OPEN = (b"i", b"b", b"w", b"e", b"f", b"l", b"c", b"z", b"t")
+
+
+def read_log(answer: Any) -> Log:
+    """Read the answer to HGETALL of a log's hash."""
     fields: dict[bytes, bytes]
     fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
     if b"i" not in fields:
-        return []
-    current = int(fields[b"i"])
-    found: list[Segment] = []
-    for field, value in fields.items():
-        if field[:1] == b"s":
-            found.append(Segment(int(field[1:]), *map(int, value.split())))
+        return Log()
+    found = [read_row(int(field[1:]), value) for field, value in fields.items() if field[:1] == b"s"]
     found.sort(key=lambda segment: segment.index)
-    found.append(Segment(current, *(int(fields[f]) for f in (b"b", b"e", b"f", b"l", b"c", b"z", b"t"))))
-    return found
+    if b"b" in fields:
+        i, b, w, e, f, l, c, z, t = (int(fields[x]) for x in _OPEN)  # noqa: E741
+        found.append(Segment(i, b, w, e, f, l, c, z, t, open=True))
+    epoch, _, number = fields.get(b"x", b"0 0").partition(b" ")
+    return Log(found, Position(int(epoch), int(number)))
 
 
-def _entry(entry_id: bytes, fields: Any) -> Entry:
+_ints = msgspec.msgpack.Decoder(list[int]).decode
+
+
+def read_row(index: int, stored: bytes) -> Segment:
+    """Read the row of a closed segment."""
+    b, w, e, f, l, c, z, t, raw, state, *rest = _ints(stored)  # noqa: E741
+    replaced = iter(rest)
+    return Segment(index, b, w, e, f, l, c, z, t, raw, state, tuple(zip(replaced, replaced, replaced, strict=True)))
+
+
+def write_row(segment: Segment) -> bytes:
+    """Return the row of a closed segment: what ``read_row`` reads."""
+    s = segment
+    head = [s.start_ms, s.span_ms, s.epoch, s.first, s.last, s.events, s.bytes, s.newest_ms, s.raw_bytes, s.state]
+    return msgspec.msgpack.encode([*head, *(n for triple in s.replaced for n in triple)])
+
+
+def read_entries(entry_id: bytes, fields: Any) -> Iterator[Entry]:
+    """Yield what one entry of a segment's stream holds: a run, or the runs of a packed piece."""
     last, _, count = entry_id.partition(b"-")
     named = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
+    stored = named[b"r"]
     try:
-        run = decode(named[b"r"])
+        if stored[:1] == CODEC:
+            yield from unpack(stored)
+        else:
+            run = decode(stored)
+            yield Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, raw_size(stored))
     except Exception as error:
         raise StoreError(
             f"a stored run ({entry_id.decode()}) cannot be read: {error}; rebuild the view from Kafka"
         ) from error
-    return Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, raw_size(named[b"r"]))
+
+
+def _some(answer: Any, after: int) -> list[Entry]:
+    """Return the entries above a number: every run, but of packed pieces only about what one read may return."""
+    found: list[Entry] = []
+    size = 0
+    for item in answer:
+        packed = item[1][b"r"][:1] == CODEC if isinstance(item[1], dict) else item[1][1][:1] == CODEC
+        if packed and size >= PACKED_BYTES:
+            break
+        for entry in read_entries(*item):
+            if entry.last <= after:
+                continue
+            found.append(entry)
+            size += entry.size
+            if packed and size >= PACKED_BYTES:
+                return found
+    return found

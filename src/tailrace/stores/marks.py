@@ -18,7 +18,7 @@ NOTHING = -1
 
 def read_marks(shards: Shards, view: str) -> list[dict[Source, int]]:
     """Return the marks of every shard."""
-    answers = shards.read_all(
+    answers = shards.run_all(
         [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)],
     )
     return [{Source.parse(field.decode()): int(mark) for field, mark in _pairs(answer)} for answer in answers]
@@ -47,16 +47,14 @@ def advance(shards: Shards, view: str, epoch: int, ends: Mapping[Source, int]) -
 
 def read_times(shards: Shards, view: str) -> dict[Source, int]:
     """Return the running-maximum time applied of every source."""
-    answers = shards.read_all([(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)])
+    answers = shards.run_all([(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)])
     return {Source.parse(field.decode()): int(ms) for answer in answers for field, ms in _pairs(answer)}
 
 
 def read_counts(shards: Shards, view: str) -> dict[str, int]:
     """Return the view's counters, added up over all shards: in, stored, dead, skipped:<reason>."""
     totals: dict[str, int] = {}
-    for answer in shards.read_all(
-        [(s, ("HGETALL", shards.keys.counts(s, view))) for s in range(shards.options.shards)]
-    ):
+    for answer in shards.run_all([(s, ("HGETALL", shards.keys.counts(s, view))) for s in range(shards.options.shards)]):
         for field, n in _pairs(answer):
             totals[field.decode()] = totals.get(field.decode(), 0) + int(n)
     return totals

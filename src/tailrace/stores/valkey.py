@@ -31,6 +31,8 @@ Address: TypeAlias = tuple[str, int]
 Arg: TypeAlias = bytes | str | int
 Call: TypeAlias = tuple[int, str, Sequence[Arg]]
 """Shard, function, arguments."""
+Command: TypeAlias = tuple[int, tuple[Arg, ...]]
+"""Shard, plain command."""
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
@@ -161,9 +163,9 @@ class Shards:
     def call_all(self, calls: Sequence[Call]) -> list[Any]:
         """Call functions on shards, in order for each node, and return the answers in the order of the calls."""
         tag = self.keys.tag
-        return self.read_all([(s, ("FCALL", function(name), 1, tag(s), *args)) for s, name, args in calls])
+        return self.run_all([(s, ("FCALL", function(name), 1, tag(s), *args)) for s, name, args in calls])
 
-    def read_all(self, commands: Sequence[tuple[int, tuple[Arg, ...]]]) -> list[Any]:
+    def run_all(self, commands: Sequence[Command]) -> list[Any]:
         """Run plain commands on shards, many in one round trip per node; answers in the order of the commands."""
         answers: list[Any] = [None] * len(commands)
         by_node: dict[Address | None, list[int]] = {}

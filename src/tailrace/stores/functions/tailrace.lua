@@ -28,41 +28,88 @@ local function fence(keys, args)
   return {'ok'}
 end
 
--- The fields of a log's hash that describe its current segment; earlier ones are kept in s<index>.
-local CURRENT = {'i', 'b', 'e', 'f', 'l', 'c', 'z', 't', 'o'}
+-- A log's hash: i index of the newest segment, a of the oldest, t running-maximum time, o floor (no bucket begins before
+-- it), x epoch and number of the end of what expired, and the fields below while a segment is open. Closed segments are
+-- rows s<index>: {start, span, epoch, first, last, events, bytes, newest, raw bytes, state, replaced…}.
+local OPEN = {'b', 'w', 'e', 'f', 'l', 'c', 'z'}
+local RAW, PACKED, SEALED = 0, 1, 2
 
--- Appends one run to a log. The bucket is clamped to [floor, limit]; a new bucket or epoch opens a new segment.
-local function append(tag, view, epoch, limit, number, name, bucket, count, newest, run)
-  local log = tag .. ':log:' .. view .. ':' .. name
-  local h = redis.call('HMGET', log, unpack(CURRENT))
-  bucket = math.min(bucket, limit)
-  local index, last, newest_seen = tonumber(h[1] or '-1'), number + count, tonumber(h[8] or '0')
-  if h[2] then bucket = math.max(bucket, tonumber(h[2])) end
-  if h[9] then bucket = math.max(bucket, tonumber(h[9])) end
+local function log_key(tag, view, name) return tag .. ':log:' .. view .. ':' .. name end
+local function segment_key(tag, view, index, name) return tag .. ':seg:' .. view .. ':' .. index .. ':' .. name end
+
+-- Returns the row of an open segment from the answer to HMGET t, OPEN….
+local function open_row(h, state)
+  return {tonumber(h[2]), tonumber(h[3]), tonumber(h[4]), tonumber(h[5]), tonumber(h[6]), tonumber(h[7]), tonumber(h[8]),
+    tonumber(h[1]), 0, state}
+end
+
+-- Returns a segment's row, and whether it is the open one; nil when there is none.
+local function find_row(log, index)
+  local row = redis.call('HGET', log, 's' .. index)
+  if row then return cmsgpack.unpack(row), false end
+  local h = redis.call('HMGET', log, 't', unpack(OPEN))
+  if h[2] and redis.call('HGET', log, 'i') == index then return open_row(h, RAW), true end
+end
+
+local function raise_floor(log, floor)
+  local known = redis.call('HGET', log, 'o')
+  if not known or tonumber(known) < floor then redis.call('HSET', log, 'o', text(floor)) end
+end
+
+-- Appends one run to a log. A run that begins before the end of the open bucket goes there; otherwise a new segment is
+-- opened in its own bucket, but not before the floor nor after the limit. A new epoch opens one in the same bucket.
+local function append(tag, view, epoch, span, limit, number, name, start, count, newest, run)
+  local log = log_key(tag, view, name)
+  local h = redis.call('HMGET', log, 't', 'b', 'w', 'e', 'f', 'l', 'c', 'z', 'i', 'o')
+  local index, last, newest_seen = tonumber(h[9] or '-1'), number + count, tonumber(h[1] or '0')
   if newest < newest_seen then newest = newest_seen end
-  local events, size = count, #run
-  if index < 0 or tonumber(h[2]) ~= bucket or h[3] ~= epoch then
-    if index < 0 then
-      redis.call('ZADD', tag .. ':names:' .. view, 0, name)
+  start = math.min(start, limit)
+  local ends = h[2] and h[2] + h[3]
+  if h[2] and start < ends and h[4] == epoch then
+    redis.call('HSET', log, 'l', text(last), 'c', text(h[7] + count), 'z', text(h[8] + #run), 't', text(newest))
+  else
+    if h[2] then
+      redis.call('HSET', log, 's' .. h[9], cmsgpack.pack(open_row(h, RAW)))
+      if start < ends then start, span = tonumber(h[2]), tonumber(h[3]) end
     else
-      redis.call('HSET', log, 's' .. h[1], table.concat(h, ' ', 2, 8))
+      redis.call('ZADD', tag .. ':names:' .. view, 0, name)
+      redis.call('PERSIST', log)
+      if h[10] and start < tonumber(h[10]) then start = math.ceil(h[10] / span) * span end
+      if index < 0 then
+        local gone = redis.call('GET', tag .. ':gone:' .. view)
+        if gone then redis.call('HSET', log, 'x', gone) end
+      end
     end
     index = index + 1
-    redis.call('HSET', log, 'i', text(index), 'b', text(bucket), 'e', epoch, 'f', text(number + 1),
-      'l', text(last), 'c', text(events), 'z', text(size), 't', text(newest))
-  else
-    redis.call('HSET', log, 'l', text(last), 'c', text(h[6] + events), 'z', text(h[7] + size), 't', text(newest))
+    redis.call('HSET', log, 'i', text(index), 'b', text(start), 'w', text(span), 'e', epoch, 'f', text(number + 1),
+      'l', text(last), 'c', text(count), 'z', text(#run), 't', text(newest))
   end
-  redis.call('XADD', tag .. ':seg:' .. view .. ':' .. text(index) .. ':' .. name, text(last) .. '-' .. text(count),
-    'r', run, 't', text(newest))
+  redis.call('XADD', segment_key(tag, view, text(index), name), text(last) .. '-' .. text(count), 'r', run, 't', text(newest))
   return last
+end
+
+-- Closes the open segment before its bucket ends, unless the bucket lies in the future: that one was opened by an
+-- earlier seal, and sealing it too would run ahead of the calendar.
+local function seal(tag, view, name, now)
+  local log = log_key(tag, view, name)
+  local h = redis.call('HMGET', log, 't', unpack(OPEN))
+  if not h[2] or tonumber(h[2]) > now then return end
+  redis.call('HSET', log, 's' .. redis.call('HGET', log, 'i'), cmsgpack.pack(open_row(h, SEALED)))
+  redis.call('HDEL', log, unpack(OPEN))
+  raise_floor(log, h[2] + h[3])
+end
+
+local function milliseconds()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
 -- How many names and views one entry of the tail holds.
 local TOLD = 1000
 
 -- apply(view, driver epoch, source, mark seen, new mark, bucket span ms, future limit ms, tail length, items…)
---   A name bucket count newest run   append a run to a log
+--   A name start count newest run    append a run to a log; start is that of its bucket
+--   S name                           seal the log's bucket
 --   O id topic key value             put a message into the outbox
 --   C field n                        add to a counter
 --   T ms                             raise the source's running-maximum time
@@ -76,8 +123,8 @@ local function apply(keys, args)
   if stored ~= args[4] then return {'moved', stored} end
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {'unready'} end
-  local now = redis.call('TIME')
-  local limit = math.floor((now[1] * 1000 + args[7]) / args[6])
+  local now, span = milliseconds(), tonumber(args[6])
+  local limit = math.floor((now + args[7]) / span) * span
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
   local began, appended, touched, seen = number, 0, {}, {}
   local i, n = 9, #args
@@ -85,7 +132,7 @@ local function apply(keys, args)
     local kind = args[i]
     if kind == 'A' then
       local count = tonumber(args[i + 3])
-      number = append(tag, view, epoch, limit, number, args[i + 1], tonumber(args[i + 2]), count,
+      number = append(tag, view, epoch, span, limit, number, args[i + 1], tonumber(args[i + 2]), count,
         tonumber(args[i + 4]), args[i + 5])
       appended = appended + count
       if not seen[args[i + 1]] then
@@ -94,6 +141,9 @@ local function apply(keys, args)
         touched[#touched + 1] = view
       end
       i = i + 6
+    elseif kind == 'S' then
+      seal(tag, view, args[i + 1], now)
+      i = i + 2
     elseif kind == 'O' then
       number = number + 1
       redis.call('XADD', tag .. ':outbox', text(number) .. '-0', 'e', epoch, 'i', args[i + 1], 't', args[i + 2],
@@ -159,9 +209,181 @@ local function enlist(keys, args)
   return epoch
 end
 
+-- What upkeep does. Every call carries the token of its lease; a lower one than a shard has seen is refused.
+
+local UPKEEP = 'upkeep'
+
+-- lease(what, owner, length ms, token held or 0): gives the lease to one owner at a time, each time with a higher token.
+local function lease(keys, args)
+  local key, now = keys[1] .. ':lease:' .. args[1], milliseconds()
+  local h = redis.call('HMGET', key, 'owner', 'token', 'until')
+  local token, ends = tonumber(h[2] or '0'), tonumber(h[3] or '0')
+  local mine = h[1] == args[2] and h[2] == args[4]
+  if args[4] ~= '0' and not mine then return {'lost', h[1] or '', text(token)} end
+  if not mine then
+    if ends > now then return {'held', h[1], text(ends - now)} end
+    token = math.max(token + 1, math.floor(now / 1000))
+  end
+  redis.call('HSET', key, 'owner', args[2], 'token', text(token), 'until', text(now + args[3]))
+  return {'ok', text(token)}
+end
+
+-- stage(token, view, name, index, length ms, anew, entry id, piece, newest): writes a piece to a key that nobody reads yet
+-- and that ends by itself; anew = 1 begins with nothing.
+local function stage(keys, args)
+  local tag = keys[1]
+  local owner = fenced(tag, UPKEEP, tonumber(args[1]))
+  if owner then return {'stale', text(owner)} end
+  local staged = tag .. ':staged:' .. args[1] .. ':' .. args[2] .. ':' .. args[4] .. ':' .. args[3]
+  if args[6] == '1' then redis.call('UNLINK', staged) end
+  redis.call('XADD', staged, args[7], 'r', args[8], 't', args[9])
+  redis.call('PEXPIRE', staged, args[5])
+  return {'ok'}
+end
+
+-- Puts a staged key in a segment's place. The old one is unlinked first: RENAME would free it at once, however large.
+local function put_staged(tag, token, view, index, name)
+  local segment = segment_key(tag, view, index, name)
+  redis.call('UNLINK', segment)
+  redis.call('RENAME', tag .. ':staged:' .. token .. ':' .. view .. ':' .. index .. ':' .. name, segment)
+  redis.call('PERSIST', segment)
+end
+
+-- Whether what is staged for a segment is complete: so many pieces, the last of which ends at this number.
+local function is_staged(tag, token, view, index, name, pieces, last)
+  local staged = tag .. ':staged:' .. token .. ':' .. view .. ':' .. index .. ':' .. name
+  if redis.call('XLEN', staged) ~= tonumber(pieces) then return false end
+  local newest = redis.call('XREVRANGE', staged, '+', '-', 'COUNT', 1)[1]
+  return newest and string.match(newest[1], '^%d+') == last
+end
+
+-- swap(token, view, name, index, epoch, last, events, pieces, bytes, raw bytes, after ms, now ms): makes a segment packed.
+-- It must be what was read, its bucket over for long enough by both clocks, and its pieces complete.
+local function swap(keys, args)
+  local tag, token, view, name, index = keys[1], args[1], args[2], args[3], args[4]
+  local owner = fenced(tag, UPKEEP, tonumber(token))
+  if owner then return {'stale', text(owner)} end
+  local log = log_key(tag, view, name)
+  local row, open = find_row(log, index)
+  if not row then return {'gone'} end
+  if row[10] == PACKED or row[3] ~= tonumber(args[5]) or row[5] ~= tonumber(args[6]) or row[6] ~= tonumber(args[7]) then
+    return {'moved'}
+  end
+  local ends = row[1] + row[2]
+  if row[10] ~= SEALED and ends + args[11] > math.min(milliseconds(), tonumber(args[12])) then return {'early'} end
+  if not is_staged(tag, token, view, index, name, args[8], args[6]) then return {'unstaged'} end
+  put_staged(tag, token, view, index, name)
+  row[7], row[9], row[10] = tonumber(args[9]), tonumber(args[10]), PACKED
+  redis.call('HSET', log, 's' .. index, cmsgpack.pack(row))
+  if open then redis.call('HDEL', log, unpack(OPEN)) end
+  raise_floor(log, ends)
+  return {'ok'}
+end
+
+-- expire(token, view, name, keep ms, now ms, remember ms, most): drops a log's oldest segments whose buckets, and whose
+-- newest events, are older than what is kept, by both clocks. Answers how many, their events and their bytes, and
+-- whether the log ended with them.
+local function expire(keys, args)
+  local tag, view, name = keys[1], args[2], args[3]
+  local owner = fenced(tag, UPKEEP, tonumber(args[1]))
+  if owner then return {'stale', text(owner)} end
+  local log, now = log_key(tag, view, name), math.min(milliseconds(), tonumber(args[5]))
+  local newest_index = tonumber(redis.call('HGET', log, 'i') or '-1')
+  local at, segments, events, bytes = tonumber(redis.call('HGET', log, 'a') or '0'), 0, 0, 0
+  local ended, left = nil, false
+  while at <= newest_index and segments < tonumber(args[7]) do
+    local index = text(at)
+    local row, open = find_row(log, index)
+    if row then
+      if math.max(row[1] + row[2], row[8]) + args[4] > now then left = true break end
+      redis.call('UNLINK', segment_key(tag, view, index, name))
+      redis.call('HDEL', log, 's' .. index)
+      if open then redis.call('HDEL', log, unpack(OPEN)) end
+      raise_floor(log, row[1] + row[2])
+      ended = text(row[3]) .. ' ' .. text(row[5])
+      segments, events, bytes = segments + 1, events + row[6], bytes + row[7]
+    end
+    at = at + 1
+  end
+  if segments == 0 then return {'ok', '0', '0', '0', ''} end
+  redis.call('HSET', log, 'a', text(at), 'x', ended)
+  redis.call('HINCRBY', tag .. ':counts:' .. view, 'expired', events)
+  if left or at <= newest_index then return {'ok', text(segments), text(events), text(bytes), ''} end
+  -- Nothing is left: the name goes; its floor and its end stay for a while, and the shard remembers the latest end.
+  redis.call('ZREM', tag .. ':names:' .. view, name)
+  redis.call('PEXPIRE', log, args[6])
+  local gone = redis.call('GET', tag .. ':gone:' .. view)
+  local e, n = string.match(gone or '0 0', '^(%d+) (%d+)$')
+  local epoch, number = string.match(ended, '^(%d+) (%d+)$')
+  e, n, epoch, number = tonumber(e), tonumber(n), tonumber(epoch), tonumber(number)
+  if epoch > e or (epoch == e and number > n) then redis.call('SET', tag .. ':gone:' .. view, ended) end
+  return {'ok', text(segments), text(events), text(bytes), 'ended'}
+end
+
+-- reopen(token, view, unix seconds): two new epochs, one for what is rebuilt and one for what is appended from now on, so
+-- that no segment which exists now is ever written again. Answers the first and the shard's marks at this moment.
+local function reopen(keys, args)
+  local tag = keys[1]
+  local owner = fenced(tag, UPKEEP, tonumber(args[1]))
+  if owner then return {'stale', text(owner)} end
+  local known = redis.call('HGET', tag .. ':meta', 'epoch')
+  if not known then return {'unready'} end
+  local epoch = math.max(tonumber(known) + 1, tonumber(args[3]))
+  redis.call('HSET', tag .. ':meta', 'epoch', text(epoch + 1))
+  return {'ok', text(epoch), redis.call('HGETALL', tag .. ':marks:' .. args[2])}
+end
+
+-- replace(token, view, name, old segments, (index, epoch, last)…, (index, pieces, row)…): puts staged segments in the place
+-- of old ones, which must be what was read and of an epoch that is over.
+local function replace(keys, args)
+  local tag, token, view, name = keys[1], args[1], args[2], args[3]
+  local owner = fenced(tag, UPKEEP, tonumber(token))
+  if owner then return {'stale', text(owner)} end
+  local log = log_key(tag, view, name)
+  local epoch = tonumber(redis.call('HGET', tag .. ':meta', 'epoch') or '0')
+  local first_new = 5 + 3 * tonumber(args[4])
+  local open_start
+  for i = 5, first_new - 1, 3 do
+    local row, open = find_row(log, args[i])
+    if not row or row[3] ~= tonumber(args[i + 1]) or row[5] ~= tonumber(args[i + 2]) then return {'moved'} end
+    if row[3] >= epoch then return {'moved'} end
+    if open then open_start = row[1] end
+  end
+  for i = first_new, #args, 3 do
+    local row = cmsgpack.unpack(args[i + 2])
+    if not is_staged(tag, token, view, args[i], name, args[i + 1], text(row[5])) then return {'unstaged'} end
+  end
+  for i = 5, first_new - 1, 3 do
+    redis.call('UNLINK', segment_key(tag, view, args[i], name))
+    redis.call('HDEL', log, 's' .. args[i])
+  end
+  if open_start then
+    redis.call('HDEL', log, unpack(OPEN))
+    raise_floor(log, open_start)
+  end
+  local lowest, highest = tonumber(redis.call('HGET', log, 'a') or '0'), tonumber(redis.call('HGET', log, 'i') or '-1')
+  local newest = tonumber(redis.call('HGET', log, 't') or '0')
+  for i = first_new, #args, 3 do
+    local index, row = tonumber(args[i]), cmsgpack.unpack(args[i + 2])
+    put_staged(tag, token, view, args[i], name)
+    redis.call('HSET', log, 's' .. args[i], args[i + 2])
+    lowest, highest, newest = math.min(lowest, index), math.max(highest, index), math.max(newest, row[8])
+  end
+  redis.call('HSET', log, 'a', text(lowest), 'i', text(highest), 't', text(newest))
+  redis.call('ZADD', tag .. ':names:' .. view, 0, name)
+  redis.call('PERSIST', log)
+  return {'ok'}
+end
+
 redis.register_function('tailrace_begin_VERSION', begin)
 redis.register_function('tailrace_fence_VERSION', fence)
 redis.register_function('tailrace_apply_VERSION', apply)
 redis.register_function('tailrace_advance_VERSION', advance)
 redis.register_function('tailrace_adopt_VERSION', adopt)
 redis.register_function('tailrace_enlist_VERSION', enlist)
+redis.register_function('tailrace_lease_VERSION', lease)
+redis.register_function('tailrace_stage_VERSION', stage)
+redis.register_function('tailrace_swap_VERSION', swap)
+redis.register_function('tailrace_expire_VERSION', expire)
+redis.register_function('tailrace_reopen_VERSION', reopen)
+redis.register_function('tailrace_replace_VERSION', replace)

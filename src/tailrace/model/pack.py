@@ -1,0 +1,209 @@
+"""Packs: many runs of a closed segment as one piece, column by column, so that what they share is stored once.
+
+Invariant: ``unpack(pack(entries))`` has the same events with the same numbers, coordinates, times and bytes as
+``entries``; ``digest`` of both is equal, and says so without trusting either. Neighbouring runs become one where their
+numbers and coordinates allow; the log's running-maximum times stay in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import chain
+
+import msgspec
+import zstandard
+
+from tailrace.model.event import Headers, Source
+from tailrace.model.run import MAX_RAW_BYTES, Entry, Run
+
+CODEC = b"\x02"
+LEVEL = 6
+MERGED_EVENTS = 256
+MERGED_BYTES = 64 << 10
+"""A merged run stays small enough to be skipped over and handed out cheaply."""
+
+
+class _Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    sources: list[tuple[str, int, int]]
+    runs: list[int]
+    """Of each run five numbers: source, events, numbers skipped before it, offsets skipped since the source's last
+    run, and how far the running-maximum time rose."""
+    began: list[int]
+    """First time of each run, as the distance from the one before."""
+    steps: list[int]
+    """Of all events but each run's first: distance to the offset before."""
+    ticks: list[int]
+    """Of all events but each run's first: distance to the time of the first."""
+    keys: list[bytes | None]
+    """Every distinct key."""
+    key_of: list[int]
+    """For each event its key; nothing when there is only one."""
+    headers: list[list[Headers] | None]
+    """For each run; nothing when no run has any."""
+    values: list[bytes]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Pack).decode
+
+
+def pieces(entries: Iterable[Entry], raw_bytes: int) -> Iterator[list[Entry]]:
+    """Group entries into pieces of about so many bytes; an entry is never divided."""
+    piece: list[Entry] = []
+    size = 0
+    for entry in entries:
+        if piece and size + entry.size > raw_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.append(entry)
+        size += entry.size
+    if piece:
+        yield piece
+
+
+def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
+    """Return the stored form of a piece."""
+    sources: dict[Source, int] = {}
+    table: dict[bytes | None, int] = {}
+    runs: list[int] = []
+    began: list[int] = []
+    steps: list[int] = []
+    ticks: list[int] = []
+    key_of: list[int] = []
+    headers: list[list[Headers] | None] = []
+    values: list[bytes] = []
+    number, newest, time_ms = 0, 0, 0
+    reached: dict[Source, int] = {}
+    for entry in _merged(entries):
+        run = entry.run
+        source = run.source
+        at = sources.setdefault(source, len(sources))
+        runs += (at, len(run), entry.first - number, run.steps[0] - reached.get(source, 0), entry.newest_ms - newest)
+        began.append(run.ticks[0] - time_ms)
+        number, newest, time_ms = entry.last, entry.newest_ms, run.ticks[0]
+        reached[source] = sum(run.steps)
+        steps += run.steps[1:]
+        ticks += run.ticks[1:]
+        key_of += [table.setdefault(key, len(table)) for key in _each(run)]
+        headers.append(run.headers)
+        values += run.values
+    body = _encode(
+        _Pack(
+            [(s.topic, s.partition, s.generation) for s in sources],
+            runs,
+            began,
+            steps,
+            ticks,
+            list(table),
+            key_of if len(table) > 1 else [],
+            headers if any(h is not None for h in headers) else [],
+            values,
+        )
+    )
+    return CODEC + zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=True).compress(body)
+
+
+def unpack(stored: bytes) -> Iterator[Entry]:
+    """Yield the entries of a piece in order; those that are not taken cost little."""
+    body = stored[1:]
+    if zstandard.frame_content_size(body) > MAX_RAW_BYTES:
+        raise ValueError("a packed piece is larger than any that is written: the store is damaged")
+    whole = _decode(zstandard.ZstdDecompressor().decompress(body))
+    sources = [Source(*source) for source in whole.sources]
+    reached = [0] * len(sources)
+    number, newest, time_ms, at, rest = 0, 0, 0, 0, 0
+    numbers = iter(whole.runs)
+    for i, (source, count, skipped, offset, rose) in enumerate(zip(*[numbers] * 5, strict=True)):
+        first = number + skipped
+        number, newest, time_ms = first + count - 1, newest + rose, time_ms + whole.began[i]
+        steps = [reached[source] + offset, *whole.steps[rest : rest + count - 1]]
+        reached[source] = sum(steps)
+        values = whole.values[at : at + count]
+        s = sources[source]
+        run = Run(
+            s.topic,
+            s.partition,
+            s.generation,
+            steps,
+            [time_ms, *whole.ticks[rest : rest + count - 1]],
+            _narrow([whole.keys[k] for k in whole.key_of[at : at + count]]) if whole.key_of else whole.keys,
+            whole.headers[i] if whole.headers else None,
+            values,
+        )
+        yield Entry(first, number, newest, run, _size(run))
+        at, rest = at + count, rest + count - 1
+
+
+def digest(entries: Iterable[Entry]) -> tuple[int, bytes]:
+    """Return the count of events and a checksum over each one's number, coordinates, time, key, headers and value."""
+    columns: tuple[list[object], ...] = tuple([] for _ in range(7))
+    numbers, sources, offsets, times, keys, headers, values = columns
+    for entry in entries:
+        run = entry.run
+        n = len(run)
+        numbers += range(entry.first, entry.last + 1)
+        sources += [(run.topic, run.partition, run.generation)] * n
+        offsets += run.offsets
+        times += run.times
+        keys += _each(run)
+        headers += run.headers if run.headers is not None else [[]] * n
+        values += run.values
+    return len(values), blake2b(_encode(columns), digest_size=16).digest()
+
+
+def _merged(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield the entries with small neighbours made one: same source, consecutive numbers, growing offsets."""
+    group: list[Entry] = []
+    events = size = 0
+    for entry in entries:
+        fits = events + len(entry.run) <= MERGED_EVENTS and size + entry.size <= MERGED_BYTES
+        if group and not (fits and _follows(group[-1], entry)):
+            yield _join(group)
+            group, events, size = [], 0, 0
+        group.append(entry)
+        events += len(entry.run)
+        size += entry.size
+    if group:
+        yield _join(group)
+
+
+def _follows(one: Entry, two: Entry) -> bool:
+    a, b = one.run, two.run
+    return (
+        two.first == one.last + 1
+        and (a.topic, a.partition, a.generation) == (b.topic, b.partition, b.generation)
+        and (a.headers is None) == (b.headers is None)
+        and sum(a.steps) < b.steps[0]
+    )
+
+
+def _join(group: list[Entry]) -> Entry:
+    if len(group) == 1:
+        return group[0]
+    runs = [entry.run for entry in group]
+    headers = [list(run.headers or ()) for run in runs]
+    joined = Run.of(
+        runs[0].source,
+        list(chain.from_iterable(run.offsets for run in runs)),
+        list(chain.from_iterable(run.times for run in runs)),
+        _narrow(list(chain.from_iterable(map(_each, runs)))),
+        None if runs[0].headers is None else list(chain.from_iterable(headers)),
+        list(chain.from_iterable(run.values for run in runs)),
+    )
+    return Entry(group[0].first, group[-1].last, group[-1].newest_ms, joined, sum(entry.size for entry in group))
+
+
+def _each(run: Run) -> list[bytes | None]:
+    return run.keys * len(run) if len(run.keys) == 1 else run.keys
+
+
+def _narrow(keys: list[bytes | None]) -> list[bytes | None]:
+    return keys[:1] if keys.count(keys[0]) == len(keys) else keys
+
+
+def _size(run: Run) -> int:
+    carried = 0
+    if run.headers is not None:
+        carried = sum(len(name) + len(value or b"") for each in run.headers for name, value in each)
+    return sum(map(len, run.values)) + carried + 16 * len(run)

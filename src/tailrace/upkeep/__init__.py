@@ -1,0 +1,1 @@
+"""Upkeep: what is done to views after they were written: packing, retention, audits, repairs."""

@@ -1,0 +1,34 @@
+"""A throttle: so many buckets per hour and so many bytes per second, paid for after they were used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Throttle:
+    """Sleeps so that a pace is kept over time; 0 = no limit."""
+
+    def __init__(
+        self,
+        per_hour: float = 0,
+        bytes_per_second: float = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._each = 3600 / per_hour if per_hour else 0.0
+        self._byte = 1 / bytes_per_second if bytes_per_second else 0.0
+        self._clock, self._sleep = clock, sleep
+        self._until = clock()
+
+    def take(self, buckets: int, size: int) -> None:
+        """Wait until what was just done is paid for. Time in which nothing was done is not saved up."""
+        due = max(buckets * self._each, size * self._byte)
+        self._until = max(self._until, self._clock() - due) + due
+        left = self._until - self._clock()
+        if left > 0:
+            self._sleep(left)
+
+    def share(self, parts: int) -> tuple[float, float]:
+        """Return buckets per hour and bytes per second of one of several that work side by side."""
+        return (3600 / self._each / parts if self._each else 0.0, 1 / self._byte / parts if self._byte else 0.0)

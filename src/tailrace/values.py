@@ -1,0 +1,327 @@
+"""The kinds of values that settings have: how each is read, and how it is written so that it reads back.
+
+A kind that refuses a value raises ``ValueError`` with what it would accept. Every value is frozen and hashable, and
+what looks like a secret is hidden wherever it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import cache
+from typing import Annotated, Any, Generic, Self, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, PlainSerializer
+from pydantic_core import CoreSchema, core_schema
+
+from tailrace.units import format_duration, format_size, parse_duration, parse_size
+
+HIDDEN = "**********"
+VIEWS = ("days",)
+
+_SECRET_KEY = re.compile(r"password|secret|key|token|jaas", re.IGNORECASE)
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+
+V = TypeVar("V")
+N = TypeVar("N", int, timedelta)
+
+
+class Table(Mapping[str, V]):
+    """A frozen table. It equals another if keys, values and their types are the same, in the same order."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, V] | None = None) -> None:
+        self._items = dict(items or {})
+
+    def __getitem__(self, key: str) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and _typed(self) == _typed(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self.written())
+
+    def written(self) -> dict[str, Any]:
+        """The table as it may be printed."""
+        return dict(self._items)
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Check a mapping that someone wrote."""
+        raise NotImplementedError
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        written = core_schema.plain_serializer_function_ser_schema(cls.written, when_used="json")
+        return core_schema.no_info_plain_validator_function(cls.read, serialization=written)
+
+
+def _typed(table: Mapping[str, object]) -> list[tuple[str, type, object]]:
+    return [(key, type(value), value) for key, value in table.items()]
+
+
+class Properties(Table[str]):
+    """Settings of another program, passed on as they are; values whose key looks like a secret are never printed."""
+
+    __slots__ = ()
+
+    def written(self) -> dict[str, Any]:
+        return {key: HIDDEN if _SECRET_KEY.search(key) else value for key, value in self.items()}
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        if not isinstance(value, Mapping) or not all(isinstance(v, str | int | float) for v in value.values()):
+            raise ValueError("a table of plain values")
+        return cls({str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()})
+
+
+class Conditions(Table[str | int | float | bool]):
+    """What a record must have: dotted paths in its value, and the plain value at each, of exactly that type."""
+
+    __slots__ = ()
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        if not isinstance(value, Mapping) or not all(map(_is_condition, value.items())):
+            raise ValueError(
+                "a table of dotted paths and the text, number, true or false to be found there, "
+                'such as {"job.state" = "done"}'
+            )
+        return cls(value)
+
+
+def _is_condition(item: tuple[object, object]) -> bool:
+    path, value = item
+    if not isinstance(path, str) or not all(path.split(".")):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int)
+
+
+class _Limits(Generic[N]):
+    """The least and the most that is allowed, and how the two are told."""
+
+    def __init__(self, noun: str, written: Callable[[N], str], least: N, most: N) -> None:
+        self._least: N = least
+        self._most: N = most
+        self.wanted = (
+            f"{noun} of {written(least)} to {written(most)}" if least else f"{noun} of at most {written(most)}"
+        )
+
+    def check(self, value: N) -> N:
+        if not self._least <= value <= self._most:
+            raise ValueError(self.wanted)
+        return value
+
+
+def _limits(least: str, most: str = "36500d") -> _Limits[timedelta]:
+    return _Limits("a duration", format_duration, parse_duration(least), parse_duration(most))
+
+
+def durations(least: str = "0s", most: str = "36500d") -> AfterValidator:
+    """Narrow a duration to these limits, both included."""
+    return AfterValidator(_limits(least, most).check)
+
+
+def sizes(least: str = "0B", most: str = "1TiB") -> AfterValidator:
+    """Narrow a size to these limits, both included."""
+    return AfterValidator(_Limits("a size", format_size, parse_size(least), parse_size(most)).check)
+
+
+class _OrWord:
+    """A duration of at least so much, or a word for none at all, which is None."""
+
+    def __init__(self, word: str, least: str) -> None:
+        self._word, self._limits = word, _limits(least)
+
+    def read(self, value: object) -> timedelta | None:
+        if value is None or value == self._word:
+            return None
+        try:
+            return self._limits.check(parse_duration(value))
+        except ValueError as error:
+            raise ValueError(f'{error}, or "{self._word}"') from None
+
+    def write(self, value: timedelta | None) -> str:
+        return self._word if value is None else format_duration(value)
+
+
+_FOREVER = _OrWord("forever", "1h")
+_NEVER = _OrWord("never", "1s")
+
+
+class KeepByName(Table[timedelta | None]):
+    """Patterns of names in the order in which they are tried, and how long each keeps; None is for ever."""
+
+    __slots__ = ()
+
+    def written(self) -> dict[str, Any]:
+        return {pattern: _FOREVER.write(keep) for pattern, keep in self.items()}
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        if not isinstance(value, Mapping):
+            raise ValueError('a table of patterns and durations, such as {"audit/.*" = "forever"}')
+        found: dict[str, timedelta | None] = {}
+        for pattern, keep in value.items():
+            try:
+                found[_pattern(str(pattern))] = _FOREVER.read(keep)
+            except ValueError as error:
+                raise ValueError(f"for {pattern!r} {error}") from None
+        return cls(found)
+
+
+@cache
+def compiled(pattern: str) -> Any:
+    """The RE2 expression of a pattern, made once. Its dot matches the end of a line too, which a name may hold.
+
+    Raises:
+        ImportError: in an installation that has no engine, such as a client's.
+    """
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    options.dot_nl = True
+    return re2.compile(pattern, options)
+
+
+def _pattern(text: str) -> str:
+    try:
+        import re2  # the engine that will run it; a client has none and needs none
+    except ImportError:
+        return text
+    try:
+        compiled(text)
+    except re2.error as error:
+        raise ValueError(f"a regular expression in RE2 syntax ({error.args[0].decode(errors='replace')})") from None
+    return text
+
+
+def _topic(text: str) -> str:
+    if not _TOPIC.fullmatch(text):
+        raise ValueError("a topic name of letters, digits, '.', '_' and '-', at most 249")
+    return text
+
+
+def _bucket(length: timedelta) -> timedelta:
+    whole = not length.microseconds and timedelta(minutes=1) <= length <= timedelta(days=1)
+    if not whole or timedelta(days=1) % length:
+        raise ValueError('a length from "1m" to "1d" that divides a day evenly, such as "5m", "1h" or "6h"')
+    return length
+
+
+def _patterns(value: object) -> object:
+    return [value] if isinstance(value, str) and value else value or []
+
+
+def _names(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _view(name: str) -> str:
+    if name not in VIEWS:
+        raise ValueError(f"a view: {', '.join(VIEWS)}")
+    return name
+
+
+def _name_rule(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if value == "key" or (not isinstance(value, str) and value and all(value)):
+        return value
+    raise ValueError('"key", or a list of dotted paths in the value')
+
+
+def _brokers(text: str) -> str:
+    if not all(re.fullmatch(r"\S+:\d{1,5}", server.strip()) for server in text.split(",")):
+        raise ValueError("host:port, or several with commas between")
+    return text
+
+
+def _kafka_properties(given: Properties) -> Properties:
+    for key, why in (
+        ("bootstrap.servers", "kafka.bootstrap says it"),
+        ("isolation.level", "it is always read_committed"),
+    ):
+        if key in given:
+            raise ValueError(f"properties without {key!r}: {why}")
+    return given
+
+
+def _spark_conf(given: Properties) -> Properties:
+    for key, value in given.items():
+        if not key.startswith("spark."):
+            raise ValueError(f"keys that begin with 'spark.', not {key!r}")
+        if key == "spark.master":
+            raise ValueError("conf without 'spark.master': the key spark.master says it")
+        if key == "spark.speculation" and value != "false":
+            raise ValueError("conf without 'spark.speculation': two tasks of one partition would break its order")
+    return given
+
+
+def _valkey_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("valkey", "valkeys", "redis", "rediss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError("valkey://host:port/database (or valkeys://, redis://, rediss://)")
+    return text
+
+
+def without_password(url: str) -> tuple[str, str]:
+    """A url that may be printed, and the password that was inside."""
+    found = re.fullmatch(r"([^/]*//[^/@:]*):(.*)@([^@]*)", url)
+    return (f"{found[1]}@{found[3]}".replace("//@", "//"), unquote(found[2])) if found else (url, "")
+
+
+def as_toml(value: object) -> str:
+    """Write text, numbers, lists and tables as TOML in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{as_toml(key)} = {as_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+_as_duration = PlainSerializer(format_duration, when_used="json")
+_as_size = PlainSerializer(format_size, when_used="json")
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), durations("1us"), _as_duration]
+Delay = Annotated[timedelta, BeforeValidator(parse_duration), durations(), _as_duration]
+"""A duration that may be none: at once."""
+Keep = Annotated[timedelta | None, BeforeValidator(_FOREVER.read), PlainSerializer(_FOREVER.write, when_used="json")]
+"""How long something stays; None is for ever."""
+Period = Annotated[timedelta | None, BeforeValidator(_NEVER.read), PlainSerializer(_NEVER.write, when_used="json")]
+"""How often something is done; None is never."""
+Bucket = Annotated[Duration, AfterValidator(_bucket)]
+Size = Annotated[int, BeforeValidator(parse_size), sizes("1B"), _as_size]
+SizeOrZero = Annotated[int, BeforeValidator(parse_size), sizes(), _as_size]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kKmMgG]$")]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)]
+Topic = Annotated[str, AfterValidator(_topic)]
+Brokers = Annotated[str, AfterValidator(_brokers)]
+KafkaProperties = Annotated[Properties, AfterValidator(_kafka_properties)]
+SparkConf = Annotated[Properties, AfterValidator(_spark_conf)]
+ValkeyUrl = Annotated[str, AfterValidator(_valkey_url)]
+Views = Annotated[tuple[Annotated[str, AfterValidator(_view)], ...], BeforeValidator(_names), Field(min_length=1)]
+NameRule = Annotated[str | tuple[str, ...], AfterValidator(_name_rule)]
+"""``"key"``, or paths in the value."""
