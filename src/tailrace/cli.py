@@ -219,13 +219,18 @@ def tail(
 def streams_ls(
     prefix: Annotated[str | None, typer.Option("--prefix", help="Only names that begin with this.")] = None,
     limit: Annotated[int | None, typer.Option("-n", "--max", min=1, help="So many at most.")] = None,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", min=1, max=1000, help="The largest ones by stored bytes, so many, the largest first."),
+    ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="With --top: what each takes in the server.")] = False,
     json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
     """List the streams."""
     from tailrace.commands import listings
 
-    listings.streams(prefix, limit, json=json, url=url)
+    listings.streams(prefix, limit, top=top, memory=memory, json=json, url=url)
 
 
 @streams.command("days")

@@ -34,6 +34,8 @@ DEFAULT_URL = "http://127.0.0.1:7070"
 BATCH_EVENTS = 1_000
 BATCH_BYTES = 2**20
 LARGEST_PAGE = 1_000
+LONGEST_SEARCH = 600.0
+"""Seconds to wait for the largest of very many streams."""
 FIRST_WAIT = 0.25
 LONGEST_WAIT = 30.0
 
@@ -156,10 +158,27 @@ class River:
             "POST", f"/v1/topics/{_segment(topic)}", content=b"\n".join(lines) + b"\n", headers=headers
         )
 
-    async def streams(self, prefix: str | None = None, limit: int | None = None) -> list[Stream]:
-        """List the day streams in the order of their names."""
-        found: list[Stream] = []
+    async def streams(
+        self, prefix: str | None = None, limit: int | None = None, *, top: int | None = None, memory: bool = False
+    ) -> list[Stream]:
+        """List the day streams in the order of their names, or the largest ones.
+
+        Args:
+            prefix: only names that begin with this.
+            limit: so many at most.
+            top: the largest ones instead, so many of them, the largest first; the service looks at every stream.
+            memory: with ``top``, also ask what each of them takes in the server.
+        """
+        if top is not None and limit is not None:
+            raise BadRequest("give either limit= or top=, not both")
+        if memory and top is None:
+            raise BadRequest("memory= is only for the largest streams: give top= too")
         query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
+        if top is not None:
+            query |= {"top": top} | ({"memory": "true"} if memory else {})
+            answer = await self._call("GET", "/v1/streams", patience=LONGEST_SEARCH, params=query)
+            return msgspec.json.decode(answer, type=_Streams).streams
+        found: list[Stream] = []
         while limit is None or len(found) < limit:
             query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
             page = msgspec.json.decode(await self._call("GET", "/v1/streams", params=query), type=_Streams)
@@ -179,9 +198,10 @@ class River:
         answer: dict[str, Any] = msgspec.json.decode(await self._call("GET", "/v1/status"))
         return answer
 
-    async def _call(self, method: str, path: str, **options: Any) -> bytes:
+    async def _call(self, method: str, path: str, patience: float = 30.0, **options: Any) -> bytes:
+        timeout = httpx.Timeout(max(self.timeout, 30.0), read=max(self.timeout, patience))
         try:
-            response = await self._http.request(method, path, timeout=max(self.timeout, 30.0), **options)
+            response = await self._http.request(method, path, timeout=timeout, **options)
         except httpx.TransportError as error:
             if method == "POST" and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 unknown = "what was sent last may have been written or not"

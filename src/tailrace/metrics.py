@@ -1,13 +1,13 @@
 """Every metric of Tailrace in one file, so that a dashboard can be written from it: name, labels, what it counts.
 
-The service counts what it does itself. What the pipeline does it learns from the reports that the driver leaves in the
-store, and shows them unchanged: a scrape of one service shows the whole installation.
+The service counts what it does itself. What the pipeline and upkeep do it learns from the reports that they leave in
+the store, and shows them unchanged: a scrape of one service shows the whole installation.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -17,7 +17,19 @@ from prometheus_client.registry import Collector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Report = Mapping[str, Any]
-"""The last report of a view's driver, as it is stored."""
+"""The last report of a view's driver, or of an upkeep job, as it is stored."""
+
+
+class Run(NamedTuple):
+    """The last run of an upkeep job over a view, and what is known of those before it."""
+
+    job: str
+    view: str
+    report: Report
+    succeeded_ms: int | None
+    """When the last run that did not fail ended."""
+    packed: Report | None
+    """The report of the last run that packed something."""
 
 
 class Metrics:
@@ -36,13 +48,15 @@ class Metrics:
             "tailrace_put_seconds", "From the last byte of a request to the acknowledgement of its events", **given
         )
         self.errors = Counter("tailrace_http_errors", "Problems answered, by their code", ["code"], **given)
-        self._pipeline = _Pipeline()
+        self._pipeline, self._upkeep = _Pipeline(), _Upkeep()
         self.registry.register(self._pipeline)
+        self.registry.register(self._upkeep)
         ProcessCollector(registry=self.registry)
 
-    def text(self, views: Iterable[str], reports: Mapping[str, Report]) -> bytes:
-        """Return everything in Prometheus's text format, with these reports of the pipeline."""
+    def text(self, views: Iterable[str], reports: Mapping[str, Report], runs: Sequence[Run] = ()) -> bytes:
+        """Return everything in Prometheus's text format, with these reports of the pipeline and of upkeep."""
         self._pipeline.views, self._pipeline.reports = tuple(views), reports
+        self._upkeep.runs = runs
         return generate_latest(self.registry)
 
 
@@ -68,6 +82,7 @@ _REPORTED = (
     _Shown("in", "tailrace_pipeline_records_in", "Records that came in", "counter"),
     _Shown("stored", "tailrace_pipeline_records_stored", "Records stored in the view", "counter"),
     _Shown("dead", "tailrace_pipeline_records_dead", "Poison records, sent to the dead letters", "counter"),
+    _Shown("expired", "tailrace_expired_events", "Events that were dropped with days kept long enough", "counter"),
     _Shown("unaccounted", "tailrace_pipeline_records_unaccounted", "In - stored - skipped - dead; 0 when at rest"),
     _Shown("restarts", "tailrace_pipeline_restarts", "How often the query was started again", "counter"),
 )
@@ -102,3 +117,79 @@ class _Pipeline(Collector):
                 frontier.add_metric([view], max(0.0, time.time() - reached / 1000))
         yield skipped
         yield frontier
+
+
+def _age(run: Run) -> float | None:
+    return None if run.succeeded_ms is None else max(0.0, time.time() - run.succeeded_ms / 1000)
+
+
+def _took(run: Run) -> float | None:
+    started, ended = run.report.get("started_ms"), run.report.get("ended_ms")
+    return (ended - started) / 1000 if started and ended else None
+
+
+def _ratio(run: Run) -> float | None:
+    packed = run.packed or {}
+    return (
+        packed["raw_bytes"] / packed["bytes_after"] if packed.get("raw_bytes") and packed.get("bytes_after") else None
+    )
+
+
+def _findings(run: Run) -> float | None:
+    found = run.report.get("findings")
+    return found if found is None or isinstance(found, int | float) else float(len(found))
+
+
+class _Drawn(NamedTuple):
+    name: str
+    help: str
+    value: Callable[[Run], float | None]
+    job: str = ""
+    """The only job that has it; its label is then the view alone."""
+
+
+_OF_RUNS = (
+    _Drawn(
+        "tailrace_upkeep_last_success_timestamp_seconds",
+        "When the job's last run that did not fail ended; missing while none is known",
+        lambda run: None if run.succeeded_ms is None else run.succeeded_ms / 1000,
+    ),
+    _Drawn("tailrace_upkeep_last_duration_seconds", "How long the job's last run took", _took),
+    _Drawn("tailrace_upkeep_failed", "Whether the job's last run failed", lambda run: bool(run.report.get("error"))),
+    _Drawn("tailrace_pack_age_seconds", "How long ago a pack last ended without a failure", _age, "pack"),
+    _Drawn("tailrace_pack_ratio", "Raw bytes per stored byte, in the last pack that packed something", _ratio, "pack"),
+    _Drawn(
+        "tailrace_pack_saved_bytes",
+        "Stored bytes that the last pack made free",
+        lambda run: run.report.get("bytes_before", 0) - run.report.get("bytes_after", 0),
+        "pack",
+    ),
+    _Drawn(
+        "tailrace_pack_segments",
+        "Segments that the last pack packed",
+        lambda run: run.report.get("segments", 0),
+        "pack",
+    ),
+    _Drawn("tailrace_audit_findings", "What the last audit found to be wrong", _findings, "audit"),
+)
+_LEFT = "tailrace_pack_left", "Segments that the last pack left as they were, by reason"
+
+
+class _Upkeep(Collector):
+    """What the jobs of upkeep have reported. A job without a report is not shown."""
+
+    def __init__(self) -> None:
+        self.runs: Sequence[Run] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        for drawn in _OF_RUNS:
+            family = GaugeMetricFamily(drawn.name, drawn.help, labels=["view"] if drawn.job else ["job", "view"])
+            for run in self.runs:
+                if drawn.job in ("", run.job) and (value := drawn.value(run)) is not None:
+                    family.add_metric([run.view] if drawn.job else [run.job, run.view], value)
+            yield family
+        left = GaugeMetricFamily(*_LEFT, labels=["view", "reason"])
+        for run in self.runs:
+            for reason, count in (run.report.get("left") or {}).items() if run.job == "pack" else ():
+                left.add_metric([run.view, reason], count)
+        yield left

@@ -1,7 +1,8 @@
 """What travels over HTTP, as frozen values: events and control frames of feeds, rows of listings, problems.
 
 Payloads are kept as the bytes the service sent and decoded when somebody looks, so that passing them on costs nothing
-and changes nothing. Fields that a newer service adds are ignored.
+and changes nothing. Fields that a newer service adds are ignored, and those that an older one lacks have a
+value for nothing.
 """
 
 from __future__ import annotations
@@ -94,9 +95,15 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     events: int = 0
     bytes: int = 0
     days: int = 0
+    packed: float = 0.0
+    """The share of its events that is packed, 0 to 1."""
+    expired: bool = False
+    """It had older days, which were dropped."""
     first_day: str | None = None
     last_day: str | None = None
     last_time: str | None = None
+    memory: int | None = None
+    """What its keys take in the server, when that was asked for."""
 
     def __str__(self) -> str:
         return self.name
@@ -108,9 +115,12 @@ class Day(msgspec.Struct, frozen=True, kw_only=True):
     day: str
     events: int = 0
     bytes: int = 0
+    raw_bytes: int = 0
+    """What is packed, without compression."""
     first: Any = None
     last: Any = None
     state: str = ""
+    """``open``, ``closed``, ``sealed``, ``packed`` or ``partly packed``."""
 
     def __str__(self) -> str:
         return self.day

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -17,14 +18,27 @@ from tailrace.units import format_size
 T = TypeVar("T")
 
 
-def streams(prefix: str | None, limit: int | None, *, json: bool, url: str) -> None:
+def streams(
+    prefix: str | None, limit: int | None, *, top: int | None = None, memory: bool = False, json: bool, url: str
+) -> None:
     """Print the streams."""
-    found = _ask(url, lambda river: river.streams(prefix, limit))
+    found = _ask(url, lambda river: river.streams(prefix, limit, top=top, memory=memory))
     if _plain(json):
         _lines(found)
         return
-    rows = [(s.name, f"{s.events:,}", _size(s.bytes), str(s.days), s.last_time or "") for s in found]
-    _table(("stream", "events", "bytes", "days", "last event"), rows)
+    rows = [
+        (
+            s.name,
+            f"{s.events:,}",
+            _size(s.bytes),
+            *([_size(s.memory or 0)] if memory else []),
+            f"{s.days:,}",
+            f"{math.floor(s.packed * 100)}%",
+            s.last_time or "",
+        )
+        for s in found
+    ]
+    _table(("stream", "events", "bytes", *(["memory"] if memory else []), "days", "packed", "last event"), rows)
 
 
 def days(name: str, *, json: bool, url: str) -> None:
@@ -35,11 +49,33 @@ def days(name: str, *, json: bool, url: str) -> None:
     if _plain(json):
         _lines(found)
         return
-    rows = [(d.day, f"{d.events:,}", _size(d.bytes), str(d.first), str(d.last), d.state) for d in found]
-    _table(("day", "events", "bytes", "first", "last", "state"), rows)
+    rows = [
+        (
+            d.day,
+            f"{d.events:,}",
+            _size(d.bytes),
+            _size(d.raw_bytes) if d.raw_bytes else "",
+            *map(str, (d.first, d.last)),
+        )
+        for d in found
+    ]
+    columns = "day", "events", "bytes", "unpacked", "first", "last", "state"
+    _table(columns, [(*row, d.state) for row, d in zip(rows, found, strict=True)])
 
 
-_FIGURES = ("rate", "lag", "batch_ms", "in", "stored", "skipped", "dead", "unaccounted", "outbox", "restarts")
+_FIGURES = (
+    "rate",
+    "lag",
+    "batch_ms",
+    "in",
+    "stored",
+    "skipped",
+    "dead",
+    "expired",
+    "unaccounted",
+    "outbox",
+    "restarts",
+)
 
 
 def status(*, json: bool, url: str) -> None:
@@ -56,6 +92,12 @@ def status(*, json: bool, url: str) -> None:
         ("view", *(name for name, _ in views)),
         [(key.replace("_", " "), *(_text(view, key) for _, view in views)) for key in _FIGURES],
     )
+    jobs = [job for job in answer.get("upkeep", ()) if isinstance(job, dict)]
+    if jobs:
+        _table(
+            ("upkeep", "view", "last run", "took", "state", ""),
+            [(*(_text(job, key) for key in ("job", "view", "ended")), *_run(job)) for job in jobs],
+        )
     gaps = [
         (_text(gap, "source"), _text(gap, "first"), _text(gap, "until"))
         for _, v in views[:1]
@@ -63,6 +105,20 @@ def status(*, json: bool, url: str) -> None:
     ]
     if gaps:
         _table(("dropped by Kafka before it was read", "from offset", "until"), gaps)
+
+
+def _run(job: dict[str, Any]) -> tuple[str, str, str]:
+    """How long a run of upkeep took, how it went, and what it counted."""
+    took = "" if job.get("seconds") is None else f"{job['seconds']:,.1f}s"
+    late = "overdue" if job.get("overdue") else ""
+    went = f"failed: {job['error']}" if job.get("error") else "" if job.get("started") else "has not run"
+    figures = job.get("figures") or {}
+    said = [
+        f"{key.replace('_', ' ')} {_size(value) if 'bytes' in key and isinstance(value, int) else _text(figures, key)}"
+        for key, value in figures.items()
+        if value
+    ]
+    return took, ", ".join(filter(None, (late, went))) or "ok", ", ".join(said)
 
 
 def _ask(url: str, question: Callable[[River], Awaitable[T]]) -> T:

@@ -294,7 +294,7 @@ class Feed:
 
 def _caught_up(line: _Line) -> bool:
     """Whether a log has been sent up to what it had when the feed began."""
-    target, position = line.target, line.position
+    target, position = line.target, line.position if line.ahead else line.reader.position
     if line.done or target.epoch < position.epoch:
         return True
     return target.epoch == position.epoch and target.number <= position.number

@@ -50,6 +50,8 @@ class Reader:
         if place.gap is not None:
             gaps.append(place.gap)
             self.position = place.position
+        elif not log.segments and self.position == Position.START:
+            self.position = log.expired  # all there ever was is gone, and the start is behind it
         for segment in log.segments[place.at :]:
             if segment.epoch != self.position.epoch or segment.first > self.position.number:
                 after = segment.first - 1

@@ -97,6 +97,7 @@ class Report:
             "stored": counts.get("stored", 0),
             "dead": counts.get("dead", 0),
             "skipped": {f.removeprefix("skipped:"): n for f, n in counts.items() if f.startswith("skipped:")},
+            "expired": counts.get("expired", 0),
             "unaccounted": unaccounted,
             "frontier_ms": reached,
             "updated_ms": round(self._clock() * 1000),

@@ -12,6 +12,7 @@ from tailrace.config import Settings
 from tailrace.serving import routes
 from tailrace.serving.edge import Edge
 from tailrace.serving.health import VERSION, Health
+from tailrace.serving.largest import Largest
 from tailrace.serving.openapi import ABOUT, describe
 from tailrace.serving.problems import Problems
 from tailrace.serving.server import Server, listen, raise_file_limit
@@ -26,10 +27,11 @@ SPARE_FILES = 256
 def create_app(settings: Settings) -> FastAPI:
     """Return the application. Its lifespan opens the parts and closes them; ``app.state.service`` has them."""
     service = Service(settings)
+    largest = Largest(service.nodes, service.days)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with service.running():
+        async with service.running(), largest:
             yield
 
     app = FastAPI(
@@ -42,6 +44,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.service = service
+    app.state.largest = largest
     app.state.health = Health(service)
     problems = Problems(service.metrics, settings.serve.retry.total_seconds())
     problems.install(app)

@@ -1,6 +1,7 @@
-"""Health: which parts answer, and what the pipeline last reported of itself.
+"""Health: which parts answer, and what the pipeline and upkeep last reported of themselves.
 
-Every question has a time limit, and the answers are shared for a moment: asking often costs little.
+Every question has a time limit, and the answers are shared for a moment: asking often costs little. Being ready does
+not depend on upkeep: without it everything is served, and takes more memory.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import TailraceError
+from tailrace.metrics import Run
 from tailrace.serving.service import Service, now_ms
+from tailrace.serving.upkeep import Job, Upkeep
 
 VERSION = version("tailrace")
 LIMIT_S = 3.0
@@ -23,6 +26,8 @@ SHARED_S = 0.5
 STALE_MS = 10_000
 INTAKE = "intake"
 """The view that every pipeline has: it owns what all views share."""
+
+T = TypeVar("T")
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -48,6 +53,7 @@ class Status(BaseModel):
     service: dict[str, Any]
     parts: list[Part]
     views: dict[str, dict[str, Any]] = Field(description="The last report of each view's driver.")
+    upkeep: list[Job] = Field(description="The last run of each upkeep job; empty while valkey does not answer.")
 
 
 class Health:
@@ -55,6 +61,7 @@ class Health:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._upkeep = Upkeep(service)
         self._asked: tuple[float, asyncio.Task[tuple[list[Part], dict[str, dict[str, Any]]]]] | None = None
 
     async def readiness(self) -> Readiness:
@@ -64,7 +71,7 @@ class Health:
 
     async def status(self) -> Status:
         """Return everything that is known."""
-        parts, reports = await self._look()
+        (parts, reports), jobs = await asyncio.gather(self._look(), _or_nothing(self._upkeep.jobs(), list[Job]()))
         service = self._service
         facts = {
             "version": VERSION,
@@ -74,17 +81,16 @@ class Health:
             "streams_followed": service.hub.followed if service.hub else 0,
             "views": list(service.settings.pipeline.views),
         }
-        return Status(service=facts, parts=parts, views=reports)
+        return Status(service=facts, parts=parts, views=reports, upkeep=jobs)
 
     async def metrics(self) -> bytes:
         """Return all metrics."""
-        try:
-            reports = await asyncio.wait_for(self._reports(), LIMIT_S)
-        except (TailraceError, TimeoutError):
-            reports = {}
+        reports, runs = await asyncio.gather(
+            _or_nothing(self._reports(), dict[str, dict[str, Any]]()), _or_nothing(self._upkeep.runs(), list[Run]())
+        )
         metrics, hub = self._service.metrics, self._service.hub
         metrics.streams_followed.set(hub.followed if hub else 0)
-        return metrics.text(self._views, reports)
+        return metrics.text(self._views, reports, runs)
 
     @property
     def _views(self) -> tuple[str, ...]:
@@ -142,3 +148,10 @@ async def _part(name: str, question: Awaitable[str]) -> Part:
         return Part(name=name, state="down", detail=f"no answer within {LIMIT_S:g} s")
     except TailraceError as error:
         return Part(name=name, state="down", detail=str(error))
+
+
+async def _or_nothing(question: Awaitable[T], nothing: T) -> T:
+    try:
+        return await asyncio.wait_for(question, LIMIT_S)
+    except (TailraceError, TimeoutError):
+        return nothing

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from tailrace.errors import BadRequest
 from tailrace.feeds import request as feeds
 from tailrace.model.cursor import MAX_NAMES
+from tailrace.serving.largest import MOST
 from tailrace.serving.service import now_ms
 
 
@@ -45,6 +46,18 @@ class ListQuery(NoQuery):
     prefix: str = Field("", description="Only names that begin with this.")
     after: str = Field("", description="Only names after this one: `next` of the page before.")
     limit: int = Field(100, ge=1, le=1000, description="Names in one page.")
+    top: int | None = Field(
+        None, ge=1, le=MOST, description="So many of the largest streams, by stored bytes, instead of a page."
+    )
+    memory: bool = Field(False, description="With `top`: also ask the server what each of them takes.")
+
+    def check(self) -> None:
+        """Refuse parameters that do not go together."""
+        given = self.model_fields_set
+        if self.top is None and "memory" in given:
+            raise BadRequest("memory is only for the largest streams: give top too")
+        if self.top is not None and (page := [name for name in ("after", "limit") if name in given]):
+            raise BadRequest(f"top answers in one piece: leave {page[0]} out")
 
 
 class FeedQuery(NoQuery):

@@ -17,6 +17,7 @@ from tailrace.metrics import CONTENT_TYPE
 from tailrace.serving import listings
 from tailrace.serving.encodings import choose
 from tailrace.serving.health import Health, Readiness, Status
+from tailrace.serving.largest import Largest
 from tailrace.serving.openapi import FEED, PUT_BODY, Responses, problems
 from tailrace.serving.parameters import FeedQuery, ListQuery, Name, NoQuery, SeveralQuery, Topic, refuse_repeats
 from tailrace.serving.puts import body_of, read_events
@@ -36,8 +37,14 @@ async def _health(request: Request) -> Health:
     return found
 
 
+async def _largest(request: Request) -> Largest:
+    found: Largest = request.app.state.largest
+    return found
+
+
 Here = Annotated[Service, Depends(_service)]
 Asked = Annotated[Health, Depends(_health)]
+Walker = Annotated[Largest, Depends(_largest)]
 LastEventId = Annotated[
     str | None,
     Header(
@@ -62,8 +69,11 @@ class Put(BaseModel):
     events: list[Written]
 
 
-async def list_streams(service: Here, query: Annotated[ListQuery, Query()]) -> listings.Streams:
-    """List the day streams, in the order of their names."""
+async def list_streams(service: Here, largest: Walker, query: Annotated[ListQuery, Query()]) -> listings.Streams:
+    """List the day streams in the order of their names, or the largest ones."""
+    query.check()
+    if query.top is not None:
+        return await largest.find(query.prefix, query.top, query.memory)
     return await listings.list_streams(service.days, query.prefix, query.after, query.limit)
 
 

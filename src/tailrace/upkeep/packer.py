@@ -9,10 +9,11 @@ leaves the log as it was or packed, and what was staged ends by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
+from tailrace.errors import StoreError
 from tailrace.model.pack import digest, pack, pieces
 from tailrace.model.run import Entry
 from tailrace.model.segment import PACKED, SEALED, Log, Segment
@@ -29,6 +30,13 @@ GROUP_SEGMENTS = 64
 
 STEPS = ("read", "staged", "checked", "swapped")
 """The failpoints, in order."""
+
+FAULTS = {
+    "differs": "what was staged differs from what was read",
+    "incomplete": "it holds less than its registry says",
+    "unreadable": "a stored run cannot be read",
+}
+"""Reasons to leave a segment that time does not mend; the others are gone at the next run."""
 
 
 class Due(msgspec.Struct, frozen=True):
@@ -67,8 +75,19 @@ def due_segments(name: str, log: Log, after_ms: int, now_ms: int) -> Iterator[Du
             yield Due(name, segment)
 
 
+class _Left(Exception):
+    """A segment that is left as it is."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(why)
+
+
 class Packer:
-    """Packs segments of one view under one lease."""
+    """Packs segments of one view under one lease.
+
+    ``check`` is called between groups, and between the pieces of a large segment; what it raises ends the packing.
+    """
 
     def __init__(
         self,
@@ -80,32 +99,38 @@ class Packer:
         clock: Callable[[], int],
         throttle: Throttle | None = None,
         reached: Callable[[str], None] = failpoint.reached,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._registry, self._staging = registry, staging
         self._piece_bytes, self._after_ms, self._clock = piece_bytes, after_ms, clock
         self._throttle = throttle or Throttle()
-        self._reached = reached
+        self._reached, self._check = reached, check
 
-    def pack(self, dues: Sequence[Due]) -> Outcome:
+    def pack(self, dues: Iterable[Due]) -> Outcome:
         """Pack segments; one that cannot be packed now is left as it is and counted with the reason."""
         total = Outcome()
-        for group in _groups(dues):
-            if len(group) == 1:
-                total += self._pack_large(group[0])
-            else:
-                total += self._pack_small(group)
-            self._throttle.take(len(group), sum(due.segment.bytes for due in group))
+        for group in groups(dues):
+            self._check()
+            total += self._pack_small(group) if len(group) > 1 else self._pack_large(group[0])
+            self._throttle.take(len(group), 0)
         return total
 
     def _pack_small(self, dues: Sequence[Due]) -> Outcome:
         """Pack segments together: four round trips for all of them."""
-        held = self._registry.whole([(due.name, due.segment) for due in dues])
+        try:
+            held = self._registry.whole([(due.name, due.segment) for due in dues])
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            # One of them cannot be read, and we do not know which: each for itself, and the others are packed.
+            return sum((self._pack_large(due) for due in dues), Outcome())
         self._reached("read")
         found: list[tuple[Due, list[Entry], list[Piece]]] = []
         outcome = Outcome()
         for due, entries in zip(dues, held, strict=True):
-            if not _complete(due, len_of(entries), entries[-1].last if entries else 0):
-                outcome += _left("incomplete")
+            why = _unlike(due, len_of(entries), entries[-1].last if entries else 0)
+            if why:
+                outcome += _leave(due, why)
                 continue
             cut = [_piece(due, part, i == 0) for i, part in enumerate(pieces(entries, self._piece_bytes))]
             found.append((due, entries, cut))
@@ -117,33 +142,48 @@ class Packer:
         for due, entries, cut in found:
             stored = [entry for _ in cut for entry in next(back)]
             if digest(stored) != digest(entries):
-                logger.error(
-                    "stream %r, segment %d: what was staged differs; left as it was", due.name, due.segment.index
-                )
-                outcome += _left("differs")
+                outcome += _leave(due, "differs")
                 continue
             packed.append((due, _packed(due, cut, sum(entry.size for entry in entries))))
-        return outcome + self._swap(packed)
+        outcome += self._swap(packed)
+        self._throttle.take(0, sum(entry.size for entries in held for entry in entries))
+        return outcome
 
     def _pack_large(self, due: Due) -> Outcome:
         """Pack one segment piece by piece, each checked before the next is read: memory is that of one piece."""
+        try:
+            packed = self._stage(due)
+        except _Left as left:
+            return _leave(due, left.why)
+        return self._swap([(due, packed)])
+
+    def _stage(self, due: Due) -> Packed:
         cut: list[Piece] = []
         events = raw = last = 0
-        for part in pieces(self._registry.entries(due.name, due.segment), self._piece_bytes):
+        for part in pieces(self._entries(due), self._piece_bytes):
+            self._check()
             self._reached("read")
             piece = _piece(due, part, not cut)
             self._staging.stage([piece])
             self._reached("staged")
             if digest(self._staging.staged([piece])[0]) != digest(part):
-                logger.error(
-                    "stream %r, segment %d: what was staged differs; left as it was", due.name, due.segment.index
-                )
-                return _left("differs")
-            events, raw, last = events + piece.events, raw + sum(entry.size for entry in part), piece.last
+                raise _Left("differs")
+            size = sum(entry.size for entry in part)
+            events, raw, last = events + piece.events, raw + size, piece.last
             cut.append(msgspec.structs.replace(piece, stored=piece.stored[:0], size=len(piece.stored)))
-        if not _complete(due, events, last):
-            return _left("incomplete")
-        return self._swap([(due, _packed(due, cut, raw))])
+            self._throttle.take(0, size)
+        if why := _unlike(due, events, last):
+            raise _Left(why)
+        return _packed(due, cut, raw)
+
+    def _entries(self, due: Due) -> Iterator[Entry]:
+        try:
+            yield from self._registry.entries(due.name, due.segment)
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            logger.error("stream %r, segment %d: %s", due.name, due.segment.index, error)
+            raise _Left("unreadable") from None
 
     def _swap(self, packed: Sequence[tuple[Due, Packed]]) -> Outcome:
         self._reached("checked")
@@ -153,20 +193,21 @@ class Packer:
             if answer == "ok":
                 outcome += Outcome(1, due.segment.events, due.segment.bytes, p.bytes, p.raw_bytes)
             else:
-                outcome += _left(answer)
+                outcome += _leave(due, answer)
         self._reached("swapped")
         return outcome
 
 
-def _groups(dues: Sequence[Due]) -> Iterator[list[Due]]:
+def groups(dues: Iterable[Due], segments: int = GROUP_SEGMENTS, size: int = GROUP_BYTES) -> Iterator[list[Due]]:
+    """Group segments that are packed together: at most so many, of about so many stored bytes."""
     group: list[Due] = []
-    size = 0
+    held = 0
     for due in dues:
-        if group and (size + due.segment.bytes > GROUP_BYTES or len(group) == GROUP_SEGMENTS):
+        if group and (held + due.segment.bytes > size or len(group) == segments):
             yield group
-            group, size = [], 0
+            group, held = [], 0
         group.append(due)
-        size += due.segment.bytes
+        held += due.segment.bytes
     if group:
         yield group
 
@@ -176,9 +217,11 @@ def len_of(entries: Sequence[Entry]) -> int:
     return sum(len(entry.run) for entry in entries)
 
 
-def _complete(due: Due, events: int, last: int) -> bool:
-    """Whether what was read is what the registry says; an open segment may have grown, which the swap finds too."""
-    return events == due.segment.events and last == due.segment.last
+def _unlike(due: Due, events: int, last: int) -> str:
+    """Return how what was read is not what the registry said, if it is not: an open segment may have grown."""
+    if last > due.segment.last:
+        return "moved"
+    return "" if events == due.segment.events and last == due.segment.last else "incomplete"
 
 
 def _piece(due: Due, entries: Sequence[Entry], is_first: bool) -> Piece:
@@ -191,5 +234,12 @@ def _packed(due: Due, cut: Sequence[Piece], raw_bytes: int) -> Packed:
     return Packed(due.name, due.segment, len(cut), sum(piece.size for piece in cut), raw_bytes)
 
 
-def _left(why: str) -> Outcome:
+def _leave(due: Due, why: str) -> Outcome:
+    if why in FAULTS:
+        logger.error(
+            "stream %r, segment %d is left as it is: %s; `tailrace audit` says more, `tailrace rebuild` restores it",
+            due.name,
+            due.segment.index,
+            FAULTS[why],
+        )
     return Outcome(left={why: 1})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Throttle:
-    """Sleeps so that a pace is kept over time; 0 = no limit."""
+    """Sleeps so that both paces are kept over time; 0 = no limit."""
 
     def __init__(
         self,
@@ -19,16 +19,22 @@ class Throttle:
         self._each = 3600 / per_hour if per_hour else 0.0
         self._byte = 1 / bytes_per_second if bytes_per_second else 0.0
         self._clock, self._sleep = clock, sleep
-        self._until = clock()
+        self._buckets_until = self._bytes_until = clock()
 
     def take(self, buckets: int, size: int) -> None:
-        """Wait until what was just done is paid for. Time in which nothing was done is not saved up."""
-        due = max(buckets * self._each, size * self._byte)
-        self._until = max(self._until, self._clock() - due) + due
-        left = self._until - self._clock()
+        """Wait until all that was done is paid for. Time in which nothing was done is not saved up."""
+        now = self._clock()
+        self._buckets_until = _paid(self._buckets_until, buckets * self._each, now)
+        self._bytes_until = _paid(self._bytes_until, size * self._byte, now)
+        left = max(self._buckets_until, self._bytes_until) - now
         if left > 0:
             self._sleep(left)
 
     def share(self, parts: int) -> tuple[float, float]:
         """Return buckets per hour and bytes per second of one of several that work side by side."""
         return (3600 / self._each / parts if self._each else 0.0, 1 / self._byte / parts if self._byte else 0.0)
+
+
+def _paid(until: float, price: float, now: float) -> float:
+    """Return when something just done is paid for, if what was done before is at ``until``."""
+    return max(until, now - price) + price

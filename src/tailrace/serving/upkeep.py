@@ -1,0 +1,100 @@
+"""Upkeep as the service sees it: the report that each job left of its last run, and whether the next one is overdue.
+
+The jobs write their reports into the store, and the service only reads them. A report says nothing of the runs before
+it: what a later run must not hide (the last success, the last run that packed something) is remembered from report to
+report, for as long as the service runs. Nothing here is a part of readiness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from tailrace.metrics import Run
+from tailrace.model.event import iso_time
+from tailrace.serving.service import Service, now_ms
+
+PERIODIC = ("pack", "sweep", "audit")
+"""The jobs that run by themselves, each every so often."""
+LATE = 2
+"""Intervals without a run after which a job is overdue."""
+
+_HEAD = frozenset({"job", "view", "started_ms", "ended_ms", "error"})
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Job(BaseModel):
+    """The last run of an upkeep job over a view."""
+
+    job: str = Field(examples=["pack"])
+    view: str = Field(examples=["days"])
+    started: str | None = Field(description="When the last run began; null when none has left a report.")
+    ended: str | None
+    seconds: float | None = Field(description="How long it took.")
+    error: str | None = Field(description="Why it failed; null when it did not.")
+    overdue: bool = Field(description="Whether twice its interval has passed since.")
+    figures: dict[str, Any] = Field(description="What it counted.")
+
+
+class Upkeep:
+    """Reads the reports."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._successes: dict[tuple[str, str], int] = {}
+        self._packs: dict[str, Mapping[str, Any]] = {}
+
+    async def jobs(self) -> list[Job]:
+        """Return every job that has run or that should run, by view and name."""
+        runs = {(run.job, run.view): run.report for run in await self.runs()}
+        wanted = {(job, view) for job in PERIODIC for view in self._views if self._every(job) is not None}
+        return [
+            self._job(job, view, runs.get((job, view), {}))
+            for job, view in sorted(wanted | runs.keys(), key=lambda key: key[::-1])
+        ]
+
+    async def runs(self) -> list[Run]:
+        """Return the last run of every job that has left a report that can be read."""
+        nodes = self._service.nodes
+        answer = await nodes.read(0, "HGETALL", nodes.keys.upkeep())
+        pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+        return [run for field, stored in sorted(pairs) if (run := self._run(field, stored))]
+
+    def _run(self, field: bytes, stored: bytes) -> Run | None:
+        job, _, view = field.decode().partition(":")
+        try:
+            report = _decode(stored)
+        except msgspec.DecodeError:
+            return None
+        if not report.get("error") and isinstance(ended := report.get("ended_ms"), int):
+            self._successes[job, view] = ended
+        if job == "pack" and report.get("segments"):
+            self._packs[view] = report
+        return Run(job, view, report, self._successes.get((job, view)), self._packs.get(view))
+
+    @property
+    def _views(self) -> tuple[str, ...]:
+        return self._service.settings.pipeline.views
+
+    def _every(self, job: str) -> timedelta | None:
+        found: timedelta | None = getattr(self._service.settings.upkeep, f"{job}_every") if job in PERIODIC else None
+        return found
+
+    def _job(self, job: str, view: str, report: Mapping[str, Any]) -> Job:
+        started, ended = report.get("started_ms"), report.get("ended_ms")
+        every = self._every(job) if view in self._views else None
+        since = ended or started or round(self._service.started * 1000)
+        return Job(
+            job=job,
+            view=view,
+            started=iso_time(started) if started else None,
+            ended=iso_time(ended) if ended else None,
+            seconds=(ended - started) / 1000 if started and ended else None,
+            error=report.get("error") or None,
+            overdue=every is not None and now_ms() - since > LATE * every.total_seconds() * 1000,
+            figures={name: value for name, value in report.items() if name not in _HEAD},
+        )

@@ -1,0 +1,247 @@
+"""Spark for upkeep: a session that is there only while it is needed, and how packing is spread over its executors.
+
+Each task packs its share with the same packer as the process itself does, over connections that its Python worker keeps
+from task to task. Invariant: a task that ends in any way, even twice, leaves every log as it was or packed. What went
+wrong comes back as a value, beside what was done before it, so nothing has to be read out of Spark's own messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tailrace.config import Settings
+from tailrace.errors import PipelineError, TailraceError
+from tailrace.stores.registry import Registry
+from tailrace.stores.staging import Staging
+from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.upkeep.packer import Due, Outcome, Packer, groups
+from tailrace.upkeep.throttle import Throttle
+from tailrace.values import Properties
+
+logger = logging.getLogger(__name__)
+
+NICE = 10
+EXECUTORS_S = 60.0
+"""How long a cluster may take to give us the first executor."""
+
+
+def step_back() -> None:
+    """Let every other process of this machine go first; what this process starts does the same."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What the tasks of one run must know."""
+
+    store: StoreOptions
+    run_ids: dict[str, str]
+    token: int
+    view: str
+    piece_bytes: int
+    after_ms: int
+    now_ms: int
+    per_hour: float = 0
+    """The limits of one task, not of all."""
+    bytes_per_second: float = 0
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What became of one task's work."""
+
+    outcome: Outcome
+    error: TailraceError | None = None
+    """What ended it early."""
+
+
+class _Worker:
+    """What a Python worker of Spark's keeps between tasks."""
+
+    current: _Worker | None = None
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._shards = Shards(plan.store, dict(plan.run_ids))
+        self.packer = Packer(
+            Registry(self._shards, plan.view),
+            Staging(self._shards, plan.view, plan.token),
+            piece_bytes=plan.piece_bytes,
+            after_ms=plan.after_ms,
+            clock=lambda: plan.now_ms,
+            throttle=Throttle(plan.per_hour, plan.bytes_per_second),
+        )
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Worker:
+        if cls.current is None or cls.current.plan != plan:
+            cls.end()
+            step_back()
+            cls.current = cls(plan)
+        return cls.current
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.current is not None:
+            cls.current._shards.close()
+            cls.current = None
+
+
+def pack_share(plan: Plan, dues: Sequence[Due]) -> Share:
+    """Pack some segments in a Python worker."""
+    outcome = Outcome()
+    try:
+        packer = _Worker.of(plan).packer
+        for group in groups(dues):
+            outcome += packer.pack(group)
+    except TailraceError as error:
+        _Worker.end()
+        return Share(outcome, error)
+    return Share(outcome)
+
+
+class Spread:
+    """Spark's session: started when something is to be spread, ended with ``stop``, with its JVM.
+
+    Belongs to one thread. As ``with`` it stops at the end.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._spark: Any = None
+        self.parts = 1
+        """How many tasks work side by side."""
+
+    def __enter__(self) -> Spread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Return whether there is a Spark to spread work over; say why if there is none."""
+        if self._spark is not None:
+            return True
+        try:
+            with _ctrl_c_kept():
+                self._spark = _session(self._settings)
+            context = self._spark.sparkContext
+            if not self._settings.spark.master.startswith("local"):
+                self._wait(partial(context.parallelize([0], 1).count), stopped, EXECUTORS_S)
+            self.parts = max(1, int(context.defaultParallelism))
+        except Exception as error:
+            self.stop()
+            logger.warning("Spark cannot be used (%s): working in this process instead", _first_line(error))
+            return False
+        return True
+
+    def pack(self, plan: Plan, dues: Sequence[Due], stopped: Callable[[], bool]) -> list[Share]:
+        """Pack segments on the executors; what was begun is given up when ``stopped`` says so.
+
+        Raises:
+            PipelineError: Spark itself failed; what tasks did until then is done.
+        """
+        shares = divided(dues, self.parts)
+        context = self._spark.sparkContext
+        tasks = context.parallelize(shares, len(shares)).map(partial(pack_share, plan))
+        found: list[Share] = self._wait(tasks.collect, stopped)
+        return found
+
+    def stop(self) -> None:
+        """End the session and its JVM, if there is one."""
+        spark, self._spark = self._spark, None
+        with suppress(ImportError):
+            _end(spark)
+
+    def _wait(self, work: Callable[[], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
+        """Do something in Spark, and look up from it now and then."""
+        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+        from pyspark.errors import PySparkException
+
+        waited = 0.0
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(work)
+            while True:
+                try:
+                    return result.result(0.2)
+                except NotYet:
+                    waited += 0.2
+                    if stopped() or waited > most_s:
+                        self._spark.sparkContext.cancelAllJobs()
+                except (Py4JError, PySparkException) as error:
+                    if waited > most_s:
+                        raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
+                    if stopped():
+                        return []
+                    raise PipelineError(f"a Spark job of upkeep failed: {_first_line(error)}") from error
+
+
+def divided(dues: Sequence[Due], parts: int) -> list[list[Due]]:
+    """Divide segments into at most so many shares of about the same size, each in the order given."""
+    shares: list[tuple[int, list[Due]]] = [(0, []) for _ in range(parts)]
+    for group in groups(dues):
+        least = min(range(parts), key=lambda i: shares[i][0])
+        size, held = shares[least]
+        shares[least] = size + sum(due.segment.bytes for due in group) + len(group), held + group
+    return [held for _, held in shares if held]
+
+
+def _session(settings: Settings) -> Any:
+    from tailrace.pipeline.tune import session
+
+    conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
+    spark = settings.spark.model_copy(update={"conf": conf})
+    return session(settings.model_copy(update={"spark": spark}), ())
+
+
+def _end(spark: Any) -> None:
+    from pyspark import SparkContext
+
+    gateway = SparkContext._gateway
+    if spark is not None:
+        with suppress(Exception):  # its JVM may be gone
+            spark.stop()
+    # A stopped session leaves its JVM running for the next one; an idle process of upkeep has none.
+    SparkContext._gateway = SparkContext._jvm = None
+    if gateway is None:
+        return
+    with suppress(Exception):
+        gateway.shutdown()
+    process: subprocess.Popen[bytes] = gateway.proc
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _ctrl_c_kept() -> Iterator[None]:
+    """Give Ctrl-C back to whom it belonged: Spark takes it when it starts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "Error: " in line or "Exception: " in line]
+    return (told or lines or [type(error).__name__])[-1 if told else 0]
