@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency clean lock java
+.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack clean lock java
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 faults: setup ## Kill the driver at random points, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
-bench: bench-ingest ## Run all measurements
+bench: bench-ingest bench-pack ## Run all measurements
 
 bench-ingest: setup ## Measure events per second, CPU-seconds per million events, and latency
 	$(BIN)/python bench/ingest.py $(ARGS)
@@ -41,6 +41,10 @@ bench-ingest: setup ## Measure events per second, CPU-seconds per million events
 
 bench-latency: setup ## Measure the time from produced to received
 	$(BIN)/python bench/latency.py $(ARGS)
+
+bench-pack: setup ## Measure what packing saves, how fast it is, and what it costs live writers; and a million streams
+	$(BIN)/python bench/pack.py $(ARGS)
+	$(BIN)/python bench/registry.py
 
 lock: $(STAMPS)/uv ## Renew requirements/dev.txt from pyproject.toml
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \

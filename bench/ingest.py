@@ -46,6 +46,23 @@ from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
 _runs = count()
 
 
+def job_event(chance: random.Random, jobset: int, i: int) -> bytes:
+    """Return an event of about 330 bytes, of which a job's id and a node differ from all others."""
+    value = {
+        "job_id": f"01hf{chance.getrandbits(80):020x}",
+        "queue": f"queue-{jobset % 7}",
+        "jobset": f"jobset-{jobset}",
+        "type": ("submitted", "leased", "pending", "running", "succeeded")[i % 5],
+        "cluster": f"cluster-{jobset % 3}",
+        "node": f"node-{chance.randrange(200)}.example",
+        "created": "2026-11-15T10:00:00.000Z",
+        "resources": {"cpu": 4, "memory": "16Gi", "gpu": 0},
+        "message": "Container started",
+        "attempt": 1,
+    }
+    return json.dumps(value).encode()
+
+
 def produce(bootstrap: str, topic: str, partitions: int, names: int, events: int) -> None:
     """Fill a topic with job events of about 330 bytes."""
     admin = AdminClient({"bootstrap.servers": bootstrap})
@@ -54,20 +71,8 @@ def produce(bootstrap: str, topic: str, partitions: int, names: int, events: int
     chance = random.Random(1)
     for i in range(events):
         jobset = chance.randrange(names)
-        value = {
-            "job_id": f"01hf{chance.getrandbits(80):020x}",
-            "queue": f"queue-{jobset % 7}",
-            "jobset": f"jobset-{jobset}",
-            "type": ("submitted", "leased", "pending", "running", "succeeded")[i % 5],
-            "cluster": f"cluster-{jobset % 3}",
-            "node": f"node-{chance.randrange(200)}.example",
-            "created": "2026-11-15T10:00:00.000Z",
-            "resources": {"cpu": 4, "memory": "16Gi", "gpu": 0},
-            "message": "Container started",
-            "attempt": 1,
-        }
-        key = json.dumps([value["queue"], value["jobset"]]).encode()
-        producer.produce(topic, key=key, value=json.dumps(value).encode())
+        key = json.dumps([f"queue-{jobset % 7}", f"jobset-{jobset}"]).encode()
+        producer.produce(topic, key=key, value=job_event(chance, jobset, i))
         if i % 10_000 == 0:
             producer.poll(0)
     producer.flush()

@@ -65,6 +65,10 @@ class ScriptedService:
     """Text put before the events of the first connection, such as a control frame."""
     follow_for: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list)
+    listed: list[dict[str, str]] = field(default_factory=list)
+    """The parameters of every listing of streams."""
+    is_older: bool = False
+    """Leave out what services have not always said."""
     written: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     bodies: list[int] = field(default_factory=list)
     unavailable: int = 0
@@ -146,11 +150,18 @@ class ScriptedService:
 
     async def streams(self, request: Request) -> Response:
         query = request.query_params
+        self.listed.append(dict(query))
         names = sorted(n for n in self.feeds if n.startswith(query.get("prefix", "")) and n > query.get("after", ""))
         page = names[: min(2, int(query.get("limit", 2)))]
+        if "top" in query:
+            names = page = sorted(names, key=lambda name: -self.feeds[name])[: int(query["top"])]
+        newer = {} if self.is_older else {"packed": 0.125, "expired": True, "memory": None}
+        measured = {"memory": 65_432} if query.get("memory") == "true" else {}
         rows = [
             {"name": n, "events": self.feeds[n], "bytes": 10, "days": 1, "first_day": "2026-11-15"}
             | {"last_day": "2026-11-15", "last_time": "2026-11-15T08:00:00.000Z", "new_field": 1}
+            | newer
+            | measured
             for n in page
         ]
         return JSONResponse({"streams": rows, "next": page[-1] if len(page) < len(names) else None})
@@ -163,16 +174,34 @@ class ScriptedService:
             "day": "2026-11-15",
             "events": self.feeds[name],
             "bytes": 10,
+            **({} if self.is_older else {"raw_bytes": 98_765}),
             "first": "7.1",
             "last": "7.2",
-            "state": "open",
+            "state": "open" if self.is_older else "partly packed",
         }
         return JSONResponse({"name": name, "days": [row]})
 
     async def status(self, request: Request) -> Response:
         view = {"rate": 12.5, "lag": 3, "batch_ms": 140, "in": 10, "stored": 8, "skipped": {"no-key": 1}, "dead": 1}
         parts = [{"name": "pipeline", "state": "running"}, {"name": "valkey", "state": "running"}]
-        return JSONResponse({"service": {"version": "0.1.0"}, "parts": parts, "views": {"days": view}})
+        jobs = [
+            {"job": "pack", "view": "days", "started": "2026-11-15T08:00:00.000Z", "ended": "2026-11-15T08:00:02.500Z"}
+            | {"seconds": 2.5, "error": None, "overdue": False}
+            | {
+                "figures": {
+                    "segments": 1_234,
+                    "bytes_after": 5_600,
+                    "left": {"early": 2},
+                    "left_out": {"a": "no-topic"},
+                }
+            },
+            {"job": "sweep", "view": "days", "started": "2026-11-15T08:00:00.000Z", "ended": "2026-11-15T08:00:02.500Z"}
+            | {"seconds": 0.5, "error": "it rains", "overdue": True, "figures": {}},
+            {"job": "audit", "view": "days", "started": None, "ended": None}
+            | {"seconds": None, "error": None, "overdue": False, "figures": {}},
+        ]
+        newer = {} if self.is_older else {"upkeep": jobs}
+        return JSONResponse({"service": {"version": "0.1.0"}, "parts": parts, "views": {"days": view}, **newer})
 
 
 def problem(code: str, status: int, detail: str, **more: object) -> Response:

@@ -208,7 +208,7 @@ def test_listings_are_json_in_a_pipe(service: ScriptedService) -> None:
     service.feeds |= {"a/1": 1, "a/2": 2, "b/1": 3}
     rows = [json.loads(line) for line in tailrace("streams", "ls", "--prefix", "a/").stdout.splitlines()]
     assert [(row["name"], row["events"]) for row in rows] == [("a/1", 1), ("a/2", 2)]
-    assert json.loads(tailrace("streams", "days", "b/1", "-J").stdout)["state"] == "open"
+    assert json.loads(tailrace("streams", "days", "b/1", "-J").stdout)["state"] == "partly packed"
     assert json.loads(tailrace("status", "--json").stdout)["views"]["days"]["stored"] == 8
     assert tailrace("streams", "days", "absent").returncode == 1
 
@@ -216,22 +216,41 @@ def test_listings_are_json_in_a_pipe(service: ScriptedService) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("streams", "ls"), ["stream", "a/1", "1,234"]),
-        (("streams", "days", "a/1"), ["2026-11-15", "open"]),
+        (("streams", "ls"), ["stream", "a/1", "1,234", "12%"]),
+        (("streams", "ls", "--top", "1", "--memory"), ["memory", "65.4kB"]),
+        (("streams", "days", "a/1"), ["2026-11-15", "98.8kB", "partly packed"]),
         (("status",), ["pipeline", "running", "days", "12.5", "no-key 1"]),
+        (("status",), ["pack", "08:00:02", "2.5s", "ok", "1,234", "5.6kB", "early", "no-topic"]),
+        (("status",), ["sweep", "overdue", "it rains", "audit", "has not run"]),
     ],
 )
+@pytest.mark.parametrize("is_older", [False, True])
 def test_listings_are_tables_on_a_terminal(
-    service: ScriptedService, words: tuple[str, ...], expected: list[str]
+    service: ScriptedService, words: tuple[str, ...], expected: list[str], is_older: bool
 ) -> None:
     service.feeds["a/1"] = 1_234
+    service.is_older = is_older
     ours, theirs = pty.openpty()
     subprocess.run(command(*words), stdout=theirs, env=os.environ | {"TERM": "dumb", "COLUMNS": "160"}, check=True)
     os.close(theirs)
     shown = os.read(ours, 65_536).decode()
     os.close(ours)
-    for text in expected:
+    for text in () if is_older else expected:
         assert text in shown
+
+
+def test_the_largest_streams_are_asked_for_at_once(service: ScriptedService) -> None:
+    service.feeds |= {f"a/{n}": n for n in range(5)}
+    done = tailrace("streams", "ls", "--prefix", "a/", "--top", "3", "--memory")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["name"], row["memory"]) for row in rows] == [("a/4", 65_432), ("a/3", 65_432), ("a/2", 65_432)]
+    assert service.listed == [{"prefix": "a/", "top": "3", "memory": "true"}]
+    assert tailrace("streams", "ls", "--top", "1001").returncode == 2
+    for words in (("--top", "3", "-n", "3"), ("--memory",)):
+        refused = tailrace("streams", "ls", *words)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "(request.invalid)" in refused.stderr
+    assert len(service.listed) == 1
 
 
 def test_config_show_says_where_values_came_from_and_hides_secrets(

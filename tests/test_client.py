@@ -283,6 +283,39 @@ def test_listings_are_read_to_their_end(service: ScriptedService) -> None:
     asyncio.run(read())
 
 
+def test_the_largest_streams_come_in_one_answer_as_the_service_sorted_them(service: ScriptedService) -> None:
+    service.feeds |= {f"s/{number}": number for number in range(5)} | {"other": 9}
+
+    async def read() -> None:
+        async with tailrace.connect(service.url) as river:
+            found = await river.streams("s/", top=3, memory=True)
+            assert [(s.name, s.packed, s.expired, s.memory) for s in found] == [
+                (f"s/{number}", 0.125, True, 65_432) for number in (4, 3, 2)
+            ]
+            assert [(s.name, s.memory) for s in await river.streams(top=1)] == [("other", None)]
+            with pytest.raises(BadRequest, match="either limit"):
+                await river.streams(limit=1, top=1)
+            with pytest.raises(BadRequest, match="largest"):
+                await river.streams(memory=True)
+
+    asyncio.run(read())
+    assert service.listed == [{"prefix": "s/", "top": "3", "memory": "true"}, {"top": "1"}]
+
+
+def test_a_service_that_says_less_is_understood(service: ScriptedService) -> None:
+    service.feeds["a"] = 1
+    service.is_older = True
+
+    async def read() -> None:
+        async with tailrace.connect(service.url) as river:
+            (stream,) = await river.streams()
+            assert (stream.events, stream.packed, stream.expired, stream.memory) == (1, 0.0, False, None)
+            (day,) = await river.days("a")
+            assert (day.events, day.raw_bytes, day.state) == (1, 0, "open")
+
+    asyncio.run(read())
+
+
 def test_importing_the_package_loads_no_other_library() -> None:
     heavy = "{'pydantic', 'httpx', 'msgspec', 'typer', 'rich', 'pyspark', 'fastapi', 'asyncio'}"
     code = f"import sys, tailrace; print(sorted({heavy} & set(sys.modules)), tailrace.connect.__name__)"

@@ -164,7 +164,7 @@ class Upkeep(Section):
     pack_every: Period = timedelta(hours=1)
     sweep_every: Period = timedelta(hours=1)
     audit_every: Period = timedelta(days=1)
-    segment_bytes: Annotated[Size, sizes("64KiB", "4MiB")] = 512 * 2**10
+    segment_bytes: Annotated[Size, sizes("64KiB", "4MiB")] = 256 * 2**10
     buckets_per_hour: CountOrZero = 0
     bytes_per_second: SizeOrZero = 0
     spark_from: SizeOrZero = 64 * 2**20

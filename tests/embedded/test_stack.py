@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tailrace import config
-from tailrace.embedded.stack import run_stack
+from tailrace.commands.parts import at_stack
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
 from tailrace.embedded.supervisor import hold
+from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
 
 
@@ -24,6 +31,38 @@ def test_a_taken_http_port_is_refused_before_anything_starts(tmp_path: Path) -> 
         with pytest.raises(PrerequisiteMissing, match=rf"port {port} on 127\.0\.0\.1 is taken.* --port"):
             run_stack(settings(tmp_path, port), demo=False, console=Console(quiet=True))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["lock"]
+
+
+def test_upkeep_comes_after_what_readers_wait_for(tmp_path: Path) -> None:
+    kafka, valkey = EmbeddedKafka(tmp_path / "kafka"), EmbeddedValkey(tmp_path / "valkey")
+    parts = own_parts(settings(tmp_path, 7070), tmp_path, kafka, valkey, ("127.0.0.1", 7070), demo=True)
+    assert [part.name for part in parts] == ["pipeline", "service", "upkeep", "demo"]
+    upkeep = parts[2]
+    assert upkeep.command[-2:] == ("tailrace", "upkeep")
+    assert upkeep.env["TAILRACE_VALKEY__URL"] == valkey.url
+    assert upkeep.ready is None, "nobody waits for it"
+
+
+def test_commands_find_the_stack_that_runs_in_the_folder(tmp_path: Path, own_valkey: EmbeddedValkey) -> None:
+    folder = tmp_path / "stack"
+    bare = settings(folder, 0)
+    told = config.load(flags={"embedded.dir": str(folder), "valkey.url": "valkey://elsewhere:1/0"})
+    with hold(folder):
+        (folder / PORTS_FILE).write_text(json.dumps({"kafka": 9, "valkey": own_valkey.port}), "utf-8")
+        found = at_stack(bare)
+        assert (found.valkey.url, found.kafka.bootstrap) == (own_valkey.url, "127.0.0.1:9")
+        assert (at_stack(told).valkey.url, at_stack(told).kafka.bootstrap) == (told.valkey.url, "127.0.0.1:9")
+        done = subprocess.run(
+            (sys.executable, "-m", "tailrace", "pack", "--dir", str(folder)),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"TAILRACE_CONFIG": os.devnull},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["segments"] == 0
+    assert at_stack(bare) == bare, "it ended"
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:

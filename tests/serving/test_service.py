@@ -241,6 +241,7 @@ def test_a_service_without_its_store_says_so_and_recovers(
     with service.client() as client:
         assert client.get("/healthz").status_code == 200
         problem(client.get("/v1/streams"), 503, "store.unavailable")
+        problem(client.get("/v1/streams?top=5"), 503, "store.unavailable")
         problem(client.get("/v1/streams/a/events"), 503, "store.unavailable")
         late.start()
         try:
@@ -248,6 +249,7 @@ def test_a_service_without_its_store_says_so_and_recovers(
             while client.get("/v1/streams/a/events?follow=false").status_code != 200:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
+            assert client.get("/v1/streams?top=5").json()["streams"] == [], "a failure is not kept"
         finally:
             service.stop()
             late.stop()

@@ -84,6 +84,10 @@ class Keeper:
         for node in self.shards.primaries():
             for key in node.scan_iter(f"{keys.prefix}:*"):
                 kind = key.partition(b"}:")[2].partition(b":")[0]
-                if kind in (b"log", b"seg", b"staged") and key not in owned and node.pttl(key) < 0:
+                if (
+                    kind in (b"log", b"seg", b"staged")
+                    and key not in owned
+                    and int(node.execute_command("PTTL", key)) < 0
+                ):
                     stray.append(key)
         return stray

@@ -138,7 +138,7 @@ class Interleaving(RuleBasedStateMachine):
         wanted = [record.id for record in self.events[reader.name][reader.at : reader.at + limit]]
         assert [json.loads(f.data)["id"] for f in frames if isinstance(f, Frame)] == wanted
         reader.at += len(wanted)
-        placed = [f.cursor.partition("~")[0] for f in frames if isinstance(f, Frame) or f.name == "gap"]
+        placed = [f.cursor.partition("~")[0] for f in frames if not isinstance(f, Control) or f.name == "gap"]
         reader.cursor = placed[-1] if placed else reader.cursor
 
     @invariant()

@@ -218,3 +218,23 @@ def test_two_never_hold_the_lease_and_the_older_one_can_change_nothing(any_store
             with pytest.raises(StaleUpkeep):
                 slow.expire("a", 1)
             assert quick.pack().events == 10
+
+
+async def test_a_read_takes_about_a_mebibyte_however_large_a_piece_is(store: StoreOptions) -> None:
+    chance = random.Random(1)
+    records = [Record(i, b"a", b'{"x":"%s"}' % chance.randbytes(400).hex().encode()) for i in range(6_000)]
+    writer = Writer(store)
+    for at in range(0, len(records), 100):
+        await asyncio.to_thread(writer.write, records[at : at + 100])
+    with Keeper(store, piece_bytes=4 << 20) as keeper:
+        await asyncio.to_thread(keeper.pack)
+        segment = keeper.log("a").segments[0]
+        assert segment.raw_bytes > 4 << 20
+    async with rig(store) as feeds:
+        after, reads = 0, 0
+        while after < segment.last:
+            entries = await feeds.logs.read("a", segment, after, 500)
+            assert sum(len(value) for entry in entries for value in entry.run.values) < (1 << 20) + (128 << 10)
+            after, reads = entries[-1].last, reads + 1
+        assert reads >= 4
+        assert await feeds.ids("a") == [record.id for record in records]

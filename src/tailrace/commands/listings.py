@@ -55,12 +55,13 @@ def days(name: str, *, json: bool, url: str) -> None:
             f"{d.events:,}",
             _size(d.bytes),
             _size(d.raw_bytes) if d.raw_bytes else "",
-            *map(str, (d.first, d.last)),
+            str(d.first),
+            str(d.last),
+            d.state,
         )
         for d in found
     ]
-    columns = "day", "events", "bytes", "unpacked", "first", "last", "state"
-    _table(columns, [(*row, d.state) for row, d in zip(rows, found, strict=True)])
+    _table(("day", "events", "bytes", "unpacked", "first", "last", "state"), rows)
 
 
 _FIGURES = (
@@ -96,7 +97,7 @@ def status(*, json: bool, url: str) -> None:
     if jobs:
         _table(
             ("upkeep", "view", "last run", "took", "state", ""),
-            [(*(_text(job, key) for key in ("job", "view", "ended")), *_run(job)) for job in jobs],
+            [(_text(job, "job"), _text(job, "view"), *_run(job)) for job in jobs],
         )
     gaps = [
         (_text(gap, "source"), _text(gap, "first"), _text(gap, "until"))
@@ -107,8 +108,9 @@ def status(*, json: bool, url: str) -> None:
         _table(("dropped by Kafka before it was read", "from offset", "until"), gaps)
 
 
-def _run(job: dict[str, Any]) -> tuple[str, str, str]:
-    """How long a run of upkeep took, how it went, and what it counted."""
+def _run(job: dict[str, Any]) -> tuple[str, str, str, str]:
+    """When a run of upkeep ended, how long it took, how it went, and what it counted."""
+    ended = _text(job, "ended").partition(".")[0].replace("T", " ")
     took = "" if job.get("seconds") is None else f"{job['seconds']:,.1f}s"
     late = "overdue" if job.get("overdue") else ""
     went = f"failed: {job['error']}" if job.get("error") else "" if job.get("started") else "has not run"
@@ -118,7 +120,7 @@ def _run(job: dict[str, Any]) -> tuple[str, str, str]:
         for key, value in figures.items()
         if value
     ]
-    return took, ", ".join(filter(None, (late, went))) or "ok", ", ".join(said)
+    return ended, took, ", ".join(filter(None, (late, went))) or "ok", ", ".join(said)
 
 
 def _ask(url: str, question: Callable[[River], Awaitable[T]]) -> T:
@@ -147,8 +149,10 @@ def _size(value: int) -> str:
 
 def _text(row: dict[str, Any], key: str) -> str:
     value = row.get(key)
+    if isinstance(value, list):
+        return f"{len(value):,}"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {count:,}" for name, count in value.items()) or "0"
+        return ", ".join(f"{name} {_text(value, name)}" for name in value) or "0"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{value:,.1f}".removesuffix(".0")
     return "" if value is None else str(value)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
 
 from tailrace import config
 from tailrace.config import Settings
 from tailrace.errors import ConfigError, PrerequisiteMissing
+from tailrace.values import Properties
 
 
 def load(file: Path | None, *, port: int | None = None, folder: Path | None = None) -> Settings:
@@ -20,6 +24,31 @@ def load(file: Path | None, *, port: int | None = None, folder: Path | None = No
     return settings
 
 
+def at_stack(settings: Settings) -> Settings:
+    """Return settings that reach the stack of ``embedded.dir`` while it runs, where nobody said otherwise.
+
+    Addresses of Kafka and Valkey that were configured stay; those at their default become the stack's own.
+    """
+    try:
+        from tailrace.embedded.ports import HOST, remembered
+        from tailrace.embedded.stack import PORTS_FILE
+        from tailrace.embedded.supervisor import holder
+    except ImportError:
+        return settings
+    folder = Path(settings.embedded.dir)
+    if holder(folder) is None:
+        return settings
+    ports = remembered(folder / PORTS_FILE)
+    changes: dict[str, Any] = {}
+    if settings.origin("valkey.url") == "default" and "valkey" in ports:
+        own = {"url": f"valkey://{HOST}:{ports['valkey']}/0", "password": SecretStr("")}
+        changes["valkey"] = settings.valkey.model_copy(update=own)
+    if settings.origin("kafka.bootstrap") == "default" and "kafka" in ports:
+        found = {"bootstrap": f"{HOST}:{ports['kafka']}", "properties": Properties()}
+        changes["kafka"] = settings.kafka.model_copy(update=found)
+    return settings.model_copy(update=changes)
+
+
 def stack(settings: Settings, *, demo: bool) -> int:
     """Run everything until Ctrl-C."""
     try:
@@ -27,7 +56,7 @@ def stack(settings: Settings, *, demo: bool) -> int:
 
         from tailrace.embedded.stack import run_stack
     except ImportError as error:
-        raise _without(error, "embedded") from None
+        raise lacking(error, "embedded") from None
     from tailrace.demo import example
 
     return run_stack(
@@ -46,7 +75,7 @@ def pipeline(settings: Settings, views: str | None = None) -> int:
     try:
         from tailrace.pipeline.job import main
     except ImportError as error:
-        raise _without(error, "spark") from None
+        raise lacking(error, "spark") from None
     return main(settings, chosen)
 
 
@@ -55,7 +84,7 @@ def service(settings: Settings) -> int:
     try:
         from tailrace.serving.app import main
     except ImportError as error:
-        raise _without(error, "serve") from None
+        raise lacking(error, "serve") from None
     return main(settings)
 
 
@@ -64,7 +93,7 @@ def examine(settings: Settings) -> int:
     try:
         from tailrace import doctor
     except ImportError as error:
-        raise _without(error, "embedded") from None
+        raise lacking(error, "embedded") from None
     from rich.console import Console
 
     return doctor.render(doctor.checks(settings), Console())
@@ -88,7 +117,8 @@ def check(settings: Settings) -> None:
     print(f"ok: {len(settings.show())} settings" + "".join(f", {file}" for file in sorted(files)), file=sys.stderr)
 
 
-def _without(error: ImportError, extra: str) -> PrerequisiteMissing:
+def lacking(error: ImportError, extra: str) -> PrerequisiteMissing:
+    """Return the error of an installation without some packages, which this extra has."""
     if (error.name or "").partition(".")[0] == "tailrace":
         raise error
     return PrerequisiteMissing(f"this command needs {error.name}: install tailrace[{extra}]")

@@ -1,4 +1,4 @@
-"""The whole of Tailrace on one machine: broker, store, pipeline, service and, if wanted, a sample source.
+"""The whole of Tailrace on one machine: broker, store, pipeline, service, upkeep and, if wanted, a sample source.
 
 The parts are ordinary processes that know each other only by their settings, as on a cluster. Addresses, data and logs
 live in one folder, so the next start finds everything where it was.
@@ -66,7 +66,7 @@ def run_stack(settings: Settings, *, demo: bool, console: Console, example: str 
         parts = [
             kafka.part(events),
             valkey.part(),
-            *_own_parts(settings, folder, kafka, valkey, address, demo=demo),
+            *own_parts(settings, folder, kafka, valkey, address, demo=demo),
         ]
         url = f"http://{address[0]}:{port}"
 
@@ -81,7 +81,7 @@ def run_stack(settings: Settings, *, demo: bool, console: Console, example: str 
         return asyncio.run(supervise())
 
 
-def _own_parts(
+def own_parts(
     settings: Settings,
     folder: Path,
     kafka: EmbeddedKafka,
@@ -90,6 +90,7 @@ def _own_parts(
     *,
     demo: bool,
 ) -> list[Part]:
+    """Return the parts that are Tailrace's own, in the order in which they start."""
     env = {
         **settings.environment(),
         "TAILRACE_KAFKA__BOOTSTRAP": kafka.address,
@@ -115,7 +116,11 @@ def _own_parts(
         )
 
     # The service is ready when the pipeline is, so the pipeline is not waited for: both come up at the same time.
-    parts = [own("pipeline", "tailrace", "run"), own("service", "tailrace", "serve", ready_timeout=_SERVICE_TIMEOUT)]
+    parts = [
+        own("pipeline", "tailrace", "run"),
+        own("service", "tailrace", "serve", ready_timeout=_SERVICE_TIMEOUT),
+        own("upkeep", "tailrace", "upkeep"),
+    ]
     if demo:
         parts.append(own("demo", "tailrace.demo"))
     return parts

@@ -18,7 +18,8 @@ from tailrace.model.event import Headers, Source
 from tailrace.model.run import MAX_RAW_BYTES, Entry, Run
 
 CODEC = b"\x02"
-LEVEL = 6
+LEVEL = 1
+"""Of zstd: level 6 saves 2 % of the bytes and takes twice the time, level 9 at most 8 % and four times."""
 MERGED_EVENTS = 256
 MERGED_BYTES = 64 << 10
 """A merged run stays small enough to be skipped over and handed out cheaply."""
@@ -26,11 +27,17 @@ MERGED_BYTES = 64 << 10
 
 class _Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sources: list[tuple[str, int, int]]
-    runs: list[int]
-    """Of each run five numbers: source, events, numbers skipped before it, offsets skipped since the source's last
-    run, and how far the running-maximum time rose."""
+    source_of: list[int]
+    """For each run its source; so are the next five: columns compress better than rows."""
+    counts: list[int]
+    skipped: list[int]
+    """Distance from the number before."""
+    offsets: list[int]
+    """First offset, as the distance from the last one of the same source."""
+    rose: list[int]
+    """How far the running-maximum time rose."""
     began: list[int]
-    """First time of each run, as the distance from the one before."""
+    """First time, as the distance from that of the run before."""
     steps: list[int]
     """Of all events but each run's first: distance to the offset before."""
     ticks: list[int]
@@ -66,8 +73,7 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
     """Return the stored form of a piece."""
     sources: dict[Source, int] = {}
     table: dict[bytes | None, int] = {}
-    runs: list[int] = []
-    began: list[int] = []
+    runs: list[tuple[int, int, int, int, int, int]] = []
     steps: list[int] = []
     ticks: list[int] = []
     key_of: list[int] = []
@@ -79,8 +85,8 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
         run = entry.run
         source = run.source
         at = sources.setdefault(source, len(sources))
-        runs += (at, len(run), entry.first - number, run.steps[0] - reached.get(source, 0), entry.newest_ms - newest)
-        began.append(run.ticks[0] - time_ms)
+        offset, began = run.steps[0] - reached.get(source, 0), run.ticks[0] - time_ms
+        runs.append((at, len(run), entry.first - number, offset, entry.newest_ms - newest, began))
         number, newest, time_ms = entry.last, entry.newest_ms, run.ticks[0]
         reached[source] = sum(run.steps)
         steps += run.steps[1:]
@@ -88,11 +94,16 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
         key_of += [table.setdefault(key, len(table)) for key in _each(run)]
         headers.append(run.headers)
         values += run.values
+    source_of, counts, skipped, offsets, rose, began_at = (list(column) for column in zip(*runs, strict=True))
     body = _encode(
         _Pack(
             [(s.topic, s.partition, s.generation) for s in sources],
-            runs,
-            began,
+            source_of,
+            counts,
+            skipped,
+            offsets,
+            rose,
+            began_at,
             steps,
             ticks,
             list(table),
@@ -113,10 +124,10 @@ def unpack(stored: bytes) -> Iterator[Entry]:
     sources = [Source(*source) for source in whole.sources]
     reached = [0] * len(sources)
     number, newest, time_ms, at, rest = 0, 0, 0, 0, 0
-    numbers = iter(whole.runs)
-    for i, (source, count, skipped, offset, rose) in enumerate(zip(*[numbers] * 5, strict=True)):
+    runs = zip(whole.source_of, whole.counts, whole.skipped, whole.offsets, whole.rose, whole.began, strict=True)
+    for i, (source, count, skipped, offset, rose, began) in enumerate(runs):
         first = number + skipped
-        number, newest, time_ms = first + count - 1, newest + rose, time_ms + whole.began[i]
+        number, newest, time_ms = first + count - 1, newest + rose, time_ms + began
         steps = [reached[source] + offset, *whole.steps[rest : rest + count - 1]]
         reached[source] = sum(steps)
         values = whole.values[at : at + count]

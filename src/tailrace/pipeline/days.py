@@ -6,7 +6,7 @@ The cut of a slice is shared by all views that keep logs: they differ in the nam
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -65,6 +65,20 @@ class Days:
             begin = end
         self._rows = min(1 << 14, self._rows + (self._rows >> 2) + 1)
         return windows
+
+    def named(self, records: Slice) -> Iterator[tuple[int, int, str]]:
+        """Yield row, shard and name of every record that the view keeps: no tombstone, no poison, and with a name."""
+        by_key = self._paths is None
+        for i, (key, value) in enumerate(zip(records.keys, records.values, strict=True)):
+            if value is None or i in records.poison:
+                continue
+            route = self._routes.get(key) if by_key else None
+            if route is None:
+                try:
+                    route = self._route(key, value)
+                except Unnameable:
+                    continue
+            yield i, *route
 
     def _window(self, records: Slice, begin: int, end: int, marks: Sequence[int]) -> list[Window] | None:
         """Group one range of rows by shard and name; None when a shard would get too much in one call."""

@@ -55,6 +55,14 @@ class Packed(msgspec.Struct, frozen=True):
     raw_bytes: int
 
 
+class Rebuilt(msgspec.Struct, frozen=True):
+    """A new segment all of whose pieces are staged, under an index that is not yet its own."""
+
+    segment: Segment
+    staged_as: int
+    pieces: int
+
+
 class Dropped(msgspec.Struct, frozen=True):
     """What one call expired."""
 
@@ -127,14 +135,23 @@ class Staging:
             found.append((int(answer[1]), {Source.parse(field.decode()): int(mark) for field, mark in pairs}))
         return found
 
-    def replace(self, name: str, old: Sequence[Segment], new: Sequence[tuple[Segment, int]]) -> str:
-        """Put staged segments, given with their count of pieces, in the place of old ones; return ``ok`` or why not."""
-        args: list[Arg] = [self.token, self.view, name, len(old)]
+    def replace(self, name: str, old: Sequence[Segment], new: Sequence[Rebuilt], remember_ms: int) -> str:
+        """Put staged segments, in order, in the place of old ones; return ``ok``, or why not: moved, unstaged.
+
+        A log of which nothing is left ends; it is remembered for so long.
+        """
+        args: list[Arg] = [self.token, self.view, name, remember_ms, len(old)]
         for segment in old:
             args += [segment.index, segment.epoch, segment.last]
-        for segment, pieces in new:
-            args += [segment.index, pieces, write_row(segment)]
+        for rebuilt in new:
+            args += [rebuilt.staged_as, rebuilt.pieces, rebuilt.segment.index, write_row(rebuilt.segment)]
         return str(self._call([(self._shard(name), "replace", args)])[0][0].decode())
+
+    def discard(self, name: str, staged_as: Iterable[int]) -> None:
+        """Remove staged segments that are not wanted after all; they would end by themselves."""
+        keys = [self._key(name, index) for index in staged_as]
+        if keys:
+            self._shards.run_all([(self._shard(name), ("UNLINK", *keys))])
 
     def _call(self, calls: Sequence[Call]) -> list[Any]:
         answers = self._shards.call_all(calls)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-VARIABLE = "TAILRACE_FAILPOINT"
+VARIABLE = "UPKEEP_FAILPOINT"
+"""Without the prefix of settings: it is none, and unknown ones of those are refused."""
 
 
 def reached(step: str) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from tailrace.errors import LeaseHeld, StaleUpkeep, TailraceError
+from tailrace.errors import LeaseHeld, StaleDriver, StaleUpkeep, TailraceError
 from tailrace.stores.valkey import Shards, hold
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,10 @@ class Lease:
                 raise LeaseHeld(answer[1].decode(), int(answer[2]) / 1000)
             time.sleep(0.2)
         self.token = int(answer[1])
-        hold(self._shards, (WHAT,), self.token)
+        try:
+            hold(self._shards, (WHAT,), self.token)
+        except StaleDriver as error:
+            raise StaleUpkeep(self.token, error.stored) from None
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewing.start()
         return self

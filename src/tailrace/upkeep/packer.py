@@ -86,7 +86,8 @@ class _Left(Exception):
 class Packer:
     """Packs segments of one view under one lease.
 
-    ``check`` is called between groups, and between the pieces of a large segment; what it raises ends the packing.
+    ``check`` is called between groups, between the pieces of a large segment and while the throttle sleeps; what it
+    raises ends the packing.
     """
 
     def __init__(
@@ -110,10 +111,15 @@ class Packer:
         """Pack segments; one that cannot be packed now is left as it is and counted with the reason."""
         total = Outcome()
         for group in groups(dues):
-            self._check()
+            self._next()
             total += self._pack_small(group) if len(group) > 1 else self._pack_large(group[0])
             self._throttle.take(len(group), 0)
         return total
+
+    def _next(self) -> None:
+        """Go on when it is time to, if we may."""
+        self._throttle.wait(self._check)
+        self._check()
 
     def _pack_small(self, dues: Sequence[Due]) -> Outcome:
         """Pack segments together: four round trips for all of them."""
@@ -161,7 +167,7 @@ class Packer:
         cut: list[Piece] = []
         events = raw = last = 0
         for part in pieces(self._entries(due), self._piece_bytes):
-            self._check()
+            self._next()
             self._reached("read")
             piece = _piece(due, part, not cut)
             self._staging.stage([piece])

@@ -13,8 +13,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from tailrace.errors import PipelineError, TailraceError
 from tailrace.stores.registry import Registry
 from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards, StoreOptions
-from tailrace.upkeep.packer import Due, Outcome, Packer, groups
+from tailrace.upkeep.packer import GROUP_SEGMENTS, Due, Outcome, Packer, groups
 from tailrace.upkeep.throttle import Throttle
 from tailrace.values import Properties
 
@@ -35,6 +34,7 @@ logger = logging.getLogger(__name__)
 NICE = 10
 EXECUTORS_S = 60.0
 """How long a cluster may take to give us the first executor."""
+LOOK_S = 0.2
 
 
 def step_back() -> None:
@@ -74,13 +74,14 @@ class _Worker:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._shards = Shards(plan.store, dict(plan.run_ids))
+        self.throttle = Throttle(plan.per_hour, plan.bytes_per_second)
         self.packer = Packer(
             Registry(self._shards, plan.view),
             Staging(self._shards, plan.view, plan.token),
             piece_bytes=plan.piece_bytes,
             after_ms=plan.after_ms,
             clock=lambda: plan.now_ms,
-            throttle=Throttle(plan.per_hour, plan.bytes_per_second),
+            throttle=self.throttle,
         )
 
     @classmethod
@@ -102,9 +103,11 @@ def pack_share(plan: Plan, dues: Sequence[Due]) -> Share:
     """Pack some segments in a Python worker."""
     outcome = Outcome()
     try:
-        packer = _Worker.of(plan).packer
+        worker = _Worker.of(plan)
         for group in groups(dues):
-            outcome += packer.pack(group)
+            outcome += worker.packer.pack(group)
+        # The next share may go to another worker, which knows nothing of this one's debts.
+        worker.throttle.wait()
     except TailraceError as error:
         _Worker.end()
         return Share(outcome, error)
@@ -120,6 +123,7 @@ class Spread:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._spark: Any = None
+        self._begun = False
         self.parts = 1
         """How many tasks work side by side."""
 
@@ -134,15 +138,19 @@ class Spread:
         if self._spark is not None:
             return True
         try:
+            import pyspark  # noqa: F401  an installation without it packs in this process
+
+            self._begun = True
             with _ctrl_c_kept():
                 self._spark = _session(self._settings)
             context = self._spark.sparkContext
             if not self._settings.spark.master.startswith("local"):
-                self._wait(partial(context.parallelize([0], 1).count), stopped, EXECUTORS_S)
+                self._wait(lambda c: c.parallelize([0], 1).count(), stopped, EXECUTORS_S)
             self.parts = max(1, int(context.defaultParallelism))
         except Exception as error:
+            told = _told(error)
             self.stop()
-            logger.warning("Spark cannot be used (%s): working in this process instead", _first_line(error))
+            logger.warning("Spark cannot be used (%s): working in this process instead", told)
             return False
         return True
 
@@ -153,44 +161,45 @@ class Spread:
             PipelineError: Spark itself failed; what tasks did until then is done.
         """
         shares = divided(dues, self.parts)
-        context = self._spark.sparkContext
-        tasks = context.parallelize(shares, len(shares)).map(partial(pack_share, plan))
-        found: list[Share] = self._wait(tasks.collect, stopped)
+        work = partial(pack_share, plan)
+        found: list[Share] = self._wait(lambda c: c.parallelize(shares, len(shares)).map(work).collect(), stopped)
         return found
 
     def stop(self) -> None:
         """End the session and its JVM, if there is one."""
         spark, self._spark = self._spark, None
-        with suppress(ImportError):
+        if self._begun:
+            self._begun = False
             _end(spark)
 
-    def _wait(self, work: Callable[[], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
-        """Do something in Spark, and look up from it now and then."""
-        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-        from pyspark.errors import PySparkException
-
-        waited = 0.0
+    def _wait(self, work: Callable[[Any], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
+        """Do something with Spark's context, and look up from it now and then."""
+        context, waited = self._spark.sparkContext, 0.0
         with ThreadPoolExecutor(1) as pool:
-            result = pool.submit(work)
-            while True:
-                try:
-                    return result.result(0.2)
-                except NotYet:
-                    waited += 0.2
+            result = pool.submit(work, context)
+            try:
+                while not wait([result], LOOK_S).done:
+                    waited += LOOK_S
                     if stopped() or waited > most_s:
-                        self._spark.sparkContext.cancelAllJobs()
-                except (Py4JError, PySparkException) as error:
-                    if waited > most_s:
-                        raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
-                    if stopped():
-                        return []
-                    raise PipelineError(f"a Spark job of upkeep failed: {_first_line(error)}") from error
+                        context.cancelAllJobs()
+                return result.result()
+            except Exception as error:
+                if waited > most_s:
+                    raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
+                if stopped():
+                    return []
+                told = _told(error)
+                self.stop()
+                raise PipelineError(f"a Spark job of upkeep failed: {told}") from None
+            except BaseException:
+                context.cancelAllJobs()
+                raise
 
 
 def divided(dues: Sequence[Due], parts: int) -> list[list[Due]]:
     """Divide segments into at most so many shares of about the same size, each in the order given."""
     shares: list[tuple[int, list[Due]]] = [(0, []) for _ in range(parts)]
-    for group in groups(dues):
+    for group in groups(dues, max(1, min(GROUP_SEGMENTS, len(dues) // parts))):
         least = min(range(parts), key=lambda i: shares[i][0])
         size, held = shares[least]
         shares[least] = size + sum(due.segment.bytes for due in group) + len(group), held + group
@@ -241,7 +250,10 @@ def _ctrl_c_kept() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Error: " in line or "Exception: " in line]
-    return (told or lines or [type(error).__name__])[-1 if told else 0]
+def _told(error: Exception) -> str:
+    """Return the line that says most: Spark's own messages have dozens."""
+    lines: list[str] = []
+    with suppress(Exception):  # some ask the JVM for their text
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "Error: " in line or "Exception: " in line]
+    return named[-1] if named else (lines or [type(error).__name__])[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+SLICE_S = 0.5
+
 
 class Throttle:
-    """Sleeps so that both paces are kept over time; 0 = no limit."""
+    """Keeps both paces over time; 0 = no limit. Time in which nothing was done is not saved up."""
 
     def __init__(
         self,
@@ -22,13 +24,16 @@ class Throttle:
         self._buckets_until = self._bytes_until = clock()
 
     def take(self, buckets: int, size: int) -> None:
-        """Wait until all that was done is paid for. Time in which nothing was done is not saved up."""
+        """Note what was just done."""
         now = self._clock()
         self._buckets_until = _paid(self._buckets_until, buckets * self._each, now)
         self._bytes_until = _paid(self._bytes_until, size * self._byte, now)
-        left = max(self._buckets_until, self._bytes_until) - now
-        if left > 0:
-            self._sleep(left)
+
+    def wait(self, check: Callable[[], None] = lambda: None) -> None:
+        """Sleep until all that was noted is paid for. ``check`` is called meanwhile; when it raises, the debt stays."""
+        while (left := max(self._buckets_until, self._bytes_until) - self._clock()) > 0:
+            check()
+            self._sleep(min(left, SLICE_S))
 
     def share(self, parts: int) -> tuple[float, float]:
         """Return buckets per hour and bytes per second of one of several that work side by side."""

@@ -333,27 +333,37 @@ local function reopen(keys, args)
   return {'ok', text(epoch), redis.call('HGETALL', tag .. ':marks:' .. args[2])}
 end
 
--- replace(token, view, name, old segments, (index, epoch, last)…, (index, pieces, row)…): puts staged segments in the place
--- of old ones, which must be what was read and of an epoch that is over.
+-- replace(token, view, name, remember ms, old segments, (index, epoch, last)…, (staged as, pieces, index, row)…): puts staged
+-- segments in the place of old ones, which must be what was read and of an epoch that is over. Their indexes must be free
+-- or those of old ones, and what is behind them must not begin before they do. A log of which nothing is left ends as one
+-- that expired.
 local function replace(keys, args)
   local tag, token, view, name = keys[1], args[1], args[2], args[3]
   local owner = fenced(tag, UPKEEP, tonumber(token))
   if owner then return {'stale', text(owner)} end
   local log = log_key(tag, view, name)
   local epoch = tonumber(redis.call('HGET', tag .. ':meta', 'epoch') or '0')
-  local first_new = 5 + 3 * tonumber(args[4])
-  local open_start
-  for i = 5, first_new - 1, 3 do
+  local first_new = 6 + 3 * tonumber(args[5])
+  local going, open_start, ended = {}, nil, nil
+  for i = 6, first_new - 1, 3 do
     local row, open = find_row(log, args[i])
     if not row or row[3] ~= tonumber(args[i + 1]) or row[5] ~= tonumber(args[i + 2]) then return {'moved'} end
     if row[3] >= epoch then return {'moved'} end
     if open then open_start = row[1] end
+    going[args[i]], ended = true, text(row[3]) .. ' ' .. text(row[5])
   end
-  for i = first_new, #args, 3 do
-    local row = cmsgpack.unpack(args[i + 2])
+  local top, start
+  for i = first_new, #args, 4 do
+    local row = cmsgpack.unpack(args[i + 3])
     if not is_staged(tag, token, view, args[i], name, args[i + 1], text(row[5])) then return {'unstaged'} end
+    if not going[args[i + 2]] and find_row(log, args[i + 2]) then return {'moved'} end
+    top, start = tonumber(args[i + 2]), row[1]
   end
-  for i = 5, first_new - 1, 3 do
+  if top and not going[text(top + 1)] then
+    local behind = find_row(log, text(top + 1))
+    if behind and behind[1] < start then return {'moved'} end
+  end
+  for i = 6, first_new - 1, 3 do
     redis.call('UNLINK', segment_key(tag, view, args[i], name))
     redis.call('HDEL', log, 's' .. args[i])
   end
@@ -361,12 +371,26 @@ local function replace(keys, args)
     redis.call('HDEL', log, unpack(OPEN))
     raise_floor(log, open_start)
   end
-  local lowest, highest = tonumber(redis.call('HGET', log, 'a') or '0'), tonumber(redis.call('HGET', log, 'i') or '-1')
+  if not top then
+    local left = redis.call('HEXISTS', log, 'b') == 1
+    for _, field in ipairs(redis.call('HKEYS', log)) do left = left or string.sub(field, 1, 1) == 's' end
+    if not left and ended then
+      redis.call('HSET', log, 'x', ended)
+      redis.call('ZREM', tag .. ':names:' .. view, name)
+      redis.call('PEXPIRE', log, args[4])
+    end
+    return {'ok'}
+  end
+  raise_floor(log, start)
+  -- The index of the newest is never below 0, so that the next segment is not taken for the first of a new log.
+  local lowest, highest = tonumber(redis.call('HGET', log, 'a') or '0'), tonumber(redis.call('HGET', log, 'i') or '0')
   local newest = tonumber(redis.call('HGET', log, 't') or '0')
-  for i = first_new, #args, 3 do
-    local index, row = tonumber(args[i]), cmsgpack.unpack(args[i + 2])
-    put_staged(tag, token, view, args[i], name)
-    redis.call('HSET', log, 's' .. args[i], args[i + 2])
+  for i = first_new, #args, 4 do
+    local index, row, segment = tonumber(args[i + 2]), cmsgpack.unpack(args[i + 3]), segment_key(tag, view, args[i + 2], name)
+    redis.call('UNLINK', segment)
+    redis.call('RENAME', tag .. ':staged:' .. token .. ':' .. view .. ':' .. args[i] .. ':' .. name, segment)
+    redis.call('PERSIST', segment)
+    redis.call('HSET', log, 's' .. args[i + 2], args[i + 3])
     lowest, highest, newest = math.min(lowest, index), math.max(highest, index), math.max(newest, row[8])
   end
   redis.call('HSET', log, 'a', text(lowest), 'i', text(highest), 't', text(newest))

@@ -1,0 +1,132 @@
+"""Commands of upkeep: the process that does it at intervals, and each of its jobs run once.
+
+What was done is the last line of standard output, or a table on a terminal; how far it is goes to standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tailrace.commands import parts
+from tailrace.config import Settings
+
+if TYPE_CHECKING:
+    from tailrace.upkeep.pack import Packing
+    from tailrace.upkeep.sweep import Sweeping
+
+Progress = Callable[[int, int], None]
+
+
+def run(settings: Settings) -> int:
+    """Run upkeep until it is stopped."""
+    try:
+        from tailrace.upkeep.loop import main
+    except ImportError as error:
+        raise parts.lacking(error, "stores") from None
+    return main(parts.at_stack(settings))
+
+
+def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bool, wait_s: float, json: bool) -> int:
+    """Pack what is due now. 1 if something cannot be packed at all."""
+    try:
+        from tailrace.upkeep.loop import now_ms
+        from tailrace.upkeep.pack import Packing, Rules, matcher
+        from tailrace.upkeep.packer import FAULTS
+        from tailrace.upkeep.spread import Spread
+    except ImportError as error:
+        raise parts.lacking(error, "stores") from None
+    settings = parts.at_stack(settings)
+    with Spread(settings) as spread, bar(f"packing {view}") as progress:
+        work = Packing(
+            view,
+            Rules.of(settings, view),
+            clock=now_ms,
+            wanted=matcher(name_pattern),
+            spread=spread,
+            progress=progress,
+        )
+        facts = _once(settings, work, dry_run, wait_s)
+    summary(facts, json=json)
+    return 1 if FAULTS.keys() & work.outcome.left.keys() else 0
+
+
+def sweep(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bool, wait_s: float, json: bool) -> int:
+    """Drop what has been kept long enough."""
+    try:
+        from tailrace.upkeep.loop import now_ms
+        from tailrace.upkeep.pack import matcher
+        from tailrace.upkeep.sweep import Rules, Sweeping
+    except ImportError as error:
+        raise parts.lacking(error, "stores") from None
+    settings = parts.at_stack(settings)
+    with bar(f"sweeping {view}") as progress:
+        rules = Rules.of(settings, view)
+        work = Sweeping(view, rules, clock=now_ms, wanted=matcher(name_pattern), progress=progress)
+        facts = _once(settings, work, dry_run, wait_s)
+    summary(facts, json=json)
+    return 0
+
+
+def _once(settings: Settings, work: Packing | Sweeping, dry_run: bool, wait_s: float) -> dict[str, object]:
+    from tailrace.stores.valkey import Shards, StoreOptions
+    from tailrace.upkeep.loop import run_job
+    from tailrace.upkeep.spread import step_back
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    began = time.monotonic()
+    head: dict[str, object] = {"job": work.name, "view": work.view}
+    if dry_run:
+        shards = Shards(StoreOptions.of(settings.valkey)).open()
+        try:
+            facts: Mapping[str, object] = {"dry_run": True, **work.look(shards)}
+        finally:
+            shards.close()
+    else:
+        step_back()
+        facts = run_job(settings, work, wait_s=wait_s)
+    return {**head, **facts, "seconds": round(time.monotonic() - began, 3)}
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Progress]:
+    """Show how far something is, on a terminal; give the function that is told."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+def summary(facts: Mapping[str, object], *, json: bool) -> None:
+    """Print what was done: a table on a terminal, one line of JSON everywhere else."""
+    if json or not sys.stdout.isatty():
+        sys.stdout.buffer.write(msgspec.json.encode(facts) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), Text(_text(value)))
+    Console().print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {count:,}" for name, count in value.items()) or "nothing"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -1,0 +1,208 @@
+"""Audits: what must hold of every log, and fingerprints that compare a view with Kafka without a join of the two.
+
+The fingerprints of a set of events are added up. Invariant: two sets of events that are equal have equal sums, whatever
+their order, and two that are not have them with a chance of one in 2^62. The order of a log is checked by itself, as it
+is read: numbers grow, offsets of each source grow, and each segment holds what its registry says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from struct import Struct as Layout
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from tailrace.model.bucket import day_text
+from tailrace.model.event import Headers, Source
+from tailrace.model.run import Entry, Run
+from tailrace.model.segment import Log, Segment
+
+Bounds: TypeAlias = Mapping[Source, tuple[int, int]]
+"""Of each source that Kafka still has, the first offset it has and the last one that a shard has applied."""
+
+_MASK = (1 << 31) - 1
+_encode = msgspec.msgpack.Encoder().encode
+_halves = Layout("<II").unpack
+
+K = TypeVar("K")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something that is not as it must be.
+
+    Kinds: ``missing``, ``extra`` and ``different`` compare a day of one source with Kafka; ``gone`` (a segment's key),
+    ``count``, ``damaged``, ``order``, ``numbers``, ``buckets``, ``unlisted`` and ``no-log`` are of a log and its
+    registry; ``stray`` is a key that nobody owns.
+    """
+
+    kind: str
+    name: str
+    day: str = ""
+    source: str = ""
+    expected: int = 0
+    found: int = 0
+    detail: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """What it is about, the same each time it is found."""
+        return self.kind, self.name, self.day, self.source
+
+
+def fingerprint(
+    source: str, offset: int, time_ms: int, key: bytes | None, headers: Headers | None, value: bytes
+) -> tuple[int, int]:
+    """Return the two halves of an event's fingerprint, each below 2^31, so that 2^32 of them add up below 2^63."""
+    event = _encode((source, offset, time_ms, key, headers or (), value))
+    low, high = _halves(blake2b(event, digest_size=8).digest())
+    return low & _MASK, high & _MASK
+
+
+class Tally(Generic[K]):
+    """For each place the count of its events and the two sums of their fingerprints."""
+
+    def __init__(self) -> None:
+        self.rows: dict[K, list[int]] = {}
+
+    def add(self, place: K, low: int, high: int) -> None:
+        row = self.rows.get(place)
+        if row is None:
+            self.rows[place] = [1, low, high]
+        else:
+            row[0] += 1
+            row[1] += low
+            row[2] += high
+
+
+class Print(msgspec.Struct, frozen=True, gc=False):
+    """An event of a run, as far as it is compared."""
+
+    offset: int
+    time_ms: int
+    low: int
+    high: int
+
+
+def prints(run: Run, first: int = -1, last: int | None = None) -> Iterator[Print]:
+    """Yield the events of a run whose offsets lie between two, both included."""
+    label, shared = str(run.source), len(run.keys) == 1
+    times, keys, headers, values = run.times, run.keys, run.headers, run.values
+    for i, offset in enumerate(run.offsets):
+        if offset < first or (last is not None and offset > last):
+            continue
+        key = keys[0] if shared else keys[i]
+        mark = fingerprint(label, offset, times[i], key, headers[i] if headers is not None else None, values[i])
+        yield Print(offset, times[i], *mark)
+
+
+class Held(msgspec.Struct, frozen=True):
+    """An entry of a segment's stream as it was read: what its id says, and its runs or why there are none."""
+
+    last: int
+    events: int
+    entries: Sequence[Entry] = ()
+    damage: str = ""
+
+
+class Checker:
+    """Looks at one log, segment by segment in order, and notes what is not as it must be, once for each segment.
+
+    A segment that was open when its registry was read may have grown: what lies beyond the registry's last number is
+    left out.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.findings: list[Finding] = []
+        self.reached: dict[Source, int] = {}
+        """The highest offset of each source so far."""
+        self._numbers: dict[int, int] = {}
+        self._start_ms: int | None = None
+        self._segment = Segment(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._begin(self._segment)
+
+    def begin(self, segment: Segment) -> None:
+        """Go on to the next segment."""
+        if self._start_ms is not None and segment.start_ms < self._start_ms:
+            self._note(segment, "buckets", 1, f"segment {segment.index} begins before the one in front of it")
+        if segment.first <= self._numbers.get(segment.epoch, 0):
+            self._note(segment, "numbers", 1, f"segment {segment.index} begins at {segment.first}, which was passed")
+        self._start_ms = segment.start_ms
+        self._numbers[segment.epoch] = max(self._numbers.get(segment.epoch, 0), segment.last)
+        self._begin(segment)
+
+    def _begin(self, segment: Segment) -> None:
+        self._segment = segment
+        self._events, self._first, self._last = 0, 0, 0
+        self._damaged: list[str] = []
+        self._numbered: list[str] = []
+        self._ordered: list[str] = []
+
+    def take(self, held: Held) -> Iterator[Entry]:
+        """Note what is wrong with an entry of the segment's stream; yield the runs of it that can be read."""
+        segment, first = self._segment, held.last - held.events + 1
+        if segment.open and first > segment.last:
+            return
+        self._events += held.events
+        if held.entries:
+            first = held.entries[0].first
+        self._first = self._first or first
+        if first <= self._last:
+            self._numbered.append(f"{first} after {self._last}")
+        if held.damage:
+            self._damaged.append(f"{held.last}-{held.events}: {held.damage}")
+            self._last = max(self._last, held.last)
+            return
+        if held.events != sum(len(entry.run) for entry in held.entries) or held.last != held.entries[-1].last:
+            self._numbered.append(f"entry {held.last}-{held.events} holds something else than its id says")
+        for entry in held.entries:
+            if entry.first <= self._last or entry.last - entry.first + 1 != len(entry.run):
+                self._numbered.append(f"{entry.first}–{entry.last} after {self._last}, {len(entry.run)} event(s)")
+            self._last = max(self._last, entry.last)
+            self._check_offsets(entry.run)
+            yield entry
+
+    def _check_offsets(self, run: Run) -> None:
+        source = run.source
+        reached = self.reached.get(source, -1)
+        offset = run.steps[0]
+        if offset <= reached or min(run.steps[1:], default=1) < 1:
+            self._ordered.append(f"{source}:{offset} comes after {source}:{reached}, twice or too late")
+        self.reached[source] = max(reached, max(run.offsets))
+
+    def end(self) -> bool:
+        """Compare what the segment held with its registry; return whether all of it is as it must be."""
+        segment, before = self._segment, len(self.findings)
+        if not self._events:
+            self._note(segment, "gone", 0, f"segment {segment.index} has no events", segment.events)
+        elif (segment.events, segment.first, segment.last) != (self._events, self._first, self._last):
+            told = f"the registry says {segment.first}–{segment.last}, there are {self._first}–{self._last}"
+            self._note(segment, "count", self._events, told, segment.events)
+        for kind, found in (("damaged", self._damaged), ("numbers", self._numbered), ("order", self._ordered)):
+            if found:
+                self._note(segment, kind, len(found), found[0])
+        return len(self.findings) == before
+
+    def _note(self, segment: Segment, kind: str, found: int, detail: str, expected: int = 0) -> None:
+        self.findings.append(Finding(kind, self.name, day_text(segment.start_ms), "", expected, found, detail))
+
+
+def shape(log: Log) -> tuple[tuple[int, int, int], ...]:
+    """Return what changes of a log when segments are packed, expired or rebuilt, and not when events are appended."""
+    return tuple((segment.index, segment.epoch, segment.state) for segment in log.segments)
+
+
+def horizon(log: Log, oldest: int, floor_ms: int, keep_ms: int | None, now_ms: int) -> int:
+    """Return the time before which a log may lack what Kafka has, since it was dropped on purpose.
+
+    Args:
+        oldest: Index of the oldest segment, as the registry says: above 0, the log itself has dropped some.
+        floor_ms: Where buckets may begin, as the registry says.
+        keep_ms: How long events are kept; None = for ever.
+    """
+    kept_ms = 0 if keep_ms is None else now_ms - keep_ms
+    if oldest <= 0:
+        return kept_ms
+    return max(kept_ms, log.segments[0].start_ms if log.segments else floor_ms)

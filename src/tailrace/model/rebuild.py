@@ -1,0 +1,229 @@
+"""Rebuilding a log: which of its segments are replaced, what comes in their place, in which order and which buckets.
+
+What Kafka no longer has stays: segments that hold nothing else are not touched, and single events are carried over.
+Invariant: each source keeps its order along the whole log; a bucket never begins before the one in front of it, nor
+after the one behind; and whoever stands inside what was replaced is found there by ``locate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from tailrace.model.audit import Bounds
+from tailrace.model.bucket import DAY_MS
+from tailrace.model.cursor import Position
+from tailrace.model.event import Headers, Source
+from tailrace.model.segment import Segment
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """An event on its way into a rebuilt log."""
+
+    source: Source
+    offset: int
+    time_ms: int
+    key: bytes | None
+    headers: Headers
+    value: bytes
+    newest_ms: int
+    """The running-maximum time that it is merged by."""
+    start_ms: int
+    """When the bucket that it asks for began."""
+    span_ms: int
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What a segment holds that can be read, each event once and in the order of its source."""
+
+    segment: Segment
+    sound: bool
+    """Whether all of it is as its registry says."""
+    retained: bool
+    """Whether Kafka still has some of it."""
+    events: int
+    low: int
+    high: int
+    """Sums of the fingerprints."""
+    bounds: Bounds
+    """Lowest and highest offset of each source."""
+    carried: Mapping[Source, int]
+    """How many events of each source Kafka no longer has."""
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """The segments that are replaced, as a range of the list, and the indexes for what comes in their place."""
+
+    begin: int
+    end: int
+    top: int
+    """The highest index there is; the last new segment gets it."""
+    room: int | None
+    """How many indexes there are, down from the top; None = as many as are needed."""
+
+
+def whole_log(surveys: Sequence[Survey], due: int, behind: Segment | None) -> Stretch:
+    """Return the stretch from the first segment that is damaged or that Kafka has something of, to the end.
+
+    Args:
+        due: How many segments are about to expire: they are left to it.
+        behind: The segment that follows the list.
+    """
+    begin = next((i for i, s in enumerate(surveys) if i >= due and (s.retained or not s.sound)), len(surveys))
+    if surveys and behind is None:
+        # The place behind the last one is the pipeline's.
+        begin = min(begin, len(surveys) - 1)
+    return _stretch(surveys, begin, len(surveys), behind)
+
+
+def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> Stretch:
+    """Return the stretch of the segments whose buckets touch a UTC day; an empty one in its place if none does."""
+    until = day_ms + DAY_MS
+    begin = next((i for i, s in enumerate(surveys) if s.segment.end_ms > day_ms), len(surveys))
+    end = next((i for i, s in enumerate(surveys) if i >= begin and s.segment.start_ms >= until), len(surveys))
+    return _stretch(surveys, begin, end, behind)
+
+
+def _stretch(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> Stretch:
+    after = surveys[end].segment if end < len(surveys) else behind
+    if end > begin:
+        top = surveys[end - 1].segment.index
+    elif after is not None:
+        top = after.index - 1
+    elif surveys:
+        return Stretch(begin, end, surveys[-1].segment.index, 0)
+    else:
+        # The pipeline may begin the log at 0 at any moment.
+        top = -1
+    return Stretch(begin, end, top, None if begin == 0 else top - surveys[begin - 1].segment.index)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Which of Kafka's records go into a stretch."""
+
+    above: Mapping[Source, int]
+    """The highest offset in front of the stretch."""
+    below: Mapping[Source, int]
+    """The lowest offset behind it."""
+    lowest: Mapping[Source, int]
+    """The lowest offset in the whole log: what comes before it may have expired."""
+    inside: Bounds
+    """What is left inside the stretch."""
+    horizon_ms: int
+    not_before: int | None = None
+    """Buckets that end by then belong to a lost neighbour, unless something of the stretch comes before them."""
+    not_after: int | None = None
+
+    def admit(self, source: Source, offset: int, start_ms: int, span_ms: int) -> bool:
+        """Return whether a record, with the bucket it asks for, goes into the stretch."""
+        if offset <= self.above.get(source, -1) or offset >= self.below.get(source, offset + 1):
+            return False
+        end_ms = start_ms + span_ms
+        if end_ms <= self.horizon_ms and offset < self.lowest.get(source, offset + 1):
+            return False
+        low, high = self.inside.get(source, (offset + 1, offset - 1))
+        if self.not_before is not None and end_ms <= self.not_before and offset < low:
+            return False
+        return self.not_after is None or start_ms < self.not_after or offset <= high
+
+
+def limits(surveys: Sequence[Survey], stretch: Stretch, horizon_ms: int, day_ms: int | None = None) -> Limits:
+    """Return which records go into a stretch; for a day, only those of the day where its neighbours have holes."""
+    front, inside, back = surveys[: stretch.begin], surveys[stretch.begin : stretch.end], surveys[stretch.end :]
+    above = {source: high for source, (_, high) in _joined(front).items()}
+    below = {source: low for source, (low, _) in _joined(back).items()}
+    lowest = {source: low for source, (low, _) in _joined(surveys).items()}
+    found = Limits(above, below, lowest, _joined(inside), horizon_ms)
+    if day_ms is None:
+        return found
+    edges = inside or back[:1]
+    begins = not front and bool(edges) and edges[0].segment.index == 0
+    return msgspec.structs.replace(
+        found,
+        not_before=None if begins or (front and _whole(front, [*front, *edges[:1]])) else day_ms,
+        not_after=None if inside and _whole(back, [*inside[-1:], *back]) else day_ms + DAY_MS,
+    )
+
+
+def _joined(surveys: Sequence[Survey]) -> dict[Source, tuple[int, int]]:
+    found: dict[Source, tuple[int, int]] = {}
+    for survey in surveys:
+        for source, (low, high) in survey.bounds.items():
+            known = found.get(source, (low, high))
+            found[source] = min(low, known[0]), max(high, known[1])
+    return found
+
+
+def _whole(neighbours: Sequence[Survey], row: Sequence[Survey]) -> bool:
+    """Whether nothing is lost of the neighbours of a stretch: each is sound, and no index is left out in the row."""
+    unbroken = all(b.segment.index == a.segment.index + 1 for a, b in pairwise(row))
+    return unbroken and all(survey.sound for survey in neighbours)
+
+
+def merged(old: Iterator[Event], new: Iterator[Event], carried: Mapping[Source, int]) -> Iterator[Event]:
+    """Merge what is carried over with Kafka's records by their running-maximum times.
+
+    Of one source, what is carried over comes first: Kafka has dropped it, so its offsets are lower.
+    """
+    left = dict(carried)
+    a, b = next(old, None), next(new, None)
+    while a is not None or b is not None:
+        if b is None or (a is not None and (a.newest_ms <= b.newest_ms or left.get(b.source, 0) > 0)):
+            assert a is not None
+            left[a.source] = left.get(a.source, 0) - 1
+            yield a
+            a = next(old, None)
+        else:
+            yield b
+            b = next(new, None)
+
+
+class Buckets:
+    """The buckets of new segments, by the pipeline's rule; when there is no room for more, the last one grows."""
+
+    def __init__(
+        self, front: Segment | None, room: int | None, floor_ms: int | None = None, ceiling_ms: int | None = None
+    ) -> None:
+        self._front, self._room = front, room
+        self._floor_ms, self._ceiling_ms = floor_ms, ceiling_ms
+        self.made: list[tuple[int, int]] = []
+        """Begin and end of each."""
+
+    def place(self, start_ms: int, span_ms: int) -> int:
+        """Return which bucket an event goes to, counted from 0, given the one that it asks for."""
+        if self._floor_ms is not None:
+            start_ms = max(start_ms, self._floor_ms)
+        if self._ceiling_ms is not None:
+            start_ms = min(start_ms, self._ceiling_ms)
+        if not self.made:
+            if self._front is not None and start_ms < self._front.end_ms:
+                self.made.append((self._front.start_ms, self._front.end_ms))
+            else:
+                self.made.append((start_ms, start_ms + span_ms))
+        elif start_ms >= self.made[-1][1]:
+            if len(self.made) == self._room:
+                self.made[-1] = self.made[-1][0], start_ms + span_ms
+            else:
+                self.made.append((start_ms, start_ms + span_ms))
+        return len(self.made) - 1
+
+
+def replaced(front: Sequence[Segment], gone: Sequence[Segment], expired: Position) -> tuple[tuple[int, int, int], ...]:
+    """Return (epoch, first, last) of all that is replaced, the last segment of the log's order last.
+
+    A place between two segments, such as the one a reader is sent to after a gap, counts to the one behind it.
+    """
+    reached = {expired.epoch: expired.number}
+    for segment in front:
+        reached[segment.epoch] = max(segment.last, reached.get(segment.epoch, 0))
+    found: list[tuple[int, int, int]] = []
+    for segment in gone:
+        found += segment.replaced
+        first = min(segment.first, reached.get(segment.epoch, 0) + 1)
+        if found and found[-1][0] == segment.epoch and found[-1][2] == first - 1:
+            first = found.pop()[1]
+        found.append((segment.epoch, first, segment.last))
+        reached[segment.epoch] = segment.last
+    return tuple(found)

@@ -1,0 +1,344 @@
+"""Audits: compares a view with what Kafka still has of it, and every log with its own registry, while everything runs.
+
+One Spark job adds up the fingerprints of Kafka's records and takes away those of the view's events, for each name,
+source and UTC day; whatever does not cancel out is a finding. The marks are read first, and neither side looks beyond
+them, so appending goes on meanwhile. What was found is looked at a second time: what is found once only was a change in
+between, a bucket expired or rebuilt, or Kafka's own retention. Invariant: an audit changes nothing but its report.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import pyarrow as pa
+
+from tailrace.config import Settings
+from tailrace.errors import PipelineError, TailraceError
+from tailrace.model.audit import Finding, Tally, fingerprint, horizon
+from tailrace.model.bucket import DAY_MS, day_text
+from tailrace.settings import Days
+from tailrace.stores.registry import Registry
+from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.upkeep.examine import Seen, examine, look, stray_keys
+from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, kept, spark_for, spark_told
+from tailrace.upkeep.pack import milliseconds, section_of
+
+logger = logging.getLogger(__name__)
+
+MOST_FINDINGS = 1000
+"""Findings that are told one by one; the others are counted."""
+MOST_PLACES = 50_000
+"""Places that a task adds up before it hands them on."""
+
+_SUMS = "name string, source string, day long, kafka long, view long, low long, high long, note string"
+_JUDGED = "kind string, name string, day string, source string, expected long, found long, detail string"
+_TOTALS = ""
+"""The kind, or the name, of rows that only count."""
+
+_decode_finding = msgspec.json.Decoder(Finding).decode
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """What an audit found."""
+
+    view: str
+    names: int = 0
+    days: int = 0
+    """Days of all names together."""
+    events: int = 0
+    """Events of the view that were compared with Kafka's."""
+    expired: int = 0
+    """Records that Kafka has and the view has dropped on purpose."""
+    findings: tuple[Finding, ...] = ()
+    more: int = 0
+    """Findings that are not told one by one."""
+    retained: dict[str, tuple[int, int]] = {}
+    """Of each source the offsets between which was compared."""
+    left_out: dict[str, str] = {}
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings and not self.more
+
+    def facts(self) -> dict[str, object]:
+        """What there is to report."""
+        return {
+            "names": self.names,
+            "days": self.days,
+            "events": self.events,
+            "expired": self.expired,
+            "findings": len(self.findings) + self.more,
+            "left_out": self.left_out,
+        }
+
+
+def audit_view(
+    settings: Settings,
+    view: str,
+    *,
+    pattern: str | None = None,
+    keys: bool = False,
+    spark: Any = None,
+    clock: Callable[[], float] = time.time,
+) -> Audit:
+    """Audit a view, leave the report in the store and return it. Needs no lease.
+
+    Args:
+        pattern: Only names that match.
+        keys: Also look through all keys for some that nobody owns.
+        spark: A session that has Kafka's connector; one is started, and ended, without it.
+        clock: Seconds since 1970.
+
+    Raises:
+        BadRequest: There is no such view, or the pattern is none.
+        Unavailable, StoreChanged, PipelineError: It could not be done; the report says so.
+    """
+    section_of(settings, view)
+    wanted = Wanted(pattern)
+    wanted.test()
+    shards = Shards(StoreOptions.of(settings.valkey)).open()
+    started, found, error = clock(), Audit(view), ""
+    try:
+        with spark_for(settings, spark) as session:
+            found = Auditor(settings, session, view, clock).audit(shards, wanted)
+        if keys:
+            found = msgspec.structs.replace(found, findings=(*found.findings, *stray_keys(shards, view)))
+        return msgspec.structs.replace(found, seconds=round(clock() - started, 3))
+    except TailraceError as problem:
+        error = str(problem)
+        raise
+    finally:
+        times = {"started_ms": round(started * 1000), "ended_ms": round(clock() * 1000)}
+        report = {"job": "audit", "view": view, **times, **found.facts(), "error": error}
+        try:
+            shards.run_all([(0, ("HSET", shards.keys.upkeep(), f"audit:{view}", msgspec.json.encode(report)))])
+        except TailraceError as problem:
+            logger.warning("the report of the audit could not be stored: %s", problem)
+        shards.close()
+
+
+class Auditor:
+    """Runs the job, and runs it again where something was found."""
+
+    def __init__(self, settings: Settings, spark: Any, view: str, clock: Callable[[], float]) -> None:
+        self._settings, self._spark, self._view, self._clock = settings, spark, view, clock
+        self.history = History(settings, spark, view)
+
+    def audit(self, shards: Shards, wanted: Wanted) -> Audit:
+        """Look at everything that is wanted, and at what was found once more."""
+        first = self._look(shards, wanted)
+        if first.clean:
+            return first
+        names = frozenset(finding.name for finding in first.findings)
+        places = {f.place for f in self._look(shards, Wanted(wanted.pattern, names)).findings}
+        return msgspec.structs.replace(first, findings=tuple(f for f in first.findings if f.place in places))
+
+    def suspects(self, shards: Shards, wanted: Wanted) -> tuple[set[str], int]:
+        """Return the names that something is wrong with, all of them, and how many names were looked at."""
+        names: set[str] = set()
+        total = 0
+        for row in self._rows(shards, wanted, None)[0]:
+            if row.kind == _TOTALS:
+                total += msgspec.json.decode(row.detail).get("names", 0)
+            else:
+                names.add(row.name)
+        return names, max(total, len(names))
+
+    def _look(self, shards: Shards, wanted: Wanted) -> Audit:
+        rows, work = self._rows(shards, wanted, MOST_FINDINGS)
+        totals: dict[str, int] = {}
+        findings: list[Finding] = []
+        for row in rows:
+            if row.kind == _TOTALS:
+                for field, n in msgspec.json.decode(row.detail, type=dict[str, int]).items():
+                    totals[field] = totals.get(field, 0) + n
+            else:
+                findings.append(Finding(row.kind, row.name, row.day, row.source, row.expected, row.found, row.detail))
+        findings.sort(key=lambda f: (f.name, f.day, f.source, f.kind))
+        told = findings[:MOST_FINDINGS]
+        return Audit(
+            self._view,
+            names=totals.get("names", 0),
+            days=totals.get("days", 0),
+            events=totals.get("events", 0),
+            expired=totals.get("expired", 0),
+            findings=tuple(told),
+            more=totals.get("findings", 0) - len(told),
+            retained={str(source): bounds for source, bounds in work.extent.ranges.items()},
+            left_out=work.extent.left_out,
+        )
+
+    def _rows(self, shards: Shards, wanted: Wanted, most: int | None) -> tuple[list[Any], Assignment]:
+        """Run the job; again if Kafka dropped something that it was about to read."""
+        for attempt in range(ATTEMPTS):
+            work = self.history.assign(shards, self.history.extent(shards), wanted)
+            try:
+                with spark_told():
+                    return self._job(work, most).collect(), work
+            except PipelineError as error:
+                if attempt == ATTEMPTS - 1 or not self.history.has_moved(work.extent):
+                    raise
+                logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
+        raise AssertionError
+
+    def _job(self, work: Assignment, most: int | None) -> Any:
+        days, now_ms = self._settings.days, round(self._clock() * 1000)
+        count = work.plan.store.shards
+        parts = max(1, -(-2 * int(self._spark.sparkContext.defaultParallelism) // count))
+
+        def kafka_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            yield from _sums(_kafka_places(work, batches))
+
+        def view_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            pieces = [i for batch in batches for i in batch.column(0).to_pylist()]
+            yield from _sums(_view_places(work, [(i % count, i // count) for i in pieces], parts))
+
+        def judge(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            yield from _judge(work, days, now_ms, most, batches)
+
+        sums = self._spark.range(0, count * parts, 1, count * parts).mapInArrow(view_side, _SUMS)
+        records = self.history.records(work.extent)
+        if records is not None:
+            sums = sums.unionAll(records.mapInArrow(kafka_side, _SUMS))
+        added = [f"sum({column}) AS {column}" for column in ("kafka", "view", "low", "high")]
+        from pyspark.sql.functions import expr
+
+        return (
+            sums.repartition(count * parts, "name")
+            .groupBy("name", "source", "day", "note")
+            .agg(*map(expr, added))
+            .where("kafka <> view OR low <> 0 OR high <> 0 OR note <> ''")
+            .mapInArrow(judge, _JUDGED)
+        )
+
+
+# What tasks do.
+
+
+def _kafka_places(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[object, ...]]:
+    """Yield the sums of Kafka's records."""
+    tally: Tally[tuple[str, str, int]] = Tally()
+    for records, rows in kept(work, batches):
+        source, headers = str(records.source), records.headers
+        offsets, times, keys, values = records.offsets, records.times, records.keys, records.values
+        for i, _, name in rows:
+            head = headers[i] if headers is not None else None
+            mark = fingerprint(source, offsets[i], times[i], keys[i], head, values[i] or b"")
+            tally.add((name, source, times[i] // DAY_MS), *mark)
+        if len(tally.rows) > MOST_PLACES:
+            yield from ((*place, n, 0, low, high, "") for place, (n, low, high) in tally.rows.items())
+            tally = Tally()
+    yield from ((*place, n, 0, low, high, "") for place, (n, low, high) in tally.rows.items())
+
+
+def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) -> Iterator[tuple[object, ...]]:
+    """Yield the sums of the view's events, taken away, and what is wrong with its logs, for parts of shards."""
+    wanted = work.wanted.test()
+    shards = work.open()
+    names = days = events = 0
+    try:
+        for shard, part in parts:
+            count = work.plan.store.shards
+
+            def mine(name: str, count: int = count, part: int = part) -> bool:
+                return crc32(name.encode()) // count % of == part and wanted(name)
+
+            registry = Registry(shards, work.view)
+            for examined in examine(shards, registry, registry.walk(mine, [shard]), work.extent.shards[shard]):
+                names += 1
+                days += len({segment.start_ms // DAY_MS for segment in examined.log.segments})
+                for (source, day), (n, low, high) in examined.tally.rows.items():
+                    events += n
+                    yield examined.name, source, day, 0, n, -low, -high, ""
+                for finding in examined.findings:
+                    yield finding.name, "", 0, 0, 0, 0, 0, msgspec.json.encode(finding).decode()
+    finally:
+        shards.close()
+    yield _TOTALS, "", 0, names, events, days, 0, "totals"
+
+
+def _judge(
+    work: Assignment, days: Days, now_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Say what each place that does not cancel out is: a finding, or something that the view has dropped on purpose."""
+    shards = work.open()
+    totals = {"names": 0, "days": 0, "events": 0, "expired": 0, "findings": 0}
+    left = most if most is not None else 1 << 62
+    unlisted: set[str] = set()
+    try:
+        for batch in batches:
+            found: list[Finding] = []
+            open_rows: list[dict[str, Any]] = []
+            for row in batch.to_pylist():
+                if row["name"] == _TOTALS:
+                    totals["names"] += row["kafka"]
+                    totals["events"] += row["view"]
+                    totals["days"] += row["low"]
+                elif row["note"]:
+                    found.append(_decode_finding(row["note"]))
+                elif _dropped(row, _kept_since(days, row["name"], now_ms)):
+                    totals["expired"] += row["kafka"] - row["view"]
+                else:
+                    open_rows.append(row)
+            names = sorted({row["name"] for row in open_rows})
+            seen = dict(zip(names, look(shards, work.view, names), strict=True))
+            for row in open_rows:
+                name, log = row["name"], seen[row["name"]]
+                if _dropped(row, horizon(log.log, log.oldest, log.floor_ms, None, now_ms)):
+                    totals["expired"] += row["kafka"] - row["view"]
+                elif log.log.segments and not log.listed:
+                    if name not in unlisted:
+                        found.append(Finding("unlisted", name, detail="there is a log, and the name is not listed"))
+                    unlisted.add(name)
+                else:
+                    found.append(_compared(row, log))
+            totals["findings"] += len(found)
+            told, left = found[:left], max(0, left - len(found))
+            yield _batch(_JUDGED, ((f.kind, f.name, f.day, f.source, f.expected, f.found, f.detail) for f in told))
+    finally:
+        shards.close()
+    yield _batch(_JUDGED, [(_TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
+
+
+def _kept_since(days: Days, name: str, now_ms: int) -> int:
+    keep = days.keep_of(name)
+    return 0 if keep is None else now_ms - milliseconds(keep)
+
+
+def _dropped(row: dict[str, Any], horizon_ms: int) -> bool:
+    """Whether what a place lacks may have been dropped on purpose; what it has too much never is."""
+    return row["kafka"] > row["view"] and int(row["day"]) * DAY_MS < horizon_ms
+
+
+def _compared(row: dict[str, Any], seen: Seen) -> Finding:
+    expected, found = row["kafka"], row["view"]
+    kind = "missing" if found < expected else "extra" if found > expected else "different"
+    detail = {
+        "missing": "Kafka has more" if seen.log.segments else "Kafka has it, and there is no such log",
+        "extra": "Kafka has fewer",
+        "different": "as many as in Kafka, but not the same",
+    }[kind]
+    return Finding(kind, row["name"], day_text(row["day"] * DAY_MS), row["source"], expected, found, detail)
+
+
+def _sums(rows: Iterable[tuple[object, ...]]) -> Iterator[pa.RecordBatch]:
+    rows = iter(rows)
+    while chunk := list(islice(rows, 10_000)):
+        yield _batch(_SUMS, chunk)
+
+
+def _batch(schema: str, rows: Iterable[tuple[object, ...]]) -> pa.RecordBatch:
+    """Return rows as Spark takes them from a task."""
+    types = {"string": pa.string(), "long": pa.int64()}
+    fields = [pa.field(name, types[kind]) for name, _, kind in (f.partition(" ") for f in schema.split(", "))]
+    columns = list(zip(*rows, strict=True)) or [()] * len(fields)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))

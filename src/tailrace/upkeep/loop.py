@@ -1,0 +1,194 @@
+"""The process of upkeep: runs each job of each view when it is due, one at a time, until it is told to stop.
+
+Every run connects anew, takes the lease, works, leaves its report in the store and gives the lease back; between runs
+there is no connection and no JVM. Invariant: whatever a run ends with, the process goes on; what was not done is due
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from tailrace.config import Settings
+from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
+from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.upkeep import pack, sweep
+from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.pack import LATER
+from tailrace.upkeep.spread import Spread, step_back
+from tailrace.upkeep.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+FIRST_S = 10.0
+"""The first run of each job is so long after the start, so that live work comes up first."""
+BACKOFF_S = (1.0, 60.0)
+"""Pauses after a run that could not begin: the store does not answer, or another process is at work."""
+TURN_S = 60.0
+"""How long a job may work when another one is due."""
+
+Facts: TypeAlias = Mapping[str, Any]
+Stopped: TypeAlias = Callable[[], bool]
+Jobs: TypeAlias = Mapping[str, tuple[timedelta | None, Callable[[str, Stopped], Facts]]]
+"""Name of a job -> how often it is run, None = never, and how: given the view, and whether to end soon."""
+
+
+def now_ms() -> int:
+    """The clock of upkeep."""
+    return time.time_ns() // 1_000_000
+
+
+class Work(Protocol):
+    """One run of a job."""
+
+    name: str
+    view: str
+
+    def run(self, shards: Shards, lease: Lease) -> None: ...
+
+    def facts(self) -> dict[str, object]: ...
+
+
+def run_job(settings: Settings, work: Work, *, wait_s: float = 0.0, clock: Callable[[], int] = now_ms) -> Facts:
+    """Do one run of a job under the lease, and leave its report; return what it did.
+
+    Raises:
+        LeaseHeld: Another process is at work, and was so for as long as we waited.
+        TailraceError: What ended the run; the report has it too.
+    """
+    shards = Shards(StoreOptions.of(settings.valkey)).open()
+    try:
+        prepare(shards)
+        owner = f"{socket.gethostname()}:{os.getpid()} {work.name}"
+        with Lease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s) as lease:
+            started, error = clock(), ""
+            try:
+                work.run(shards, lease)
+            except BaseException as problem:
+                error = str(problem) or type(problem).__name__
+                raise
+            finally:
+                times = {"started_ms": started, "ended_ms": clock()}
+                report = {"job": work.name, "view": work.view, **times, **work.facts(), "error": error}
+                _leave(shards, f"{work.name}:{work.view}", report)
+        return work.facts()
+    finally:
+        shards.close()
+
+
+def _leave(shards: Shards, field: str, report: Facts) -> None:
+    try:
+        shards.run_all([(0, ("HSET", shards.keys.upkeep(), field, msgspec.json.encode(report)))])
+    except TailraceError as problem:
+        logger.warning("the report of %s could not be stored: %s", field, problem)
+
+
+def jobs_of(settings: Settings, spread: Spread) -> Jobs:
+    """Return the jobs that there are. Of those that are due, the first is run first."""
+    upkeep = settings.upkeep
+    throttle = Throttle(upkeep.buckets_per_hour, upkeep.bytes_per_second)
+
+    def sweep_once(view: str, stopped: Stopped) -> Facts:
+        return run_job(settings, sweep.Sweeping(view, sweep.Rules.of(settings, view), clock=now_ms, stopped=stopped))
+
+    def pack_once(view: str, stopped: Stopped) -> Facts:
+        rules = pack.Rules.of(settings, view)
+        work = pack.Packing(view, rules, clock=now_ms, spread=spread, throttle=throttle, stopped=stopped)
+        return run_job(settings, work)
+
+    return {"sweep": (upkeep.sweep_every, sweep_once), "pack": (upkeep.pack_every, pack_once)}
+
+
+class Loop:
+    """Runs jobs when they are due."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        views: tuple[str, ...],
+        stopping: threading.Event,
+        rest: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._jobs, self._stopping, self._rest, self._clock = jobs, stopping, rest, clock
+        """``rest`` is called when nothing more is due for now."""
+        now = clock()
+        self._due = {
+            (name, view): now + min(FIRST_S, every.total_seconds())
+            for name, (every, _) in jobs.items()
+            if every is not None
+            for view in views
+        }
+        self._pause = dict.fromkeys(self._due, BACKOFF_S[0])
+
+    def run(self) -> None:
+        """Run until told to stop."""
+        while not self._stopping.is_set():
+            if not self._due:
+                self._stopping.wait()
+                return
+            which = min(self._due, key=lambda each: self._due[each])
+            left = self._due[which] - self._clock()
+            if left > 0:
+                self._rest()
+                self._stopping.wait(left)
+            else:
+                pause = self._run(*which)
+                self._due[which] = self._clock() + pause
+
+    def _run(self, name: str, view: str) -> float:
+        """Run a job; return how long it is until it is due again."""
+        every, work = self._jobs[name]
+        assert every is not None
+        began = self._clock()
+
+        def stopped() -> bool:
+            now = self._clock()
+            others = (due for each, due in self._due.items() if each != (name, view))
+            return self._stopping.is_set() or (now > began + TURN_S and any(due <= now for due in others))
+
+        try:
+            facts = work(view, stopped)
+        except (LeaseHeld, StoreChanged, Unavailable) as error:
+            pause = self._pause[name, view]
+            self._pause[name, view] = min(2 * pause, BACKOFF_S[1])
+            logger.warning("%s of %s: %s; trying again in %.0f s", name, view, error, pause)
+            return min(pause, every.total_seconds())
+        except TailraceError as error:
+            logger.error("%s of %s ended: %s; the next one is due as always", name, view, error)
+        except Exception:
+            logger.exception("%s of %s ended; the next one is due as always", name, view)
+        else:
+            spent = self._clock() - began
+            if any(facts.values()):
+                logger.info(
+                    "%s of %s in %.1f s: %s", name, view, spent, ", ".join(f"{k} {v}" for k, v in facts.items())
+                )
+            if facts.get("left", {}).get(LATER):
+                return 0.0
+        self._pause[name, view] = BACKOFF_S[0]
+        return max(0.0, began + every.total_seconds() - self._clock())
+
+
+def main(settings: Settings) -> int:
+    """Run upkeep until it is told to stop; the exit code of ``tailrace upkeep``."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("py4j").setLevel(logging.WARNING)
+    stopping = threading.Event()
+    # In a thread of its own: the signal may come while the main thread holds the event's lock.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
+    step_back()
+    with Spread(settings) as spread:
+        Loop(jobs_of(settings, spread), settings.pipeline.views, stopping, spread.stop).run()
+    return 0

@@ -1,0 +1,243 @@
+"""The job that packs a view: looks through its registries for what is due, and packs it, here or on Spark's executors.
+
+One walk counts what there is to do, and says whether it is worth a Spark session; a second one does it, a batch at a
+time, so memory does not grow with the view. Invariant: nothing is remembered between runs. What is packed is no longer
+due, so a run that was killed is gone on with by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Protocol
+
+import msgspec
+
+from tailrace.config import Settings
+from tailrace.errors import BadRequest
+from tailrace.model.bucket import DAY_MS
+from tailrace.stores.registry import Registry
+from tailrace.stores.staging import Staging
+from tailrace.stores.valkey import Shards
+from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, Due, Outcome, Packer, due_segments, groups
+from tailrace.upkeep.spread import Plan, Spread
+from tailrace.upkeep.throttle import Throttle
+from tailrace.values import compiled
+
+BATCH_SEGMENTS = 4_000
+BATCH_BYTES = 64 << 20
+"""So many segments or so many stored bytes are one Spark job; between two of them a run can be stopped."""
+
+LATER = "later"
+"""Why a segment is left when the run was stopped before it."""
+
+
+class Section(Protocol):
+    """What every view's section of the configuration says of the life of its buckets."""
+
+    @property
+    def pack_after(self) -> timedelta: ...
+
+    def keep_of(self, name: str, /) -> timedelta | None: ...
+
+
+def section_of(settings: Settings, view: str) -> Section:
+    """Return a view's section of the configuration.
+
+    Raises:
+        BadRequest: There is no such view.
+    """
+    if view not in settings.pipeline.views:
+        raise BadRequest(f"there is no view {view!r}: pipeline.views has {', '.join(settings.pipeline.views)}")
+    section: Section = getattr(settings, view)
+    return section
+
+
+def matcher(pattern: str | None) -> Callable[[str], bool]:
+    """Return whether a whole name matches a pattern; without one, every name does.
+
+    Raises:
+        BadRequest: It is no pattern.
+    """
+    if pattern is None:
+        return lambda _: True
+    import re2
+
+    try:
+        expression = compiled(pattern)
+    except re2.error as error:
+        said = error.args[0].decode(errors="replace")
+        raise BadRequest(f"--name {pattern!r} is no regular expression in RE2 syntax: {said}") from None
+    return lambda name: expression.fullmatch(name) is not None
+
+
+def milliseconds(duration: timedelta) -> int:
+    return round(duration.total_seconds() * 1000)
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """When a view's segments are packed, and how."""
+
+    after_ms: int
+    piece_bytes: int = 512 << 10
+    spark_from: int = 64 << 20
+    per_hour: float = 0
+    bytes_per_second: float = 0
+
+    @classmethod
+    def of(cls, settings: Settings, view: str) -> Rules:
+        """Return the rules that the configuration has for a view."""
+        u = settings.upkeep
+        after_ms = milliseconds(section_of(settings, view).pack_after)
+        return cls(after_ms, u.segment_bytes, u.spark_from, u.buckets_per_hour, u.bytes_per_second)
+
+    def at_once(self, segments: int, size: int) -> tuple[int, int]:
+        """Return how many segments and stored bytes to do in one go: at most so much, and about a minute's pace."""
+        if self.per_hour:
+            segments = max(1, min(segments, int(self.per_hour / 60)))
+        if self.bytes_per_second:
+            size = min(size, round(60 * self.bytes_per_second))
+        return segments, size
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What is due."""
+
+    segments: int = 0
+    days: int = 0
+    """UTC days that these segments are of."""
+    events: int = 0
+    bytes: int = 0
+
+
+class _Stopped(Exception):
+    """The run ends here; the rest is for the next one."""
+
+
+class Packing:
+    """One run of the job. What it has done so far is in ``outcome``, also when it failed.
+
+    Args:
+        wanted: Which names it is about.
+        spread: Where to spread what is large; None = nothing ever is.
+        throttle: The pace, kept over several runs if they share it.
+        stopped: Whether to end at the next opportunity.
+        progress: Told how many stored bytes are done, of how many.
+    """
+
+    name = "pack"
+
+    def __init__(
+        self,
+        view: str,
+        rules: Rules,
+        *,
+        clock: Callable[[], int],
+        wanted: Callable[[str], bool] = lambda _: True,
+        spread: Spread | None = None,
+        throttle: Throttle | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self.view, self._rules, self._wanted, self._spread = view, rules, wanted, spread
+        self._now_ms = clock()
+        self._throttle = throttle or Throttle(rules.per_hour, rules.bytes_per_second)
+        self._stopped, self._progress = stopped, progress
+        self.found = Found()
+        self.outcome = Outcome()
+        self._bytes_done = 0
+
+    def facts(self) -> dict[str, object]:
+        """What was done, for reports."""
+        o = self.outcome
+        return {
+            "segments": o.segments,
+            "days": self.found.days,
+            "events": o.events,
+            "bytes_before": o.bytes_before,
+            "bytes_after": o.bytes_after,
+            "raw_bytes": o.raw_bytes,
+            "left": o.left,
+        }
+
+    def look(self, shards: Shards) -> dict[str, object]:
+        """Count what is due, and change nothing."""
+        segments = events = size = 0
+        days: set[int] = set()
+        for due in self._due(shards):
+            segments, events, size = segments + 1, events + due.segment.events, size + due.segment.bytes
+            days.add(due.segment.start_ms // DAY_MS)
+        self.found = Found(segments, len(days), events, size)
+        return {"segments": segments, "days": len(days), "events": events, "bytes_before": size}
+
+    def run(self, shards: Shards, lease: Lease) -> None:
+        """Pack everything that is due.
+
+        Raises:
+            StaleUpkeep: Another process has taken over.
+            StoreChanged: The server was restarted.
+        """
+        self.look(shards)
+        if not self.found.segments:
+            return
+        spark = self._spread if self._spread is not None and self.found.bytes >= self._rules.spark_from else None
+        try:
+            if spark is not None and spark.start(self._stopped):
+                self._pack_there(shards, lease, spark)
+            else:
+                self._pack_here(shards, lease)
+        except _Stopped:
+            later = max(0, self.found.segments - self.outcome.segments - sum(self.outcome.left.values()))
+            self.outcome += Outcome(left={LATER: later})
+
+    def _due(self, shards: Shards) -> Iterator[Due]:
+        for found in Registry(shards, self.view).walk(self._wanted):
+            yield from due_segments(found.name, found.log, self._rules.after_ms, self._now_ms)
+
+    def _pack_here(self, shards: Shards, lease: Lease) -> None:
+        def check() -> None:
+            lease.check()
+            if self._stopped():
+                raise _Stopped
+
+        packer = Packer(
+            Registry(shards, self.view),
+            Staging(shards, self.view, lease.token),
+            piece_bytes=self._rules.piece_bytes,
+            after_ms=self._rules.after_ms,
+            clock=lambda: self._now_ms,
+            throttle=self._throttle,
+            check=check,
+        )
+        for group in groups(self._due(shards), *self._rules.at_once(GROUP_SEGMENTS, GROUP_BYTES)):
+            self._add(group, [packer.pack(group)])
+
+    def _pack_there(self, shards: Shards, lease: Lease, spark: Spread) -> None:
+        per_hour, bytes_per_second = self._throttle.share(spark.parts)
+        plan = Plan(
+            store=shards.options,
+            run_ids=dict(shards.run_ids),
+            token=lease.token,
+            view=self.view,
+            piece_bytes=self._rules.piece_bytes,
+            after_ms=self._rules.after_ms,
+            now_ms=self._now_ms,
+            per_hour=per_hour,
+            bytes_per_second=bytes_per_second,
+        )
+        segments, size = self._rules.at_once(BATCH_SEGMENTS, BATCH_BYTES)
+        for batch in groups(self._due(shards), max(segments, spark.parts), size):
+            lease.check()
+            if self._stopped():
+                raise _Stopped
+            shares = spark.pack(plan, batch, self._stopped)
+            self._add(batch, [share.outcome for share in shares])
+            for share in shares:
+                if share.error is not None:
+                    raise share.error
+
+    def _add(self, dues: Iterable[Due], outcomes: Iterable[Outcome]) -> None:
+        self.outcome = sum(outcomes, self.outcome)
+        self._bytes_done += sum(due.segment.bytes for due in dues)
+        self._progress(min(self._bytes_done, self.found.bytes), self.found.bytes)

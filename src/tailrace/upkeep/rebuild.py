@@ -1,0 +1,249 @@
+"""Rebuilds: restores from Kafka what a view has lost, while the pipeline goes on and everyone goes on reading.
+
+First an audit says which logs something is wrong with; if none, nothing is done. Then every shard begins a new epoch,
+so that what exists now is never written again, and one Spark job reads Kafka up to the marks of that moment, gathers
+the records of each name, and restores log after log. Invariant: a log is as it was until the one step that replaces its
+segments; a rebuild that dies is begun again from the beginning, and what it had finished stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from tailrace.config import Settings
+from tailrace.errors import PipelineError, StoreError, StreamNotFound
+from tailrace.model.event import Source
+from tailrace.stores.staging import Staging
+from tailrace.stores.valkey import Shards
+from tailrace.upkeep import failpoint
+from tailrace.upkeep.audit import Auditor
+from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, kept, spark_for, spark_told
+from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.pack import milliseconds, section_of
+from tailrace.upkeep.restore import DIFFERS, MOVED, REBUILT, Orders, Record, Restored, Restorer, encode_body
+
+logger = logging.getLogger(__name__)
+
+_RECORDS = "name string, source string, offset long, time long, body binary"
+_RESTORED = "name string, verdict string, events long, before long, segments long, replaced long"
+_ANY_EPOCH = 1 << 62
+"""Above every epoch: what a dry run would replace is all there is."""
+
+
+class Rebuilding:
+    """One run of a rebuild. What it has done so far is in ``facts``, also when it failed.
+
+    Args:
+        name: One stream; None = all of them.
+        day_ms: When the UTC day began that is to be restored; None = all days.
+        spark: A session that has Kafka's connector; one is started, and ended, without it.
+        clock: Seconds since 1970.
+
+    Raises:
+        BadRequest: There is no such view.
+    """
+
+    name = "rebuild"
+
+    def __init__(
+        self,
+        settings: Settings,
+        view: str,
+        *,
+        name: str | None = None,
+        day_ms: int | None = None,
+        spark: Any = None,
+        clock: Callable[[], float] = time.time,
+        reached: Callable[[str], None] = failpoint.reached,
+    ) -> None:
+        section_of(settings, view)
+        self.view = view
+        self._settings, self._name, self._day_ms = settings, name, day_ms
+        self._spark, self._clock, self._reached = spark, clock, reached
+        self._names = 0
+        self.restored: dict[str, Restored] = {}
+        """What became of every log that something was wrong with, by name."""
+
+    def facts(self) -> dict[str, object]:
+        """What was done, for reports: names looked at and rebuilt, events that came back, segments, what was left."""
+        done = [each for each in self.restored.values() if each.verdict == REBUILT]
+        left: dict[str, int] = {}
+        for each in self.restored.values():
+            if each.verdict != REBUILT:
+                left[each.verdict] = left.get(each.verdict, 0) + 1
+        return {
+            "names": self._names,
+            "rebuilt": len(done),
+            "events": sum(each.events for each in done),
+            "restored": sum(max(0, each.events - each.before) for each in done),
+            "segments": sum(each.segments for each in done),
+            "left": left,
+        }
+
+    def look(self, shards: Shards) -> dict[str, object]:
+        """Say what would be done, and change nothing."""
+        with spark_for(self._settings, self._spark) as spark:
+            names = self._suspects(spark, shards)
+            if names:
+                count = shards.options.shards
+                self._restore(spark, shards, names, (_ANY_EPOCH,) * count, None, 0)
+        return self.facts()
+
+    def run(self, shards: Shards, lease: Lease) -> None:
+        """Restore what something is wrong with.
+
+        Raises:
+            StreamNotFound: Neither the view nor Kafka has the stream.
+            StaleUpkeep: Another process has taken over.
+            PipelineError: Spark failed; what was restored until then is.
+        """
+        with spark_for(self._settings, self._spark) as spark:
+            names = self._suspects(spark, shards)
+            if not names:
+                return
+            lease.check()
+            opened = Staging(shards, self.view, lease.token).reopen(int(self._clock()))
+            self._reached("reopened")
+            epochs, marks = tuple(epoch for epoch, _ in opened), [marks for _, marks in opened]
+            self._restore(spark, shards, names, epochs, marks, lease.token)
+            lease.check()
+
+    def _suspects(self, spark: Any, shards: Shards) -> frozenset[str]:
+        wanted = Wanted(names=None if self._name is None else frozenset([self._name]))
+        names, self._names = Auditor(self._settings, spark, self.view, self._clock).suspects(shards, wanted)
+        if self._name is not None and not self._names:
+            raise StreamNotFound(self._name)
+        return frozenset(names)
+
+    def _restore(
+        self,
+        spark: Any,
+        shards: Shards,
+        names: frozenset[str],
+        epochs: tuple[int, ...],
+        marks: list[dict[Source, int]] | None,
+        token: int,
+    ) -> None:
+        """Restore logs; those that changed meanwhile once more, and all if Kafka dropped what was to be read."""
+        history = History(self._settings, spark, self.view)
+        for attempt in range(ATTEMPTS):
+            extent = history.extent(shards, marks)
+            try:
+                with spark_told():
+                    rows = self._job(spark, history, self._orders(history, shards, extent, names, epochs, token))
+            except PipelineError as error:
+                if attempt == ATTEMPTS - 1 or not history.has_moved(extent):
+                    raise
+                logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
+                continue
+            self.restored |= {row.name: Restored(*row) for row in rows}
+            names = frozenset(name for name in names if self.restored[name].verdict == MOVED)
+            if not names:
+                break
+        if wrong := [each.name for each in self.restored.values() if each.verdict == DIFFERS]:
+            raise StoreError(f"what was staged for {wrong[0]!r} is not what was written: is the store sound?")
+
+    def _orders(
+        self,
+        history: History,
+        shards: Shards,
+        extent: Extent,
+        names: frozenset[str],
+        epochs: tuple[int, ...],
+        token: int,
+    ) -> Orders:
+        upkeep = self._settings.upkeep
+        return Orders(
+            work=history.assign(shards, extent, Wanted(names=names)),
+            days=self._settings.days,
+            token=token,
+            epochs=epochs,
+            day_ms=self._day_ms,
+            dry_run=epochs[0] == _ANY_EPOCH,
+            now_ms=round(self._clock() * 1000),
+            piece_bytes=upkeep.segment_bytes,
+            remember_ms=milliseconds(upkeep.remember),
+        )
+
+    def _job(self, spark: Any, history: History, orders: Orders) -> list[Any]:
+        from pyspark.sql import Window
+        from pyspark.sql.functions import col
+        from pyspark.sql.functions import max as highest
+
+        work, names = orders.work, sorted(orders.work.wanted.names or ())
+
+        def route(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            yield from _routed(work, batches)
+
+        def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            yield from _restored(orders, batches)
+
+        # Every name has a row of its own: a log of which Kafka has nothing is looked at too.
+        rows = spark.createDataFrame([(name, "", -1, 0, None) for name in names], _RECORDS)
+        records = history.records(work.extent)
+        if records is not None:
+            rows = rows.unionAll(records.mapInArrow(route, _RECORDS))
+        so_far = Window.partitionBy("name", "source").orderBy("offset")
+        in_order = (
+            rows.repartition(2 * int(spark.sparkContext.defaultParallelism), "name")
+            .withColumn("newest", highest(col("time")).over(so_far.rowsBetween(Window.unboundedPreceding, 0)))
+            .sortWithinPartitions("name", "newest", "source", "offset")
+        )
+        found: list[Any] = in_order.mapInArrow(restore, _RESTORED).collect()
+        return found
+
+
+# What tasks do.
+
+
+def _routed(work: Assignment, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield Kafka's records with the name of their log."""
+    types = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.binary()]
+    for records, rows in kept(work, batches):
+        source, heads = str(records.source), records.headers
+        at = [i for i, _, _ in rows]
+        columns: list[list[object]] = [
+            [name for _, _, name in rows],
+            [source] * len(rows),
+            [records.offsets[i] for i in at],
+            [records.times[i] for i in at],
+            [encode_body((records.keys[i], heads[i] if heads is not None else (), records.values[i])) for i in at],
+        ]
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, names=["name", "source", "offset", "time", "body"])
+
+
+def _restored(orders: Orders, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Restore the logs whose records come, one after the other; yield what became of each."""
+    shards = orders.work.open()
+    try:
+        restorer = Restorer(orders, shards)
+        for name, rows in groupby(_rows(batches), key=lambda row: row[0]):
+            done = restorer.restore(name, (record for _, record in rows if record is not None))
+            fields = msgspec.structs.asdict(done)
+            yield pa.RecordBatch.from_arrays([pa.array([value]) for value in fields.values()], names=list(fields))
+    finally:
+        shards.close()
+
+
+def _rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, Record | None]]:
+    sources: dict[str, Source] = {}
+    for batch in batches:
+        for name, source, offset, time_ms, body, newest in zip(*map(_listed, batch.columns), strict=True):
+            if not source:
+                yield name, None
+                continue
+            known = sources.get(source) or sources.setdefault(source, Source.parse(source))
+            yield name, Record(known, offset, time_ms, newest, body)
+
+
+def _listed(column: Any) -> list[Any]:
+    values: list[Any] = column.to_pylist()
+    return values

@@ -1,0 +1,157 @@
+"""The job that sweeps a view: drops what has been kept long enough, log by log, the oldest segments first.
+
+Which logs are worth a call is told by our clock; the store's function looks again, and takes the earlier of the two
+clocks. Invariant: a segment is dropped only when its bucket and its newest event are older than what its name keeps; if
+the clocks disagree by more than a little, nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import msgspec
+
+from tailrace.config import Settings
+from tailrace.errors import StoreError
+from tailrace.model.segment import Log, Segment
+from tailrace.stores.registry import Registry
+from tailrace.stores.staging import EXPIRE_AT_ONCE, Dropped, Staging
+from tailrace.stores.valkey import Shards
+from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.pack import LATER, milliseconds, section_of
+
+PAGE = 500
+"""Logs that one round trip is about."""
+
+SKEW_MS = 300_000
+"""How far the store's clock may be from ours."""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """How long a view's segments are kept, and how long it is remembered that they were there."""
+
+    keep_of: Callable[[str], timedelta | None]
+    remember_ms: int = 30 * 86_400_000
+
+    @classmethod
+    def of(cls, settings: Settings, view: str) -> Rules:
+        """Return the rules that the configuration has for a view."""
+        return cls(section_of(settings, view).keep_of, milliseconds(settings.upkeep.remember))
+
+
+class Sweeping:
+    """One run of the job. What it has done so far is in ``dropped``, also when it failed.
+
+    Args:
+        wanted: Which names it is about.
+        stopped: Whether to end at the next opportunity.
+        progress: Told how many names were looked at, of how many.
+    """
+
+    name = "sweep"
+
+    def __init__(
+        self,
+        view: str,
+        rules: Rules,
+        *,
+        clock: Callable[[], int],
+        wanted: Callable[[str], bool] = lambda _: True,
+        stopped: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self.view, self._rules, self._clock, self._wanted = view, rules, clock, wanted
+        self._stopped, self._progress = stopped, progress
+        self._segments = self._events = self._bytes = self._ended = self._later = 0
+
+    def facts(self) -> dict[str, object]:
+        """What was dropped, for reports; ``ended`` are the logs that are gone with it."""
+        done = {"segments": self._segments, "events": self._events, "bytes": self._bytes, "ended": self._ended}
+        return {**done, "left": {LATER: self._later}} if self._later else {**done}
+
+    def look(self, shards: Shards) -> dict[str, object]:
+        """Count what would be dropped, and change nothing.
+
+        Raises:
+            StoreError: The clocks disagree.
+        """
+        now_ms = compare_clocks(shards, self._clock)
+        for found in Registry(shards, self.view).walk(self._wanted):
+            keep = self._rules.keep_of(found.name)
+            gone = over(found.log, milliseconds(keep), now_ms) if keep is not None else ()
+            if gone:
+                size = sum(segment.bytes for segment in gone)
+                self._add(Dropped(len(gone), sum(s.events for s in gone), size, len(gone) == len(found.log.segments)))
+        return self.facts()
+
+    def run(self, shards: Shards, lease: Lease) -> None:
+        """Drop everything that has been kept long enough.
+
+        Raises:
+            StaleUpkeep: Another process has taken over.
+            StoreError: The clocks disagree; nothing was dropped.
+        """
+        now_ms = compare_clocks(shards, self._clock)
+        registry, staging = Registry(shards, self.view), Staging(shards, self.view, lease.token)
+        total = registry.count()
+        page: list[tuple[str, int]] = []
+        for seen, found in enumerate(registry.walk(self._wanted), 1):
+            keep = self._rules.keep_of(found.name)
+            if keep is not None and over(found.log, milliseconds(keep), now_ms, most=1):
+                page.append((found.name, milliseconds(keep)))
+            if len(page) == PAGE:
+                self._expire(staging, page, now_ms)
+                page = []
+            if seen % PAGE == 0:
+                lease.check()
+                if self._stopped():
+                    self._later = max(1, total - seen)
+                    return
+                self._progress(min(seen, total), total)
+        self._expire(staging, page, now_ms)
+        self._progress(total, total)
+
+    def _expire(self, staging: Staging, page: Sequence[tuple[str, int]], now_ms: int) -> None:
+        """Drop what is over of some logs; one that has more than a call drops is asked again."""
+        while page:
+            dropped = staging.expire(page, now_ms, self._rules.remember_ms)
+            for each in dropped:
+                self._add(each)
+            page = [
+                asked for asked, d in zip(page, dropped, strict=True) if d.segments >= EXPIRE_AT_ONCE and not d.ended
+            ]
+
+    def _add(self, dropped: Dropped) -> None:
+        self._segments += dropped.segments
+        self._events += dropped.events
+        self._bytes += dropped.bytes
+        self._ended += dropped.ended
+
+
+def over(log: Log, keep_ms: int, now_ms: int, most: int | None = None) -> Sequence[Segment]:
+    """Return a log's oldest segments that have been kept long enough, up to the first that has not."""
+    found: list[Segment] = []
+    for segment in log.segments[:most]:
+        if max(segment.end_ms, segment.newest_ms) + keep_ms > now_ms:
+            break
+        found.append(segment)
+    return found
+
+
+def compare_clocks(shards: Shards, clock: Callable[[], int]) -> int:
+    """Return what our clock says.
+
+    Raises:
+        StoreError: A clock of the store says something else. One of the two is wrong, and we cannot know which.
+    """
+    told = shards.run_all([(shard, ("TIME",)) for shard in range(shards.options.shards)])
+    now_ms = clock()
+    for shard, (seconds, micros) in enumerate(told):
+        apart = (int(seconds) * 1000 + int(micros) // 1000 - now_ms) / 1000
+        if abs(apart) * 1000 > SKEW_MS:
+            raise StoreError(
+                f"the clock of valkey (shard {shard}) is {abs(apart):,.0f} s {'ahead of' if apart > 0 else 'behind'} "
+                "ours, so nothing is dropped by age: set both machines' clocks right"
+            )
+    return now_ms

@@ -1,0 +1,29 @@
+"""Real parts for audits and rebuilds: a Spark that can read Kafka, one for each file of tests, and a view made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.stores.valkey import StoreOptions
+from tailrace.upkeep.history import spark_for
+from tests.upkeep.past import Past, settings_for
+
+
+@pytest.fixture(scope="module")
+def spark(kafka: EmbeddedKafka) -> Iterator[Any]:
+    with spark_for(settings_for(kafka.address, StoreOptions("valkey://127.0.0.1:1/0"), [])) as session:
+        yield session
+
+
+@pytest.fixture
+def past(kafka: EmbeddedKafka, store: StoreOptions, spark: Any) -> Callable[..., Past]:
+    """Makes a topic and its view; ``past(2, days__keep="7d")`` has two partitions and a setting of its own."""
+
+    def make(partitions: int = 2, **flags: object) -> Past:
+        return Past(kafka.address, store, spark, partitions, **flags)
+
+    return make

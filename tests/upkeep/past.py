@@ -1,0 +1,135 @@
+"""A topic of a real Kafka and the view of it, written by the pipeline's own host: what audits compare."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from tailrace import config
+from tailrace.config import Settings
+from tailrace.model.segment import Log
+from tailrace.pipeline.source import Broker
+from tailrace.stores.registry import Registry
+from tailrace.stores.valkey import StoreOptions
+from tailrace.upkeep.audit import Audit, audit_view
+from tailrace.upkeep.loop import run_job
+from tailrace.upkeep.rebuild import Rebuilding
+from tests.faults.rig import QUICK_JAVA
+from tests.writing import DAY, NOON, Record, Writer, read_view
+
+_topics = count()
+
+
+def settings_for(kafka: str, store: StoreOptions, topics: Sequence[str], **flags: object) -> Settings:
+    given = {name.replace("__", "."): value for name, value in flags.items()}
+    at = {"kafka.bootstrap": kafka, "valkey.url": store.url, "valkey.prefix": store.prefix}
+    quick = {"spark.conf": {"spark.driver.extraJavaOptions": QUICK_JAVA}, "spark.driver_memory": "512m"}
+    return config.load(flags={**at, "kafka.topics": list(topics), "days.keep": "forever", **quick, **given})
+
+
+class Past:
+    """One topic, in Kafka and in a view."""
+
+    def __init__(self, kafka: str, store: StoreOptions, spark: Any, partitions: int = 2, **flags: object) -> None:
+        self.store, self.spark, self.kafka = store, spark, kafka
+        self.topic = f"past-{os.getpid()}-{next(_topics)}"
+        self.settings = settings_for(kafka, store, [self.topic], **flags)
+        self.admin = AdminClient({"bootstrap.servers": kafka, "log_level": 0})
+        kept = {"message.timestamp.type": "CreateTime", "retention.ms": "-1"}
+        self.admin.create_topics([NewTopic(self.topic, partitions, 1, config=kept)])[self.topic].result(30)
+        self.producer = Producer({"bootstrap.servers": kafka, "log_level": 0, "linger.ms": 0})
+        self.writer = Writer(store)
+        self.shards = self.writer.shards
+        self.keys = self.shards.keys
+        self.registry = Registry(self.shards, "days")
+        self._ends = [0] * partitions
+        while self.topic not in (topics := Broker(self.settings).topics()):
+            time.sleep(0.05)
+        self.shards.call(0, "adopt", self.topic, topics[self.topic].id)
+
+    def record(self, name: str, time_ms: int = NOON, partition: int = 0, value: bytes | None = None) -> Record:
+        """Return the next record of a partition."""
+        offset = self._ends[partition]
+        self._ends[partition] += 1
+        body = b'{"name":"%s","at":%d}' % (name.encode(), offset) if value is None else value
+        headers = [("kind", b"x"), ("none", None)] if offset % 7 == 3 else None
+        return Record(offset, name.encode(), body, time_ms, partition, self.topic, headers)
+
+    def days(self, *names: str, days: int = 3, each: int = 4, first: int = 0) -> list[Record]:
+        """Return records of several streams, day by day, spread over the partitions."""
+        return [
+            self.record(name, NOON + d * DAY + 1000 * i, i % len(self._ends))
+            for d in range(first, first + days)
+            for i in range(each)
+            for name in names
+        ]
+
+    def produce(self, records: Iterable[Record]) -> None:
+        """Write records to Kafka, and see that they are where they say they are."""
+        told: list[tuple[int, Any]] = []
+        for r in records:
+            headers: Any = r.headers or []
+
+            def delivered(error: object, message: Any, offset: int = r.offset) -> None:
+                told.append((offset, error or message.offset()))
+
+            place = {"partition": r.partition, "timestamp": r.time, "headers": headers}
+            self.producer.produce(r.topic, r.value, r.key, on_delivery=delivered, **place)
+        self.producer.flush()
+        assert all(wanted == offset for wanted, offset in told), told
+
+    def put(self, records: Sequence[Record], at_once: int = 10) -> Sequence[Record]:
+        """Write records to Kafka and, as the pipeline does, to the view."""
+        self.produce(records)
+        for at in range(0, len(records), at_once):
+            self.writer.write(records[at : at + at_once])
+        return records
+
+    def forget(self, partition: int, before: int) -> None:
+        """Let Kafka drop the records of a partition before an offset."""
+        place = TopicPartition(self.topic, partition, before)
+        self.admin.delete_records([place])[place].result(30)
+
+    def audit(self, **changes: Any) -> Audit:
+        return audit_view(self.settings, "days", spark=self.spark, **changes)
+
+    def rebuild(self, name: str | None = None, day: int | None = None, **changes: Any) -> dict[str, Any]:
+        """Rebuild; ``day`` is counted from the first one."""
+        day_ms = None if day is None else NOON - NOON % DAY + day * DAY
+        work = Rebuilding(self.settings, "days", name=name, day_ms=day_ms, spark=self.spark, **changes)
+        return dict(run_job(self.settings, work))
+
+    def log(self, name: str) -> Log:
+        return self.registry.logs([name])[0].log
+
+    def segment_key(self, name: str, at: int = 0) -> tuple[Any, str]:
+        """Return the client and the key of a segment."""
+        named = self.registry.logs([name])[0]
+        return self.client(name), self.keys.segment(named.shard, "days", named.log.segments[at].index, name)
+
+    def log_key(self, name: str) -> str:
+        return self.keys.log(self.registry.logs([name])[0].shard, "days", name)
+
+    def names_key(self, name: str) -> str:
+        return self.keys.names(self.registry.logs([name])[0].shard, "days")
+
+    def client(self, name: str) -> Any:
+        return self.shards.client(self.registry.logs([name])[0].shard)
+
+    def view(self) -> dict[str, list[str]]:
+        return asyncio.run(read_view(self.store))
+
+
+def by_name(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Return the ids of records by the name of their stream."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        found.setdefault((record.key or b"").decode(), []).append(record.id)
+    return found
