@@ -60,10 +60,12 @@ def test_a_valkey_that_may_lose_writes_is_a_note_and_one_that_evicts_is_a_failur
     with valkey.client() as client:
         client.config_set("appendfsync", "everysec")
         client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("stream-node-max-bytes", "4096")
     found = examine(tmp_path, valkey.url)
     assert found["valkey durability"].ok is None
     assert "appendfsync always" in found["valkey durability"].advice
     assert found["valkey memory"].ok is False
+    assert found["valkey streams"].ok is None
 
 
 def test_other_shards_than_those_stored_are_a_failure(tmp_path: Path, valkey: EmbeddedValkey) -> None:

@@ -271,8 +271,17 @@ def _server(node: Any) -> Iterator[Check]:
         detail=f"{where}: version {version}, run_id {info['run_id'][:8]}…, {int(info['used_memory']) // _MIB} MiB used",
         advice="functions need Valkey, or Redis 7 or newer",
     )
-    names = ("appendonly", "appendfsync", "maxmemory-policy")
+    names = ("appendonly", "appendfsync", "maxmemory-policy", "stream-node-max-bytes")
     found = {name: _text(node.config_get(name).get(name, "?")) for name in names}
+    node_bytes = found.pop("stream-node-max-bytes")
+    if node_bytes.isdecimal() and not 0 < int(node_bytes) <= 1024:
+        yield Check(
+            name="valkey streams",
+            ok=None,
+            detail=f"stream-node-max-bytes {node_bytes}",
+            advice="the first run of every day takes that much: CONFIG SET stream-node-max-bytes 256, if no other "
+            "application keeps streams on the server, and in its configuration",
+        )
     told = ", ".join(f"{name} {value}" for name, value in found.items())
     if found["maxmemory-policy"] != "noeviction":
         yield Check(

@@ -1,4 +1,4 @@
-"""Real parts for audits and rebuilds: a Spark that can read Kafka, one for each file of tests, and a view made from it."""
+"""Real parts for audits and rebuilds: a Spark that reads Kafka, one for each file of tests, and views made from it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.history import spark_for
 from tests.upkeep.past import Past, settings_for
+from tests.writing import Writer
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def spark(kafka: EmbeddedKafka) -> Iterator[Any]:
 def past(kafka: EmbeddedKafka, store: StoreOptions, spark: Any) -> Callable[..., Past]:
     """Makes a topic and its view; ``past(2, days__keep="7d")`` has two partitions and a setting of its own."""
 
-    def make(partitions: int = 2, **flags: object) -> Past:
-        return Past(kafka.address, store, spark, partitions, **flags)
+    def make(partitions: int = 2, writer: Writer | None = None, **flags: object) -> Past:
+        return Past(kafka.address, store, spark, partitions, writer, **flags)
 
     return make

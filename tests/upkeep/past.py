@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import msgspec
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace import config
 from tailrace.config import Settings
+from tailrace.model.event import Source
+from tailrace.model.name import name_of_key, shard_of
 from tailrace.model.segment import Log
 from tailrace.pipeline.source import Broker
 from tailrace.stores.registry import Registry
-from tailrace.stores.valkey import StoreOptions
+from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep.audit import Audit, audit_view
+from tailrace.upkeep.history import History, Wanted
 from tailrace.upkeep.loop import run_job
 from tailrace.upkeep.rebuild import Rebuilding
+from tailrace.upkeep.restore import Orders, Restored, Restorer, encode_body
+from tailrace.upkeep.restore import Record as KafkaRecord
 from tests.faults.rig import QUICK_JAVA
+from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
 _topics = count()
@@ -37,7 +46,15 @@ def settings_for(kafka: str, store: StoreOptions, topics: Sequence[str], **flags
 class Past:
     """One topic, in Kafka and in a view."""
 
-    def __init__(self, kafka: str, store: StoreOptions, spark: Any, partitions: int = 2, **flags: object) -> None:
+    def __init__(
+        self,
+        kafka: str,
+        store: StoreOptions,
+        spark: Any,
+        partitions: int = 2,
+        writer: Writer | None = None,
+        **flags: object,
+    ) -> None:
         self.store, self.spark, self.kafka = store, spark, kafka
         self.topic = f"past-{os.getpid()}-{next(_topics)}"
         self.settings = settings_for(kafka, store, [self.topic], **flags)
@@ -45,11 +62,12 @@ class Past:
         kept = {"message.timestamp.type": "CreateTime", "retention.ms": "-1"}
         self.admin.create_topics([NewTopic(self.topic, partitions, 1, config=kept)])[self.topic].result(30)
         self.producer = Producer({"bootstrap.servers": kafka, "log_level": 0, "linger.ms": 0})
-        self.writer = Writer(store)
+        self.writer = writer or Writer(store)
         self.shards = self.writer.shards
         self.keys = self.shards.keys
         self.registry = Registry(self.shards, "days")
         self._ends = [0] * partitions
+        self.produced: list[Record] = []
         while self.topic not in (topics := Broker(self.settings).topics()):
             time.sleep(0.05)
         self.shards.call(0, "adopt", self.topic, topics[self.topic].id)
@@ -60,7 +78,8 @@ class Past:
         self._ends[partition] += 1
         body = b'{"name":"%s","at":%d}' % (name.encode(), offset) if value is None else value
         headers = [("kind", b"x"), ("none", None)] if offset % 7 == 3 else None
-        return Record(offset, name.encode(), body, time_ms, partition, self.topic, headers)
+        key = json.dumps(name.split("/")).encode() if "/" in name else name.encode()
+        return Record(offset, key, body, time_ms, partition, self.topic, headers)
 
     def days(self, *names: str, days: int = 3, each: int = 4, first: int = 0) -> list[Record]:
         """Return records of several streams, day by day, spread over the partitions."""
@@ -71,7 +90,7 @@ class Past:
             for name in names
         ]
 
-    def produce(self, records: Iterable[Record]) -> None:
+    def produce(self, records: Sequence[Record]) -> None:
         """Write records to Kafka, and see that they are where they say they are."""
         told: list[tuple[int, Any]] = []
         for r in records:
@@ -84,6 +103,7 @@ class Past:
             self.producer.produce(r.topic, r.value, r.key, on_delivery=delivered, **place)
         self.producer.flush()
         assert all(wanted == offset for wanted, offset in told), told
+        self.produced += records
 
     def put(self, records: Sequence[Record], at_once: int = 10) -> Sequence[Record]:
         """Write records to Kafka and, as the pipeline does, to the view."""
@@ -97,14 +117,43 @@ class Past:
         place = TopicPartition(self.topic, partition, before)
         self.admin.delete_records([place])[place].result(30)
 
-    def audit(self, **changes: Any) -> Audit:
-        return audit_view(self.settings, "days", spark=self.spark, **changes)
+    def beside(self, partitions: int = 1) -> Past:
+        """Return another topic of the same view."""
+        return Past(self.kafka, self.store, self.spark, partitions, self.writer)
+
+    def set(self, section: str, **changes: object) -> None:
+        """Change settings."""
+        changed = getattr(self.settings, section).model_copy(update=changes)
+        self.settings = self.settings.model_copy(update={section: changed})
+
+    def audit(self, view: str = "days", **changes: Any) -> Audit:
+        return audit_view(self.settings, view, spark=self.spark, **changes)
 
     def rebuild(self, name: str | None = None, day: int | None = None, **changes: Any) -> dict[str, Any]:
         """Rebuild; ``day`` is counted from the first one."""
         day_ms = None if day is None else NOON - NOON % DAY + day * DAY
         work = Rebuilding(self.settings, "days", name=name, day_ms=day_ms, spark=self.spark, **changes)
         return dict(run_job(self.settings, work))
+
+    @contextmanager
+    def restorer(self, day: int | None = None, **changes: Any) -> Iterator[Restoring]:
+        """What a task of a rebuild has, in this process: epochs, marks, and Kafka's records in their order."""
+        history = History(self.settings, None, "days")
+        with Keeper(self.store) as keeper:
+            opened = keeper.staging.reopen(round(time.time()))
+            extent = history.extent(keeper.shards, [marks for _, marks in opened])
+            orders = Orders(
+                work=history.assign(keeper.shards, extent, Wanted()),
+                days=self.settings.days,
+                token=keeper.lease.token,
+                epochs=tuple(epoch for epoch, _ in opened),
+                day_ms=None if day is None else NOON - NOON % DAY + day * DAY,
+                dry_run=False,
+                now_ms=round(time.time() * 1000),
+                piece_bytes=self.settings.upkeep.segment_bytes,
+                remember_ms=60_000,
+            )
+            yield Restoring(self, keeper.shards, msgspec.structs.replace(orders, **changes))
 
     def log(self, name: str) -> Log:
         return self.registry.logs([name])[0].log
@@ -127,9 +176,33 @@ class Past:
         return asyncio.run(read_view(self.store))
 
 
+class Restoring:
+    """Restores logs of a past under one lease."""
+
+    def __init__(self, past: Past, shards: Shards, orders: Orders) -> None:
+        self._past, self._shards, self.orders = past, shards, orders
+
+    def records(self, name: str) -> list[KafkaRecord]:
+        """Return what a job would bring of a name: what Kafka has and its shard has applied, merged by time."""
+        bounds = self.orders.work.extent.shards[shard_of(name, self._shards.options.shards)]
+        newest: dict[Source, int] = {}
+        found: list[KafkaRecord] = []
+        for r in sorted((r for r in self._past.produced if name_of_key(r.key) == name), key=lambda r: r.offset):
+            source = Source(r.topic, r.partition)
+            first, last = bounds.get(source, (1, 0))
+            if first <= r.offset <= last:
+                newest[source] = max(newest.get(source, 0), r.time)
+                body = encode_body((r.key, r.headers or (), r.value))
+                found.append(KafkaRecord(source, r.offset, r.time, newest[source], body))
+        return sorted(found, key=lambda r: (r.newest_ms, str(r.source), r.offset))
+
+    def restore(self, name: str, reached: Callable[[str], None] = lambda _: None) -> Restored:
+        return Restorer(self.orders, self._shards, reached).restore(name, iter(self.records(name)))
+
+
 def by_name(records: Iterable[Record]) -> dict[str, list[str]]:
     """Return the ids of records by the name of their stream."""
     found: dict[str, list[str]] = {}
     for record in records:
-        found.setdefault((record.key or b"").decode(), []).append(record.id)
+        found.setdefault(name_of_key(record.key), []).append(record.id)
     return found

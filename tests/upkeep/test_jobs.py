@@ -15,7 +15,15 @@ import pytest
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.errors import LeaseHeld, PipelineError, StaleUpkeep, StoreChanged, StoreError, StoreUnavailable
+from tailrace.errors import (
+    BadRequest,
+    LeaseHeld,
+    PipelineError,
+    StaleUpkeep,
+    StoreChanged,
+    StoreError,
+    StoreUnavailable,
+)
 from tailrace.model.segment import PACKED
 from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
@@ -72,7 +80,9 @@ def spread() -> Iterator[Spread]:
         yield spread
 
 
-def test_what_spark_packs_is_what_this_process_packs(store: StoreOptions, spread: Spread) -> None:
+def test_what_spark_packs_is_what_this_process_packs(
+    store: StoreOptions, spread: Spread, capfd: pytest.CaptureFixture[str]
+) -> None:
     other = msgspec.structs.replace(store, prefix=f"{store.prefix}b")
     for options in (store, other):
         writer = Writer(options)
@@ -85,6 +95,7 @@ def test_what_spark_packs_is_what_this_process_packs(store: StoreOptions, spread
     there = pack.Packing("days", pack.Rules(0, spark_from=0), clock=now_ms, spread=spread)
     run_job(settings(other), there)
     assert here.facts() == there.facts()
+    assert capfd.readouterr().out == "", "standard output is for results; Spark writes elsewhere"
     assert (here.outcome.segments, here.found.days, here.outcome.events, here.outcome.left) == (60, 3, 240, {})
     assert told[-1] == (here.found.bytes, here.found.bytes)
     assert asyncio.run(read_view(store)) == asyncio.run(read_view(other)) == before
@@ -185,6 +196,13 @@ def test_a_name_pattern_packs_the_streams_that_match_as_a_whole(any_store: Store
         assert packed == {"queue/set-1"}
     rest = pack.Packing("days", NOW, clock=now_ms, wanted=pack.matcher(".*"))
     assert run_job(settings(any_store), rest)["segments"] == 33
+
+
+def test_a_view_or_a_pattern_that_is_none_is_said_so(store: StoreOptions) -> None:
+    with pytest.raises(BadRequest, match="there is no view 'tags'"):
+        pack.Rules.of(settings(store), "tags")
+    with pytest.raises(BadRequest, match=r"'a\(' is no regular expression in RE2 syntax: missing \)"):
+        pack.matcher("a(")
 
 
 def test_a_dry_run_counts_and_changes_nothing(any_store: StoreOptions) -> None:

@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 import zstandard
 
-from tailrace.model.event import Headers, Source
+from tailrace.model.event import Headers
 from tailrace.model.run import MAX_RAW_BYTES, Entry, Run
 
 CODEC = b"\x02"
@@ -71,7 +71,7 @@ def pieces(entries: Iterable[Entry], raw_bytes: int) -> Iterator[list[Entry]]:
 
 def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
     """Return the stored form of a piece."""
-    sources: dict[Source, int] = {}
+    sources: dict[tuple[str, int, int], int] = {}
     table: dict[bytes | None, int] = {}
     runs: list[tuple[int, int, int, int, int, int]] = []
     steps: list[int] = []
@@ -80,24 +80,37 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
     headers: list[list[Headers] | None] = []
     values: list[bytes] = []
     number, newest, time_ms = 0, 0, 0
-    reached: dict[Source, int] = {}
+    reached: dict[tuple[str, int, int], int] = {}
     for entry in _merged(entries):
         run = entry.run
-        source = run.source
+        source = run.topic, run.partition, run.generation
         at = sources.setdefault(source, len(sources))
-        offset, began = run.steps[0] - reached.get(source, 0), run.ticks[0] - time_ms
-        runs.append((at, len(run), entry.first - number, offset, entry.newest_ms - newest, began))
-        number, newest, time_ms = entry.last, entry.newest_ms, run.ticks[0]
+        count, began = len(run.values), run.ticks[0]
+        runs.append(
+            (
+                at,
+                count,
+                entry.first - number,
+                run.steps[0] - reached.get(source, 0),
+                entry.newest_ms - newest,
+                began - time_ms,
+            )
+        )
+        number, newest, time_ms = entry.last, entry.newest_ms, began
         reached[source] = sum(run.steps)
-        steps += run.steps[1:]
-        ticks += run.ticks[1:]
-        key_of += [table.setdefault(key, len(table)) for key in _each(run)]
+        if count > 1:
+            steps += run.steps[1:]
+            ticks += run.ticks[1:]
+        if len(run.keys) == 1:
+            key_of += [table.setdefault(run.keys[0], len(table))] * count
+        else:
+            key_of += [table.setdefault(key, len(table)) for key in run.keys]
         headers.append(run.headers)
         values += run.values
     source_of, counts, skipped, offsets, rose, began_at = (list(column) for column in zip(*runs, strict=True))
     body = _encode(
         _Pack(
-            [(s.topic, s.partition, s.generation) for s in sources],
+            list(sources),
             source_of,
             counts,
             skipped,
@@ -121,23 +134,25 @@ def unpack(stored: bytes) -> Iterator[Entry]:
     if zstandard.frame_content_size(body) > MAX_RAW_BYTES:
         raise ValueError("a packed piece is larger than any that is written: the store is damaged")
     whole = _decode(zstandard.ZstdDecompressor().decompress(body))
-    sources = [Source(*source) for source in whole.sources]
-    reached = [0] * len(sources)
+    reached = [0] * len(whole.sources)
     number, newest, time_ms, at, rest = 0, 0, 0, 0, 0
     runs = zip(whole.source_of, whole.counts, whole.skipped, whole.offsets, whole.rose, whole.began, strict=True)
     for i, (source, count, skipped, offset, rose, began) in enumerate(runs):
         first = number + skipped
         number, newest, time_ms = first + count - 1, newest + rose, time_ms + began
-        steps = [reached[source] + offset, *whole.steps[rest : rest + count - 1]]
+        steps, ticks = [reached[source] + offset], [time_ms]
+        if count > 1:
+            steps += whole.steps[rest : rest + count - 1]
+            ticks += whole.ticks[rest : rest + count - 1]
         reached[source] = sum(steps)
         values = whole.values[at : at + count]
-        s = sources[source]
+        topic, partition, generation = whole.sources[source]
         run = Run(
-            s.topic,
-            s.partition,
-            s.generation,
+            topic,
+            partition,
+            generation,
             steps,
-            [time_ms, *whole.ticks[rest : rest + count - 1]],
+            ticks,
             _narrow([whole.keys[k] for k in whole.key_of[at : at + count]]) if whole.key_of else whole.keys,
             whole.headers[i] if whole.headers else None,
             values,
@@ -150,15 +165,26 @@ def digest(entries: Iterable[Entry]) -> tuple[int, bytes]:
     """Return the count of events and a checksum over each one's number, coordinates, time, key, headers and value."""
     columns: tuple[list[object], ...] = tuple([] for _ in range(7))
     numbers, sources, offsets, times, keys, headers, values = columns
+    none: list[object] = []
     for entry in entries:
         run = entry.run
-        n = len(run)
+        source, held = (run.topic, run.partition, run.generation), run.headers
+        if entry.first == entry.last:
+            numbers.append(entry.first)
+            sources.append(source)
+            offsets.append(run.steps[0])
+            times.append(run.ticks[0])
+            keys.append(run.keys[0])
+            headers.append(none if held is None else held[0])
+            values.append(run.values[0])
+            continue
+        n = len(run.values)
         numbers += range(entry.first, entry.last + 1)
-        sources += [(run.topic, run.partition, run.generation)] * n
+        sources += [source] * n
         offsets += run.offsets
         times += run.times
         keys += _each(run)
-        headers += run.headers if run.headers is not None else [[]] * n
+        headers += [none] * n if held is None else held
         values += run.values
     return len(values), blake2b(_encode(columns), digest_size=16).digest()
 
@@ -168,22 +194,24 @@ def _merged(entries: Iterable[Entry]) -> Iterator[Entry]:
     group: list[Entry] = []
     events = size = 0
     for entry in entries:
-        fits = events + len(entry.run) <= MERGED_EVENTS and size + entry.size <= MERGED_BYTES
-        if group and not (fits and _follows(group[-1], entry)):
-            yield _join(group)
-            group, events, size = [], 0, 0
+        if group:
+            fits = events + len(entry.run.values) <= MERGED_EVENTS and size + entry.size <= MERGED_BYTES
+            if not (fits and _follows(group[-1], entry)):
+                yield _join(group)
+                group, events, size = [], 0, 0
         group.append(entry)
-        events += len(entry.run)
+        events += len(entry.run.values)
         size += entry.size
     if group:
         yield _join(group)
 
 
 def _follows(one: Entry, two: Entry) -> bool:
+    if two.first != one.last + 1:
+        return False
     a, b = one.run, two.run
     return (
-        two.first == one.last + 1
-        and (a.topic, a.partition, a.generation) == (b.topic, b.partition, b.generation)
+        (a.topic, a.partition, a.generation) == (b.topic, b.partition, b.generation)
         and (a.headers is None) == (b.headers is None)
         and sum(a.steps) < b.steps[0]
     )
@@ -206,7 +234,7 @@ def _join(group: list[Entry]) -> Entry:
 
 
 def _each(run: Run) -> list[bytes | None]:
-    return run.keys * len(run) if len(run.keys) == 1 else run.keys
+    return run.keys * len(run.values) if len(run.keys) == 1 else run.keys
 
 
 def _narrow(keys: list[bytes | None]) -> list[bytes | None]:
@@ -214,7 +242,7 @@ def _narrow(keys: list[bytes | None]) -> list[bytes | None]:
 
 
 def _size(run: Run) -> int:
-    carried = 0
-    if run.headers is not None:
-        carried = sum(len(name) + len(value or b"") for each in run.headers for name, value in each)
-    return sum(map(len, run.values)) + carried + 16 * len(run)
+    size = sum(map(len, run.values)) + 16 * len(run.values)
+    if run.headers is None:
+        return size
+    return size + sum(len(name) + len(value or b"") for each in run.headers for name, value in each)

@@ -181,22 +181,32 @@ def merged(old: Iterator[Event], new: Iterator[Event], carried: Mapping[Source, 
 
 
 class Buckets:
-    """The buckets of new segments, by the pipeline's rule; when there is no room for more, the last one grows."""
+    """The buckets of new segments, by the pipeline's rule; when there is no room for more, the last one grows.
+
+    Args:
+        front: The segment in front of them: what asks for a bucket before its end goes to its bucket.
+        room: How many there may be; None = any number.
+        lowest: Begin and length of the first one there may be.
+        highest: Begin and length of the last one there may be.
+    """
 
     def __init__(
-        self, front: Segment | None, room: int | None, floor_ms: int | None = None, ceiling_ms: int | None = None
+        self,
+        front: Segment | None = None,
+        room: int | None = None,
+        lowest: tuple[int, int] | None = None,
+        highest: tuple[int, int] | None = None,
     ) -> None:
-        self._front, self._room = front, room
-        self._floor_ms, self._ceiling_ms = floor_ms, ceiling_ms
+        self._front, self._room, self._lowest, self._highest = front, room, lowest, highest
         self.made: list[tuple[int, int]] = []
         """Begin and end of each."""
 
     def place(self, start_ms: int, span_ms: int) -> int:
         """Return which bucket an event goes to, counted from 0, given the one that it asks for."""
-        if self._floor_ms is not None:
-            start_ms = max(start_ms, self._floor_ms)
-        if self._ceiling_ms is not None:
-            start_ms = min(start_ms, self._ceiling_ms)
+        if self._lowest is not None and start_ms < self._lowest[0]:
+            start_ms, span_ms = self._lowest
+        if self._highest is not None and start_ms >= self._highest[0]:
+            start_ms, span_ms = self._highest
         if not self.made:
             if self._front is not None and start_ms < self._front.end_ms:
                 self.made.append((self._front.start_ms, self._front.end_ms))

@@ -75,13 +75,13 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def offsets(self) -> list[int]:
         """Each record's offset."""
-        return list(accumulate(self.steps))
+        return list(accumulate(self.steps)) if len(self.steps) > 1 else self.steps
 
     @property
     def times(self) -> list[int]:
         """Each record's own time in milliseconds."""
-        first = self.ticks[0]
-        return [first, *(first + t for t in self.ticks[1:])]
+        first, *rest = self.ticks
+        return [first, *[first + t for t in rest]]
 
     def frames(self, start_ms: int, skip: int = 0) -> Iterator[bytes]:
         """Yield the JSON form of each event from the one at ``skip``: what every feed sends as data.

@@ -22,6 +22,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.units import format_duration
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.pack import LATER
@@ -110,7 +111,7 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
 
 
 class Loop:
-    """Runs jobs when they are due."""
+    """Runs jobs when they are due, and calls ``rest`` when none is for now."""
 
     def __init__(
         self,
@@ -121,7 +122,6 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._jobs, self._stopping, self._rest, self._clock = jobs, stopping, rest, clock
-        """``rest`` is called when nothing more is due for now."""
         now = clock()
         self._due = {
             (name, view): now + min(FIRST_S, every.total_seconds())
@@ -159,6 +159,11 @@ class Loop:
 
         try:
             facts = work(view, stopped)
+            if any(facts.values()):
+                told = ", ".join(f"{name} {value}" for name, value in facts.items())
+                logger.info("%s of %s in %.1f s: %s", name, view, self._clock() - began, told)
+            if facts.get("left", {}).get(LATER):
+                return 0.0
         except (LeaseHeld, StoreChanged, Unavailable) as error:
             pause = self._pause[name, view]
             self._pause[name, view] = min(2 * pause, BACKOFF_S[1])
@@ -168,14 +173,6 @@ class Loop:
             logger.error("%s of %s ended: %s; the next one is due as always", name, view, error)
         except Exception:
             logger.exception("%s of %s ended; the next one is due as always", name, view)
-        else:
-            spent = self._clock() - began
-            if any(facts.values()):
-                logger.info(
-                    "%s of %s in %.1f s: %s", name, view, spent, ", ".join(f"{k} {v}" for k, v in facts.items())
-                )
-            if facts.get("left", {}).get(LATER):
-                return 0.0
         self._pause[name, view] = BACKOFF_S[0]
         return max(0.0, began + every.total_seconds() - self._clock())
 
@@ -190,5 +187,10 @@ def main(settings: Settings) -> int:
         signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
     step_back()
     with Spread(settings) as spread:
-        Loop(jobs_of(settings, spread), settings.pipeline.views, stopping, spread.stop).run()
+        jobs, views = jobs_of(settings, spread), settings.pipeline.views
+        told = [
+            f"{name} {f'every {format_duration(every)}' if every else 'never'}" for name, (every, _) in jobs.items()
+        ]
+        logger.info("upkeep of %s: %s", ", ".join(views), ", ".join(told))
+        Loop(jobs, views, stopping, spread.stop).run()
     return 0

@@ -16,7 +16,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
 from tailrace.model.bucket import DAY_MS
-from tailrace.stores.registry import Registry
+from tailrace.stores.registry import PAGE, Registry
 from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.lease import Lease
@@ -178,21 +178,23 @@ class Packing:
             StaleUpkeep: Another process has taken over.
             StoreChanged: The server was restarted.
         """
-        self.look(shards)
-        if not self.found.segments:
-            return
-        spark = self._spread if self._spread is not None and self.found.bytes >= self._rules.spark_from else None
         try:
+            self.look(shards)
+            if not self.found.segments:
+                return
+            spark = self._spread if self._spread is not None and self.found.bytes >= self._rules.spark_from else None
             if spark is not None and spark.start(self._stopped):
                 self._pack_there(shards, lease, spark)
             else:
                 self._pack_here(shards, lease)
         except _Stopped:
-            later = max(0, self.found.segments - self.outcome.segments - sum(self.outcome.left.values()))
-            self.outcome += Outcome(left={LATER: later})
+            later = self.found.segments - self.outcome.segments - sum(self.outcome.left.values())
+            self.outcome += Outcome(left={LATER: max(1, later)})
 
     def _due(self, shards: Shards) -> Iterator[Due]:
-        for found in Registry(shards, self.view).walk(self._wanted):
+        for seen, found in enumerate(Registry(shards, self.view).walk(self._wanted), 1):
+            if seen % PAGE == 0 and self._stopped():
+                raise _Stopped
             yield from due_segments(found.name, found.log, self._rules.after_ms, self._now_ms)
 
     def _pack_here(self, shards: Shards, lease: Lease) -> None:
@@ -232,6 +234,8 @@ class Packing:
             if self._stopped():
                 raise _Stopped
             shares = spark.pack(plan, batch, self._stopped)
+            if not shares:
+                raise _Stopped
             self._add(batch, [share.outcome for share in shares])
             for share in shares:
                 if share.error is not None:

@@ -211,18 +211,17 @@ class Restorer:
                 yield Event(r.source, r.offset, r.time_ms, *_body(r.body), r.newest_ms, start, span)
 
     def _buckets(self, surveys: Sequence[Survey], stretch: Stretch, behind: Segment | None) -> Buckets:
-        going = surveys[stretch.begin : stretch.end]
+        """Return the buckets there may be: what was applied went to no later one than the last that is replaced."""
+        inside = [survey.segment for survey in surveys[stretch.begin : stretch.end]]
         after = surveys[stretch.end].segment if stretch.end < len(surveys) else behind
-        plan = self._orders.work.plan
-        limit = bucket_start(self._orders.now_ms + plan.future_ms, plan.span_ms)
-        # What was applied went to no later bucket than the last one there is.
-        ceiling = going[-1].segment.start_ms if going else limit if after is None else min(limit, after.start_ms)
-        floor = None
-        if self._orders.day_ms is not None:
-            floor = (
-                going[0].segment.start_ms if going else min(ceiling, bucket_start(self._orders.day_ms, plan.span_ms))
-            )
-        return Buckets(surveys[stretch.begin - 1].segment if stretch.begin else None, stretch.room, floor, ceiling)
+        day_ms, future_ms = self._orders.day_ms, self._orders.work.plan.future_ms
+        highest = bucket_start(self._orders.now_ms + future_ms, self._span_ms), self._span_ms
+        if last := inside[-1] if inside else after:
+            highest = last.start_ms, last.span_ms
+        lowest = None
+        if day_ms is not None:
+            lowest = (inside[0].start_ms, inside[0].span_ms) if inside else (day_ms, self._span_ms)
+        return Buckets(surveys[stretch.begin - 1].segment if stretch.begin else None, stretch.room, lowest, highest)
 
 
 def _added(surveys: Sequence[Survey]) -> dict[Source, int]:

@@ -11,11 +11,13 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -123,7 +125,6 @@ class Spread:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._spark: Any = None
-        self._begun = False
         self.parts = 1
         """How many tasks work side by side."""
 
@@ -138,11 +139,7 @@ class Spread:
         if self._spark is not None:
             return True
         try:
-            import pyspark  # noqa: F401  an installation without it packs in this process
-
-            self._begun = True
-            with _ctrl_c_kept():
-                self._spark = _session(self._settings)
+            self._spark = begin_session(self._settings)
             context = self._spark.sparkContext
             if not self._settings.spark.master.startswith("local"):
                 self._wait(lambda c: c.parallelize([0], 1).count(), stopped, EXECUTORS_S)
@@ -166,11 +163,9 @@ class Spread:
         return found
 
     def stop(self) -> None:
-        """End the session and its JVM, if there is one."""
+        """End the session, if there is one; the next start begins another."""
         spark, self._spark = self._spark, None
-        if self._begun:
-            self._begun = False
-            _end(spark)
+        end_session(spark)
 
     def _wait(self, work: Callable[[Any], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
         """Do something with Spark's context, and look up from it now and then."""
@@ -192,7 +187,8 @@ class Spread:
                 self.stop()
                 raise PipelineError(f"a Spark job of upkeep failed: {told}") from None
             except BaseException:
-                context.cancelAllJobs()
+                with suppress(Exception):
+                    context.cancelAllJobs()
                 raise
 
 
@@ -206,15 +202,20 @@ def divided(dues: Sequence[Due], parts: int) -> list[list[Due]]:
     return [held for _, held in shares if held]
 
 
-def _session(settings: Settings) -> Any:
+def begin_session(settings: Settings, jars: Sequence[Path] = ()) -> Any:
+    """Start a session for batch jobs. Ctrl-C and standard output stay ours; Spark would take both."""
     from tailrace.pipeline.tune import session
 
     conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
     spark = settings.spark.model_copy(update={"conf": conf})
-    return session(settings.model_copy(update={"spark": spark}), ())
+    with _ctrl_c_kept(), _stdout_kept():
+        return session(settings.model_copy(update={"spark": spark}), jars)
 
 
-def _end(spark: Any) -> None:
+def end_session(spark: Any = None) -> None:
+    """End the session and its JVM, if there is one."""
+    if "pyspark" not in sys.modules:
+        return
     from pyspark import SparkContext
 
     gateway = SparkContext._gateway
@@ -248,6 +249,18 @@ def _ctrl_c_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _stdout_kept() -> Iterator[None]:
+    """Keep our standard output to ourselves: a JVM that is started meanwhile logs to standard error instead."""
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def _told(error: Exception) -> str:

@@ -333,6 +333,19 @@ local function reopen(keys, args)
   return {'ok', text(epoch), redis.call('HGETALL', tag .. ':marks:' .. args[2])}
 end
 
+-- How far behind a rebuilt log leftovers are looked for.
+local LEFTOVERS = 1000
+
+-- Removes what a log that was lost and begun again left under the keys of segments to come, and in that of the open one.
+local function clear_behind(tag, view, name, log, top)
+  local h = redis.call('HMGET', log, 'i', 'b', 'f')
+  if h[2] then redis.call('XTRIM', segment_key(tag, view, h[1], name), 'MINID', h[3]) end
+  for index = top + 1, tonumber(h[1]) + LEFTOVERS do
+    local key = segment_key(tag, view, text(index), name)
+    if redis.call('EXISTS', key) == 1 and not find_row(log, text(index)) then redis.call('UNLINK', key) end
+  end
+end
+
 -- replace(token, view, name, remember ms, old segments, (index, epoch, last)…, (staged as, pieces, index, row)…): puts staged
 -- segments in the place of old ones, which must be what was read and of an epoch that is over. Their indexes must be free
 -- or those of old ones, and what is behind them must not begin before they do. A log of which nothing is left ends as one
@@ -396,6 +409,7 @@ local function replace(keys, args)
   redis.call('HSET', log, 'a', text(lowest), 'i', text(highest), 't', text(newest))
   redis.call('ZADD', tag .. ':names:' .. view, 0, name)
   redis.call('PERSIST', log)
+  clear_behind(tag, view, name, log, top)
   return {'ok'}
 end
 
