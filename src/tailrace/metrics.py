@@ -28,8 +28,8 @@ class Run(NamedTuple):
     report: Report
     succeeded_ms: int | None
     """When the last run that did not fail ended."""
-    packed: Report | None
-    """The report of the last run that packed something."""
+    effective: Report | None
+    """What the last run counted that changed something."""
 
 
 class Metrics:
@@ -129,7 +129,7 @@ def _took(run: Run) -> float | None:
 
 
 def _ratio(run: Run) -> float | None:
-    packed = run.packed or {}
+    packed = run.effective or {}
     return (
         packed["raw_bytes"] / packed["bytes_after"] if packed.get("raw_bytes") and packed.get("bytes_after") else None
     )

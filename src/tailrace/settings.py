@@ -167,7 +167,7 @@ class Upkeep(Section):
     segment_bytes: Annotated[Size, sizes("64KiB", "4MiB")] = 256 * 2**10
     buckets_per_hour: CountOrZero = 0
     bytes_per_second: SizeOrZero = 0
-    spark_from: SizeOrZero = 64 * 2**20
+    spark_from: SizeOrZero = 256 * 2**20
     remember: Duration = timedelta(days=30)
     lease: Annotated[Duration, durations("1s")] = timedelta(seconds=30)
 

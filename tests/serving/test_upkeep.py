@@ -6,24 +6,26 @@ import time
 from typing import Any
 
 import httpx
-import msgspec
 from valkey import Valkey
 
 from tailrace.pipeline.report import Report
-from tailrace.stores.valkey import StoreOptions
+from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.loop import run_job
+from tailrace.upkeep.report import leave
 from tests.serving.parts import Serve
 from tests.upkeep.rig import Keeper, now_ms
 from tests.writing import DAY, NOON, VIEWS, Record, Writer
 
 
-def left(store: StoreOptions, job: str, *, ago_s: float = 60.0, took_s: float = 2.5, **facts: object) -> int:
+def left(
+    store: StoreOptions, job: str, *, ago_s: float = 60.0, took_s: float = 2.5, error: str = "", **facts: object
+) -> int:
     """Leave a job's report; return when its run ended."""
     ended = round((time.time() - ago_s) * 1000)
-    head = {"job": job, "view": "days", "started_ms": ended - round(took_s * 1000), "ended_ms": ended, "error": None}
-    with Valkey.from_url(store.url) as client:
-        client.hset(store.keys.upkeep(), f"{job}:days", msgspec.json.encode(head | facts))
+    shards = Shards(store).open()
+    leave(shards, job, "days", ended - round(took_s * 1000), ended, facts, error)
+    shards.close()
     return ended
 
 
@@ -133,7 +135,6 @@ def test_a_later_run_hides_neither_the_last_success_nor_the_last_ratio(
     client: httpx.Client, store: StoreOptions
 ) -> None:
     ended = left_by_pack(store, ago_s=7_200)
-    metrics_of(client)
     left_by_pack(store, segments=0, bytes_before=0, bytes_after=0, raw_bytes=0, left={}, error="valkey is gone")
     found = metrics_of(client)
     assert found['tailrace_upkeep_failed{job="pack",view="days"}'] == 1.0

@@ -194,15 +194,15 @@ def shape(log: Log) -> tuple[tuple[int, int, int], ...]:
     return tuple((segment.index, segment.epoch, segment.state) for segment in log.segments)
 
 
-def horizon(log: Log, oldest: int, floor_ms: int, keep_ms: int | None, now_ms: int) -> int:
+def horizon(log: Log, has_dropped: bool, floor_ms: int, keep_ms: int | None, now_ms: int) -> int:
     """Return the time before which a log may lack what Kafka has, since it was dropped on purpose.
 
     Args:
-        oldest: Index of the oldest segment, as the registry says: above 0, the log itself has dropped some.
+        has_dropped: Whether the log has dropped segments, as its registry says.
         floor_ms: Where buckets may begin, as the registry says.
         keep_ms: How long events are kept; None = for ever.
     """
     kept_ms = 0 if keep_ms is None else now_ms - keep_ms
-    if oldest <= 0:
+    if not has_dropped:
         return kept_ms
     return max(kept_ms, log.segments[0].start_ms if log.segments else floor_ms)

@@ -1,8 +1,6 @@
 """Upkeep as the service sees it: the report that each job left of its last run, and whether the next one is overdue.
 
-The jobs write their reports into the store, and the service only reads them. A report says nothing of the runs before
-it: what a later run must not hide (the last success, the last run that packed something) is remembered from report to
-report, for as long as the service runs. Nothing here is a part of readiness.
+The jobs write their reports into the store, and the service only reads them. Nothing here is a part of readiness.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ PERIODIC = ("pack", "sweep", "audit")
 LATE = 2
 """Intervals without a run after which a job is overdue."""
 
-_HEAD = frozenset({"job", "view", "started_ms", "ended_ms", "error"})
+_HEAD = frozenset({"job", "view", "started_ms", "ended_ms", "error", "succeeded_ms", "effective"})
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -45,8 +43,6 @@ class Upkeep:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._successes: dict[tuple[str, str], int] = {}
-        self._packs: dict[str, Mapping[str, Any]] = {}
 
     async def jobs(self) -> list[Job]:
         """Return every job that has run or that should run, by view and name."""
@@ -62,19 +58,7 @@ class Upkeep:
         nodes = self._service.nodes
         answer = await nodes.read(0, "HGETALL", nodes.keys.upkeep())
         pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
-        return [run for field, stored in sorted(pairs) if (run := self._run(field, stored))]
-
-    def _run(self, field: bytes, stored: bytes) -> Run | None:
-        job, _, view = field.decode().partition(":")
-        try:
-            report = _decode(stored)
-        except msgspec.DecodeError:
-            return None
-        if not report.get("error") and isinstance(ended := report.get("ended_ms"), int):
-            self._successes[job, view] = ended
-        if job == "pack" and report.get("segments"):
-            self._packs[view] = report
-        return Run(job, view, report, self._successes.get((job, view)), self._packs.get(view))
+        return [run for field, stored in sorted(pairs) if (run := _run(field, stored))]
 
     @property
     def _views(self) -> tuple[str, ...]:
@@ -98,3 +82,12 @@ class Upkeep:
             overdue=every is not None and now_ms() - since > LATE * every.total_seconds() * 1000,
             figures={name: value for name, value in report.items() if name not in _HEAD},
         )
+
+
+def _run(field: bytes, stored: bytes) -> Run | None:
+    job, _, view = field.decode().partition(":")
+    try:
+        report = _decode(stored)
+    except msgspec.DecodeError:
+        return None
+    return Run(job, view, report, report.get("succeeded_ms"), report.get("effective"))

@@ -292,7 +292,7 @@ def _judge(
             seen = dict(zip(names, look(shards, work.view, names), strict=True))
             for row in open_rows:
                 name, log = row["name"], seen[row["name"]]
-                if _dropped(row, horizon(log.log, log.oldest, log.floor_ms, None, now_ms)):
+                if _dropped(row, horizon(log.log, log.has_dropped, log.floor_ms, None, now_ms)):
                     totals["expired"] += row["kafka"] - row["view"]
                 elif log.log.segments and not log.listed:
                     if name not in unlisted:

@@ -132,7 +132,7 @@ class Seen(msgspec.Struct, frozen=True):
     """A log with all that its registry says of it."""
 
     log: Log
-    oldest: int
+    has_dropped: bool
     floor_ms: int
     listed: bool
 
@@ -148,8 +148,8 @@ def look(shards: Shards, view: str, names: Sequence[str]) -> list[Seen]:
     found: list[Seen] = []
     for answer, score in zip(answers[::2], answers[1::2], strict=True):
         fields = _named(answer)
-        oldest, floor_ms = int(fields.get(b"a", 0)), int(fields.get(b"o", 0))
-        found.append(Seen(read_log(fields), oldest, floor_ms, score is not None))
+        has_dropped = int(fields.get(b"a", 0)) > 0 or b"d" in fields
+        found.append(Seen(read_log(fields), has_dropped, int(fields.get(b"o", 0)), score is not None))
     return found
 
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
-import msgspec
-
 from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.stores.valkey import Shards, StoreOptions, prepare
@@ -26,6 +24,7 @@ from tailrace.units import format_duration
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.pack import LATER
+from tailrace.upkeep.report import leave
 from tailrace.upkeep.spread import Spread, step_back
 from tailrace.upkeep.throttle import Throttle
 
@@ -54,6 +53,8 @@ class Work(Protocol):
 
     name: str
     view: str
+    whole: bool
+    """Whether it is about all names of the view."""
 
     def run(self, shards: Shards, lease: Lease) -> None: ...
 
@@ -79,19 +80,11 @@ def run_job(settings: Settings, work: Work, *, wait_s: float = 0.0, clock: Calla
                 error = str(problem) or type(problem).__name__
                 raise
             finally:
-                times = {"started_ms": started, "ended_ms": clock()}
-                report = {"job": work.name, "view": work.view, **times, **work.facts(), "error": error}
-                _leave(shards, f"{work.name}:{work.view}", report)
+                if work.whole:
+                    leave(shards, work.name, work.view, started, clock(), work.facts(), error)
         return work.facts()
     finally:
         shards.close()
-
-
-def _leave(shards: Shards, field: str, report: Facts) -> None:
-    try:
-        shards.run_all([(0, ("HSET", shards.keys.upkeep(), field, msgspec.json.encode(report)))])
-    except TailraceError as problem:
-        logger.warning("the report of %s could not be stored: %s", field, problem)
 
 
 def jobs_of(settings: Settings, spread: Spread) -> Jobs:
@@ -107,7 +100,17 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
         work = pack.Packing(view, rules, clock=now_ms, spread=spread, throttle=throttle, stopped=stopped)
         return run_job(settings, work)
 
-    return {"sweep": (upkeep.sweep_every, sweep_once), "pack": (upkeep.pack_every, pack_once)}
+    def audit_once(view: str, stopped: Stopped) -> Facts:
+        from tailrace.upkeep.audit import audit_view
+
+        spread.stop()  # an audit reads Kafka, and its session has the connector
+        return audit_view(settings, view).facts()
+
+    return {
+        "sweep": (upkeep.sweep_every, sweep_once),
+        "pack": (upkeep.pack_every, pack_once),
+        "audit": (upkeep.audit_every, audit_once),
+    }
 
 
 class Loop:

@@ -54,6 +54,11 @@ def section_of(settings: Settings, view: str) -> Section:
     return section
 
 
+def every(name: str) -> bool:
+    """Every name is wanted."""
+    return True
+
+
 def matcher(pattern: str | None) -> Callable[[str], bool]:
     """Return whether a whole name matches a pattern; without one, every name does.
 
@@ -61,7 +66,7 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
         BadRequest: It is no pattern.
     """
     if pattern is None:
-        return lambda _: True
+        return every
     import re2
 
     try:
@@ -80,8 +85,8 @@ class Rules(msgspec.Struct, frozen=True):
     """When a view's segments are packed, and how."""
 
     after_ms: int
-    piece_bytes: int = 512 << 10
-    spark_from: int = 64 << 20
+    piece_bytes: int = 256 << 10
+    spark_from: int = 256 << 20
     per_hour: float = 0
     bytes_per_second: float = 0
 
@@ -134,13 +139,14 @@ class Packing:
         rules: Rules,
         *,
         clock: Callable[[], int],
-        wanted: Callable[[str], bool] = lambda _: True,
+        wanted: Callable[[str], bool] = every,
         spread: Spread | None = None,
         throttle: Throttle | None = None,
         stopped: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.view, self._rules, self._wanted, self._spread = view, rules, wanted, spread
+        self.view, self.whole, self._rules, self._spread = view, wanted is every, rules, spread
+        self._wanted = wanted
         self._now_ms = clock()
         self._throttle = throttle or Throttle(rules.per_hour, rules.bytes_per_second)
         self._stopped, self._progress = stopped, progress

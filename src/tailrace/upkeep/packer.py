@@ -8,14 +8,16 @@ leaves the log as it was or packed, and what was staged ends by itself.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
 from tailrace.errors import StoreError
 from tailrace.model.pack import digest, pack, pieces
-from tailrace.model.run import Entry
+from tailrace.model.run import Entry, encode
 from tailrace.model.segment import PACKED, SEALED, Log, Segment
 from tailrace.stores.registry import Registry
 from tailrace.stores.staging import Packed, Piece, Staging
@@ -112,7 +114,8 @@ class Packer:
         total = Outcome()
         for group in groups(dues):
             self._next()
-            total += self._pack_small(group) if len(group) > 1 else self._pack_large(group[0])
+            with _uncollected():
+                total += self._pack_small(group) if len(group) > 1 else self._pack_large(group[0])
             self._throttle.take(len(group), 0)
         return total
 
@@ -230,8 +233,22 @@ def _unlike(due: Due, events: int, last: int) -> str:
     return "" if events == due.segment.events and last == due.segment.last else "incomplete"
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector away from a group: it would look at thousands of lists, none of them garbage."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
 def _piece(due: Due, entries: Sequence[Entry], is_first: bool) -> Piece:
     stored = pack(entries)
+    if len(entries) == 1 and len(plain := encode(entries[0].run)) < len(stored):
+        stored = plain  # one small run is smallest as it is
     end = entries[-1]
     return Piece(due.name, due.segment.index, end.last, len_of(entries), end.newest_ms, stored, is_first, len(stored))
 

@@ -106,7 +106,7 @@ class Restorer:
             stretch = whole_log(surveys, due, behind)
         else:
             stretch = one_day(surveys, orders.day_ms, behind)
-        since = horizon(seen.log, seen.oldest, seen.floor_ms, keep_ms, orders.now_ms)
+        since = horizon(seen.log, seen.has_dropped, seen.floor_ms, keep_ms, orders.now_ms)
         bounds = limits(surveys, stretch, since, orders.day_ms)
         inside = surveys[stretch.begin : stretch.end]
         draft = _Draft(

@@ -19,7 +19,7 @@ from tailrace.stores.registry import Registry
 from tailrace.stores.staging import EXPIRE_AT_ONCE, Dropped, Staging
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.pack import LATER, milliseconds, section_of
+from tailrace.upkeep.pack import LATER, every, milliseconds, section_of
 
 PAGE = 500
 """Logs that one round trip is about."""
@@ -57,11 +57,12 @@ class Sweeping:
         rules: Rules,
         *,
         clock: Callable[[], int],
-        wanted: Callable[[str], bool] = lambda _: True,
+        wanted: Callable[[str], bool] = every,
         stopped: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.view, self._rules, self._clock, self._wanted = view, rules, clock, wanted
+        self.view, self.whole, self._rules, self._clock = view, wanted is every, rules, clock
+        self._wanted = wanted
         self._stopped, self._progress = stopped, progress
         self._segments = self._events = self._bytes = self._ended = self._later = 0
 

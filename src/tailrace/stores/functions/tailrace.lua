@@ -29,8 +29,8 @@ local function fence(keys, args)
 end
 
 -- A log's hash: i index of the newest segment, a of the oldest, t running-maximum time, o floor (no bucket begins before
--- it), x epoch and number of the end of what expired, and the fields below while a segment is open. Closed segments are
--- rows s<index>: {start, span, epoch, first, last, events, bytes, newest, raw bytes, state, replaced…}.
+-- it), x epoch and number of the end of what expired, d whether something had expired before a rebuild moved a back, and
+-- the fields below while a segment is open. Closed segments are rows s<index>: {start, span, epoch, first, last, events, bytes, newest, raw bytes, state, replaced…}.
 local OPEN = {'b', 'w', 'e', 'f', 'l', 'c', 'z'}
 local RAW, PACKED, SEALED = 0, 1, 2
 
@@ -406,6 +406,7 @@ local function replace(keys, args)
     redis.call('HSET', log, 's' .. args[i + 2], args[i + 3])
     lowest, highest, newest = math.min(lowest, index), math.max(highest, index), math.max(newest, row[8])
   end
+  if lowest <= 0 and tonumber(redis.call('HGET', log, 'a') or '0') > 0 then redis.call('HSET', log, 'd', '1') end
   redis.call('HSET', log, 'a', text(lowest), 'i', text(highest), 't', text(newest))
   redis.call('ZADD', tag .. ':names:' .. view, 0, name)
   redis.call('PERSIST', log)
