@@ -89,7 +89,7 @@ def audit_view(
     spark: Any = None,
     clock: Callable[[], float] = time.time,
 ) -> Audit:
-    """Audit a view, leave the report in the store and return it. Needs no lease.
+    """Audit a view, leave the report in the store if it is about all names, and return it. Needs no lease.
 
     Args:
         pattern: Only names that match.
@@ -118,10 +118,11 @@ def audit_view(
     finally:
         times = {"started_ms": round(started * 1000), "ended_ms": round(clock() * 1000)}
         report = {"job": "audit", "view": view, **times, **found.facts(), "error": error}
-        try:
-            shards.run_all([(0, ("HSET", shards.keys.upkeep(), f"audit:{view}", msgspec.json.encode(report)))])
-        except TailraceError as problem:
-            logger.warning("the report of the audit could not be stored: %s", problem)
+        if pattern is None:
+            try:
+                shards.run_all([(0, ("HSET", shards.keys.upkeep(), f"audit:{view}", msgspec.json.encode(report)))])
+            except TailraceError as problem:
+                logger.warning("the report of the audit could not be stored: %s", problem)
         shards.close()
 
 

@@ -26,8 +26,8 @@ from tailrace.upkeep.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-GROUP_BYTES = 512 << 10
-GROUP_SEGMENTS = 64
+GROUP_BYTES = 2 << 20
+GROUP_SEGMENTS = 256
 """Small segments are packed together, so many or so many stored bytes; a larger one is streamed on its own."""
 
 STEPS = ("read", "staged", "checked", "swapped")

@@ -51,6 +51,8 @@ class Rebuilding:
     """
 
     name = "rebuild"
+    whole = True
+    """Every run leaves its report, also one of a single name."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class Restorer:
         inside = surveys[stretch.begin : stretch.end]
         draft = _Draft(
             name,
-            self._buckets(surveys, stretch, behind),
+            self._buckets(surveys, stretch, behind, since),
             surveys[stretch.begin - 1].segment.newest_ms if stretch.begin else 0,
             self._orders.piece_bytes,
             None if orders.dry_run else self._stage,
@@ -210,15 +210,21 @@ class Restorer:
             if bounds.admit(r.source, r.offset, start, span):
                 yield Event(r.source, r.offset, r.time_ms, *_body(r.body), r.newest_ms, start, span)
 
-    def _buckets(self, surveys: Sequence[Survey], stretch: Stretch, behind: Segment | None) -> Buckets:
-        """Return the buckets there may be: what was applied went to no later one than the last that is replaced."""
+    def _buckets(self, surveys: Sequence[Survey], stretch: Stretch, behind: Segment | None, horizon_ms: int) -> Buckets:
+        """Return the buckets there may be.
+
+        What was applied went to no later one than the last that is replaced; and a log that has dropped its oldest ones
+        gets none of them back for what came late.
+        """
         inside = [survey.segment for survey in surveys[stretch.begin : stretch.end]]
         after = surveys[stretch.end].segment if stretch.end < len(surveys) else behind
         day_ms, future_ms = self._orders.day_ms, self._orders.work.plan.future_ms
         highest = bucket_start(self._orders.now_ms + future_ms, self._span_ms), self._span_ms
         if last := inside[-1] if inside else after:
             highest = last.start_ms, last.span_ms
-        lowest = None
+        lowest = bucket_start(horizon_ms, self._span_ms), self._span_ms
+        if surveys and horizon_ms == surveys[0].segment.start_ms:
+            lowest = horizon_ms, surveys[0].segment.span_ms
         if day_ms is not None:
             lowest = (inside[0].start_ms, inside[0].span_ms) if inside else (day_ms, self._span_ms)
         return Buckets(surveys[stretch.begin - 1].segment if stretch.begin else None, stretch.room, lowest, highest)

@@ -30,7 +30,8 @@ end
 
 -- A log's hash: i index of the newest segment, a of the oldest, t running-maximum time, o floor (no bucket begins before
 -- it), x epoch and number of the end of what expired, d whether something had expired before a rebuild moved a back, and
--- the fields below while a segment is open. Closed segments are rows s<index>: {start, span, epoch, first, last, events, bytes, newest, raw bytes, state, replaced…}.
+-- the fields below while a segment is open. Closed segments are rows s<index>: {start, span, epoch, first, last, events,
+-- bytes, newest, raw bytes, state, replaced…}.
 local OPEN = {'b', 'w', 'e', 'f', 'l', 'c', 'z'}
 local RAW, PACKED, SEALED = 0, 1, 2
 
@@ -333,11 +334,17 @@ local function reopen(keys, args)
   return {'ok', text(epoch), redis.call('HGETALL', tag .. ':marks:' .. args[2])}
 end
 
--- How far behind a rebuilt log leftovers are looked for.
+-- A log that was lost and begun again finds what it had under the keys of its new segments.
 local LEFTOVERS = 1000
 
--- Removes what a log that was lost and begun again left under the keys of segments to come, and in that of the open one.
-local function clear_behind(tag, view, name, log, top)
+-- Whether a segment's key holds something from before the segment's first number.
+local function has_leftovers(key, first)
+  local oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
+  return oldest and tonumber(string.match(oldest[1], '^%d+')) < first
+end
+
+-- Removes leftovers from the open segment and from the keys of segments to come.
+local function clear_leftovers(tag, view, name, log, top)
   local h = redis.call('HMGET', log, 'i', 'b', 'f')
   if h[2] then redis.call('XTRIM', segment_key(tag, view, h[1], name), 'MINID', h[3]) end
   for index = top + 1, tonumber(h[1]) + LEFTOVERS do
@@ -363,7 +370,7 @@ local function replace(keys, args)
     if not row or row[3] ~= tonumber(args[i + 1]) or row[5] ~= tonumber(args[i + 2]) then return {'moved'} end
     if row[3] >= epoch then return {'moved'} end
     if open then open_start = row[1] end
-    going[args[i]], ended = true, text(row[3]) .. ' ' .. text(row[5])
+    going[args[i]], ended = row[4], text(row[3]) .. ' ' .. text(row[5])
   end
   local top, start
   for i = first_new, #args, 4 do
@@ -376,8 +383,12 @@ local function replace(keys, args)
     local behind = find_row(log, text(top + 1))
     if behind and behind[1] < start then return {'moved'} end
   end
+  local left = redis.call('HMGET', log, 'i', 'b', 'f')
+  local leftovers = not left[1] or (left[2] and has_leftovers(segment_key(tag, view, left[1], name), tonumber(left[3])))
   for i = 6, first_new - 1, 3 do
-    redis.call('UNLINK', segment_key(tag, view, args[i], name))
+    local key = segment_key(tag, view, args[i], name)
+    leftovers = leftovers or has_leftovers(key, going[args[i]])
+    redis.call('UNLINK', key)
     redis.call('HDEL', log, 's' .. args[i])
   end
   if open_start then
@@ -385,9 +396,11 @@ local function replace(keys, args)
     raise_floor(log, open_start)
   end
   if not top then
-    local left = redis.call('HEXISTS', log, 'b') == 1
-    for _, field in ipairs(redis.call('HKEYS', log)) do left = left or string.sub(field, 1, 1) == 's' end
-    if not left and ended then
+    local goes_on = redis.call('HEXISTS', log, 'b') == 1
+    for _, field in ipairs(redis.call('HKEYS', log)) do goes_on = goes_on or string.sub(field, 1, 1) == 's' end
+    if goes_on then
+      redis.call('ZADD', tag .. ':names:' .. view, 0, name)
+    elseif ended then
       redis.call('HSET', log, 'x', ended)
       redis.call('ZREM', tag .. ':names:' .. view, name)
       redis.call('PEXPIRE', log, args[4])
@@ -410,7 +423,7 @@ local function replace(keys, args)
   redis.call('HSET', log, 'a', text(lowest), 'i', text(highest), 't', text(newest))
   redis.call('ZADD', tag .. ':names:' .. view, 0, name)
   redis.call('PERSIST', log)
-  clear_behind(tag, view, name, log, top)
+  if leftovers then clear_leftovers(tag, view, name, log, top) end
   return {'ok'}
 end
 
