@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.commands import repair
-from tailrace.errors import BadRequest
+from tailrace.errors import BadRequest, PipelineError
 from tailrace.model.audit import Tally, fingerprint
 from tailrace.stores.logs import write_row
 from tailrace.stores.valkey import StoreOptions
@@ -91,7 +91,7 @@ def test_what_is_appended_packed_and_expired_meanwhile_is_no_finding(past: Make)
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        found = [here.audit(clock=lambda: (NOON + 12 * DAY) / 1000) for _ in range(2)]
+        found = [here.audit(clock=lambda: NOON + 12 * DAY) for _ in range(2)]
     finally:
         ended.set()
         thread.join()
@@ -108,13 +108,13 @@ def test_what_the_view_dropped_on_purpose_is_not_missing_and_what_it_lost_is(pas
         assert [keeper.expire(name, keep * DAY).events for name, keep in (("a", 10), ("old/1", 9))] == [8, 12]
         assert keeper.expire("ended", DAY).ended
         assert keeper.expire("b", 9 * DAY).events == 12
-    found = here.audit(clock=lambda: now / 1000)
+    found = here.audit(clock=lambda: now)
     assert found.clean, found.findings
     assert found.expired == 8 + 12 + 8 + 12
     here.set("days", keep=None)
     client, key = here.segment_key("a", 1)
     client.delete(key)
-    kinds = {(f.kind, f.name, f.day) for f in here.audit(clock=lambda: now / 1000).findings}
+    kinds = {(f.kind, f.name, f.day) for f in here.audit(clock=lambda: now).findings}
     assert kinds == {("gone", "a", "2026-09-15"), ("missing", "a", "2026-09-15")}
 
 
@@ -210,6 +210,10 @@ def test_the_command_prints_findings_and_a_summary_and_says_by_its_code_whether_
         here.audit("nights")
     with pytest.raises(BadRequest, match="RE2"):
         here.audit(pattern="(")
+    with pytest.raises(PipelineError, match="given up"):
+        here.audit(stopped=lambda: True)
+    stored: Any = here.shards.client(0).hget(here.keys.upkeep(), "audit:days")
+    assert "given up" in json.loads(stored)["error"]
 
 
 def test_what_kafka_has_dropped_thins_out_or_was_never_read_from_is_not_compared(past: Make) -> None:

@@ -104,9 +104,9 @@ class Interleaving(RuleBasedStateMachine):
             if at == step:
                 raise Crash
 
-        with Keeper(self.store, clock=lambda: self.now, piece_bytes=piece, reached=reached) as keeper:
-            with suppress(Crash):
-                assert set(keeper.pack(after * DAY).left) <= {"early"}
+        keeper = Keeper(self.store, clock=lambda: self.now, piece_bytes=piece, reached=reached)
+        with suppress(Crash), keeper:
+            assert set(keeper.pack(after * DAY).left) <= {"early"}
 
     @rule(keep=st.integers(1, 4))
     def expire(self, keep: int) -> None:

@@ -29,7 +29,8 @@ def audit(settings: Settings, view: str, name_pattern: str | None, *, keys: bool
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
     _log()
-    step_back()
+    if spark is None:
+        step_back()
     found = audit_view(parts.at_stack(settings), view, pattern=name_pattern, keys=keys, spark=spark)
     _print(found.findings, json=json)
     offsets = sum(last - first + 1 for first, last in found.retained.values())
@@ -59,7 +60,8 @@ def rebuild(
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
     _log()
-    step_back()
+    if spark is None:
+        step_back()
     settings, began = parts.at_stack(settings), time.monotonic()
     work = Rebuilding(settings, view, name=name, day_ms=None if day is None else begin_of(day), spark=spark)
     if dry_run:

@@ -23,6 +23,7 @@ from tailrace.embedded.process import Part
 from tailrace.embedded.supervisor import Supervisor, hold
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import PrerequisiteMissing
+from tailrace.settings import Serve
 
 if TYPE_CHECKING:
     from tailrace.config import Settings
@@ -161,10 +162,12 @@ def _next_steps(url: str, example: str) -> list[str]:
         command = "tailrace"
     else:
         command = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+    usual = "http://{serve.host}:{serve.port}".format(serve=Serve())
+    elsewhere = "" if url == usual else f" --url {url}"
     return [
         "Try, in another terminal:",
-        f"  {command} streams ls",
-        f"  {command} tail '{example}' --from start",
+        f"  {command} streams ls{elsewhere}",
+        f"  {command} tail '{example}' --from start{elsewhere}",
         f"  curl -N '{url}/v1/streams/{quote(example, safe='')}/events?from=start'",
         "Ctrl-C here stops everything; the data stays.",
     ]

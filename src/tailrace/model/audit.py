@@ -76,25 +76,14 @@ class Tally(Generic[K]):
             row[2] += high
 
 
-class Print(msgspec.Struct, frozen=True, gc=False):
-    """An event of a run, as far as it is compared."""
-
-    offset: int
-    time_ms: int
-    low: int
-    high: int
-
-
-def prints(run: Run, first: int = -1, last: int | None = None) -> Iterator[Print]:
-    """Yield the events of a run whose offsets lie between two, both included."""
-    label, shared = str(run.source), len(run.keys) == 1
-    times, keys, headers, values = run.times, run.keys, run.headers, run.values
-    for i, offset in enumerate(run.offsets):
-        if offset < first or (last is not None and offset > last):
-            continue
-        key = keys[0] if shared else keys[i]
-        mark = fingerprint(label, offset, times[i], key, headers[i] if headers is not None else None, values[i])
-        yield Print(offset, times[i], *mark)
+def prints(run: Run, first: int = -1, last: int | None = None) -> Iterator[tuple[int, int, int, int]]:
+    """Yield offset, time and fingerprint of a run's events whose offsets lie between two, both included."""
+    label, keys, headers = str(run.source), run.keys, run.headers
+    every_key = keys * len(run) if len(keys) == 1 else keys
+    heads: Sequence[Headers | None] = [None] * len(run) if headers is None else headers
+    for offset, time_ms, key, head, value in zip(run.offsets, run.times, every_key, heads, run.values, strict=True):
+        if offset >= first and (last is None or offset <= last):
+            yield offset, time_ms, *fingerprint(label, offset, time_ms, key, head, value)
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -72,9 +72,8 @@ def whole_log(surveys: Sequence[Survey], due: int, behind: Segment | None) -> St
         behind: The segment that follows the list.
     """
     begin = next((i for i, s in enumerate(surveys) if i >= due and (s.retained or not s.sound)), len(surveys))
-    if surveys and behind is None:
-        # The place behind the last one is the pipeline's.
-        begin = min(begin, len(surveys) - 1)
+    # Behind the last one there is no room: the place is the pipeline's.
+    begin = min(begin, max(0, len(surveys) - 1))
     return _stretch(surveys, begin, len(surveys), behind)
 
 

@@ -9,7 +9,6 @@ between, a bucket expired or rebuilt, or Kafka's own retention. Invariant: an au
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -26,7 +25,7 @@ from tailrace.settings import Days
 from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys
-from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, kept, spark_for, spark_told
+from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, now_ms, spark_for
 from tailrace.upkeep.pack import milliseconds, section_of
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,8 @@ def audit_view(
     pattern: str | None = None,
     keys: bool = False,
     spark: Any = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], int] = now_ms,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Audit:
     """Audit a view, leave the report in the store if it is about all names, and return it. Needs no lease.
 
@@ -95,11 +95,11 @@ def audit_view(
         pattern: Only names that match.
         keys: Also look through all keys for some that nobody owns.
         spark: A session that has Kafka's connector; one is started, and ended, without it.
-        clock: Seconds since 1970.
+        stopped: Whether to give up at the next opportunity.
 
     Raises:
         BadRequest: There is no such view, or the pattern is none.
-        Unavailable, StoreChanged, PipelineError: It could not be done; the report says so.
+        Unavailable, StoreChanged, PipelineError: It could not be done, or was given up; the report says so.
     """
     section_of(settings, view)
     wanted = Wanted(pattern)
@@ -108,15 +108,15 @@ def audit_view(
     started, found, error = clock(), Audit(view), ""
     try:
         with spark_for(settings, spark) as session:
-            found = Auditor(settings, session, view, clock).audit(shards, wanted)
+            found = Auditor(settings, session, view, clock, stopped).audit(shards, wanted)
         if keys:
             found = msgspec.structs.replace(found, findings=(*found.findings, *stray_keys(shards, view)))
-        return msgspec.structs.replace(found, seconds=round(clock() - started, 3))
+        return msgspec.structs.replace(found, seconds=(clock() - started) / 1000)
     except TailraceError as problem:
         error = str(problem)
         raise
     finally:
-        times = {"started_ms": round(started * 1000), "ended_ms": round(clock() * 1000)}
+        times = {"started_ms": started, "ended_ms": clock()}
         report = {"job": "audit", "view": view, **times, **found.facts(), "error": error}
         if pattern is None:
             try:
@@ -129,8 +129,15 @@ def audit_view(
 class Auditor:
     """Runs the job, and runs it again where something was found."""
 
-    def __init__(self, settings: Settings, spark: Any, view: str, clock: Callable[[], float]) -> None:
-        self._settings, self._spark, self._view, self._clock = settings, spark, view, clock
+    def __init__(
+        self,
+        settings: Settings,
+        spark: Any,
+        view: str,
+        clock: Callable[[], int],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._settings, self._spark, self._view, self._clock, self._stopped = settings, spark, view, clock, stopped
         self.history = History(settings, spark, view)
 
     def audit(self, shards: Shards, wanted: Wanted) -> Audit:
@@ -182,16 +189,15 @@ class Auditor:
         for attempt in range(ATTEMPTS):
             work = self.history.assign(shards, self.history.extent(shards), wanted)
             try:
-                with spark_told():
-                    return self._job(work, most).collect(), work
+                return collect(self._spark, self._job(work, most), self._stopped), work
             except PipelineError as error:
-                if attempt == ATTEMPTS - 1 or not self.history.has_moved(work.extent):
+                if attempt == ATTEMPTS - 1 or self._stopped() or not self.history.has_moved(work.extent):
                     raise
                 logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
         raise AssertionError
 
     def _job(self, work: Assignment, most: int | None) -> Any:
-        days, now_ms = self._settings.days, round(self._clock() * 1000)
+        days, now = self._settings.days, self._clock()
         count = work.plan.store.shards
         parts = max(1, -(-2 * int(self._spark.sparkContext.defaultParallelism) // count))
 
@@ -203,7 +209,7 @@ class Auditor:
             yield from _sums(_view_places(work, [(i % count, i // count) for i in pieces], parts))
 
         def judge(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _judge(work, days, now_ms, most, batches)
+            yield from _judge(work, days, now, most, batches)
 
         sums = self._spark.range(0, count * parts, 1, count * parts).mapInArrow(view_side, _SUMS)
         records = self.history.records(work.extent)
@@ -267,7 +273,7 @@ def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) ->
 
 
 def _judge(
-    work: Assignment, days: Days, now_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
+    work: Assignment, days: Days, at_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Say what each place that does not cancel out is: a finding, or something that the view has dropped on purpose."""
     shards = work.open()
@@ -285,7 +291,7 @@ def _judge(
                     totals["days"] += row["low"]
                 elif row["note"]:
                     found.append(_decode_finding(row["note"]))
-                elif _dropped(row, _kept_since(days, row["name"], now_ms)):
+                elif _dropped(row, _kept_since(days, row["name"], at_ms)):
                     totals["expired"] += row["kafka"] - row["view"]
                 else:
                     open_rows.append(row)
@@ -293,7 +299,7 @@ def _judge(
             seen = dict(zip(names, look(shards, work.view, names), strict=True))
             for row in open_rows:
                 name, log = row["name"], seen[row["name"]]
-                if _dropped(row, horizon(log.log, log.has_dropped, log.floor_ms, None, now_ms)):
+                if _dropped(row, horizon(log.log, log.has_dropped, log.floor_ms, None, at_ms)):
                     totals["expired"] += row["kafka"] - row["view"]
                 elif log.log.segments and not log.listed:
                     if name not in unlisted:
@@ -309,9 +315,9 @@ def _judge(
     yield _batch(_JUDGED, [(_TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
 
 
-def _kept_since(days: Days, name: str, now_ms: int) -> int:
+def _kept_since(days: Days, name: str, at_ms: int) -> int:
     keep = days.keep_of(name)
-    return 0 if keep is None else now_ms - milliseconds(keep)
+    return 0 if keep is None else at_ms - milliseconds(keep)
 
 
 def _dropped(row: dict[str, Any], horizon_ms: int) -> bool:

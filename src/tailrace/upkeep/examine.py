@@ -67,8 +67,8 @@ def _examine(shards: Shards, view: str, named: Named, held: dict[int, list[Held]
                 within = bounds.get(run.source)
                 if within is not None:
                     label = str(run.source)
-                    for event in prints(run, *within):
-                        tally.add((label, event.time_ms // DAY_MS), event.low, event.high)
+                    for _, time_ms, low, high in prints(run, *within):
+                        tally.add((label, time_ms // DAY_MS), low, high)
         checker.end()
     return Examined(named.name, named.log, tally, checker.findings)
 
@@ -153,30 +153,57 @@ def look(shards: Shards, view: str, names: Sequence[str]) -> list[Seen]:
     return found
 
 
+class _Key(msgspec.Struct, frozen=True):
+    """A key of a log, taken apart."""
+
+    text: str
+    shard: int
+    kind: str
+    view: str
+    index: str
+    name: str
+
+    @classmethod
+    def read(cls, text: str, prefix: str) -> _Key | None:
+        """Read a key; None if it is of another kind."""
+        shard, _, rest = text.removeprefix(prefix).partition("}:")
+        kind, _, rest = rest.partition(":")
+        if not shard.isdecimal() or kind not in ("log", "seg", "staged"):
+            return None
+        if kind == "staged":
+            rest = rest.partition(":")[2]
+        view, _, rest = rest.partition(":")
+        index, _, name = ("", "", rest) if kind == "log" else rest.partition(":")
+        return cls(text, int(shard), kind, view, index, name)
+
+
 def stray_keys(shards: Shards, view: str) -> Iterator[Finding]:
     """Yield the keys of a view's logs that no registry names and that do not end by themselves."""
     prefix = f"{shards.keys.prefix}:{{"
     for node in shards.primaries():
-        with translated():
-            for key in node.scan_iter(f"{prefix}*", count=1000):
-                shard, _, rest = key.decode().removeprefix(prefix).partition("}:")
-                kind, _, place = rest.partition(":")
-                if kind not in ("log", "seg", "staged") or not shard.isdecimal() or node.pttl(key) != -1:
-                    continue
-                # What is gone by now was expired or replaced after the scan had seen it.
-                if not _owned(shards, int(shard), view, kind, place) and node.pttl(key) == -1:
-                    yield Finding("stray", place.rpartition(":")[2], detail=f"nobody owns {key.decode()}")
+        cursor: Any = 0
+        while True:
+            with translated():
+                answer: Any = node.scan(cursor, f"{prefix}*", 1000)
+            cursor, page = answer
+            read = (_Key.read(key.decode(), prefix) for key in page)
+            found = [key for key in read if key is not None and key.view == view and key.shard < shards.options.shards]
+            found = _endless(shards, found)
+            strays = [key for key in found if key.kind == "staged"]
+            owned = [key for key in found if key.kind != "staged"]
+            for key, seen in zip(owned, look(shards, view, [key.name for key in owned]), strict=True):
+                if key.kind == "log":
+                    strays += [] if seen.listed else [key]
+                elif key.index not in {str(segment.index) for segment in seen.log.segments}:
+                    strays.append(key)
+            # What is gone by now was expired or replaced after the scan had seen it.
+            for key in _endless(shards, strays):
+                yield Finding("stray", key.name, detail=f"nobody owns {key.text}")
+            if not cursor:
+                break
 
 
-def _owned(shards: Shards, shard: int, view: str, kind: str, place: str) -> bool:
-    """Whether a registry names a key, or it belongs to another view."""
-    of, _, place = place.partition(":")
-    if kind == "staged":
-        return place.partition(":")[0] != view
-    if of != view or shard >= shards.options.shards:
-        return of != view
-    if kind == "log":
-        return look(shards, view, [place])[0].listed
-    index, _, name = place.partition(":")
-    seen = look(shards, view, [name])[0]
-    return any(str(segment.index) == index for segment in seen.log.segments)
+def _endless(shards: Shards, keys: Sequence[_Key]) -> list[_Key]:
+    """Return the keys that are there and do not end by themselves."""
+    left = shards.run_all([(key.shard, ("PTTL", key.text)) for key in keys])
+    return [key for key, ms in zip(keys, left, strict=True) if ms == -1]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,8 +38,14 @@ from tailrace.upkeep.spread import Spread
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 0.2
 ATTEMPTS = 3
 """How often a job is begun in all when Kafka drops what it reads."""
+
+
+def now_ms() -> int:
+    """The clock of audits and rebuilds."""
+    return time.time_ns() // 1_000_000
 
 
 class Extent(msgspec.Struct, frozen=True):
@@ -195,15 +203,26 @@ def spark_for(settings: Settings, spark: Any = None) -> Iterator[Any]:
         Spread(settings).stop()
 
 
-@contextmanager
-def spark_told() -> Iterator[None]:
-    """Turn Spark's exceptions into ours, with the line of theirs that says what happened."""
+def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False) -> list[Any]:
+    """Run a job and return its rows; give it up when ``stopped`` says so.
+
+    Raises:
+        PipelineError: It was given up, or Spark failed; the line of its message that says most is ours.
+    """
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException
 
     try:
-        yield
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(frame.collect)
+            while not wait([result], LOOK_S).done:
+                if stopped():
+                    spark.sparkContext.cancelAllJobs()
+            rows: list[Any] = result.result()
+            return rows
     except (PySparkException, Py4JError) as error:
+        if stopped():
+            raise PipelineError("the job was given up before its end") from None
         lines = [line.strip() for line in str(error).splitlines()]
         ours = [line for line in lines if line.startswith("tailrace.errors.")]
         theirs = [line for line in lines if "Error: " in line or "Exception: " in line]

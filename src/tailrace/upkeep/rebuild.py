@@ -9,7 +9,6 @@ segments; a rebuild that dies is begun again from the beginning, and what it had
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
@@ -24,7 +23,7 @@ from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
-from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, kept, spark_for, spark_told
+from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, now_ms, spark_for
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.pack import milliseconds, section_of
 from tailrace.upkeep.restore import DIFFERS, MOVED, REBUILT, Orders, Record, Restored, Restorer, encode_body
@@ -44,7 +43,6 @@ class Rebuilding:
         name: One stream; None = all of them.
         day_ms: When the UTC day began that is to be restored; None = all days.
         spark: A session that has Kafka's connector; one is started, and ended, without it.
-        clock: Seconds since 1970.
 
     Raises:
         BadRequest: There is no such view.
@@ -62,7 +60,7 @@ class Rebuilding:
         name: str | None = None,
         day_ms: int | None = None,
         spark: Any = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], int] = now_ms,
         reached: Callable[[str], None] = failpoint.reached,
     ) -> None:
         section_of(settings, view)
@@ -111,7 +109,7 @@ class Rebuilding:
             if not names:
                 return
             lease.check()
-            opened = Staging(shards, self.view, lease.token).reopen(int(self._clock()))
+            opened = Staging(shards, self.view, lease.token).reopen(self._clock() // 1000)
             self._reached("reopened")
             epochs, marks = tuple(epoch for epoch, _ in opened), [marks for _, marks in opened]
             self._restore(spark, shards, names, epochs, marks, lease.token)
@@ -138,8 +136,8 @@ class Rebuilding:
         for attempt in range(ATTEMPTS):
             extent = history.extent(shards, marks)
             try:
-                with spark_told():
-                    rows = self._job(spark, history, self._orders(history, shards, extent, names, epochs, token))
+                orders = self._orders(history, shards, extent, names, epochs, token)
+                rows = collect(spark, self._job(spark, history, orders))
             except PipelineError as error:
                 if attempt == ATTEMPTS - 1 or not history.has_moved(extent):
                     raise
@@ -169,12 +167,12 @@ class Rebuilding:
             epochs=epochs,
             day_ms=self._day_ms,
             dry_run=epochs[0] == _ANY_EPOCH,
-            now_ms=round(self._clock() * 1000),
+            now_ms=self._clock(),
             piece_bytes=upkeep.segment_bytes,
             remember_ms=milliseconds(upkeep.remember),
         )
 
-    def _job(self, spark: Any, history: History, orders: Orders) -> list[Any]:
+    def _job(self, spark: Any, history: History, orders: Orders) -> Any:
         from pyspark.sql import Window
         from pyspark.sql.functions import col
         from pyspark.sql.functions import max as highest
@@ -198,8 +196,7 @@ class Rebuilding:
             .withColumn("newest", highest(col("time")).over(so_far.rowsBetween(Window.unboundedPreceding, 0)))
             .sortWithinPartitions("name", "newest", "source", "offset")
         )
-        found: list[Any] = in_order.mapInArrow(restore, _RESTORED).collect()
-        return found
+        return in_order.mapInArrow(restore, _RESTORED)
 
 
 # What tasks do.

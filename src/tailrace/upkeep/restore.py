@@ -166,11 +166,11 @@ class Restorer:
                 for entry in checker.take(held):
                     source = entry.run.source
                     first, last = bounds.get(source, (1 << 62, None))
-                    for event in prints(entry.run, reached.get(source, -1) + 1, last):
-                        events, low, high = events + 1, low + event.low, high + event.high
-                        offsets[source] = offsets.get(source, (event.offset, 0))[0], event.offset
-                        reached[source] = event.offset
-                        if event.offset >= first:
+                    for offset, _, its_low, its_high in prints(entry.run, reached.get(source, -1) + 1, last):
+                        events, low, high = events + 1, low + its_low, high + its_high
+                        offsets[source] = offsets.get(source, (offset, 0))[0], offset
+                        reached[source] = offset
+                        if offset >= first:
                             has_retained = True
                         else:
                             carried[source] = carried.get(source, 0) + 1
