@@ -219,9 +219,9 @@ def _topic(text: str) -> str:
 
 
 def _bucket(length: timedelta) -> timedelta:
-    whole = not length.microseconds and timedelta(minutes=1) <= length <= timedelta(days=1)
+    whole = not length.microseconds and timedelta(hours=1) <= length <= timedelta(days=1)
     if not whole or timedelta(days=1) % length:
-        raise ValueError('a length from "1m" to "1d" that divides a day evenly, such as "5m", "1h" or "6h"')
+        raise ValueError('a length from "1h" to "1d" that divides a day evenly, such as "1h" or "6h"')
     return length
 
 

@@ -19,7 +19,7 @@ from tailrace.errors import BadRequest, PipelineError
 from tailrace.model.audit import Tally, fingerprint
 from tailrace.stores.logs import write_row
 from tailrace.stores.valkey import StoreOptions
-from tailrace.upkeep.examine import examine
+from tailrace.upkeep.examine import examine, look
 from tests.upkeep.past import Past
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer
@@ -130,6 +130,7 @@ def test_every_kind_of_damage_is_found_and_named(past: Make) -> None:
         "no-hash",
         "miscounted",
         "other-bytes",
+        "bad-row",
         "vanished",
     ]
     here.put(here.days(*names, days=3, each=4))
@@ -163,6 +164,7 @@ def test_every_kind_of_damage_is_found_and_named(past: Make) -> None:
     client.delete(key)
     for entry, fields in held:
         client.xadd(key, {b"r": fields[b"r"].replace(b'"name"', b'"NAME"'), b"t": fields[b"t"]}, entry)
+    here.client("bad-row").hset(here.log_key("bad-row"), "s1", b"\xc1 no row")
     client, gone = here.client("vanished"), here.log_key("vanished")
     client.zrem(here.names_key("vanished"), "vanished")
     client.delete(gone, *(here.segment_key("vanished", i)[1] for i in range(2)))
@@ -180,6 +182,7 @@ def test_every_kind_of_damage_is_found_and_named(past: Make) -> None:
         "no-hash": {"no-log", "missing", "stray"},
         "miscounted": {"count"},
         "other-bytes": {"different"},
+        "bad-row": {"registry", "missing"},
         "vanished": {"missing", "stray"},
     }
     missing = [f for f in found.findings if f.name == "deleted" and f.kind == "missing"]
@@ -240,13 +243,13 @@ def test_a_log_that_changed_since_its_registry_was_read_is_read_again(store: Sto
     writer = Writer(store)
     writer.write([Record(i, b"a", time=NOON + i * DAY) for i in range(5)])
     with Keeper(store, clock=lambda: NOON + 12 * DAY) as keeper:
-        before = keeper.registry.logs(["a"])
+        before = look(keeper.shards, "days", ["a"])
         keeper.pack()
         keeper.expire("a", 10 * DAY)
         writer.write([Record(5, b"a", time=NOON + 5 * DAY)])
-        (examined,) = examine(keeper.shards, keeper.registry, iter(before), {})
+        (examined,) = examine(keeper.shards, "days", before, {})
         assert not examined.findings
         assert len(examined.log.segments) == 4
         assert keeper.expire("a", DAY).ended
-        (ended,) = examine(keeper.shards, keeper.registry, iter(before), {})
+        (ended,) = examine(keeper.shards, "days", before, {})
         assert not ended.findings

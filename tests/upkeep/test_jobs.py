@@ -28,8 +28,8 @@ from tailrace.model.segment import PACKED
 from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
-from tailrace.upkeep.loop import Loop, now_ms, run_job
-from tailrace.upkeep.packer import due_segments
+from tailrace.upkeep.loop import Job, Loop, now_ms, run_job
+from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spread import Plan, Spread, divided
 from tailrace.upkeep.throttle import Throttle
 from tests.faults.rig import QUICK_JAVA, wait_for
@@ -261,9 +261,9 @@ def test_a_run_that_is_stopped_leaves_the_rest_to_the_next(store: StoreOptions) 
     looks = iter((False, True))
     first = pack.Packing("days", NOW, clock=now_ms, stopped=lambda: next(looks))
     facts = run_job(settings(store), first)
-    assert facts["segments"] == 64
-    assert facts["left"] == {"later": 236}
-    assert run_job(settings(store), pack.Packing("days", NOW, clock=now_ms))["segments"] == 236
+    assert facts["segments"] == GROUP_SEGMENTS
+    assert facts["left"] == {"later": 300 - GROUP_SEGMENTS}
+    assert run_job(settings(store), pack.Packing("days", NOW, clock=now_ms))["segments"] == 300 - GROUP_SEGMENTS
 
 
 def test_a_damaged_run_is_left_and_all_others_are_packed(store: StoreOptions) -> None:
@@ -336,7 +336,7 @@ def test_a_run_that_failed_reports_what_it_had_done(store: StoreOptions) -> None
     with pytest.raises(OSError, match="no space"):
         run_job(settings(store), pack.Packing("days", NOW, clock=now_ms, progress=broken))
     report = reports(store)["pack:days"]
-    assert (report["segments"], report["error"]) == (64, "no space left")
+    assert (report["segments"], report["error"]) == (GROUP_SEGMENTS, "no space left")
 
 
 def test_the_loop_goes_on_after_every_kind_of_error() -> None:
@@ -353,7 +353,7 @@ def test_the_loop_goes_on_after_every_kind_of_error() -> None:
         raise error
 
     every = timedelta(milliseconds=10)
-    Loop({"bad": (every, bad), "never": (None, bad)}, ("days",), stopping).run()
+    Loop({"bad": Job(every, bad), "never": Job(None, bad)}, ("days",), stopping).run()
     assert runs == ["days"] * 5
 
 
@@ -372,9 +372,37 @@ def test_a_job_that_takes_long_gives_way_to_one_that_is_due() -> None:
             stopping.set()
         return {}
 
-    jobs = {"short": (timedelta(seconds=30), short), "long": (timedelta(seconds=1), long)}
+    jobs = {"short": Job(timedelta(seconds=30), short), "long": Job(timedelta(seconds=1), long, yields=True)}
     loop = Loop(jobs, ("days",), stopping, clock=lambda: clock.now)
     clock.now += 2
     loop.run()
     assert ran == ["long", "short"] * 4
     assert clock.now < 5 * 70
+
+
+def test_a_job_that_must_finish_to_have_done_anything_is_not_stopped_for_another() -> None:
+    stopping, clock, ran = threading.Event(), Time(), []
+
+    def walk(view: str, stopped: Any) -> dict[str, object]:
+        for _ in range(20):
+            clock.now += 10
+            assert not stopped()
+        ran.append("walk")
+        return {}
+
+    def pack(view: str, stopped: Any) -> dict[str, object]:
+        clock.now += 200  # counts what is due, and does not look up
+        done = 0
+        while not stopped():
+            clock.now, done = clock.now + 10, done + 1
+        ran.append(f"packed {done > 5}")
+        if len(ran) > 5:
+            stopping.set()
+        return {"left": {"later": 1}}
+
+    every = timedelta(seconds=30)
+    jobs = {"walk": Job(every, walk), "pack": Job(every, pack, yields=True)}
+    loop = Loop(jobs, ("days",), stopping, clock=lambda: clock.now)
+    clock.now += 20
+    loop.run()
+    assert ran == ["walk", "packed True"] * 3

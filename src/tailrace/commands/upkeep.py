@@ -126,7 +126,7 @@ def summary(facts: Mapping[str, object], *, json: bool) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {count:,}" for name, count in value.items()) or "nothing"
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items()) or "nothing"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int | float) else str(value)

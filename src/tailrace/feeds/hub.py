@@ -19,7 +19,7 @@ import msgspec
 
 from tailrace.errors import TailraceError, Unavailable
 from tailrace.model.run import Entry
-from tailrace.model.segment import Segment
+from tailrace.model.segment import Key, Segment
 from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Arg
@@ -30,9 +30,6 @@ BLOCK_MS = 1000
 REFRESH_S = 5.0
 READ_ENTRIES = 50
 """Of one log, at once; one that grew by more is left to its readers."""
-
-Key = tuple[int, int]
-"""A place in a log's own order: index of the segment, number."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -56,6 +53,8 @@ class Channel:
         self.base: Key = (-1, 0)
         """What lies after this place is held, up to ``head``."""
         self.head: Key = (-1, 0)
+        self.era = 0
+        """Counts how often the log began anew: places of two eras do not compare."""
         self.waiters: set[asyncio.Event] = set()
         self._pieces: deque[Piece] = deque()
         self._size = 0
@@ -197,16 +196,18 @@ class Hub:
         for channel, log in zip(channels, await self._logs.logs_of([c.name for c in channels]), strict=True):
             segments = log.segments
             epoch, head = channel.epoch, channel.head
-            if segments and segments[-1].epoch != epoch:
-                # A new channel, or a new epoch: it begins at the end; readers that are not there yet read the store.
-                last = segments[-1]
-                epoch, head = renewed[channel] = last.epoch, (last.index, last.last)
+            end = (segments[-1].index, segments[-1].last) if segments else (-1, 0)
+            if segments and (segments[-1].epoch != epoch or end < head):
+                # A new channel, a new epoch, or a log that began anew after it was forgotten: it begins at the end;
+                # readers that are not there yet read the store.
+                epoch, head = renewed[channel] = segments[-1].epoch, end
             for segment in segments:
                 if segment.epoch == epoch and (segment.index, segment.last) > head:
                     places.append((channel, segment, head[1] if segment.index == head[0] else segment.first - 1))
         answers = await self._logs.read_many([(c.name, segment, after) for c, segment, after in places], READ_ENTRIES)
         # From here on nothing is awaited: readers see a channel before or after the change, never in between.
         for channel, (epoch, head) in renewed.items():
+            channel.era += head < channel.head
             channel.restart(epoch, head)
         limit = max(1 << 16, self._ring_bytes // max(1, len(self._channels)))
         for (channel, segment, _), entries in zip(places, answers, strict=True):

@@ -17,10 +17,10 @@ import msgspec
 from tailrace.errors import CursorGone, StreamNotFound
 from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
 from tailrace.feeds.hub import Hub, Piece
-from tailrace.feeds.reader import Reader, before_time, beyond, end_of, last_events
+from tailrace.feeds.reader import Reader, before_time, end_of, last_events
 from tailrace.feeds.request import Request
 from tailrace.model.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
-from tailrace.model.segment import Gap
+from tailrace.model.segment import Gap, Key, key_of
 from tailrace.stores.logs import Logs
 
 BATCH_BYTES = 256 << 10
@@ -35,6 +35,8 @@ class _Item(msgspec.Struct, frozen=True, gc=False):
 
     time_ms: int
     position: Position
+    index: int
+    """Of its segment."""
     data: bytes | None
 
 
@@ -46,6 +48,8 @@ class _Line:
         self.position = reader.position
         self.ahead: deque[_Item | Gap] = deque()
         self.target = target
+        self.until: Key | None = None
+        """Where the request ends, when it ends at a cursor."""
         self.done = False
 
 
@@ -137,7 +141,10 @@ class Feed:
                 channel = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
                 line = _Line(Reader(self._logs, name, start, channel), end)
                 self._lines.append(line)
-                self._check_until(line)
+                if request.until is not None:
+                    log = await self._logs.log(name)
+                    line.until = key_of(log, request.until.positions[len(self._lines) - 1])
+                    line.done = key_of(log, start) >= line.until
             await self._fill()
             if request.on_gap == "fail":
                 for line in self._lines:
@@ -193,9 +200,6 @@ class Feed:
     def _take(self, line: _Line, piece: Piece) -> None:
         """Turn a stored run into items, leaving out what was seen before and what was not asked for."""
         request, segment, entry = self._request, piece.segment, piece.entry
-        if request.until_ms is not None and beyond(segment, request.until_ms):
-            line.done = True
-            return
         last = line.ahead[-1] if line.ahead else None
         seen = last.position if isinstance(last, _Item) else line.position
         skip = max(0, seen.number + 1 - entry.first) if seen.epoch == segment.epoch else 0
@@ -206,7 +210,7 @@ class Feed:
             wanted = (request.since_ms is None or time_ms >= request.since_ms) and (
                 request.until_ms is None or time_ms <= request.until_ms
             )
-            line.ahead.append(_Item(time_ms, Position(segment.epoch, number), data if wanted else None))
+            line.ahead.append(_Item(time_ms, Position(segment.epoch, number), segment.index, data if wanted else None))
 
     async def _merge(self) -> list[AnyFrame]:
         frames: list[AnyFrame] = []
@@ -225,7 +229,7 @@ class Feed:
                 frames.append(self._gap(line, item))
                 continue
             line.position = item.position
-            self._check_until(line)
+            line.done = line.until is not None and (item.index, item.position.number) >= line.until
             if item.data is None:
                 moved = True
             else:
@@ -252,12 +256,6 @@ class Feed:
             if best is None or head.time_ms < best_ms:
                 best, best_ms = line, head.time_ms
         return best
-
-    def _check_until(self, line: _Line) -> None:
-        until = self._request.until
-        if until is not None:
-            wanted, reached = until.positions[self._lines.index(line)], line.position
-            line.done = (reached.epoch, reached.number) >= (wanted.epoch, wanted.number)
 
     def _gap(self, line: _Line, gap: Gap) -> AnyFrame:
         if self._request.on_gap == "fail":
@@ -295,6 +293,6 @@ class Feed:
 def _caught_up(line: _Line) -> bool:
     """Whether a log has been sent up to what it had when the feed began."""
     target, position = line.target, line.position if line.ahead else line.reader.position
-    if line.done or target.epoch < position.epoch:
+    if line.done or (line.reader.is_at_end and not line.ahead):
         return True
     return target.epoch == position.epoch and target.number <= position.number

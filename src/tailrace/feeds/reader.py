@@ -6,15 +6,16 @@ gone is returned as a Gap in its place.
 
 from __future__ import annotations
 
-from tailrace.feeds.hub import Channel, Key, Piece
-from tailrace.model.bucket import DAY_MS
+from tailrace.feeds.hub import Channel, Piece
 from tailrace.model.cursor import Position
-from tailrace.model.segment import Gap, Segment, locate
+from tailrace.model.segment import Gap, Key, Segment, locate
 from tailrace.stores.logs import Logs
 
 READ_BYTES = 1 << 20
 """About how much a reader takes from the store at once; entries differ, so it learns how many that is."""
 MOST_ENTRIES = 500
+TRIES = 5
+"""How often a look that a swap has crossed is begun again."""
 
 
 class Reader:
@@ -25,18 +26,25 @@ class Reader:
         self.position = position
         self._logs = logs
         self._channel = channel
-        self._index = -1
+        self._era = channel.era
+        self._index: int | None = None
         self._count = 4
+        self.is_at_end = False
+        """Whether the last look found nothing more."""
 
     @property
     def key(self) -> Key:
         """The place in the log's own order."""
-        return self._index, self.position.number
+        return self._index or 0, self.position.number
 
     async def next(self) -> list[Piece | Gap]:
         """Return what follows the position, and move behind it; nothing at the end of the log."""
-        held = self._channel.after(self.position.epoch, self.key) if self._index >= 0 else None
+        channel = self._channel
+        known = self._era == channel.era and self._index is not None
+        self._era = channel.era
+        held = channel.after(self.position.epoch, self.key) if known else None
         pieces: list[Piece | Gap] = _some(held) if held is not None else await self._from_store()
+        self.is_at_end = not pieces
         for piece in reversed(pieces):
             if isinstance(piece, Piece):
                 self._move(piece.segment, piece.entry.last)
@@ -118,13 +126,23 @@ async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
 
 async def last_events(logs: Logs, name: str, count: int) -> list[tuple[int, Position]]:
     """Return (own time, place before it) of a log's last ``count`` events, the latest first."""
+    for _ in range(TRIES):
+        found, torn = await _last_events(logs, name, count)
+        if not torn:
+            break
+    return found
+
+
+async def _last_events(logs: Logs, name: str, count: int) -> tuple[list[tuple[int, Position]], bool]:
+    """Look once, and say whether a segment lacked what the registry shows: packed or dropped meanwhile, or damaged."""
     found: list[tuple[int, Position]] = []
-    step = 1
+    step, torn = 1, False
     for segment in reversed((await logs.log(name)).segments):
         before = segment.last
         while before >= segment.first and len(found) < count:
             entries = await logs.read_back(name, segment, before, step)
             if not entries:
+                torn = True
                 break
             step = min(50, 2 * step)
             for entry in entries:
@@ -133,9 +151,4 @@ async def last_events(logs: Logs, name: str, count: int) -> list[tuple[int, Posi
             before = entries[-1].first - 1
         if len(found) >= count:
             break
-    return found[:count]
-
-
-def beyond(segment: Segment, until_ms: int) -> bool:
-    """Return whether a segment is too late to hold anything up to a time, but for what came a day late."""
-    return segment.start_ms > until_ms + DAY_MS
+    return found[:count], torn

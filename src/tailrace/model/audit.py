@@ -33,8 +33,8 @@ class Finding(msgspec.Struct, frozen=True):
     """Something that is not as it must be.
 
     Kinds: ``missing``, ``extra`` and ``different`` compare a day of one source with Kafka; ``gone`` (a segment's key),
-    ``count``, ``damaged``, ``order``, ``numbers``, ``buckets``, ``unlisted`` and ``no-log`` are of a log and its
-    registry; ``stray`` is a key that nobody owns.
+    ``count``, ``damaged``, ``order``, ``numbers``, ``buckets``, ``registry``, ``unlisted`` and ``no-log`` are of a log
+    and its registry; ``stray`` is a key that nobody owns.
     """
 
     kind: str

@@ -222,13 +222,16 @@ class Buckets:
 def replaced(front: Sequence[Segment], gone: Sequence[Segment], expired: Position) -> tuple[tuple[int, int, int], ...]:
     """Return (epoch, first, last) of all that is replaced, the last segment of the log's order last.
 
-    A place between two segments, such as the one a reader is sent to after a gap, counts to the one behind it.
+    A place between two segments, such as the one a reader is sent to after a gap, counts to the one behind it. Nobody
+    knows the epoch of a segment whose row cannot be read: it is 0, and left out.
     """
     reached = {expired.epoch: expired.number}
     for segment in front:
         reached[segment.epoch] = max(segment.last, reached.get(segment.epoch, 0))
     found: list[tuple[int, int, int]] = []
     for segment in gone:
+        if not segment.epoch:
+            continue
         found += segment.replaced
         first = min(segment.first, reached.get(segment.epoch, 0) + 1)
         if found and found[-1][0] == segment.epoch and found[-1][2] == first - 1:

@@ -82,6 +82,13 @@ class Gap(msgspec.Struct, frozen=True):
     reason: str
 
 
+Key = tuple[int, int]
+"""A place in a log's own order, which is that of its segments: index of the segment, number."""
+
+
+_BEFORE = (-1 << 62, 0)
+
+
 class Place(msgspec.Struct, frozen=True):
     """Where to read next: after ``position`` in the segment at ``at`` of the list (``len`` of it when at the end)."""
 
@@ -96,8 +103,8 @@ def locate(log: Log, after: Position) -> Place:
     if after == Position.START:
         return Place(0, after)
     if not segments:
-        missed = after.epoch < expired.epoch or (after.epoch == expired.epoch and after.number < expired.number)
-        return Place(0, expired, Gap(after, expired, "expired")) if missed else Place(0, after)
+        seen = expired == Position.START or (after.epoch == expired.epoch and after.number >= expired.number)
+        return Place(0, after) if seen else Place(0, expired, Gap(after, expired, "expired"))
     for i, segment in enumerate(segments):
         for epoch, first, last in segment.replaced:
             if after.epoch == epoch and first <= after.number <= last:
@@ -111,6 +118,9 @@ def locate(log: Log, after: Position) -> Place:
     mine = [i for i, segment in enumerate(segments) if segment.epoch == after.epoch]
     if not mine:
         return _epoch_gone(log, after)
+    if after.number + 1 < segments[mine[0]].first and expired != Position.START:
+        # The segment that it is a place in has expired, and so has one of another epoch behind it.
+        return _told(0, segments[0], after, "expired")
     # The last one that begins at or before the place: what follows in the list may be of another epoch.
     at = max((i for i in mine if segments[i].first <= after.number + 1), default=mine[0])
     if after.number > segments[at].last and at == mine[-1] and at + 1 < len(segments):
@@ -130,3 +140,18 @@ def _epoch_gone(log: Log, after: Position) -> Place:
 
 def _told(at: int, segment: Segment, after: Position, reason: str) -> Place:
     return Place(at, segment.before, Gap(after, segment.before, reason))
+
+
+def key_of(log: Log, place: Position) -> Key:
+    """Return where a place is in the log's own order: epochs do not say, since a rebuilt segment has a late one."""
+    if place == Position.START or not log.segments:
+        return _BEFORE
+    found = locate(log, place)
+    if found.at < len(log.segments):
+        segment = log.segments[found.at]
+        if found.position.epoch == segment.epoch and found.position.number >= segment.first:
+            return segment.index, found.position.number
+    if found.at == 0:
+        return _BEFORE
+    end = log.segments[found.at - 1]
+    return end.index, end.last

@@ -23,6 +23,7 @@ from tailrace.stores.valkey import Command
 MOST = 1_000
 """Streams that a walk remembers: what any request may ask for."""
 PAGE = 1_000
+CANDIDATES = 4
 KEPT_S = 5.0
 """How long an answer is kept at least."""
 WALKS = 4
@@ -52,9 +53,17 @@ class Largest:
         await asyncio.gather(*walks, return_exceptions=True)
 
     async def find(self, prefix: str, count: int, memory: bool = False) -> Streams:
-        """Return up to ``count`` streams by their stored size, the largest first; of equal ones the first by name."""
-        found = (await asyncio.shield(self._walk(prefix)))[:count]
-        return Streams(streams=await self._measured(found) if memory else found, next=None)
+        """Return up to ``count`` streams by their stored size, the largest first; of equal ones the first by name.
+
+        With ``memory`` the candidates, several times as many, are measured in the store and ordered by that: streams
+        of few packed pieces take about what is stored, those of many small runs up to twice as much.
+        """
+        found = await asyncio.shield(self._walk(prefix))
+        if not memory:
+            return Streams(streams=found[:count], next=None)
+        measured = await self._measured(found[: CANDIDATES * count])
+        measured.sort(key=lambda stream: -(stream.memory or 0))
+        return Streams(streams=measured[:count], next=None)
 
     def _walk(self, prefix: str) -> asyncio.Task[list[Stream]]:
         walk = self._walks.get(prefix)

@@ -6,7 +6,7 @@ in it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -97,6 +97,13 @@ def read_log(answer: Any) -> Log:
     fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
     if b"i" not in fields:
         return Log()
+    try:
+        return _log(fields)
+    except (ValueError, KeyError, msgspec.MsgspecError) as error:
+        raise StoreError(f"the registry of a stream cannot be read: {error}; rebuild the stream from Kafka") from error
+
+
+def _log(fields: Mapping[bytes, bytes]) -> Log:
     found = [read_row(int(field[1:]), value) for field, value in fields.items() if field[:1] == b"s"]
     found.sort(key=lambda segment: segment.index)
     if b"b" in fields:

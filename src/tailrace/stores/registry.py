@@ -6,15 +6,19 @@ grows with the logs of one view and nothing else.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from tailrace.errors import StoreError
 from tailrace.model.name import shard_of
 from tailrace.model.run import Entry
 from tailrace.model.segment import Log, Segment
 from tailrace.stores.logs import read_entries, read_log
 from tailrace.stores.valkey import Command, Shards
+
+logger = logging.getLogger(__name__)
 
 PAGE = 1000
 READ_BYTES = 1 << 20
@@ -96,4 +100,8 @@ class Registry:
     def _page(self, shard: int, names: Sequence[str]) -> Iterator[Named]:
         commands: list[Command] = [(shard, ("HGETALL", self._keys.log(shard, self.view, name))) for name in names]
         for name, answer in zip(names, self._shards.run_all(commands), strict=True):
-            yield Named(shard, name, read_log(answer))
+            try:
+                yield Named(shard, name, read_log(answer))
+            except StoreError as error:
+                # The others go on; an audit finds that its events are missing.
+                logger.error("stream %r is left out: %s", name, error)

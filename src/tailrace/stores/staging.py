@@ -138,11 +138,12 @@ class Staging:
     def replace(self, name: str, old: Sequence[Segment], new: Sequence[Rebuilt], remember_ms: int) -> str:
         """Put staged segments, in order, in the place of old ones; return ``ok``, or why not: moved, unstaged.
 
-        A log of which nothing is left ends; it is remembered for so long.
+        An old one whose row cannot be read has the epoch 0. A log of which nothing is left ends; it is remembered for
+        so long.
         """
         args: list[Arg] = [self.token, self.view, name, remember_ms, len(old)]
         for segment in old:
-            args += [segment.index, segment.epoch, segment.last]
+            args += [segment.index, segment.epoch or "", segment.last]
         for rebuilt in new:
             args += [rebuilt.staged_as, rebuilt.pieces, rebuilt.segment.index, write_row(rebuilt.segment)]
         return str(self._call([(self._shard(name), "replace", args)])[0][0].decode())

@@ -18,15 +18,15 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.errors import PipelineError, TailraceError
+from tailrace.errors import PipelineError
 from tailrace.model.audit import Finding, Tally, fingerprint, horizon
 from tailrace.model.bucket import DAY_MS, day_text
 from tailrace.settings import Days
-from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
-from tailrace.upkeep.examine import Seen, examine, look, stray_keys
+from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
 from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, now_ms, spark_for
 from tailrace.upkeep.pack import milliseconds, section_of
+from tailrace.upkeep.report import leave
 
 logger = logging.getLogger(__name__)
 
@@ -112,17 +112,13 @@ def audit_view(
         if keys:
             found = msgspec.structs.replace(found, findings=(*found.findings, *stray_keys(shards, view)))
         return msgspec.structs.replace(found, seconds=(clock() - started) / 1000)
-    except TailraceError as problem:
-        error = str(problem)
+    except BaseException as problem:
+        error = str(problem) or type(problem).__name__
         raise
     finally:
-        times = {"started_ms": started, "ended_ms": clock()}
-        report = {"job": "audit", "view": view, **times, **found.facts(), "error": error}
         if pattern is None:
-            try:
-                shards.run_all([(0, ("HSET", shards.keys.upkeep(), f"audit:{view}", msgspec.json.encode(report)))])
-            except TailraceError as problem:
-                logger.warning("the report of the audit could not be stored: %s", problem)
+            # One that failed has nothing to say of what it did not see.
+            leave(shards, "audit", view, started, clock(), {} if error else found.facts(), error)
         shards.close()
 
 
@@ -258,8 +254,8 @@ def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) ->
             def mine(name: str, count: int = count, part: int = part) -> bool:
                 return crc32(name.encode()) // count % of == part and wanted(name)
 
-            registry = Registry(shards, work.view)
-            for examined in examine(shards, registry, registry.walk(mine, [shard]), work.extent.shards[shard]):
+            logs = walk(shards, work.view, shard, mine)
+            for examined in examine(shards, work.view, logs, work.extent.shards[shard]):
                 names += 1
                 days += len({segment.start_ms // DAY_MS for segment in examined.log.segments})
                 for (source, day), (n, low, high) in examined.tally.rows.items():
@@ -299,9 +295,9 @@ def _judge(
             seen = dict(zip(names, look(shards, work.view, names), strict=True))
             for row in open_rows:
                 name, log = row["name"], seen[row["name"]]
-                if _dropped(row, horizon(log.log, log.has_dropped, log.floor_ms, None, at_ms)):
+                if _dropped(row, _horizon(row, log, at_ms)):
                     totals["expired"] += row["kafka"] - row["view"]
-                elif log.log.segments and not log.listed:
+                elif not log.listed and (log.log.segments or log.is_broken):
                     if name not in unlisted:
                         found.append(Finding("unlisted", name, detail="there is a log, and the name is not listed"))
                     unlisted.add(name)
@@ -318,6 +314,16 @@ def _judge(
 def _kept_since(days: Days, name: str, at_ms: int) -> int:
     keep = days.keep_of(name)
     return 0 if keep is None else at_ms - milliseconds(keep)
+
+
+def _horizon(row: dict[str, Any], seen: Seen, at_ms: int) -> int:
+    """Return the time before which a log may lack something.
+
+    A day to come holds records from the future, whose own times say nothing of when they were dropped.
+    """
+    if seen.has_dropped and row["day"] * DAY_MS > at_ms:
+        return 1 << 62
+    return horizon(seen.log, seen.has_dropped, seen.floor_ms, None, at_ms)
 
 
 def _dropped(row: dict[str, Any], horizon_ms: int) -> bool:

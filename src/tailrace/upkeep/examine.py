@@ -6,24 +6,83 @@ is read again, and what was appended since its registry was read is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from tailrace.errors import StoreError
 from tailrace.model.audit import Bounds, Checker, Finding, Held, Tally, prints, shape
 from tailrace.model.bucket import DAY_MS
 from tailrace.model.name import shard_of
 from tailrace.model.segment import Log, Segment
-from tailrace.stores.logs import read_entries, read_log
-from tailrace.stores.registry import Named, Registry
+from tailrace.stores.logs import read_entries, read_log, read_row
 from tailrace.stores.valkey import Command, Shards, translated
 
+PAGE = 1000
 READ_BYTES = 1 << 20
 SMALL_BYTES, SMALL_LOGS = 64 << 10, 200
 """Logs with so few stored bytes are read together, so many of them or so many bytes in one round trip."""
 AGAIN = 5
 """How often a log that changes while it is read is begun again."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A log with all that its registry says of it."""
+
+    name: str
+    shard: int
+    log: Log
+    """Without the rows that cannot be read."""
+    has_dropped: bool
+    floor_ms: int
+    listed: bool
+    broken: tuple[int, ...] = ()
+    """Indexes of the segments whose rows cannot be read."""
+    is_broken: bool = False
+    """Whether the rest cannot be read either."""
+
+
+def look(shards: Shards, view: str, names: Sequence[str]) -> list[Seen]:
+    """Return the registries of logs, in one round trip for each node."""
+    keys, places, commands = shards.keys, list[tuple[str, int]](), list[Command]()
+    for name in names:
+        shard = shard_of(name, shards.options.shards)
+        places.append((name, shard))
+        commands.append((shard, ("HGETALL", keys.log(shard, view, name))))
+        commands.append((shard, ("ZSCORE", keys.names(shard, view), name)))
+    answers = shards.run_all(commands)
+    return [
+        _seen(*place, _named(answer), score is not None)
+        for place, answer, score in zip(places, answers[::2], answers[1::2], strict=True)
+    ]
+
+
+def _seen(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> Seen:
+    broken: list[int] = []
+    for field in [field for field in fields if field[:1] == b"s"]:
+        try:
+            read_row(int(field[1:]), fields[field])
+        except (ValueError, msgspec.MsgspecError):
+            broken.append(int(field[1:]))
+            fields.pop(field)
+    try:
+        has_dropped = int(fields.get(b"a", 0)) > 0 or b"d" in fields
+        return Seen(name, shard, read_log(fields), has_dropped, int(fields.get(b"o", 0)), listed, tuple(sorted(broken)))
+    except (ValueError, StoreError):
+        return Seen(name, shard, Log(), False, 0, listed, is_broken=True)
+
+
+def walk(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[Seen]:
+    """Yield every log of a shard whose name is listed and wanted, in the order of the names' bytes."""
+    low = b"-"
+    while True:
+        command: Command = shard, ("ZRANGE", shards.keys.names(shard, view), low, "+", "BYLEX", "LIMIT", 0, PAGE)
+        page: list[bytes] = shards.run_all([command])[0]
+        yield from look(shards, view, [name for name in map(bytes.decode, page) if wanted(name)])
+        if len(page) < PAGE:
+            return
+        low = b"(" + page[-1]
 
 
 class Examined(msgspec.Struct, frozen=True):
@@ -35,33 +94,26 @@ class Examined(msgspec.Struct, frozen=True):
     findings: Sequence[Finding]
 
 
-def examine(shards: Shards, registry: Registry, logs: Iterable[Named], bounds: Bounds) -> Iterator[Examined]:
+def examine(shards: Shards, view: str, logs: Iterable[Seen], bounds: Bounds) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
-    for named, held in _prefetched(shards, registry.view, logs):
-        if not named.log.segments:
-            seen = look(shards, registry.view, [named.name])[0]
-            if seen.listed and not seen.log.segments:
-                lost = Finding("no-log", named.name, detail="the name is listed, and has no log")
-                yield Examined(named.name, seen.log, Tally(), [lost])
-                continue
-            named = msgspec.structs.replace(named, log=seen.log)
+    for seen, held in _prefetched(shards, view, logs):
         for _ in range(AGAIN):
-            examined = _examine(shards, registry.view, named, held, bounds)
+            examined = _examine(shards, view, seen, held, bounds)
             if not examined.findings:
                 break
-            again = registry.logs([named.name])[0]
-            if shape(again.log) == shape(named.log):
+            again = look(shards, view, [seen.name])[0]
+            if (shape(again.log), again.broken, again.listed) == (shape(seen.log), seen.broken, seen.listed):
                 break
-            named, held = again, {}
+            seen, held = again, {}
         yield examined
 
 
-def _examine(shards: Shards, view: str, named: Named, held: dict[int, list[Held]], bounds: Bounds) -> Examined:
-    checker, tally = Checker(named.name), Tally[tuple[str, int]]()
-    for segment in named.log.segments:
+def _examine(shards: Shards, view: str, seen: Seen, held: dict[int, list[Held]], bounds: Bounds) -> Examined:
+    checker, tally = Checker(seen.name), Tally[tuple[str, int]]()
+    for segment in seen.log.segments:
         checker.begin(segment)
         found = held.get(segment.index)
-        for each in found if found is not None else read_held(shards, view, named.name, segment):
+        for each in found if found is not None else read_held(shards, view, seen.name, segment):
             for entry in checker.take(each):
                 run = entry.run
                 within = bounds.get(run.source)
@@ -70,19 +122,25 @@ def _examine(shards: Shards, view: str, named: Named, held: dict[int, list[Held]
                     for _, time_ms, low, high in prints(run, *within):
                         tally.add((label, time_ms // DAY_MS), low, high)
         checker.end()
-    return Examined(named.name, named.log, tally, checker.findings)
+    findings = [*checker.findings]
+    if seen.is_broken or seen.broken:
+        which = "the registry" if seen.is_broken else f"the row of segment {seen.broken[0]}"
+        findings.append(Finding("registry", seen.name, found=len(seen.broken), detail=f"{which} cannot be read"))
+    elif seen.listed and not seen.log.segments:
+        findings.append(Finding("no-log", seen.name, detail="the name is listed, and has no log"))
+    return Examined(seen.name, seen.log, tally, findings)
 
 
-def _prefetched(shards: Shards, view: str, logs: Iterable[Named]) -> Iterator[tuple[Named, dict[int, list[Held]]]]:
+def _prefetched(shards: Shards, view: str, logs: Iterable[Seen]) -> Iterator[tuple[Seen, dict[int, list[Held]]]]:
     """Yield logs, small ones with everything that their segments hold, by index."""
-    group: list[Named] = []
+    group: list[Seen] = []
     size = 0
-    for named in logs:
-        stored = sum(segment.bytes for segment in named.log.segments)
+    for seen in logs:
+        stored = sum(segment.bytes for segment in seen.log.segments)
         if stored > SMALL_BYTES:
-            yield named, {}
+            yield seen, {}
             continue
-        group.append(named)
+        group.append(seen)
         size += stored
         if size > READ_BYTES or len(group) == SMALL_LOGS:
             yield from _fetch(shards, view, group)
@@ -90,19 +148,22 @@ def _prefetched(shards: Shards, view: str, logs: Iterable[Named]) -> Iterator[tu
     yield from _fetch(shards, view, group)
 
 
-def _fetch(shards: Shards, view: str, group: Sequence[Named]) -> Iterator[tuple[Named, dict[int, list[Held]]]]:
+def _fetch(shards: Shards, view: str, group: Sequence[Seen]) -> Iterator[tuple[Seen, dict[int, list[Held]]]]:
     commands: list[Command] = [
-        (named.shard, ("XRANGE", shards.keys.segment(named.shard, view, segment.index, named.name), "-", "+"))
-        for named in group
-        for segment in named.log.segments
+        (seen.shard, ("XRANGE", shards.keys.segment(seen.shard, view, segment.index, seen.name), "-", "+"))
+        for seen in group
+        for segment in seen.log.segments
     ]
     answers = iter(shards.run_all(commands))
-    for named in group:
-        yield named, {s.index: list(map(_held, next(answers))) for s in named.log.segments}
+    for seen in group:
+        yield seen, {s.index: list(map(_held, next(answers))) for s in seen.log.segments}
 
 
-def read_held(shards: Shards, view: str, name: str, segment: Segment) -> Iterator[Held]:
-    """Yield what a segment's stream has, damaged or not, about a mebibyte of stored runs at a time."""
+def read_held(shards: Shards, view: str, name: str, segment: Segment, *, entries: bool = True) -> Iterator[Held]:
+    """Yield what a segment's stream has, damaged or not, about a mebibyte of stored runs at a time.
+
+    Without ``entries``, only what the ids say.
+    """
     shard = shard_of(name, shards.options.shards)
     key = shards.keys.segment(shard, view, segment.index, name)
     after, count = "-", 16
@@ -110,7 +171,7 @@ def read_held(shards: Shards, view: str, name: str, segment: Segment) -> Iterato
         (answer,) = shards.run_all([(shard, ("XRANGE", key, after, "+", "COUNT", count))])
         if not answer:
             return
-        yield from map(_held, answer)
+        yield from map(_held if entries else _bare, answer)
         after = "(" + answer[-1][0].decode()
         size = sum(len(value) for item in answer for value in _named(item[1]).values())
         count = max(1, min(1000, READ_BYTES * len(answer) // max(1, size)))
@@ -124,33 +185,13 @@ def _held(item: Any) -> Held:
         return Held(int(last), int(count), damage=str(error).partition(";")[0])
 
 
+def _bare(item: Any) -> Held:
+    last, _, count = item[0].partition(b"-")
+    return Held(int(last), int(count))
+
+
 def _named(fields: Any) -> dict[bytes, bytes]:
     return fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """A log with all that its registry says of it."""
-
-    log: Log
-    has_dropped: bool
-    floor_ms: int
-    listed: bool
-
-
-def look(shards: Shards, view: str, names: Sequence[str]) -> list[Seen]:
-    """Return the registries of logs, in one round trip for each node."""
-    keys, commands = shards.keys, list[Command]()
-    for name in names:
-        shard = shard_of(name, shards.options.shards)
-        commands.append((shard, ("HGETALL", keys.log(shard, view, name))))
-        commands.append((shard, ("ZSCORE", keys.names(shard, view), name)))
-    answers = shards.run_all(commands)
-    found: list[Seen] = []
-    for answer, score in zip(answers[::2], answers[1::2], strict=True):
-        fields = _named(answer)
-        has_dropped = int(fields.get(b"a", 0)) > 0 or b"d" in fields
-        found.append(Seen(read_log(fields), has_dropped, int(fields.get(b"o", 0)), score is not None))
-    return found
 
 
 class _Key(msgspec.Struct, frozen=True):
@@ -194,7 +235,7 @@ def stray_keys(shards: Shards, view: str) -> Iterator[Finding]:
             for key, seen in zip(owned, look(shards, view, [key.name for key in owned]), strict=True):
                 if key.kind == "log":
                     strays += [] if seen.listed else [key]
-                elif key.index not in {str(segment.index) for segment in seen.log.segments}:
+                elif key.index not in {str(i) for i in (*seen.broken, *(s.index for s in seen.log.segments))}:
                     strays.append(key)
             # What is gone by now was expired or replaced after the scan had seen it.
             for key in _endless(shards, strays):

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -30,11 +30,11 @@ from tailrace.pipeline.job import make_plan
 from tailrace.pipeline.onepass import Plan
 from tailrace.pipeline.slice import COLUMNS, Slice, slices
 from tailrace.pipeline.source import ANSWER_S, Broker, Topic, client_properties, reader_options
-from tailrace.pipeline.tune import session, tasks
+from tailrace.pipeline.tune import tasks
 from tailrace.stores.marks import NOTHING, read_marks
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.pack import matcher
-from tailrace.upkeep.spread import Spread
+from tailrace.upkeep.spread import begin_session, end_session
 
 logger = logging.getLogger(__name__)
 
@@ -194,13 +194,11 @@ def spark_for(settings: Settings, spark: Any = None) -> Iterator[Any]:
     if spark is not None:
         yield spark
         return
-    own = session(settings, fetch("spark", cache_folder(settings.spark.jars)))
+    own = begin_session(settings, fetch("spark", cache_folder(settings.spark.jars)))
     try:
         yield own
     finally:
-        with suppress(Exception):  # its process may be gone
-            own.stop()
-        Spread(settings).stop()
+        end_session(own)
 
 
 def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False) -> list[Any]:
@@ -215,9 +213,13 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False)
     try:
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(frame.collect)
-            while not wait([result], LOOK_S).done:
-                if stopped():
-                    spark.sparkContext.cancelAllJobs()
+            try:
+                while not wait([result], LOOK_S).done:
+                    if stopped():
+                        spark.sparkContext.cancelAllJobs()
+            except BaseException:
+                spark.sparkContext.cancelAllJobs()
+                raise
             rows: list[Any] = result.result()
             return rows
     except (PySparkException, Py4JError) as error:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.stores.valkey import Shards, StoreOptions, prepare
@@ -24,7 +26,7 @@ from tailrace.units import format_duration
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.pack import LATER
-from tailrace.upkeep.report import leave
+from tailrace.upkeep.report import last_end, leave
 from tailrace.upkeep.spread import Spread, step_back
 from tailrace.upkeep.throttle import Throttle
 
@@ -39,8 +41,22 @@ TURN_S = 60.0
 
 Facts: TypeAlias = Mapping[str, Any]
 Stopped: TypeAlias = Callable[[], bool]
-Jobs: TypeAlias = Mapping[str, tuple[timedelta | None, Callable[[str, Stopped], Facts]]]
-"""Name of a job -> how often it is run, None = never, and how: given the view, and whether to end soon."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A job of the loop."""
+
+    every: timedelta | None
+    """How often it is run; None = never."""
+    run: Callable[[str, Stopped], Facts]
+    """Does it for a view, and looks now and then whether to end soon."""
+    first_s: float = FIRST_S
+    """How long after the start it is run first."""
+    yields: bool = False
+    """Whether it can be stopped for another one that is due, and gone on with: it has done something by then."""
+
+
+Jobs: TypeAlias = Mapping[str, Job]
 
 
 def now_ms() -> int:
@@ -104,13 +120,35 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
         from tailrace.upkeep.audit import audit_view
 
         spread.stop()  # an audit reads Kafka, and its session has the connector
-        return audit_view(settings, view).facts()
+        shards = Shards(StoreOptions.of(settings.valkey)).open()
+        try:
+            prepare(shards)
+            with Lease(shards, f"{socket.gethostname()}:{os.getpid()} audit", upkeep.lease.total_seconds()):
+                return audit_view(settings, view, stopped=stopped).facts()
+        finally:
+            shards.close()
 
     return {
-        "sweep": (upkeep.sweep_every, sweep_once),
-        "pack": (upkeep.pack_every, pack_once),
-        "audit": (upkeep.audit_every, audit_once),
+        "sweep": Job(upkeep.sweep_every, sweep_once),
+        "pack": Job(upkeep.pack_every, pack_once, yields=True),
+        "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings)),
     }
+
+
+def _next_audit(settings: Settings) -> float:
+    """Return in how many seconds an audit is due: a restart of upkeep is no reason for one."""
+    every = settings.upkeep.audit_every
+    if every is None:
+        return 0.0
+    shards = Shards(StoreOptions.of(settings.valkey))
+    try:
+        ended = [last_end(shards, "audit", view) for view in settings.pipeline.views]
+    except TailraceError:
+        ended = [None]
+    finally:
+        shards.close()
+    since = min((now_ms() - each) / 1000 if each else 0.0 for each in ended)
+    return max(FIRST_S, every.total_seconds() - since)
 
 
 class Loop:
@@ -127,9 +165,9 @@ class Loop:
         self._jobs, self._stopping, self._rest, self._clock = jobs, stopping, rest, clock
         now = clock()
         self._due = {
-            (name, view): now + min(FIRST_S, every.total_seconds())
-            for name, (every, _) in jobs.items()
-            if every is not None
+            (name, view): now + min(job.first_s, job.every.total_seconds())
+            for name, job in jobs.items()
+            if job.every is not None
             for view in views
         }
         self._pause = dict.fromkeys(self._due, BACKOFF_S[0])
@@ -151,17 +189,24 @@ class Loop:
 
     def _run(self, name: str, view: str) -> float:
         """Run a job; return how long it is until it is due again."""
-        every, work = self._jobs[name]
+        job = self._jobs[name]
+        every = job.every
         assert every is not None
         began = self._clock()
+        turn = None
 
         def stopped() -> bool:
+            nonlocal turn
+            if self._stopping.is_set() or not job.yields:
+                return self._stopping.is_set()
             now = self._clock()
+            # A turn begins when the job first looks up: what it has to count before takes as long as it takes.
+            turn = now if turn is None else turn
             others = (due for each, due in self._due.items() if each != (name, view))
-            return self._stopping.is_set() or (now > began + TURN_S and any(due <= now for due in others))
+            return now > turn + TURN_S and any(due <= now for due in others)
 
         try:
-            facts = work(view, stopped)
+            facts = job.run(view, stopped)
             if any(facts.values()):
                 told = ", ".join(f"{name} {value}" for name, value in facts.items())
                 logger.info("%s of %s in %.1f s: %s", name, view, self._clock() - began, told)
@@ -192,7 +237,7 @@ def main(settings: Settings) -> int:
     with Spread(settings) as spread:
         jobs, views = jobs_of(settings, spread), settings.pipeline.views
         told = [
-            f"{name} {f'every {format_duration(every)}' if every else 'never'}" for name, (every, _) in jobs.items()
+            f"{name} {f'every {format_duration(job.every)}' if job.every else 'never'}" for name, job in jobs.items()
         ]
         logger.info("upkeep of %s: %s", ", ".join(views), ", ".join(told))
         Loop(jobs, views, stopping, spread.stop).run()

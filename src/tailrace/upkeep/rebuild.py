@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _RECORDS = "name string, source string, offset long, time long, body binary"
 _RESTORED = "name string, verdict string, events long, before long, segments long, replaced long"
+NEXT_RECORDS = 3
 _ANY_EPOCH = 1 << 62
 """Above every epoch: what a dry run would replace is all there is."""
 
@@ -174,7 +175,7 @@ class Rebuilding:
 
     def _job(self, spark: Any, history: History, orders: Orders) -> Any:
         from pyspark.sql import Window
-        from pyspark.sql.functions import col
+        from pyspark.sql.functions import coalesce, col, least, lit
         from pyspark.sql.functions import max as highest
 
         work, names = orders.work, sorted(orders.work.wanted.names or ())
@@ -190,10 +191,15 @@ class Rebuilding:
         records = history.records(work.extent)
         if records is not None:
             rows = rows.unionAll(records.mapInArrow(route, _RECORDS))
-        so_far = Window.partitionBy("name", "source").orderBy("offset")
+        each = Window.partitionBy("name", "source").orderBy("offset")
+        latest = orders.now_ms + work.plan.future_ms
+        # A time that none of the next records comes near is one from the future; it must not hold back what follows.
+        next_ones = coalesce(highest("time").over(each.rowsBetween(1, NEXT_RECORDS)), col("time"))
         in_order = (
             rows.repartition(2 * int(spark.sparkContext.defaultParallelism), "name")
-            .withColumn("newest", highest(col("time")).over(so_far.rowsBetween(Window.unboundedPreceding, 0)))
+            .withColumn("likely", least(col("time"), next_ones, lit(latest)))
+            .withColumn("newest", highest("likely").over(each.rowsBetween(Window.unboundedPreceding, 0)))
+            .drop("likely")
             .sortWithinPartitions("name", "newest", "source", "offset")
         )
         return in_order.mapInArrow(restore, _RESTORED)

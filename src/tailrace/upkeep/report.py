@@ -35,6 +35,12 @@ def leave(
         logger.warning("the report of %s could not be stored: %s", field, problem)
 
 
+def last_end(shards: Shards, job: str, view: str) -> int | None:
+    """Return when a job's last run ended; None when there is no report of one."""
+    found: int | None = _read(shards.run_all([(0, ("HGET", shards.keys.upkeep(), f"{job}:{view}"))])[0]).get("ended_ms")
+    return found
+
+
 def _read(stored: bytes | None) -> dict[str, Any]:
     try:
         return _decode(stored) if stored else {}

@@ -32,9 +32,11 @@ from tailrace.upkeep.sweep import over
 STEPS = ("reopened", "rebuilt-staged", "rebuilt-checked", "replaced")
 """The failpoints of a rebuild, in order."""
 
-REBUILT, SAME, FEWER, NO_ROOM, MOVED, DIFFERS = "rebuilt", "same", "fewer", "no-room", "moved", "differs"
+REBUILT, SAME, FEWER, NO_ROOM = "rebuilt", "same", "fewer", "no-room"
+MOVED, DIFFERS, BROKEN = "moved", "differs", "broken"
 """What became of a log: replaced; left since nothing would change, since it has more than Kafka, since a day has no
-place between its neighbours, since it was changed meanwhile, since what was staged is not what was written."""
+place between its neighbours, since it was changed meanwhile, since what was staged is not what was written, since its
+registry cannot be read at all."""
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -94,10 +96,12 @@ class Restorer:
         """Restore a log, given Kafka's records of it in the order of their running-maximum times."""
         orders, shard = self._orders, shard_of(name, self._shards.options.shards)
         seen, epoch = look(self._shards, self._view, [name])[0], orders.epochs[shard]
+        if seen.is_broken:
+            return Restored(name, BROKEN)
         if done := [s for s in seen.log.segments if s.epoch == epoch]:
             return Restored(name, REBUILT, sum(s.events for s in done), 0, len(done))
-        old = [s for s in seen.log.segments if s.epoch < epoch]
-        behind = seen.log.segments[len(old)] if len(old) < len(seen.log.segments) else None
+        behind = next((s for s in seen.log.segments if s.epoch > epoch), None)
+        old = self._old(seen, epoch, behind)
         surveys = self._survey(name, shard, old)
         keep = orders.days.keep_of(name)
         keep_ms = None if keep is None else milliseconds(keep)
@@ -113,7 +117,8 @@ class Restorer:
             name,
             self._buckets(surveys, stretch, behind, since),
             surveys[stretch.begin - 1].segment.newest_ms if stretch.begin else 0,
-            self._orders.piece_bytes,
+            orders.now_ms + orders.work.plan.future_ms,
+            orders.piece_bytes,
             None if orders.dry_run else self._stage,
         )
         carried = self._carried(name, shard, surveys, stretch)
@@ -153,6 +158,19 @@ class Restorer:
 
     # What is there.
 
+    def _old(self, seen: Seen, epoch: int, behind: Segment | None) -> list[Segment]:
+        """Return the segments that are never written again; one whose row cannot be read as far as its key tells."""
+        old = [s for s in seen.log.segments if s.epoch < epoch]
+        for index in seen.broken:
+            if behind is None or index < behind.index:
+                near = min(old, key=lambda s: (s.index > index, abs(s.index - index)), default=None)
+                place = (near.start_ms, near.span_ms, near.newest_ms) if near else (0, self._span_ms, 0)
+                bare = Segment(index, place[0], place[1], 0, 1, 0, 0, 0, place[2])
+                held = list(read_held(self._shards, self._view, seen.name, bare, entries=False))
+                events, last = sum(each.events for each in held), held[-1].last if held else 0
+                old.append(msgspec.structs.replace(bare, last=last, events=events))
+        return sorted(old, key=lambda segment: segment.index)
+
     def _survey(self, name: str, shard: int, segments: Sequence[Segment]) -> list[Survey]:
         bounds = self._orders.work.extent.shards[shard]
         checker, found = Checker(name), list[Survey]()
@@ -174,7 +192,7 @@ class Restorer:
                             has_retained = True
                         else:
                             carried[source] = carried.get(source, 0) + 1
-            sound = checker.end()
+            sound = checker.end() and segment.epoch > 0
             found.append(Survey(segment, sound, has_retained, events, low, high, offsets, carried))
         return found
 
@@ -216,7 +234,7 @@ class Restorer:
         What was applied went to no later one than the last that is replaced; and a log that has dropped its oldest ones
         gets none of them back for what came late.
         """
-        inside = [survey.segment for survey in surveys[stretch.begin : stretch.end]]
+        inside = [s.segment for s in surveys[stretch.begin : stretch.end] if s.segment.epoch]
         after = surveys[stretch.end].segment if stretch.end < len(surveys) else behind
         day_ms, future_ms = self._orders.day_ms, self._orders.work.plan.future_ms
         highest = bucket_start(self._orders.now_ms + future_ms, self._span_ms), self._span_ms
@@ -258,11 +276,12 @@ class _Draft:
         name: str,
         buckets: Buckets,
         newest_ms: int,
+        latest_ms: int,
         piece_bytes: int,
         stage: Callable[[Piece, Sequence[Entry]], bool] | None,
     ) -> None:
         self._name, self._buckets, self._piece_bytes, self._stage = name, buckets, piece_bytes, stage
-        self._newest_ms = newest_ms
+        self._newest_ms, self._latest_ms = newest_ms, latest_ms
         self.parts: list[_Part] = []
         self.events = self.low = self.high = 0
 
@@ -331,7 +350,7 @@ class _Draft:
             low, high = fingerprint(label, e.offset, e.time_ms, e.key, e.headers, e.value)
             self.low, self.high = self.low + low, self.high + high
         self.events += len(events)
-        self._newest_ms = max(self._newest_ms, *(e.time_ms for e in events))
+        self._newest_ms = max(self._newest_ms, min(self._latest_ms, max(e.time_ms for e in events)))
         keys = [e.key for e in events]
         run = Run.of(
             source,

@@ -58,13 +58,14 @@ local function raise_floor(log, floor)
 end
 
 -- Appends one run to a log. A run that begins before the end of the open bucket goes there; otherwise a new segment is
--- opened in its own bucket, but not before the floor nor after the limit. A new epoch opens one in the same bucket.
-local function append(tag, view, epoch, span, limit, number, name, start, count, newest, run)
+-- opened in its own bucket, but not before the floor nor after the latest time allowed. A new epoch opens one in the same bucket.
+local function append(tag, view, epoch, span, latest, number, name, start, count, newest, run)
   local log = log_key(tag, view, name)
   local h = redis.call('HMGET', log, 't', 'b', 'w', 'e', 'f', 'l', 'c', 'z', 'i', 'o')
   local index, last, newest_seen = tonumber(h[9] or '-1'), number + count, tonumber(h[1] or '0')
-  if newest < newest_seen then newest = newest_seen end
-  start = math.min(start, limit)
+  -- A record from the future must not make the log look young for ever.
+  newest = math.max(math.min(newest, latest), newest_seen)
+  start = math.min(start, math.floor(latest / span) * span)
   local ends = h[2] and h[2] + h[3]
   if h[2] and start < ends and h[4] == epoch then
     redis.call('HSET', log, 'l', text(last), 'c', text(h[7] + count), 'z', text(h[8] + #run), 't', text(newest))
@@ -125,7 +126,7 @@ local function apply(keys, args)
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {'unready'} end
   local now, span = milliseconds(), tonumber(args[6])
-  local limit = math.floor((now + args[7]) / span) * span
+  local latest = now + args[7]
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
   local began, appended, touched, seen = number, 0, {}, {}
   local i, n = 9, #args
@@ -133,7 +134,7 @@ local function apply(keys, args)
     local kind = args[i]
     if kind == 'A' then
       local count = tonumber(args[i + 3])
-      number = append(tag, view, epoch, span, limit, number, args[i + 1], tonumber(args[i + 2]), count,
+      number = append(tag, view, epoch, span, latest, number, args[i + 1], tonumber(args[i + 2]), count,
         tonumber(args[i + 4]), args[i + 5])
       appended = appended + count
       if not seen[args[i + 1]] then
@@ -291,7 +292,7 @@ local function expire(keys, args)
   local log, now = log_key(tag, view, name), math.min(milliseconds(), tonumber(args[5]))
   local newest_index = tonumber(redis.call('HGET', log, 'i') or '-1')
   local at, segments, events, bytes = tonumber(redis.call('HGET', log, 'a') or '0'), 0, 0, 0
-  local ended, left = nil, false
+  local ended, left, epoch, carried = nil, false, nil, {}
   while at <= newest_index and segments < tonumber(args[7]) do
     local index = text(at)
     local row, open = find_row(log, index)
@@ -302,6 +303,8 @@ local function expire(keys, args)
       if open then redis.call('HDEL', log, unpack(OPEN)) end
       raise_floor(log, row[1] + row[2])
       ended = text(row[3]) .. ' ' .. text(row[5])
+      if row[3] ~= epoch then epoch, carried = row[3], {} end
+      for i = 11, #row do carried[#carried + 1] = row[i] end
       segments, events, bytes = segments + 1, events + row[6], bytes + row[7]
     end
     at = at + 1
@@ -309,14 +312,20 @@ local function expire(keys, args)
   if segments == 0 then return {'ok', '0', '0', '0', ''} end
   redis.call('HSET', log, 'a', text(at), 'x', ended)
   redis.call('HINCRBY', tag .. ':counts:' .. view, 'expired', events)
+  -- What a rebuild stood for is kept by the first segment of it that is left.
+  local row, open = find_row(log, text(at))
+  if #carried > 0 and row and not open and row[3] == epoch then
+    for i = 1, #carried do row[#row + 1] = carried[i] end
+    redis.call('HSET', log, 's' .. text(at), cmsgpack.pack(row))
+  end
   if left or at <= newest_index then return {'ok', text(segments), text(events), text(bytes), ''} end
   -- Nothing is left: the name goes; its floor and its end stay for a while, and the shard remembers the latest end.
   redis.call('ZREM', tag .. ':names:' .. view, name)
   redis.call('PEXPIRE', log, args[6])
   local gone = redis.call('GET', tag .. ':gone:' .. view)
   local e, n = string.match(gone or '0 0', '^(%d+) (%d+)$')
-  local epoch, number = string.match(ended, '^(%d+) (%d+)$')
-  e, n, epoch, number = tonumber(e), tonumber(n), tonumber(epoch), tonumber(number)
+  local number = tonumber(string.match(ended, ' (%d+)$'))
+  e, n = tonumber(e), tonumber(n)
   if epoch > e or (epoch == e and number > n) then redis.call('SET', tag .. ':gone:' .. view, ended) end
   return {'ok', text(segments), text(events), text(bytes), 'ended'}
 end
@@ -355,8 +364,8 @@ end
 
 -- replace(token, view, name, remember ms, old segments, (index, epoch, last)…, (staged as, pieces, index, row)…): puts staged
 -- segments in the place of old ones, which must be what was read and of an epoch that is over. Their indexes must be free
--- or those of old ones, and what is behind them must not begin before they do. A log of which nothing is left ends as one
--- that expired.
+-- or those of old ones, and what is behind them must not begin before they do. An old one whose row cannot be read is given
+-- without an epoch. A log of which nothing is left ends as one that expired.
 local function replace(keys, args)
   local tag, token, view, name = keys[1], args[1], args[2], args[3]
   local owner = fenced(tag, UPKEEP, tonumber(token))
@@ -366,11 +375,15 @@ local function replace(keys, args)
   local first_new = 6 + 3 * tonumber(args[5])
   local going, open_start, ended = {}, nil, nil
   for i = 6, first_new - 1, 3 do
-    local row, open = find_row(log, args[i])
-    if not row or row[3] ~= tonumber(args[i + 1]) or row[5] ~= tonumber(args[i + 2]) then return {'moved'} end
-    if row[3] >= epoch then return {'moved'} end
-    if open then open_start = row[1] end
-    going[args[i]], ended = row[4], text(row[3]) .. ' ' .. text(row[5])
+    if args[i + 1] == '' then
+      going[args[i]] = 0
+    else
+      local row, open = find_row(log, args[i])
+      if not row or row[3] ~= tonumber(args[i + 1]) or row[5] ~= tonumber(args[i + 2]) then return {'moved'} end
+      if row[3] >= epoch then return {'moved'} end
+      if open then open_start = row[1] end
+      going[args[i]], ended = row[4], text(row[3]) .. ' ' .. text(row[5])
+    end
   end
   local top, start
   for i = first_new, #args, 4 do
