@@ -38,7 +38,9 @@ NamePattern = Annotated[
     str | None, typer.Option("--name", metavar="PATTERN", help="Only streams whose whole name matches, in RE2 syntax.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
-Wait = Annotated[float, typer.Option("--wait", metavar="SECONDS", help="How long to wait for other upkeep to end.")]
+Wait = Annotated[
+    float, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait for other upkeep to end.")
+]
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The Kafka topic; it is created if need be.")]
 
 
@@ -111,7 +113,7 @@ def pack(
     folder: Folder = None,
     config: Config = None,
 ) -> None:
-    """Pack closed days now: the same events in a tenth of the memory."""
+    """Pack closed days now: the same events in few large pieces."""
     from tailrace.commands import parts, upkeep
 
     settings = parts.load(config, folder=folder)

@@ -52,7 +52,7 @@ def rebuild(
 ) -> int:
     """Restore what Kafka still has. 1 if some log could not be restored."""
     try:
-        from tailrace.stores.valkey import Shards, StoreOptions
+        from tailrace.stores.valkey import Shards, StoreOptions, check_layout
         from tailrace.upkeep.loop import run_job
         from tailrace.upkeep.rebuild import Rebuilding
         from tailrace.upkeep.restore import REBUILT, SAME
@@ -67,6 +67,7 @@ def rebuild(
     if dry_run:
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         try:
+            check_layout(shards)
             facts = {"dry_run": True, **work.look(shards)}
         finally:
             shards.close()

@@ -75,7 +75,7 @@ def sweep(settings: Settings, view: str, name_pattern: str | None, *, dry_run: b
 
 
 def _once(settings: Settings, work: Packing | Sweeping, dry_run: bool, wait_s: float) -> dict[str, object]:
-    from tailrace.stores.valkey import Shards, StoreOptions
+    from tailrace.stores.valkey import Shards, StoreOptions, check_layout
     from tailrace.upkeep.loop import run_job
     from tailrace.upkeep.spread import step_back
 
@@ -85,6 +85,7 @@ def _once(settings: Settings, work: Packing | Sweeping, dry_run: bool, wait_s: f
     if dry_run:
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         try:
+            check_layout(shards)
             facts: Mapping[str, object] = {"dry_run": True, **work.look(shards)}
         finally:
             shards.close()

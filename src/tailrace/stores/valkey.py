@@ -246,13 +246,25 @@ def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, i
     epochs: dict[int, int] = {}
     for shard, answer in enumerate(answers):
         if answer[0] == b"mismatch":
-            raise StoreMismatch(
-                f"the store has {int(answer[1])} shards (layout {int(answer[2])}), the configuration says {count} "
-                f"(layout {FORMAT}): set valkey.shards back, or choose another valkey.prefix and rebuild"
-            )
+            raise _mismatch(answer[1:], count)
         epochs[shard] = int(answer[1])
     shards.sealed = True
     return epochs
+
+
+def check_layout(shards: Shards) -> None:
+    """Raise StoreMismatch when the store is laid out otherwise than configured; changes nothing."""
+    (stored,) = shards.run_all([(0, ("HMGET", shards.keys.meta(0), "shards", "format"))])
+    count = shards.options.shards
+    if stored[0] is not None and (int(stored[0]), int(stored[1])) != (count, FORMAT):
+        raise _mismatch(stored, count)
+
+
+def _mismatch(stored: Sequence[bytes], count: int) -> StoreMismatch:
+    return StoreMismatch(
+        f"the store has {int(stored[0])} shards (layout {int(stored[1])}), the configuration says {count} "
+        f"(layout {FORMAT}): set valkey.shards back, or choose another valkey.prefix and rebuild"
+    )
 
 
 def run_id_of_client(shards: Shards, shard: int) -> str:

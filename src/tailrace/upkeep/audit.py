@@ -22,7 +22,7 @@ from tailrace.errors import PipelineError
 from tailrace.model.audit import Finding, Tally, fingerprint, horizon
 from tailrace.model.bucket import DAY_MS, day_text
 from tailrace.settings import Days
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.stores.valkey import Shards, StoreOptions, check_layout
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
 from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, now_ms, spark_for
 from tailrace.upkeep.pack import milliseconds, section_of
@@ -106,6 +106,7 @@ def audit_view(
     wanted.test()
     shards = Shards(StoreOptions.of(settings.valkey)).open()
     started, found, error = clock(), Audit(view), ""
+    check_layout(shards)
     try:
         with spark_for(settings, spark) as session:
             found = Auditor(settings, session, view, clock, stopped).audit(shards, wanted)
