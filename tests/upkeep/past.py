@@ -59,7 +59,8 @@ class Past:
         self.topic = f"past-{os.getpid()}-{next(_topics)}"
         self.settings = settings_for(kafka, store, [self.topic], **flags)
         self.admin = AdminClient({"bootstrap.servers": kafka, "log_level": 0})
-        kept = {"message.timestamp.type": "CreateTime", "retention.ms": "-1"}
+        any_time = {"message.timestamp.type": "CreateTime", "message.timestamp.after.max.ms": str(2**63 - 1)}
+        kept = {**any_time, "retention.ms": "-1"}
         self.admin.create_topics([NewTopic(self.topic, partitions, 1, config=kept)])[self.topic].result(30)
         self.producer = Producer({"bootstrap.servers": kafka, "log_level": 0, "linger.ms": 0})
         self.writer = writer or Writer(store)

@@ -172,6 +172,8 @@ def test_what_was_lost_comes_back_while_the_pipeline_goes_on(past: Make) -> None
     here.client("unlisted").zrem(here.names_key("unlisted"), "unlisted")
     here.client("bad-row").hset(here.log_key("bad-row"), "s1", b"\xc1 no row")
     untouched = here.log("whole").segments
+    records += here.put([here.record("skewed", NOON + day * DAY) for day in (0, 1, 80_000, 2, 2, 2, 3)])
+    here.client("skewed").hdel(here.log_key("skewed"), "s1")
     ended = threading.Event()
 
     def live() -> None:
@@ -188,14 +190,16 @@ def test_what_was_lost_comes_back_while_the_pipeline_goes_on(past: Make) -> None
     finally:
         ended.set()
         thread.join()
-    assert (done["rebuilt"], done["left"]) == (6, {})
+    assert (done["rebuilt"], done["left"]) == (7, {})
     assert done["restored"] >= 6 + 6 + 24
     assert here.log("whole").segments[:4] == untouched
+    days = [(segment.start_ms - NOON) // DAY + 1 for segment in here.log("skewed").segments]
+    assert days[:4] == [0, 1, 2, 3], "a record from the future does not hold back those behind it"
     assert here.audit(keys=True).clean
     assert_whole(here, records)
     assert {segment.state for segment in here.log("vanished").segments if not segment.open} <= {0, PACKED}
     stored: Any = here.shards.client(0).hget(here.keys.upkeep(), "rebuild:days")
-    assert json.loads(stored)["rebuilt"] == 6
+    assert json.loads(stored)["rebuilt"] == 7
 
 
 def test_a_dry_run_says_what_would_be_replaced_and_a_day_is_rebuilt_alone(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from hashlib import sha256
 from importlib.resources import files
 
-_SOURCE = (files(__package__) / "tailrace.lua").read_text()
+# One library, so one text: the second part uses what the first defines.
+_SOURCE = "\n".join((files(__package__) / name).read_text() for name in ("tailrace.lua", "upkeep.lua"))
 
 VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]
 LIBRARY = f"tailrace_{VERSION}"
