@@ -145,11 +145,13 @@ def test_an_unexpected_error_tells_the_client_nothing_but_that_it_happened(
     service = serve()
     with valkey_server.client() as connection:
         connection.hset(store.keys.log(shard_of("a", store.shards), "days", "a"), "b", "secret")
+        connection.zadd(store.keys.names(0, "days"), {b"secret \xff": 0})
     with service.client() as client:
-        response = client.get("/v1/streams/a/days")
-        problem(response, 500, "internal")
-        assert "secret" not in response.text
-        assert 'tailrace_http_errors_total{code="internal"} 1.0' in client.get("/metrics").text
+        for path, code in (("/v1/streams/a/days", "store.refused"), ("/v1/streams", "internal")):
+            response = client.get(path)
+            problem(response, 500, code)
+            assert "secret" not in response.text
+            assert f'tailrace_http_errors_total{{code="{code}"}} 1.0' in client.get("/metrics").text
 
 
 def test_a_request_id_is_echoed_or_made(client: httpx.Client) -> None:

@@ -157,7 +157,7 @@ class Interleaving(RuleBasedStateMachine):
                 assert keeper.unowned() == []
 
 
-@pytest.mark.parametrize("examples", [25])
+@pytest.mark.parametrize("examples", [15])
 def test_any_interleaving_shows_every_reader_every_event_once(any_store: StoreOptions, examples: int) -> None:
     machine = type("Machine", (Interleaving,), {"options": any_store})
     run_state_machine_as_test(

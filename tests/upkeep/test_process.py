@@ -22,7 +22,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.model.segment import PACKED
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.packer import STEPS
+from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.upkeep.rig import Keeper, now_ms
 from tests.upkeep.test_jobs import reports, some_days
@@ -86,12 +86,12 @@ def assert_whole(options: StoreOptions, view: dict[str, list[str]]) -> None:
 
 @pytest.mark.parametrize("any_store", ["single", "cluster"], indirect=True)
 def test_killed_at_every_step_and_run_again_it_has_packed_everything_once(any_store: StoreOptions) -> None:
-    view = written(any_store, some_days(names=30))
+    view = written(any_store, some_days(names=100))
     for step in STEPS:
         ended = run(any_store, "pack", **{failpoint.VARIABLE: step})
         assert ended.returncode == -signal.SIGKILL, ended.stderr
         assert asyncio.run(read_view(any_store)) == view
-    assert packed(any_store)["segments"] == 90 - 64, "what was swapped before the last kill stays"
+    assert packed(any_store)["segments"] == 300 - GROUP_SEGMENTS, "what was swapped before the last kill stays"
     assert_whole(any_store, view)
 
 

@@ -100,7 +100,8 @@ def read_log(answer: Any) -> Log:
     try:
         return _log(fields)
     except (ValueError, KeyError, msgspec.MsgspecError) as error:
-        raise StoreError(f"the registry of a stream cannot be read: {error}; rebuild the stream from Kafka") from error
+        # What the error says may quote what is stored.
+        raise StoreError("the registry of a stream cannot be read; `tailrace rebuild` restores it") from error
 
 
 def _log(fields: Mapping[bytes, bytes]) -> Log:
