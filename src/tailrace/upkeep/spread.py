@@ -217,13 +217,16 @@ def end_session(spark: Any = None) -> None:
     if "pyspark" not in sys.modules:
         return
     from pyspark import SparkContext
+    from pyspark.sql import SparkSession
 
     gateway = SparkContext._gateway
     if spark is not None:
         with suppress(Exception):  # its JVM may be gone
             spark.stop()
-    # A stopped session leaves its JVM running for the next one; an idle process of upkeep has none.
-    SparkContext._gateway = SparkContext._jvm = None
+    # A stopped session leaves its JVM running for the next one; an idle process of upkeep has none. One whose JVM died
+    # could not be stopped, and would be given out again.
+    SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
+    SparkSession._instantiatedSession = None
     if gateway is None:
         return
     with suppress(Exception):
