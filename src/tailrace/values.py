@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import cache
@@ -61,9 +62,9 @@ class Table(Mapping[str, V]):
         return dict(self._items)
 
     @classmethod
+    @abstractmethod
     def read(cls, value: object) -> Self:
-        """Check a mapping that someone wrote."""
-        raise NotImplementedError
+        """Check a mapping that someone wrote; each kind of table has its own rule."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
