@@ -23,9 +23,9 @@ from tailrace.model.segment import Log
 from tailrace.pipeline.source import Broker
 from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
-from tailrace.upkeep.audit import Audit, audit_view
+from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.history import History, Wanted
-from tailrace.upkeep.loop import run_job
+from tailrace.upkeep.job import run_job
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.restore import Orders, Restored, Restorer, encode_body
 from tailrace.upkeep.restore import Record as KafkaRecord
@@ -128,7 +128,9 @@ class Past:
         self.settings = self.settings.model_copy(update={section: changed})
 
     def audit(self, view: str = "days", **changes: Any) -> Audit:
-        return audit_view(self.settings, view, spark=self.spark, **changes)
+        work = Auditing(self.settings, view, spark=self.spark, **changes)
+        run_job(self.settings, work, alone=False)
+        return work.found
 
     def rebuild(self, name: str | None = None, day: int | None = None, **changes: Any) -> dict[str, Any]:
         """Rebuild; ``day`` is counted from the first one."""

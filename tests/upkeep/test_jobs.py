@@ -28,7 +28,8 @@ from tailrace.model.segment import PACKED
 from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
-from tailrace.upkeep.loop import Job, Loop, now_ms, run_job
+from tailrace.upkeep.job import Scope, matcher, now_ms, run_job
+from tailrace.upkeep.loop import Job, Loop
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spread import Plan, Spread, divided
 from tailrace.upkeep.throttle import Throttle
@@ -90,9 +91,9 @@ def test_what_spark_packs_is_what_this_process_packs(
             writer.write(some_days()[at : at + 60])
     before = asyncio.run(read_view(store))
     told: list[tuple[int, int]] = []
-    here = pack.Packing("days", NOW, clock=now_ms, spread=spread, progress=lambda *far: told.append(far))
+    here = pack.Packing("days", NOW, Scope(progress=lambda *far: told.append(far)), spread=spread)
     run_job(settings(store), here)
-    there = pack.Packing("days", pack.Rules(0, spark_from=0), clock=now_ms, spread=spread)
+    there = pack.Packing("days", pack.Rules(0, spark_from=0), spread=spread)
     run_job(settings(other), there)
     assert here.facts() == there.facts()
     assert capfd.readouterr().out == "", "standard output is for results; Spark writes elsewhere"
@@ -138,7 +139,7 @@ def test_workers_that_are_killed_lose_nothing(store: StoreOptions, spread: Sprea
     killer = threading.Thread(target=kill)
     killer.start()
     rules = pack.Rules(0, spark_from=0, per_hour=60 * 3600)
-    facts = run_job(settings(store), pack.Packing("days", rules, clock=now_ms, spread=spread))
+    facts = run_job(settings(store), pack.Packing("days", rules, spread=spread))
     killer.join()
     assert killed
     assert facts["segments"] + facts["left"].get("moved", 0) == 60
@@ -160,7 +161,7 @@ def test_a_jvm_that_dies_fails_the_run_and_nothing_is_left_of_it(store: StoreOpt
     jvm.kill()
     rules = pack.Rules(0, spark_from=0)
     with pytest.raises(PipelineError, match="a Spark job of upkeep failed"):
-        run_job(settings(store), pack.Packing("days", rules, clock=now_ms, spread=spread))
+        run_job(settings(store), pack.Packing("days", rules, spread=spread))
     assert _jvms() == []
     assert "Spark" in reports(store)["pack:days"]["error"]
 
@@ -169,7 +170,7 @@ def test_without_a_spark_everything_is_packed_here(store: StoreOptions, monkeypa
     Writer(store).write(some_days())
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     with Spread(settings(store)) as none:
-        work = pack.Packing("days", pack.Rules(0, spark_from=0), clock=now_ms, spread=none)
+        work = pack.Packing("days", pack.Rules(0, spark_from=0), spread=none)
         assert run_job(settings(store), work)["segments"] == 60
 
 
@@ -196,11 +197,11 @@ def test_shares_are_even_and_hold_everything_once(store: StoreOptions) -> None:
 
 def test_a_name_pattern_packs_the_streams_that_match_as_a_whole(any_store: StoreOptions) -> None:
     Writer(any_store).write(some_days(names=12))
-    run_job(settings(any_store), pack.Packing("days", NOW, clock=now_ms, wanted=pack.matcher("queue/set-1")))
+    run_job(settings(any_store), pack.Packing("days", NOW, Scope(matcher("queue/set-1"))))
     with Keeper(any_store) as keeper:
         packed = {found.name for found in keeper.registry.walk() if all(s.state for s in found.log.segments)}
         assert packed == {"queue/set-1"}
-    rest = pack.Packing("days", NOW, clock=now_ms, wanted=pack.matcher(".*"))
+    rest = pack.Packing("days", NOW, Scope(matcher(".*")))
     assert run_job(settings(any_store), rest)["segments"] == 33
 
 
@@ -208,17 +209,17 @@ def test_a_view_or_a_pattern_that_is_none_is_said_so(store: StoreOptions) -> Non
     with pytest.raises(BadRequest, match="there is no view 'tags'"):
         pack.Rules.of(settings(store), "tags")
     with pytest.raises(BadRequest, match=r"'a\(' is no regular expression in RE2 syntax: missing \)"):
-        pack.matcher("a(")
+        matcher("a(")
 
 
 def test_a_dry_run_counts_and_changes_nothing(any_store: StoreOptions) -> None:
     Writer(any_store).write(some_days())
     before = contents(any_store)
     shards = Shards(any_store).open()
-    due = pack.Packing("days", NOW, clock=now_ms).look(shards)
+    due = pack.Packing("days", NOW).look(shards)
     assert due == {"segments": 60, "days": 3, "events": 240, "bytes_before": due["bytes_before"]}
     keep = timedelta(milliseconds=now_ms() - NOON - 2 * DAY)
-    gone = sweep.Sweeping("days", sweep.Rules(lambda _: keep), clock=now_ms).look(shards)
+    gone = sweep.Sweeping("days", sweep.Rules(lambda _: keep)).look(shards)
     assert (gone["segments"], gone["events"], gone["ended"]) == (40, 160, 0)
     shards.close()
     assert contents(any_store) == before
@@ -239,7 +240,7 @@ def test_packing_keeps_the_pace_that_is_configured(store: StoreOptions) -> None:
     clock = Time()
     rules = pack.Rules(0, per_hour=120)
     throttle = Throttle(120, clock=lambda: clock.now, sleep=clock.sleep)
-    run_job(settings(store), pack.Packing("days", rules, clock=now_ms, throttle=throttle))
+    run_job(settings(store), pack.Packing("days", rules, throttle=throttle))
     assert clock.now == pytest.approx(58 * 30), "two at a time, and the last two are not waited for"
     throttle.wait()
     assert clock.now == pytest.approx(60 * 30)
@@ -265,11 +266,11 @@ def test_a_throttle_keeps_both_paces_and_saves_nothing_up() -> None:
 def test_a_run_that_is_stopped_leaves_the_rest_to_the_next(store: StoreOptions) -> None:
     Writer(store).write(some_days(names=100))
     looks = iter((False, True))
-    first = pack.Packing("days", NOW, clock=now_ms, stopped=lambda: next(looks))
+    first = pack.Packing("days", NOW, Scope(stopped=lambda: next(looks)))
     facts = run_job(settings(store), first)
     assert facts["segments"] == GROUP_SEGMENTS
     assert facts["left"] == {"later": 300 - GROUP_SEGMENTS}
-    assert run_job(settings(store), pack.Packing("days", NOW, clock=now_ms))["segments"] == 300 - GROUP_SEGMENTS
+    assert run_job(settings(store), pack.Packing("days", NOW))["segments"] == 300 - GROUP_SEGMENTS
 
 
 def test_a_damaged_run_is_left_and_all_others_are_packed(store: StoreOptions) -> None:
@@ -282,10 +283,10 @@ def test_a_damaged_run_is_left_and_all_others_are_packed(store: StoreOptions) ->
     node.delete(key)
     node.xadd(key, {b"r": fields[b"r"][:-5], b"t": fields[b"t"]}, id=entry)
     shards.close()
-    facts = run_job(settings(store), pack.Packing("days", NOW, clock=now_ms))
+    facts = run_job(settings(store), pack.Packing("days", NOW))
     assert (facts["segments"], facts["left"]) == (59, {"unreadable": 1})
     node.delete(key)
-    assert run_job(settings(store), pack.Packing("days", NOW, clock=now_ms))["left"] == {"incomplete": 1}
+    assert run_job(settings(store), pack.Packing("days", NOW))["left"] == {"incomplete": 1}
 
 
 def test_a_sweep_drops_by_name_and_never_what_is_kept_for_ever(any_store: StoreOptions) -> None:
@@ -296,7 +297,7 @@ def test_a_sweep_drops_by_name_and_never_what_is_kept_for_ever(any_store: StoreO
         writer.write([Record(10 * at + d, key, time=now_ms() - (5 - d) * DAY) for d in range(days)])
     by_name = {"audit/.*": "forever", "debug/.*": "1h"}
     chosen = settings(any_store, days__keep="2d", days__keep_by_name=by_name)
-    facts = run_job(chosen, sweep.Sweeping("days", sweep.Rules.of(chosen, "days"), clock=now_ms))
+    facts = run_job(chosen, sweep.Sweeping("days", sweep.Rules.of(chosen, "days")))
     assert asyncio.run(read_view(any_store)) == {
         "audit/a": ["jobs:0:0", "jobs:0:1"],
         "jobs/a": ["jobs:0:23", "jobs:0:24"],
@@ -306,14 +307,14 @@ def test_a_sweep_drops_by_name_and_never_what_is_kept_for_ever(any_store: StoreO
     assert {name: report[name] for name in facts} == facts
     assert (report["job"], report["view"], report["error"]) == ("sweep", "days", "")
     assert report["started_ms"] <= report["ended_ms"]
-    assert run_job(chosen, sweep.Sweeping("days", sweep.Rules.of(chosen, "days"), clock=now_ms))["segments"] == 0
+    assert run_job(chosen, sweep.Sweeping("days", sweep.Rules.of(chosen, "days")))["segments"] == 0
 
 
 def test_a_stream_with_more_old_buckets_than_one_call_drops_is_swept_at_once(store: StoreOptions) -> None:
     start = NOON - NOON % DAY
     Writer(store, span_ms=MINUTE).write([Record(i, b"a", time=start + i * MINUTE) for i in range(250)])
     rules = sweep.Rules(lambda _: timedelta(hours=1))
-    facts = run_job(settings(store), sweep.Sweeping("days", rules, clock=now_ms))
+    facts = run_job(settings(store), sweep.Sweeping("days", rules))
     assert (facts["segments"], facts["ended"]) == (250, 1)
 
 
@@ -321,26 +322,26 @@ def test_a_stream_with_more_old_buckets_than_one_call_drops_is_swept_at_once(sto
 def test_nothing_is_swept_when_the_clocks_disagree(store: StoreOptions, ahead: int) -> None:
     Writer(store).write(some_days())
     rules = sweep.Rules(lambda _: timedelta(hours=1))
-    wrong = sweep.Sweeping("days", rules, clock=lambda: now_ms() + ahead)
+    wrong = sweep.Sweeping("days", rules, Scope(clock=lambda: now_ms() + ahead))
     with pytest.raises(StoreError, match=r"600 s (ahead of|behind) ours"):
         run_job(settings(store), wrong)
     report = reports(store)["sweep:days"]
     assert "clock" in report["error"]
     assert report["segments"] == 0
-    assert run_job(settings(store), sweep.Sweeping("days", rules, clock=now_ms))["ended"] == 20
+    assert run_job(settings(store), sweep.Sweeping("days", rules))["ended"] == 20
 
 
 def test_a_run_that_failed_reports_what_it_had_done(store: StoreOptions) -> None:
     Writer(store).write(some_days(names=100))
     with Keeper(store), pytest.raises(LeaseHeld, match="one is doing upkeep"):
-        run_job(settings(store), pack.Packing("days", NOW, clock=now_ms))
+        run_job(settings(store), pack.Packing("days", NOW))
     assert reports(store) == {}, "it did not run"
 
     def broken(done: int, total: int) -> None:
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        run_job(settings(store), pack.Packing("days", NOW, clock=now_ms, progress=broken))
+        run_job(settings(store), pack.Packing("days", NOW, Scope(progress=broken)))
     report = reports(store)["pack:days"]
     assert (report["segments"], report["error"]) == (GROUP_SEGMENTS, "no space left")
 

@@ -5,9 +5,7 @@ What was found or done is printed line by line, as JSON or as a table on a termi
 
 from __future__ import annotations
 
-import logging
 import sys
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -16,22 +14,32 @@ import msgspec
 
 from tailrace.commands import parts
 from tailrace.commands.follow import visible
-from tailrace.commands.upkeep import summary
+from tailrace.commands.upkeep import once, step_aside, summary
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
 
 
-def audit(settings: Settings, view: str, name_pattern: str | None, *, keys: bool, json: bool, spark: Any = None) -> int:
+def audit(
+    settings: Settings,
+    view: str,
+    name_pattern: str | None,
+    *,
+    keys: bool,
+    json: bool,
+    spark: Any = None,
+) -> int:
     """Compare a view with Kafka and with its own registries. 1 if something is wrong."""
     try:
-        from tailrace.upkeep.audit import audit_view
-        from tailrace.upkeep.spread import step_back
+        from tailrace.upkeep.audit import Auditing
+        from tailrace.upkeep.job import run_job
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
-    _log()
     if spark is None:
-        step_back()
-    found = audit_view(parts.at_stack(settings), view, pattern=name_pattern, keys=keys, spark=spark)
+        step_aside()
+    settings = parts.at_stack(settings)
+    work = Auditing(settings, view, pattern=name_pattern, keys=keys, spark=spark)
+    run_job(settings, work, alone=False)
+    found = work.found
     _print(found.findings, json=json)
     offsets = sum(last - first + 1 for first, last in found.retained.values())
     kafka = {"sources": len(found.retained), "offsets": offsets}
@@ -52,33 +60,18 @@ def rebuild(
 ) -> int:
     """Restore what Kafka still has. 1 if some log could not be restored."""
     try:
-        from tailrace.stores.valkey import Shards, StoreOptions, check_layout
-        from tailrace.upkeep.loop import run_job
         from tailrace.upkeep.rebuild import Rebuilding
         from tailrace.upkeep.restore import REBUILT, SAME
-        from tailrace.upkeep.spread import step_back
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
-    _log()
     if spark is None:
-        step_back()
-    settings, began = parts.at_stack(settings), time.monotonic()
+        step_aside()
+    settings = parts.at_stack(settings)
     work = Rebuilding(settings, view, name=name, day_ms=None if day is None else begin_of(day), spark=spark)
-    if dry_run:
-        shards = Shards(StoreOptions.of(settings.valkey)).open()
-        try:
-            check_layout(shards)
-            facts = {"dry_run": True, **work.look(shards)}
-        finally:
-            shards.close()
-    else:
-        facts = dict(run_job(settings, work, wait_s=wait_s))
+    facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)
     restored = sorted(work.restored.values(), key=lambda each: each.name)
     _print(restored, json=json)
-    summary(
-        {"job": work.name, "view": view, **facts, "seconds": round(time.monotonic() - began, 3)},
-        json=json,
-    )
+    summary(facts, json=json)
     return 0 if all(each.verdict in (REBUILT, SAME) for each in restored) else 1
 
 
@@ -92,11 +85,6 @@ def begin_of(day: str) -> int:
         return round(datetime.strptime(day, "%Y-%m-%d").replace(tzinfo=UTC).timestamp() * 1000)
     except ValueError:
         raise BadRequest(f"--day {day!r} is no day: write it as 2026-11-15") from None
-
-
-def _log() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    logging.getLogger("py4j").setLevel(logging.WARNING)
 
 
 def _print(rows: Sequence[msgspec.Struct], *, json: bool) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -18,8 +18,11 @@ from tailrace.commands import parts
 from tailrace.config import Settings
 
 if TYPE_CHECKING:
-    from tailrace.upkeep.pack import Packing
-    from tailrace.upkeep.sweep import Sweeping
+    from tailrace.upkeep.job import Looking, Work
+
+    class Job(Work, Looking, Protocol):
+        """A run that can be tried first."""
+
 
 Progress = Callable[[int, int], None]
 
@@ -36,23 +39,18 @@ def run(settings: Settings) -> int:
 def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bool, wait_s: float, json: bool) -> int:
     """Pack what is due now. 1 if something cannot be packed at all."""
     try:
-        from tailrace.upkeep.loop import now_ms
-        from tailrace.upkeep.pack import Packing, Rules, matcher
+        from tailrace.upkeep.job import Scope, matcher
+        from tailrace.upkeep.pack import Packing, Rules
         from tailrace.upkeep.packer import FAULTS
         from tailrace.upkeep.spread import Spread
     except ImportError as error:
         raise parts.lacking(error, "stores") from None
     settings = parts.at_stack(settings)
+    step_aside()
     with Spread(settings) as spread, bar(f"packing {view}") as progress:
-        work = Packing(
-            view,
-            Rules.of(settings, view),
-            clock=now_ms,
-            wanted=matcher(name_pattern),
-            spread=spread,
-            progress=progress,
-        )
-        facts = _once(settings, work, dry_run, wait_s)
+        scope = Scope(matcher(name_pattern), progress=progress)
+        work = Packing(view, Rules.of(settings, view), scope, spread=spread)
+        facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)
     summary(facts, json=json)
     return 1 if FAULTS.keys() & work.outcome.left.keys() else 0
 
@@ -60,39 +58,36 @@ def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bo
 def sweep(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bool, wait_s: float, json: bool) -> int:
     """Drop what has been kept long enough."""
     try:
-        from tailrace.upkeep.loop import now_ms
-        from tailrace.upkeep.pack import matcher
+        from tailrace.upkeep.job import Scope, matcher
         from tailrace.upkeep.sweep import Rules, Sweeping
     except ImportError as error:
         raise parts.lacking(error, "stores") from None
     settings = parts.at_stack(settings)
+    step_aside()
     with bar(f"sweeping {view}") as progress:
-        rules = Rules.of(settings, view)
-        work = Sweeping(view, rules, clock=now_ms, wanted=matcher(name_pattern), progress=progress)
-        facts = _once(settings, work, dry_run, wait_s)
+        work = Sweeping(view, Rules.of(settings, view), Scope(matcher(name_pattern), progress=progress))
+        facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)
     summary(facts, json=json)
     return 0
 
 
-def _once(settings: Settings, work: Packing | Sweeping, dry_run: bool, wait_s: float) -> dict[str, object]:
-    from tailrace.stores.valkey import Shards, StoreOptions, check_layout
-    from tailrace.upkeep.loop import run_job
+def once(settings: Settings, work: Job, *, dry_run: bool, wait_s: float) -> dict[str, object]:
+    """Do one run of a job, or say what it would do; return what to print of it."""
+    from tailrace.upkeep.job import look_once, run_job
+
+    began = time.monotonic()
+    head: dict[str, object] = {"job": work.name, "view": work.view}
+    facts = {"dry_run": True, **look_once(settings, work)} if dry_run else run_job(settings, work, wait_s=wait_s)
+    return {**head, **facts, "seconds": round(time.monotonic() - began, 3)}
+
+
+def step_aside() -> None:
+    """Say only what matters, and let live work go first."""
     from tailrace.upkeep.spread import step_back
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    began = time.monotonic()
-    head: dict[str, object] = {"job": work.name, "view": work.view}
-    if dry_run:
-        shards = Shards(StoreOptions.of(settings.valkey)).open()
-        try:
-            check_layout(shards)
-            facts: Mapping[str, object] = {"dry_run": True, **work.look(shards)}
-        finally:
-            shards.close()
-    else:
-        step_back()
-        facts = run_job(settings, work, wait_s=wait_s)
-    return {**head, **facts, "seconds": round(time.monotonic() - began, 3)}
+    logging.getLogger("py4j").setLevel(logging.ERROR)
+    step_back()
 
 
 @contextmanager

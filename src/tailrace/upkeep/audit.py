@@ -22,11 +22,11 @@ from tailrace.errors import PipelineError
 from tailrace.model.audit import Finding, Tally, fingerprint, horizon
 from tailrace.model.bucket import DAY_MS, day_text
 from tailrace.settings import Days
-from tailrace.stores.valkey import Shards, StoreOptions, check_layout
+from tailrace.stores.valkey import Shards
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
-from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, now_ms, spark_for
-from tailrace.upkeep.pack import milliseconds, section_of
-from tailrace.upkeep.report import leave
+from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
+from tailrace.upkeep.job import milliseconds, now_ms, section_of
+from tailrace.upkeep.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +79,8 @@ class Audit(msgspec.Struct, frozen=True):
         }
 
 
-def audit_view(
-    settings: Settings,
-    view: str,
-    *,
-    pattern: str | None = None,
-    keys: bool = False,
-    spark: Any = None,
-    clock: Callable[[], int] = now_ms,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Audit:
-    """Audit a view, leave the report in the store if it is about all names, and return it. Needs no lease.
+class Auditing:
+    """One run of an audit; what it found is in ``found``.
 
     Args:
         pattern: Only names that match.
@@ -99,28 +90,47 @@ def audit_view(
 
     Raises:
         BadRequest: There is no such view, or the pattern is none.
-        Unavailable, StoreChanged, PipelineError: It could not be done, or was given up; the report says so.
     """
-    section_of(settings, view)
-    wanted = Wanted(pattern)
-    wanted.test()
-    shards = Shards(StoreOptions.of(settings.valkey)).open()
-    started, found, error = clock(), Audit(view), ""
-    check_layout(shards)
-    try:
-        with spark_for(settings, spark) as session:
-            found = Auditor(settings, session, view, clock, stopped).audit(shards, wanted)
-        if keys:
-            found = msgspec.structs.replace(found, findings=(*found.findings, *stray_keys(shards, view)))
-        return msgspec.structs.replace(found, seconds=(clock() - started) / 1000)
-    except BaseException as problem:
-        error = str(problem) or type(problem).__name__
-        raise
-    finally:
-        if pattern is None:
-            # One that failed has nothing to say of what it did not see.
-            leave(shards, "audit", view, started, clock(), {} if error else found.facts(), error)
-        shards.close()
+
+    name = "audit"
+
+    def __init__(
+        self,
+        settings: Settings,
+        view: str,
+        *,
+        pattern: str | None = None,
+        keys: bool = False,
+        spark: Any = None,
+        clock: Callable[[], int] = now_ms,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        section_of(settings, view)
+        self.view, self.whole = view, pattern is None
+        self._settings, self._wanted, self._keys, self._spark = settings, Wanted(pattern), keys, spark
+        self._clock, self._stopped = clock, stopped
+        self._wanted.test()
+        self.found = Audit(view)
+        self._ended = False
+
+    def facts(self) -> dict[str, object]:
+        """What was found, for reports; an audit that failed has nothing to say of what it did not see."""
+        return self.found.facts() if self._ended else {}
+
+    def run(self, shards: Shards, lease: Lease) -> None:
+        """Audit the view. Changes nothing.
+
+        Raises:
+            Unavailable, StoreChanged, PipelineError: It could not be done, or was given up.
+        """
+        started = self._clock()
+        with spark_for(self._settings, self._spark) as session:
+            auditor = Auditor(self._settings, session, self.view, self._clock, self._stopped)
+            found = auditor.audit(shards, self._wanted)
+        if self._keys:
+            found = msgspec.structs.replace(found, findings=(*found.findings, *stray_keys(shards, self.view)))
+        self.found = msgspec.structs.replace(found, seconds=(self._clock() - started) / 1000)
+        self._ended = True
 
 
 class Auditor:

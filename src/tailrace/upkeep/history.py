@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from tailrace.pipeline.source import ANSWER_S, Broker, Topic, client_properties,
 from tailrace.pipeline.tune import tasks
 from tailrace.stores.marks import NOTHING, read_marks
 from tailrace.stores.valkey import Shards
-from tailrace.upkeep.pack import matcher
+from tailrace.upkeep.job import matcher
 from tailrace.upkeep.spread import begin_session, end_session
 
 logger = logging.getLogger(__name__)
@@ -41,11 +40,6 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.2
 ATTEMPTS = 3
 """How often a job is begun in all when Kafka drops what it reads."""
-
-
-def now_ms() -> int:
-    """The clock of audits and rebuilds."""
-    return time.time_ns() // 1_000_000
 
 
 class Extent(msgspec.Struct, frozen=True):

@@ -8,25 +8,22 @@ again.
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.units import format_duration
 from tailrace.upkeep import pack, sweep
-from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.pack import LATER
-from tailrace.upkeep.report import last_end, leave
+from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, now_ms, run_job
+from tailrace.upkeep.report import last_end
 from tailrace.upkeep.spread import Spread, step_back
 from tailrace.upkeep.throttle import Throttle
 
@@ -38,9 +35,6 @@ BACKOFF_S = (1.0, 60.0)
 """Pauses after a run that could not begin: the store does not answer, or another process is at work."""
 TURN_S = 60.0
 """How long a job may work when another one is due."""
-
-Facts: TypeAlias = Mapping[str, Any]
-Stopped: TypeAlias = Callable[[], bool]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -59,74 +53,24 @@ class Job(msgspec.Struct, frozen=True):
 Jobs: TypeAlias = Mapping[str, Job]
 
 
-def now_ms() -> int:
-    """The clock of upkeep."""
-    return time.time_ns() // 1_000_000
-
-
-class Work(Protocol):
-    """One run of a job."""
-
-    name: str
-    view: str
-    whole: bool
-    """Whether it is about all names of the view."""
-
-    def run(self, shards: Shards, lease: Lease) -> None: ...
-
-    def facts(self) -> dict[str, object]: ...
-
-
-def run_job(settings: Settings, work: Work, *, wait_s: float = 0.0, clock: Callable[[], int] = now_ms) -> Facts:
-    """Do one run of a job under the lease, and leave its report; return what it did.
-
-    Raises:
-        LeaseHeld: Another process is at work, and was so for as long as we waited.
-        TailraceError: What ended the run; the report has it too.
-    """
-    shards = Shards(StoreOptions.of(settings.valkey)).open()
-    try:
-        prepare(shards)
-        owner = f"{socket.gethostname()}:{os.getpid()} {work.name}"
-        with Lease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s) as lease:
-            started, error = clock(), ""
-            try:
-                work.run(shards, lease)
-            except BaseException as problem:
-                error = str(problem) or type(problem).__name__
-                raise
-            finally:
-                if work.whole:
-                    leave(shards, work.name, work.view, started, clock(), work.facts(), error)
-        return work.facts()
-    finally:
-        shards.close()
-
-
 def jobs_of(settings: Settings, spread: Spread) -> Jobs:
     """Return the jobs that there are. Of those that are due, the first is run first."""
     upkeep = settings.upkeep
     throttle = Throttle(upkeep.buckets_per_hour, upkeep.bytes_per_second)
 
     def sweep_once(view: str, stopped: Stopped) -> Facts:
-        return run_job(settings, sweep.Sweeping(view, sweep.Rules.of(settings, view), clock=now_ms, stopped=stopped))
+        return run_job(settings, sweep.Sweeping(view, sweep.Rules.of(settings, view), Scope(stopped=stopped)))
 
     def pack_once(view: str, stopped: Stopped) -> Facts:
         rules = pack.Rules.of(settings, view)
-        work = pack.Packing(view, rules, clock=now_ms, spread=spread, throttle=throttle, stopped=stopped)
+        work = pack.Packing(view, rules, Scope(stopped=stopped), spread=spread, throttle=throttle)
         return run_job(settings, work)
 
     def audit_once(view: str, stopped: Stopped) -> Facts:
-        from tailrace.upkeep.audit import audit_view
+        from tailrace.upkeep.audit import Auditing
 
         spread.stop()  # an audit reads Kafka, and its session has the connector
-        shards = Shards(StoreOptions.of(settings.valkey)).open()
-        try:
-            prepare(shards)
-            with Lease(shards, f"{socket.gethostname()}:{os.getpid()} audit", upkeep.lease.total_seconds()):
-                return audit_view(settings, view, stopped=stopped).facts()
-        finally:
-            shards.close()
+        return run_job(settings, Auditing(settings, view, stopped=stopped))
 
     return {
         "sweep": Job(upkeep.sweep_every, sweep_once),

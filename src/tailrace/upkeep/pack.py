@@ -7,78 +7,24 @@ due, so a run that was killed is gone on with by the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest
 from tailrace.model.bucket import DAY_MS
 from tailrace.stores.registry import PAGE, Registry
 from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards
+from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, Due, Outcome, Packer, due_segments, groups
 from tailrace.upkeep.spread import Plan, Spread
 from tailrace.upkeep.throttle import Throttle
-from tailrace.values import compiled
 
 BATCH_SEGMENTS = 4_000
 BATCH_BYTES = 64 << 20
 """So many segments or so many stored bytes are one Spark job; between two of them a run can be stopped."""
-
-LATER = "later"
-"""Why a segment is left when the run was stopped before it."""
-
-
-class Section(Protocol):
-    """What every view's section of the configuration says of the life of its buckets."""
-
-    @property
-    def pack_after(self) -> timedelta: ...
-
-    def keep_of(self, name: str, /) -> timedelta | None: ...
-
-
-def section_of(settings: Settings, view: str) -> Section:
-    """Return a view's section of the configuration.
-
-    Raises:
-        BadRequest: There is no such view.
-    """
-    if view not in settings.pipeline.views:
-        raise BadRequest(f"there is no view {view!r}: pipeline.views has {', '.join(settings.pipeline.views)}")
-    section: Section = getattr(settings, view)
-    return section
-
-
-def every(name: str) -> bool:
-    """Every name is wanted."""
-    return True
-
-
-def matcher(pattern: str | None) -> Callable[[str], bool]:
-    """Return whether a whole name matches a pattern; without one, every name does.
-
-    Raises:
-        BadRequest: It is no pattern.
-    """
-    if pattern is None:
-        return every
-    import re2
-
-    try:
-        expression = compiled(pattern)
-    except re2.error as error:
-        said = error.args[0].decode(errors="replace")
-        raise BadRequest(f"--name {pattern!r} is no regular expression in RE2 syntax: {said}") from None
-    return lambda name: expression.fullmatch(name) is not None
-
-
-def milliseconds(duration: timedelta) -> int:
-    return round(duration.total_seconds() * 1000)
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -124,11 +70,9 @@ class Packing:
     """One run of the job. What it has done so far is in ``outcome``, also when it failed.
 
     Args:
-        wanted: Which names it is about.
         spread: Where to spread what is large; None = nothing ever is.
         throttle: The pace, kept over several runs if they share it.
-        stopped: Whether to end at the next opportunity.
-        progress: Told how many stored bytes are done, of how many.
+        scope: Its progress is in stored bytes.
     """
 
     name = "pack"
@@ -137,19 +81,15 @@ class Packing:
         self,
         view: str,
         rules: Rules,
+        scope: Scope = EVERYTHING,
         *,
-        clock: Callable[[], int],
-        wanted: Callable[[str], bool] = every,
         spread: Spread | None = None,
         throttle: Throttle | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.view, self.whole, self._rules, self._spread = view, wanted is every, rules, spread
-        self._wanted = wanted
-        self._now_ms = clock()
+        self.view, self.whole, self._rules, self._spread = view, scope.whole, rules, spread
+        self._scope, self._stopped = scope, scope.stopped
+        self._now_ms = scope.clock()
         self._throttle = throttle or Throttle(rules.per_hour, rules.bytes_per_second)
-        self._stopped, self._progress = stopped, progress
         self.found = Found()
         self.outcome = Outcome()
         self._bytes_done = 0
@@ -198,7 +138,7 @@ class Packing:
             self.outcome += Outcome(left={LATER: max(1, later)})
 
     def _due(self, shards: Shards) -> Iterator[Due]:
-        for seen, found in enumerate(Registry(shards, self.view).walk(self._wanted), 1):
+        for seen, found in enumerate(Registry(shards, self.view).walk(self._scope.wanted), 1):
             if seen % PAGE == 0 and self._stopped():
                 raise _Stopped
             yield from due_segments(found.name, found.log, self._rules.after_ms, self._now_ms)
@@ -250,4 +190,4 @@ class Packing:
     def _add(self, dues: Iterable[Due], outcomes: Iterable[Outcome]) -> None:
         self.outcome = sum(outcomes, self.outcome)
         self._bytes_done += sum(due.segment.bytes for due in dues)
-        self._progress(min(self._bytes_done, self.found.bytes), self.found.bytes)
+        self._scope.progress(min(self._bytes_done, self.found.bytes), self.found.bytes)

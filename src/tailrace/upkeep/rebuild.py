@@ -23,9 +23,9 @@ from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
-from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, now_ms, spark_for
+from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, spark_for
+from tailrace.upkeep.job import milliseconds, now_ms, section_of
 from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.pack import milliseconds, section_of
 from tailrace.upkeep.restore import DIFFERS, MOVED, REBUILT, Orders, Record, Restored, Restorer, encode_body
 
 logger = logging.getLogger(__name__)

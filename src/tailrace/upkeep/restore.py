@@ -26,7 +26,7 @@ from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import Seen, look, read_held
 from tailrace.upkeep.history import Assignment
-from tailrace.upkeep.pack import milliseconds
+from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.sweep import over
 
 STEPS = ("reopened", "rebuilt-staged", "rebuilt-checked", "replaced")

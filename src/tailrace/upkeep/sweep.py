@@ -18,8 +18,8 @@ from tailrace.model.segment import Log, Segment
 from tailrace.stores.registry import Registry
 from tailrace.stores.staging import EXPIRE_AT_ONCE, Dropped, Staging
 from tailrace.stores.valkey import Shards
+from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.pack import LATER, every, milliseconds, section_of
 
 PAGE = 500
 """Logs that one round trip is about."""
@@ -44,26 +44,13 @@ class Sweeping:
     """One run of the job. What it has done so far is in ``dropped``, also when it failed.
 
     Args:
-        wanted: Which names it is about.
-        stopped: Whether to end at the next opportunity.
-        progress: Told how many names were looked at, of how many.
+        scope: Its progress is in names.
     """
 
     name = "sweep"
 
-    def __init__(
-        self,
-        view: str,
-        rules: Rules,
-        *,
-        clock: Callable[[], int],
-        wanted: Callable[[str], bool] = every,
-        stopped: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        self.view, self.whole, self._rules, self._clock = view, wanted is every, rules, clock
-        self._wanted = wanted
-        self._stopped, self._progress = stopped, progress
+    def __init__(self, view: str, rules: Rules, scope: Scope = EVERYTHING) -> None:
+        self.view, self.whole, self._rules, self._scope = view, scope.whole, rules, scope
         self._segments = self._events = self._bytes = self._ended = self._later = 0
 
     def facts(self) -> dict[str, object]:
@@ -77,8 +64,8 @@ class Sweeping:
         Raises:
             StoreError: The clocks disagree.
         """
-        now_ms = compare_clocks(shards, self._clock)
-        for found in Registry(shards, self.view).walk(self._wanted):
+        now_ms = compare_clocks(shards, self._scope.clock)
+        for found in Registry(shards, self.view).walk(self._scope.wanted):
             keep = self._rules.keep_of(found.name)
             gone = over(found.log, milliseconds(keep), now_ms) if keep is not None else ()
             if gone:
@@ -93,11 +80,11 @@ class Sweeping:
             StaleUpkeep: Another process has taken over.
             StoreError: The clocks disagree; nothing was dropped.
         """
-        now_ms = compare_clocks(shards, self._clock)
+        now_ms = compare_clocks(shards, self._scope.clock)
         registry, staging = Registry(shards, self.view), Staging(shards, self.view, lease.token)
         total = registry.count()
         page: list[tuple[str, int]] = []
-        for seen, found in enumerate(registry.walk(self._wanted), 1):
+        for seen, found in enumerate(registry.walk(self._scope.wanted), 1):
             keep = self._rules.keep_of(found.name)
             if keep is not None and over(found.log, milliseconds(keep), now_ms, most=1):
                 page.append((found.name, milliseconds(keep)))
@@ -106,12 +93,12 @@ class Sweeping:
                 page = []
             if seen % PAGE == 0:
                 lease.check()
-                if self._stopped():
+                if self._scope.stopped():
                     self._later = max(1, total - seen)
                     return
-                self._progress(min(seen, total), total)
+                self._scope.progress(min(seen, total), total)
         self._expire(staging, page, now_ms)
-        self._progress(total, total)
+        self._scope.progress(total, total)
 
     def _expire(self, staging: Staging, page: Sequence[tuple[str, int]], now_ms: int) -> None:
         """Drop what is over of some logs; one that has more than a call drops is asked again."""
