@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tailrace
-from tailrace import client
+from tailrace import following
 from tailrace.errors import (
     BadRequest,
     BrokerUnavailable,
@@ -40,7 +40,7 @@ def running_service() -> Iterator[ScriptedService]:
 
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(following, "FIRST_WAIT", 0.002)
 
 
 @pytest.fixture

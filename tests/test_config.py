@@ -150,7 +150,7 @@ def test_every_problem_is_listed_with_path_origin_got_and_wanted(
     text = problems(demo__rate=-1)
     assert f"valkey.shards (file {file}): got 0, wanted greater than or equal to 1" in text
     assert f'valkey.timeout (file {file}): got 5, wanted a duration with its unit, such as "250ms"' in text
-    assert f"pipeline.views (file {file}): got ['dayz'], wanted a view: days" in text
+    assert f"pipeline.views (file {file}): got ['dayz'], wanted a view: days, folds" in text
     assert f"pipeline.max_depth (file {file}): got 'deep', wanted a valid integer" in text
     assert "serve.port (env TAILRACE_SERVE__PORT): got '70700', wanted less than or equal to 65535" in text
     assert "demo.rate (flag --rate): got -1, wanted greater than 0" in text

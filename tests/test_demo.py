@@ -83,19 +83,26 @@ def test_bursts_keep_the_rate() -> None:
         assert abs(sent / spent - rate) < rate * 0.05
 
 
-def test_it_sends_over_outages_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_it_sends_both_samples_over_outages_until_it_is_told_to_stop(tmp_path: Path) -> None:
     with running() as service:
+
+        def written(topic: str) -> int:
+            return len(service.written.get(topic, []))
+
         service.unavailable = 2
         env = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")} | {
             "TAILRACE_SERVE__PORT": service.url.rpartition(":")[2],
             "TAILRACE_DEMO__RATE": "400",
             "TAILRACE_DEMO__TOPIC": "sample",
+            "TAILRACE_DEMO__ACCOUNTS": "100",
+            "TAILRACE_DEMO__POSTS_TOPIC": "social",
         }
         with subprocess.Popen([sys.executable, "-m", "tailrace.demo"], env=env, cwd=tmp_path) as process:
             until = time.monotonic() + 20
-            while len(service.written.get("sample", [])) < 200 and time.monotonic() < until:
+            while (written("sample") < 200 or written("social") < 50) and time.monotonic() < until:
                 time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
-        assert len(service.written["sample"]) >= 200
+        assert written("sample") >= 200
+        assert written("social") >= 50
         assert service.unavailable == 0

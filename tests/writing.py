@@ -75,15 +75,15 @@ def _headers(headers: list[tuple[str, bytes | None]]) -> str:
 class Writer:
     """A driver and its tasks: takes the views over, then applies batches."""
 
-    def __init__(self, options: StoreOptions, **changes: object) -> None:
+    def __init__(self, options: StoreOptions, views: tuple[str, ...] = VIEWS, **changes: object) -> None:
         self.shards = Shards(options).open()
         self.epochs = prepare(self.shards)
-        self.epoch = enlist(self.shards, VIEWS)
+        self.epoch = enlist(self.shards, views)
         plan = Plan(
             store=options,
             run_ids=dict(self.shards.run_ids),
             epoch=self.epoch,
-            views=VIEWS,
+            views=views,
             generations={},
             limits=Limits(),
             dead_letters="tailrace.dead-letters",

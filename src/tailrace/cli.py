@@ -24,8 +24,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 streams = typer.Typer(help="What streams there are.", no_args_is_help=True)
+folds = typer.Typer(help="Bursts of events that became one: the rules, and what they hold.", no_args_is_help=True)
 settings = typer.Typer(help="What is configured, and why.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
+app.add_typer(folds, name="folds")
 app.add_typer(settings, name="config")
 
 Config = Annotated[Path | None, typer.Option("--config", help="The configuration file.", metavar="FILE")]
@@ -42,6 +44,25 @@ Wait = Annotated[
     float, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait for other upkeep to end.")
 ]
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The Kafka topic; it is created if need be.")]
+Start = Annotated[
+    str | None,
+    typer.Option(
+        "-o",
+        "--from",
+        metavar="PLACE",
+        help="start, end, -N (the last N), a time, -1h or a cursor. Default: end; with -e start.",
+    ),
+]
+After = Annotated[str | None, typer.Option("--after", metavar="CURSOR", help="Begin after this cursor.")]
+Most = Annotated[int | None, typer.Option("-n", "--max", min=1, help="So many at most.")]
+Ends = Annotated[bool, typer.Option("-e", "--exit", help="End at the last event there is.")]
+Until = Annotated[str | None, typer.Option("--until", metavar="TIME", help="End after this time.")]
+OnGap = Annotated[str, typer.Option("--on-gap", help="What to do when events are gone: skip or fail.")]
+Missing = Annotated[str, typer.Option("--missing", help="What to do when there is no such stream: wait or fail.")]
+Rule = Annotated[str, typer.Argument(metavar="NAME", help="The rule, as `tailrace folds ls` lists it.")]
+GroupText = Annotated[
+    str, typer.Argument(metavar="GROUP", help="A JSON array or object; any other text is the group's only part.")
+]
 
 
 def main() -> None:
@@ -190,24 +211,14 @@ def put(
 @app.command()
 def tail(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="Streams, as `tailrace streams ls` lists them.")],
-    start: Annotated[
-        str | None,
-        typer.Option(
-            "-o",
-            "--from",
-            metavar="PLACE",
-            help="start, end, -N (the last N), a time, -1h or a cursor. Default: end; with -e start.",
-        ),
-    ] = None,
-    after: Annotated[str | None, typer.Option("--after", metavar="CURSOR", help="Begin after this cursor.")] = None,
-    limit: Annotated[int | None, typer.Option("-n", "--max", min=1, help="End after so many events.")] = None,
-    ends: Annotated[bool, typer.Option("-e", "--exit", help="End at the last event there is.")] = False,
-    until: Annotated[str | None, typer.Option("--until", metavar="TIME", help="End after this time.")] = None,
+    start: Start = None,
+    after: After = None,
+    limit: Most = None,
+    ends: Ends = False,
+    until: Until = None,
     json: Json = False,
-    on_gap: Annotated[str, typer.Option("--on-gap", help="What to do when events are gone: skip or fail.")] = "skip",
-    missing: Annotated[
-        str, typer.Option("--missing", help="What to do when there is no such stream: wait or fail.")
-    ] = "wait",
+    on_gap: OnGap = "skip",
+    missing: Missing = "wait",
     url: Url = DEFAULT_URL,
 ) -> None:
     """Follow streams: what there is, then what comes, over any disconnect."""
@@ -220,7 +231,7 @@ def tail(
 @streams.command("ls")
 def streams_ls(
     prefix: Annotated[str | None, typer.Option("--prefix", help="Only names that begin with this.")] = None,
-    limit: Annotated[int | None, typer.Option("-n", "--max", min=1, help="So many at most.")] = None,
+    limit: Most = None,
     top: Annotated[
         int | None,
         typer.Option("--top", min=1, max=1000, help="The largest ones by stored bytes, so many, the largest first."),
@@ -245,12 +256,112 @@ def streams_days(
     listings.days(name, json=json, url=url)
 
 
+@folds.command("ls")
+def folds_ls(json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """List the rules: their windows, what they hold and how much they fold."""
+    from tailrace.commands import folds
+
+    folds.ls(json=json, url=url)
+
+
+@folds.command("tail")
+def folds_tail(
+    name: Rule,
+    start: Start = None,
+    after: After = None,
+    limit: Most = None,
+    ends: Ends = False,
+    until: Until = None,
+    json: Json = False,
+    on_gap: OnGap = "skip",
+    missing: Missing = "wait",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Follow the folded events of a rule."""
+    from tailrace.commands import folds, follow
+
+    asked = follow.Request([], start, after, limit, not ends, until, missing, on_gap, url)
+    raise typer.Exit(folds.tail(name, asked, json=json))
+
+
+@folds.command("pending")
+def folds_pending(name: Rule, limit: Most = None, json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """List the groups that hold folds, the first due first."""
+    from tailrace.commands import folds
+
+    folds.pending(name, limit, json=json, url=url)
+
+
+@folds.command("flush")
+def folds_flush(
+    name: Rule,
+    group: Annotated[
+        str | None,
+        typer.Argument(metavar="GROUP", help="A JSON array or object; any other text is the group's only part."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All groups.")] = False,
+    json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Give out the folds of a group now."""
+    from tailrace.commands import folds
+
+    folds.flush(name, group, everything=everything, json=json, url=url)
+
+
+@folds.command("delete")
+def folds_delete(name: Rule, group: GroupText, json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """Drop the folds of a group: they are given out with the reason deleted."""
+    from tailrace.commands import folds
+
+    folds.delete(name, group, json=json, url=url)
+
+
+@folds.command("set")
+def folds_set(
+    name: Rule,
+    quiet: Annotated[str | None, typer.Option("--quiet", help="Give out after so long without events.")] = None,
+    max_wait: Annotated[str | None, typer.Option("--max-wait", help="Give out so long after the first event.")] = None,
+    max_count: Annotated[int | None, typer.Option("--max-count", help="Give out at so many events.")] = None,
+    max_bytes: Annotated[str | None, typer.Option("--max-bytes", help="Give out at so many bytes.")] = None,
+    lateness: Annotated[str | None, typer.Option("--lateness", help="Wait so long for late events.")] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Take them from the configuration again.")] = False,
+    json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Change the windows of a rule while it runs."""
+    from tailrace.commands import folds
+
+    windows = {"quiet": quiet, "max_wait": max_wait, "max_count": max_count, "max_bytes": max_bytes}
+    folds.change(name, {**windows, "lateness": lateness}, reset=reset, json=json, url=url)
+
+
+@folds.command("tune")
+def folds_tune(
+    name: Rule,
+    since: Annotated[str, typer.Option("--since", metavar="PLACE", help="How far back to look.")] = "-7d",
+    windows: Annotated[
+        list[str] | None, typer.Option("--window", metavar="DURATION", help="A quiet period to try; may be repeated.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it: .png or .svg.")] = None,
+    json: Json = False,
+    folder: Folder = None,
+    config: Config = None,
+) -> None:
+    """Say how much would have been folded, and how late, with other quiet periods."""
+    from tailrace.commands import parts, tune
+
+    settings = parts.load(config, folder=folder)
+    raise typer.Exit(tune.tune(settings, name, since=since, windows=windows or [], json=json, plot=plot))
+
+
 @app.command()
 def status(json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Show rates, lag, batch time and health of every part."""
-    from tailrace.commands import listings
+    from tailrace.commands import folds, listings
 
     listings.status(json=json, url=url)
+    folds.glance(json=json, url=url)
 
 
 @settings.command("show")

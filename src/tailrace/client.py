@@ -1,45 +1,38 @@
-"""The Python side of the HTTP contract: follow feeds, put events, list streams, without knowing that connections break.
+"""The Python side of the HTTP contract: follow feeds, put events, list streams and folds.
 
     async with tailrace.connect("http://127.0.0.1:7070") as river:
         async for event in river.tail("jobs/nightly", after=cursor):
             ...
 
-Invariant: a feed yields exactly what the service has after its cursor, in order, each event once, over any number of
-disconnects, restarts and timeouts; ``feed.cursor`` is always the place after the last event that was handed out.
+Nobody who uses it needs to know that connections break.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
-import time
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, Unpack
 from urllib.parse import quote, urlsplit
 from weakref import WeakSet
 
 import httpx
 import msgspec
 
-from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
-from tailrace.sse_reader import Frame, SseReader
-from tailrace.wire import Control, Coordinates, Day, Event, Stream, decode_event, error_of, failure
+from tailrace.errors import BadRequest, Unavailable
+from tailrace.following import Asked, Feed, Query
+from tailrace.wire import Control, Coordinates, Day, FoldRule, FoldWindows, GivenOut, PendingGroup, Stream, error_of
 
-logger = logging.getLogger(__name__)
+__all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "River", "connect"]
 
 DEFAULT_URL = "http://127.0.0.1:7070"
 BATCH_EVENTS = 1_000
 BATCH_BYTES = 2**20
 LARGEST_PAGE = 1_000
 LONGEST_SEARCH = 600.0
-"""Seconds to wait for the largest of very many streams."""
-FIRST_WAIT = 0.25
-LONGEST_WAIT = 30.0
+"""Seconds to wait for the largest of very many streams, and for a flush of very many groups."""
 
-Query: TypeAlias = list[tuple[str, str | int | float | bool | None]]
+Group: TypeAlias = str | Sequence[object] | Mapping[str, object] | msgspec.Raw
+"""What makes events belong together: its parts in the order of the rule, or by their paths; a text is the only part."""
 
 
 def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float = 10.0, silence: float = 45.0) -> River:
@@ -115,13 +108,32 @@ class River:
         """
         if not names:
             raise BadRequest("name at least one stream to follow")
+        return self._feed(
+            "/v1/streams/events",
+            [("name", name) for name in names],
+            after=after,
+            start=start,
+            until=until,
+            limit=limit,
+            follow=follow,
+            missing=missing,
+            on_gap=on_gap,
+            on_control=on_control,
+        )
+
+    def folds(self, rule: str, **asked: Unpack[Asked]) -> Feed:
+        """Follow the folded events of a rule; takes what ``tail`` takes."""
+        return self._feed(f"/v1/folds/{_segment(rule)}/events", [], **asked)
+
+    def _feed(self, path: str, query: Query, **given: Unpack[Asked]) -> Feed:
+        after, start = given.get("after"), given.get("start")
         if after is not None and start is not None:
             raise BadRequest("give either after= (a cursor) or start=, not both")
-        asked = {"after": after, "from": start, "until": until, "limit": limit}
-        query: Query = [("name", name) for name in names]
+        asked = {"after": after, "from": start, "until": given.get("until"), "limit": given.get("limit")}
         query += [(key, value) for key, value in asked.items() if value is not None]
-        query += [("follow", follow), ("missing", missing), ("on_gap", on_gap)]
-        feed = Feed(self, "/v1/streams/events", query, cursor=after, on_control=on_control)
+        query += [("follow", given.get("follow", True)), ("missing", given.get("missing", "wait"))]
+        query += [("on_gap", given.get("on_gap", "skip"))]
+        feed = Feed(self, path, query, cursor=after, on_control=given.get("on_control"))
         self._feeds.add(feed)
         return feed
 
@@ -193,6 +205,59 @@ class River:
         answer = await self._call("GET", f"/v1/streams/{_segment(name)}/days")
         return msgspec.json.decode(answer, type=_Days).days
 
+    async def fold_rules(self) -> list[FoldRule]:
+        """List the rules of folds with their windows, what they hold and how much they fold."""
+        return msgspec.json.decode(await self._call("GET", "/v1/folds"), type=_Rules).folds
+
+    async def pending(self, rule: str, limit: int | None = None) -> list[PendingGroup]:
+        """List the groups of a rule that hold folds, the first due first; so many at most."""
+        found: list[PendingGroup] = []
+        query: dict[str, str | int] = {}
+        while limit is None or len(found) < limit:
+            query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
+            page = await self._call("GET", f"/v1/folds/{_segment(rule)}/pending", params=query)
+            read = msgspec.json.decode(page, type=_Pending)
+            found += read.groups
+            if read.next is None:
+                break
+            query["after"] = read.next
+        return found
+
+    async def flush(self, rule: str, group: Group) -> GivenOut:
+        """Close the folds of a group now, and give them out."""
+        return await self._give_out(rule, "flush", {"group": _parts(group)})
+
+    async def flush_all(self, rule: str) -> GivenOut:
+        """Close the folds of all groups now, and give them out."""
+        return await self._give_out(rule, "flush", {"all": True})
+
+    async def delete(self, rule: str, group: Group) -> GivenOut:
+        """Drop the folds of a group: they are given out for the reason ``deleted``."""
+        return await self._give_out(rule, "delete", {"group": _parts(group)})
+
+    async def set_windows(self, rule: str, **windows: str | int) -> FoldWindows:
+        """Change windows of a rule while it runs, as they are written in the configuration; the others stay.
+
+        Args:
+            rule: its name.
+            windows: any of ``quiet``, ``max_wait``, ``max_count``, ``max_bytes`` and ``lateness``.
+        """
+        return await self._windows(rule, windows)
+
+    async def reset_windows(self, rule: str) -> FoldWindows:
+        """Give a rule the windows of its configuration again."""
+        return await self._windows(rule, {"reset": True})
+
+    async def _give_out(self, rule: str, what: str, body: Mapping[str, object]) -> GivenOut:
+        path = f"/v1/folds/{_segment(rule)}/{what}"
+        answer = await self._call("POST", path, patience=LONGEST_SEARCH, content=msgspec.json.encode(body))
+        return msgspec.json.decode(answer, type=GivenOut)
+
+    async def _windows(self, rule: str, body: Mapping[str, object]) -> FoldWindows:
+        path = f"/v1/folds/{_segment(rule)}/windows"
+        answer = await self._call("POST", path, content=msgspec.json.encode(body))
+        return msgspec.json.decode(answer, type=_Windows).windows
+
     async def status(self) -> dict[str, Any]:
         """Rates, lag, batch time and health of every part."""
         answer: dict[str, Any] = msgspec.json.decode(await self._call("GET", "/v1/status"))
@@ -204,7 +269,7 @@ class River:
             response = await self._http.request(method, path, timeout=timeout, **options)
         except httpx.TransportError as error:
             if method == "POST" and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                unknown = "what was sent last may have been written or not"
+                unknown = "what was sent last may have taken effect or not"
                 raise Unavailable(f"{self.url} did not answer ({_said(error)}): {unknown}") from None
             raise self._unreachable(error) from None
         if response.status_code >= 400:
@@ -215,173 +280,6 @@ class River:
         return Unavailable(
             f"no service answers at {self.url} ({_said(error)}): is `tailrace up` or `tailrace serve` running?"
         )
-
-
-class Feed:
-    """What one request yields: an asynchronous iterable of events, and a context manager that closes it.
-
-    Iterating again after a ``break`` goes on where it stopped. One task at a time may iterate.
-    """
-
-    def __init__(
-        self,
-        river: River,
-        path: str,
-        query: Query,
-        *,
-        cursor: str | None = None,
-        on_control: Callable[[Control], None] | None = None,
-    ) -> None:
-        self.cursor = cursor
-        """The place after the last event handed out: resume there with ``after=``."""
-        self.on_control = on_control
-        self._river, self._path, self._query = river, path, query
-        self._reached: str | None = None  # what has been read, which may be ahead of what was handed out
-        self._waiting: deque[Frame] = deque()
-        self._response: httpx.Response | None = None
-        self._chunks: AsyncIterator[bytes] | None = None
-        self._reader = SseReader()
-        self._retry: float | None = None
-        self._failures = 0
-        self._met = False
-        self._since = 0.0
-        self._ended = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Let the connection go; what was read and not handed out is read again by the next iteration."""
-        self._waiting.clear()
-        if self._reached is not None:
-            self._reached = self.cursor
-        await self._disconnect()
-
-    def __aiter__(self) -> AsyncIterator[Event]:
-        return self._events()
-
-    async def _events(self) -> AsyncIterator[Event]:
-        async for item in self.frames():
-            if isinstance(item, Event):
-                yield item
-
-    async def frames(self) -> AsyncIterator[Event | Control]:
-        """Yield events and control frames alike."""
-        while frame := await self._next():
-            if frame.event == "message":
-                yield decode_event(frame)
-            else:
-                yield self._control(frame)
-
-    async def lines(self) -> AsyncIterator[list[bytes]]:
-        """Yield the events as the JSON text the service sent, as many at a time as have arrived."""
-        while frame := await self._next():
-            batch: list[bytes] = []
-            while frame is not None and frame.event == "message":
-                batch.append(frame.data or b"null")
-                frame = self._take()
-            if batch:
-                yield batch
-            if frame is not None:
-                self._control(frame)
-
-    def _control(self, frame: Frame) -> Control:
-        control = Control.of(frame)
-        if control.kind == "gap":
-            logger.warning("gap: %s", control.data)
-        if self.on_control is not None:
-            self.on_control(control)
-        if control.kind == "problem":
-            error = failure(control.data)
-            if not error.retryable and control.data.get("status", 0) < 500:
-                self._ended = True
-                raise error
-        return control
-
-    async def _next(self) -> Frame | None:
-        while True:
-            if frame := self._take():
-                return frame
-            if self._ended:
-                await self._disconnect()
-                return None
-            await self._read()
-
-    def _take(self) -> Frame | None:
-        while self._waiting:
-            frame = self._waiting.popleft()
-            self.cursor = frame.id or self.cursor
-            if frame.data is not None:
-                self._ended = self._ended or frame.event == "end"
-                return frame
-        return None
-
-    async def _read(self) -> None:
-        try:
-            if self._chunks is None:
-                await self._connect()
-            if self._chunks is None:
-                return
-            frames = self._reader.feed(await anext(self._chunks))
-        except StopAsyncIteration:
-            await self._lost(Unavailable(f"{self._river.url} closed the connection"))
-        except httpx.TransportError as error:
-            await self._lost(self._river._unreachable(error))
-        else:
-            self._retry = self._reader.retry or self._retry
-            for frame in frames:
-                self._failures = 0
-                self._reached = frame.id or self._reached
-            self._waiting.extend(frames)
-
-    async def _connect(self) -> None:
-        self._since = self._since or time.monotonic()
-        headers = {"Accept": "text/event-stream", "Accept-Encoding": "identity", "Cache-Control": "no-store"}
-        if self._reached is not None:
-            headers["Last-Event-ID"] = self._reached
-        request = self._river._http.build_request("GET", self._path, params=self._query, headers=headers)
-        response = self._response = await self._river._http.send(request, stream=True)
-        if response.status_code == 204:
-            self._ended = True
-            return
-        if response.status_code != 200:
-            error = error_of(response.status_code, await response.aread())
-            if not error.retryable and response.status_code < 500:
-                await self._disconnect()
-                raise error
-            if (asked := response.headers.get("retry-after", "")).isdigit():
-                self._retry = float(asked)
-            await self._lost(error)
-            return
-        kind = response.headers.get("content-type", "")
-        if not kind.startswith("text/event-stream"):
-            await self._disconnect()
-            raise UsageError(
-                f"{self._river.url} answers {kind or 'nothing'}, not an event stream: is it a Tailrace service?"
-            )
-        self._met = True
-        self._reader = SseReader()
-        self._chunks = response.aiter_raw()
-
-    async def _lost(self, error: TailraceError) -> None:
-        await self._disconnect()
-        if not self._met and time.monotonic() - self._since >= self._river.timeout:
-            raise error
-        wait = (self._retry or FIRST_WAIT) * 2 ** min(self._failures, 10)
-        wait = min(wait, max(LONGEST_WAIT, self._retry or 0.0)) * (1 + random.random() / 2)
-        self._failures += 1
-        logger.info("%s; connecting again in %.1f s", error, wait)
-        await asyncio.sleep(wait)
-
-    async def _disconnect(self) -> None:
-        response, self._response, self._chunks = self._response, None, None
-        if response is not None:
-            await response.aclose()
 
 
 class _Written(msgspec.Struct):
@@ -397,6 +295,19 @@ class _Days(msgspec.Struct):
     days: list[Day]
 
 
+class _Rules(msgspec.Struct):
+    folds: list[FoldRule]
+
+
+class _Pending(msgspec.Struct):
+    groups: list[PendingGroup]
+    next: str | None = None
+
+
+class _Windows(msgspec.Struct):
+    windows: FoldWindows
+
+
 async def _each(
     events: Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]],
 ) -> AsyncIterator[Mapping[str, object]]:
@@ -406,6 +317,10 @@ async def _each(
     else:
         for event in events:
             yield event
+
+
+def _parts(group: Group) -> object:
+    return [group] if isinstance(group, str) else group
 
 
 def _segment(name: str) -> str:

@@ -17,10 +17,11 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from tailrace.errors import ConfigError
-from tailrace.settings import DEFAULTS, PATHS, PREFIX, Settings, Shown, suggest, variable
+from tailrace.fold_settings import REFUSED, Fold
+from tailrace.settings import PATHS, PREFIX, Settings, Shown, suggest, variable
 from tailrace.values import HIDDEN, without_password
 
-__all__ = ["FILE_NAME", "REFERENCE", "Settings", "Shown", "load", "variable"]
+__all__ = ["FILE_NAME", "REFERENCE", "Settings", "Shown", "load", "variable", "wanted_by"]
 
 FILE_NAME = "tailrace.toml"
 REFERENCE = Path(__file__).with_name("reference.toml")
@@ -120,21 +121,43 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _problem(found: dict[str, Any], merged: dict[str, Any], origins: dict[str, str]) -> str:
-    section, *keys = (str(part) for part in found["loc"])
-    path = ".".join([section, *keys[:1]])
-    known = path in DEFAULTS
-    origin = origins.get(path) or ", ".join(sorted({o for p, o in origins.items() if p.startswith(f"{section}.")}))
-    if found["type"] == "extra_forbidden" or not (known or section in Settings.model_fields):
-        return _unknown(path if keys else section, origin)
-    wanted = str(found.get("ctx", {}).get("error") or found["msg"]).removeprefix("Input should be ")
-    if not known:
+    kind, (section, *keys) = found["type"], (str(part) for part in found["loc"])
+    path: list[str] = []
+    value: Any = merged
+    for part in (section, *keys):
+        if not isinstance(value, Mapping) or part not in value:
+            break
+        path.append(part)
+        value = value[part]
+    key = ".".join([section, *keys[:1]])
+    origin = origins.get(key) or ", ".join(sorted({o for p, o in origins.items() if p.startswith(f"{section}.")}))
+    if kind == "extra_forbidden":
+        return _unknown(".".join(path), origin)
+    if kind == "missing":
+        return f"{'.'.join([section, *keys])} ({origin}): not given, and there is no default"
+    wanted = wanted_by(found)
+    if kind == REFUSED:
+        path, value = [section, *keys], found["input"]
+    elif keys[-1:] == ["[key]"]:
+        value = path[-1]
+    if len(path) < 2:
         return f"{section} ({origin}): wanted {wanted}"
-    return f"{path} ({origin}): got {_hidden(path, merged[section][keys[0]])}, wanted {wanted}"
+    return f"{'.'.join(path)} ({origin}): got {_hidden(key, value)}, wanted {wanted}"
+
+
+def wanted_by(found: Mapping[str, Any]) -> str:
+    """What would have been accepted instead of a value that has an error."""
+    if found["type"] in ("dict_type", "model_type"):
+        return "a table"
+    return str(found.get("ctx", {}).get("error") or found["msg"]).removeprefix("Input should be ")
 
 
 def _unknown(path: str, origin: str) -> str:
-    candidates = PATHS if "." in path else tuple(Settings.model_fields)
-    return f"{path} ({origin}): no such setting{suggest(path, candidates)}"
+    if path.startswith("folds.rules."):
+        close = suggest(path.rpartition(".")[2], Fold.model_fields)
+    else:
+        close = suggest(path, PATHS if "." in path else tuple(Settings.model_fields))
+    return f"{path} ({origin}): no such setting{close}"
 
 
 def _hidden(path: str, value: object) -> str:

@@ -2,8 +2,8 @@
 
 Queues hold jobsets, a jobset runs a few jobs, and a job goes from submitted over queued, leased and running to
 succeeded or failed, with retries and preemptions between; when all its jobs are done the jobset finishes and later
-starts again. The stories are a pure function of the random numbers and the clock; sending them goes on over restarts
-of the service.
+starts again. The stories are a pure function of the random numbers and the clock. Sending them goes on over restarts
+of the service, and so does sending the other sample beside them, ``posts``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
@@ -20,9 +20,11 @@ from random import Random
 from typing import Any
 
 from tailrace import config
-from tailrace.client import connect
+from tailrace.client import River, connect
 from tailrace.config import Settings
 from tailrace.errors import TailraceError
+from tailrace.posts import posts, steps
+from tailrace.settings import Demo
 
 logger = logging.getLogger(__name__)
 
@@ -171,25 +173,40 @@ def bursts(random: Random, rate: float) -> Iterator[tuple[float, int]]:
         yield wait, count
 
 
+def _jobs(settings: Demo, random: Random) -> Iterator[tuple[float, Iterable[dict[str, object]]]]:
+    """Say how long to wait, and which stories to send then; they are told when they are asked for."""
+    told = stories(random, lambda: datetime.now(UTC), queues=settings.queues, jobsets=settings.jobsets)
+    for wait, count in bursts(random, settings.rate):
+        yield wait, islice(told, count)
+
+
 async def send(settings: Settings, random: Random) -> None:
-    """Send stories to the service until cancelled; a batch that may not have arrived is sent again."""
+    """Send stories and posts to the service until cancelled."""
     demo, serve = settings.demo, settings.serve
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serve.host, serve.host)
-    told = stories(random, lambda: datetime.now(UTC), queues=demo.queues, jobsets=demo.jobsets)
+    others = Random(random.getrandbits(64))
     async with connect(f"http://{host}:{serve.port}") as river:
-        for wait, count in bursts(random, demo.rate):
-            await asyncio.sleep(wait)
-            batch, again = list(islice(told, count)), 0.25
-            while batch:
-                try:
-                    await river.put(demo.topic, batch)
-                    break
-                except TailraceError as error:
-                    if not error.retryable:
-                        raise
-                    logger.warning("%s; trying again in %.1f s", error, again)
-                    await asyncio.sleep(again)
-                    again = min(2 * again, LONGEST_RETRY)
+        await asyncio.gather(
+            _deliver(river, demo.topic, _jobs(demo, random)),
+            _deliver(river, demo.posts_topic, steps(posts(others, demo.accounts))),
+        )
+
+
+async def _deliver(river: River, topic: str, plan: Iterable[tuple[float, Iterable[dict[str, object]]]]) -> None:
+    """Send what is planned, at its time; a batch that may not have arrived is sent again."""
+    for wait, events in plan:
+        await asyncio.sleep(wait)
+        batch, again = list(events), 0.25
+        while batch:
+            try:
+                await river.put(topic, batch)
+                break
+            except TailraceError as error:
+                if not error.retryable:
+                    raise
+                logger.warning("%s; trying again in %.1f s", error, again)
+                await asyncio.sleep(again)
+                again = min(2 * again, LONGEST_RETRY)
 
 
 async def _run(settings: Settings) -> None:

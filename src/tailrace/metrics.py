@@ -1,7 +1,7 @@
 """Every metric of Tailrace in one file, so that a dashboard can be written from it: name, labels, what it counts.
 
-The service counts what it does itself. What the pipeline and upkeep do it learns from the reports that they leave in
-the store, and shows them unchanged: a scrape of one service shows the whole installation.
+The service counts what it does itself. What the pipeline and upkeep do it learns from the reports and counters that
+they leave in the store, and shows them unchanged: a scrape of one service shows the whole installation.
 """
 
 from __future__ import annotations
@@ -32,6 +32,20 @@ class Run(NamedTuple):
     """What the last run counted that changed something."""
 
 
+class FoldFigures(NamedTuple):
+    """What the store says of one rule of folds."""
+
+    rule: str
+    input: int
+    new: int
+    premature: int
+    pending: int
+    reasons: Mapping[str, int]
+    """Folds given out, by reason."""
+    ratio: float | None
+    frontier_ms: int | None
+
+
 class Metrics:
     """The metrics of one service, in a registry of their own."""
 
@@ -48,15 +62,22 @@ class Metrics:
             "tailrace_put_seconds", "From the last byte of a request to the acknowledgement of its events", **given
         )
         self.errors = Counter("tailrace_http_errors", "Problems answered, by their code", ["code"], **given)
-        self._pipeline, self._upkeep = _Pipeline(), _Upkeep()
-        self.registry.register(self._pipeline)
-        self.registry.register(self._upkeep)
+        self._pipeline, self._upkeep, self._folds = _Pipeline(), _Upkeep(), _Folds()
+        for shown in (self._pipeline, self._upkeep, self._folds):
+            self.registry.register(shown)
         ProcessCollector(registry=self.registry)
 
-    def text(self, views: Iterable[str], reports: Mapping[str, Report], runs: Sequence[Run] = ()) -> bytes:
-        """Return everything in Prometheus's text format, with these reports of the pipeline and of upkeep."""
+    def text(
+        self,
+        views: Iterable[str],
+        reports: Mapping[str, Report],
+        runs: Sequence[Run] = (),
+        folds: Sequence[FoldFigures] = (),
+    ) -> bytes:
+        """Return everything in Prometheus's text format, with these reports of the pipeline, of upkeep and of folds."""
         self._pipeline.views, self._pipeline.reports = tuple(views), reports
         self._upkeep.runs = runs
+        self._folds.figures = folds
         return generate_latest(self.registry)
 
 
@@ -193,3 +214,44 @@ class _Upkeep(Collector):
             for reason, count in (run.report.get("left") or {}).items() if run.job == "pack" else ():
                 left.add_metric([run.view, reason], count)
         yield left
+
+
+_OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldFigures], float | None]], ...] = (
+    ("tailrace_fold_inputs", "Events that the rule has folded", "counter", lambda f: f.input),
+    ("tailrace_fold_new", "Events whose group held nothing when they came", "counter", lambda f: f.new),
+    (
+        "tailrace_fold_premature",
+        "Folds that would have been one with the fold before, had the quiet period been twice as long",
+        "counter",
+        lambda f: f.premature,
+    ),
+    ("tailrace_fold_pending", "Groups that hold folds", "gauge", lambda f: f.pending),
+    ("tailrace_fold_ratio", "1 - folds given out per event; missing before the first one", "gauge", lambda f: f.ratio),
+    (
+        "tailrace_fold_frontier_lag_seconds",
+        "How far the time at which the rule's folds were last settled is behind the clock; only while it holds some",
+        "gauge",
+        lambda f: max(0.0, time.time() - f.frontier_ms / 1000) if f.pending and f.frontier_ms is not None else None,
+    ),
+)
+_EMITTED = "tailrace_fold_emitted", "Folds given out, by reason"
+
+
+class _Folds(Collector):
+    """What the rules of folds have done, and what they hold."""
+
+    def __init__(self) -> None:
+        self.figures: Sequence[FoldFigures] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        for name, about, kind, value_of in _OF_FOLDS:
+            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, about, labels=["rule"])
+            for figures in self.figures:
+                if (value := value_of(figures)) is not None:
+                    family.add_metric([figures.rule], value)
+            yield family
+        emitted = CounterMetricFamily(*_EMITTED, labels=["rule", "reason"])
+        for figures in self.figures:
+            for reason, count in figures.reasons.items():
+                emitted.add_metric([figures.rule, reason], count)
+        yield emitted

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import Field, PrivateAttr, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tailrace.errors import ConfigError
-from tailrace.units import format_duration
+from tailrace.fold_settings import Folds, Problem, refuse
+from tailrace.units import format_duration, format_size
 from tailrace.values import (
     Brokers,
     Bucket,
@@ -37,6 +38,7 @@ from tailrace.values import (
     Period,
     Port,
     Properties,
+    Section,
     Size,
     SizeOrZero,
     SparkConf,
@@ -53,12 +55,6 @@ from tailrace.values import (
 PREFIX = "TAILRACE_"
 
 _JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
-
-
-class Section(BaseModel):
-    """A table of the file: frozen, closed, and printed with its secrets hidden."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class Kafka(Section):
@@ -128,7 +124,7 @@ class Spark(Section):
 class Pipeline(Section):
     """What the one pass does with each record."""
 
-    views: Views = ("days",)
+    views: Views = ("days", "folds")
     window_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 256 * 2**10
     window_runs: Annotated[int, Field(ge=1, le=2_000)] = 500
     max_event_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 2**20
@@ -211,6 +207,8 @@ class Demo(Section):
     queues: Annotated[int, Field(ge=1, le=1_000)] = 3
     jobsets: Annotated[int, Field(ge=1, le=100_000)] = 12
     topic: Topic = "jobs"
+    accounts: Annotated[int, Field(ge=0, le=10_000)] = 8
+    posts_topic: Topic = "posts"
 
 
 class Shown(NamedTuple):
@@ -233,11 +231,30 @@ class Settings(BaseSettings):
     spark: Spark = Spark()
     pipeline: Pipeline = Pipeline()
     days: Days = Days()
+    folds: Folds = Folds()
     upkeep: Upkeep = Upkeep()
     serve: Serve = Serve()
     embedded: Embedded = Embedded()
     demo: Demo = Demo()
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        own = {self.kafka.dead_letters: "kafka.dead_letters", self.kafka.positions: "kafka.positions"}
+        half = self.pipeline.max_event_bytes // 2
+        found: list[Problem] = []
+        for name, fold in self.folds.rules.items():
+            place = ("folds", "rules", name)
+            for key, topic in (("output", self.folds.rules.output(name)), ("raw", fold.raw)):
+                if topic in own:
+                    found.append(((*place, key), topic, f"a topic that is not {own[topic]}"))
+            if fold.max_bytes > half:
+                wanted = (
+                    f"at most half of pipeline.max_event_bytes, {format_size(half)}: make this smaller or that larger"
+                )
+                found.append(((*place, "max_bytes"), format_size(fold.max_bytes), wanted))
+        refuse(found)
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -290,7 +307,18 @@ class Settings(BaseSettings):
                 f"days.keep = {format_duration(self.days.keep)!r} removes a bucket before it is packed, "
                 f"{format_duration(self.days.pack_after)} after its end: keep longer, or pack sooner"
             )
-        return found
+        return found + self._unfed()
+
+    def _unfed(self) -> list[str]:
+        """Rules that name a topic which is not read."""
+        topics = self.kafka.topics
+        return [
+            f"folds.rules.{name}.topics names {topic!r}, which kafka.topics does not have: it is not read, nor folded"
+            for name, fold in self.folds.rules.items()
+            if not isinstance(fold.topics, str) and not isinstance(topics, str)
+            for topic in fold.topics
+            if topic not in topics
+        ]
 
     def _written(self) -> dict[str, Any]:
         """Every value by its path as it may be printed: text, numbers, lists and tables, secrets hidden."""

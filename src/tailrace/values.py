@@ -16,19 +16,37 @@ from functools import cache
 from typing import Annotated, Any, Generic, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    SerializationInfo,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from tailrace.units import format_duration, format_size, parse_duration, parse_size
 
 HIDDEN = "**********"
-VIEWS = ("days",)
+VIEWS = ("days", "folds")
+COLLECTS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
+"""What a fold can gather. All look at a path but the last, which takes whole events."""
 
 _SECRET_KEY = re.compile(r"password|secret|key|token|jaas", re.IGNORECASE)
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+_OUTPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 V = TypeVar("V")
 N = TypeVar("N", int, timedelta)
+
+
+class Section(BaseModel):
+    """A table of the file: frozen, closed, and printed with its secrets hidden."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class Table(Mapping[str, V]):
@@ -67,9 +85,21 @@ class Table(Mapping[str, V]):
         """Check a mapping that someone wrote; each kind of table has its own rule."""
 
     @classmethod
+    def entries(cls) -> Any:
+        """The type of mapping that is checked entry by entry before ``read`` has it; None for no such check."""
+        return None
+
+    @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        written = core_schema.plain_serializer_function_ser_schema(cls.written, when_used="json")
+        written = core_schema.plain_serializer_function_ser_schema(_written, info_arg=True)
+        if entries := cls.entries():
+            checked = handler.generate_schema(entries)
+            return core_schema.no_info_after_validator_function(cls.read, checked, serialization=written)
         return core_schema.no_info_plain_validator_function(cls.read, serialization=written)
+
+
+def _written(table: Table[Any], info: SerializationInfo) -> object:
+    return table.written() if info.mode == "json" else table
 
 
 def _typed(table: Mapping[str, object]) -> list[tuple[str, type, object]]:
@@ -226,6 +256,66 @@ def _bucket(length: timedelta) -> timedelta:
     return length
 
 
+def _topic_or_none(text: str) -> str:
+    return text and _topic(text)
+
+
+def _path(text: str) -> str:
+    if not all(text.split(".")):
+        raise ValueError('a dotted path in the value, such as "account.id"')
+    return text
+
+
+def _at_least_one(paths: tuple[str, ...]) -> tuple[str, ...]:
+    if not paths:
+        raise ValueError('at least one dotted path in the value, such as ["account.id"]')
+    return paths
+
+
+def _output_name(text: str) -> str:
+    if not _OUTPUT.fullmatch(text):
+        raise ValueError("a name of letters, digits, '_' and '-' that begins with a letter or '_'")
+    return text
+
+
+def collected(text: str) -> tuple[str, str]:
+    """The kind and the path of ``"KIND PATH"``; the path is empty for the kind that has none.
+
+    Raises:
+        ValueError: with what would be accepted.
+    """
+    kind, _, path = text.strip().partition(" ")
+    if kind not in COLLECTS:
+        raise ValueError(f'a kind and a path, such as "set account.id"; kinds: {", ".join(COLLECTS)}')
+    if kind == COLLECTS[-1]:
+        if path:
+            raise ValueError(f'"{kind}" without a path: it takes whole events')
+        return kind, ""
+    if not path.strip():
+        raise ValueError(f'a dotted path after "{kind}", such as "{kind} account.id"')
+    return kind, _path(path.strip())
+
+
+def _collect(text: str) -> str:
+    collected(text)
+    return text
+
+
+class Collects(Table[str]):
+    """Names of outputs, and what each gathers: ``"KIND PATH"``."""
+
+    __slots__ = ()
+
+    @classmethod
+    def entries(cls) -> Any:
+        return dict[Annotated[str, AfterValidator(_output_name)], Annotated[str, AfterValidator(_collect)]]
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        assert isinstance(value, Mapping)
+        return cls(value)
+
+
 def _patterns(value: object) -> object:
     return [value] if isinstance(value, str) and value else value or []
 
@@ -319,6 +409,12 @@ Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kKmMgG]$")]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)]
 Topic = Annotated[str, AfterValidator(_topic)]
+TopicOrNone = Annotated[str, AfterValidator(_topic_or_none)]
+"""A topic, or ``""``."""
+Paths = Annotated[
+    tuple[Annotated[str, AfterValidator(_path)], ...], BeforeValidator(_patterns), AfterValidator(_at_least_one)
+]
+"""Dotted paths in the value, at least one; a single one may be given as text."""
 Brokers = Annotated[str, AfterValidator(_brokers)]
 KafkaProperties = Annotated[Properties, AfterValidator(_kafka_properties)]
 SparkConf = Annotated[Properties, AfterValidator(_spark_conf)]

@@ -7,6 +7,7 @@ value for nothing.
 
 from __future__ import annotations
 
+import builtins
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -126,6 +127,89 @@ class Day(msgspec.Struct, frozen=True, kw_only=True):
         return self.day
 
 
+class FoldWindows(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a rule's folds wait and how large they may become, as written in the configuration."""
+
+    quiet: str = ""
+    max_wait: str = ""
+    max_count: int = 0
+    max_bytes: str = ""
+    lateness: str = "0s"
+
+
+class Folded(msgspec.Struct, frozen=True, kw_only=True):
+    """How much was folded since a rule's windows last changed."""
+
+    time: str
+    input: int = 0
+    emitted: int = 0
+    ratio: float | None = None
+    premature: int = 0
+
+
+class FoldRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule of folds, what it holds, and how much it has folded."""
+
+    name: str
+    stream: str = ""
+    """The day stream that its folded events are in."""
+    topics: str | list[str] = []
+    """A regular expression, or names."""
+    group: list[str] = []
+    collect: dict[str, str] = {}
+    windows: FoldWindows = FoldWindows()
+    clock: str = ""
+    output: str = ""
+    raw: str | None = None
+    pending: int = 0
+    """Groups that hold folds."""
+    input: int = 0
+    new: int = 0
+    """Events whose group held nothing."""
+    folded: int = 0
+    """All others."""
+    emitted: int = 0
+    ratio: float | None = None
+    """1 - emitted / input; None before the first event."""
+    premature: int = 0
+    """Folds that would have been one with the fold before, had the window been twice as long."""
+    reasons: dict[str, int] = {}
+    since: Folded | None = None
+    frontier_ms: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class PendingGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A group that holds folds."""
+
+    payload: msgspec.Raw = msgspec.field(name="group")
+    folds: int = 0
+    count: int = 0
+    """Events in them."""
+    first: str | None = None
+    last: str | None = None
+    due: str | None = None
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return builtins.bytes(self.payload).decode()
+
+    @cached_property
+    def group(self) -> dict[str, Any]:
+        """The rule's paths, and the value that the group has at each."""
+        found: dict[str, Any] = msgspec.json.decode(self.payload)
+        return found
+
+
+class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
+    """What a flush or a delete gave out: the ids of the folded events, and of how many groups."""
+
+    folds: list[str] = []
+    groups: int = 0
+
+
 _decode = msgspec.json.Decoder(Event).decode
 
 
@@ -162,6 +246,9 @@ def failure(problem: dict[str, Any], status: int = 0) -> TailraceError:
     error = kind.__new__(kind)
     said = problem.get("detail") or problem.get("title") or f"the service answered {status or 'with a problem'}"
     Exception.__init__(error, str(said))
+    if kind in (Unavailable, UsageError) and problem.get("code"):
+        # A newer service may have codes that this release has no class for.
+        setattr(error, "code", str(problem["code"]))  # noqa: B010
     for name, value in problem.items():
         if name.isidentifier() and name not in _DOCUMENT and not name.startswith("_"):
             setattr(error, name, value)

@@ -13,7 +13,7 @@ from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
 from tailrace.feeds.frame import Control, Frame
 from tailrace.model.event import iso_time
 from tailrace.model.segment import PACKED
-from tailrace.model.terminal import Terminal
+from tailrace.model.condition import Condition
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.lease import Lease
 from tests.feeds.rig import ids, rig
@@ -175,7 +175,7 @@ def test_a_live_day_is_not_expired_when_either_clock_is_wrong(any_store: StoreOp
 def test_a_terminal_event_seals_the_day_so_that_it_can_be_packed_at_once(any_store: StoreOptions) -> None:
     now = round(time.time() * 1000)
     today = now - now % DAY
-    writer = Writer(any_store, seal_when=Terminal.of({"state.kind": "finished"}))
+    writer = Writer(any_store, seal_when=Condition.of({"state.kind": "finished"}))
     done = b'{"state":{"kind":"finished"}}'
     records = [Record(i, b"a", time=today) for i in range(3)] + [Record(3, b"a", done, time=today)]
     writer.write([*records, Record(4, b"a", time=today), Record(5, b"b", time=today)])

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tailrace.model.bucket import DAY_MS, bucket_start
+from tailrace.model.condition import Condition
 from tailrace.model.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.model.run import Run, encode
-from tailrace.model.terminal import Terminal
 from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Window, home_of
+from tailrace.pipeline.view import View, Window, home_of
 from tailrace.stores.valkey import Arg
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -24,7 +24,7 @@ CACHED_NAMES = 200_000
 """Names remembered by key in one process; the memory is emptied when it is full."""
 
 
-class Days:
+class Days(View):
     """One log per name; the name comes from the record's key or from paths in its value."""
 
     name = "days"
@@ -35,7 +35,7 @@ class Days:
         *,
         paths: Sequence[str] | None = None,
         span_ms: int = DAY_MS,
-        seal_when: Terminal | None = None,
+        seal_when: Condition | None = None,
         future_ms: int = 600_000,
         window_bytes: int = 256 << 10,
         window_runs: int = 500,

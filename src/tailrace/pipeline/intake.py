@@ -11,7 +11,7 @@ import msgspec
 from tailrace.model.bucket import DAY_MS
 from tailrace.model.event import event_id, iso_time, key_json
 from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Window, home_of
+from tailrace.pipeline.view import View, Window, home_of
 from tailrace.stores.valkey import Arg
 
 MAX_QUOTED = 64 << 10
@@ -20,7 +20,7 @@ MAX_QUOTED = 64 << 10
 _encode = msgspec.json.Encoder().encode
 
 
-class Intake:
+class Intake(View):
     """A view of everything: each record is counted, each poisoned one becomes a dead letter in the outbox."""
 
     name = "intake"
@@ -42,7 +42,8 @@ class Intake:
         for i, reason in records.poison.items():
             if i >= begin:
                 dead += 1
-                items += ["O", event_id(records.source, records.offsets[i]), self._topic, *_letter(records, i, reason)]
+                id_ = event_id(records.source, records.offsets[i])
+                items += ["O", id_, self._topic, *_letter(records, i, reason), b""]
         if dead:
             items += ["C", "dead", dead]
         if stored := len(records) - begin - dead:

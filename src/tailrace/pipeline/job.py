@@ -7,6 +7,7 @@ that nobody else has. A driver that was overtaken by another one ends, and never
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,15 +32,21 @@ from tailrace.errors import (
     StoreMismatch,
     TailraceError,
 )
+from tailrace.model.condition import Condition
 from tailrace.model.event import Source
-from tailrace.model.terminal import Terminal
+from tailrace.model.rule import Rule
+from tailrace.pipeline.emit import Emitter
+from tailrace.pipeline.enforce import enforce
 from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
 from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
 from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import Broker, Topic, client_properties, reader_options, starting_offsets
+from tailrace.pipeline.timing import Batch, Timing
 from tailrace.pipeline.tune import session, tasks, warm
-from tailrace.stores.marks import advance, lowest, read_marks
+from tailrace.stores.folds import VIEW as FOLDS
+from tailrace.stores.marks import advance, lowest, read_marks, read_times
+from tailrace.stores.rules import changed, outputs_of, rules_of
 from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
@@ -83,9 +91,14 @@ class Job:
     def __init__(self, settings: Settings, spark: Any, views: tuple[str, ...] | None = None) -> None:
         self._settings = settings
         self._spark = spark
-        chosen = views or settings.pipeline.views
+        possible = [view for view in settings.pipeline.views if view != FOLDS or settings.folds.rules]
+        chosen = [view for view in views or possible if view in possible]
+        if not chosen:
+            raise ConfigError(
+                "there is nothing to write: pipeline.views has no view but folds, and folds.rules no rule"
+            )
         # The intake, which owns poison and the outbox, goes with the first view of the configuration.
-        self._owner = settings.pipeline.views[0] in chosen
+        self._owner = possible[0] in chosen
         self.views = ("intake", *chosen) if self._owner else tuple(chosen)
         self._restarts = 0
         self._failure = ""
@@ -122,6 +135,7 @@ class Job:
         settings = self._settings
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         publisher: Publisher | None = None
+        emitter: Emitter | None = None
         query: Any = None
         checkpoint = _new_checkpoint(settings.spark.checkpoint)
         try:
@@ -129,33 +143,45 @@ class Job:
             if self._epoch:
                 hold(shards, self.views, self._epoch)
             self._epoch = enlist(shards, self.views)
+            wanted = self._wanted(shards)
+            rules = self._rules(wanted)
+            if FOLDS in self.views:
+                enforce(shards, rules, round(time.time() * 1000))
             topics = self._broker.topics()
             generations = self._adopt(shards, topics)
+            bounds = self._broker.bounds(topics.values())
+            self._begin_folds(shards, generations, bounds)
             marks = [lowest(read_marks(shards, view)) for view in self.views]
-            starts, lost = starting_offsets(topics.values(), generations, self._broker.bounds(topics.values()), marks)
-            report = Report(shards, self.views, self._epoch, lost, self._restarts, generations, self._failure)
+            starts, lost = starting_offsets(topics.values(), generations, bounds, marks)
             begun = {
-                Source(topic, int(partition), generations[topic]): offset - 1
+                Source(topic, int(partition), generations[topic]): offset
                 for topic, partitions in starts.items()
                 for partition, offset in partitions.items()
             }
+            timing = Timing(self._broker, topics, generations, begun)
+            report = Report(shards, self.views, self._epoch, lost, self._restarts, generations, timing, self._failure)
             for view in self.views:
-                advance(shards, view, self._epoch, begun)
-            plan = make_plan(settings, shards, self.views, self._epoch, _with_gone(shards, generations))
+                advance(shards, view, self._epoch, {source: offset - 1 for source, offset in begun.items()})
+            plan = make_plan(settings, shards, self.views, self._epoch, _with_gone(shards, generations), rules)
             query = self._start(plan, starts, checkpoint)
             logger.info("driver epoch %d reads %d topic(s) for %s", self._epoch, len(topics), ", ".join(self.views))
             if self._owner:
                 publisher = self._publisher(shards)
                 publisher.start()
+            if FOLDS in self.views:
+                emitter = self._emitter(shards, rules, query, timing, generations)
+                emitter.start()
             if not topics and not self._restarts:
                 warm(self._spark)
-            self._watch(stopping, query, publisher, shards, report, topics, generations)
+            loops = [loop for loop in (publisher, emitter) if loop is not None]
+            self._watch(stopping, query, loops, shards, report, timing, topics, generations, wanted)
         finally:
             if query is not None:
                 with suppress(Exception):  # it did not stop in time, or its process is gone; its epoch ends with us
                     query.stop()
-            if publisher is not None:
-                publisher.stop()
+            for loop in (emitter, publisher):
+                if loop is not None:
+                    loop.stop()
             shards.close()
             shutil.rmtree(checkpoint, ignore_errors=True)
 
@@ -163,20 +189,26 @@ class Job:
         self,
         stopping: threading.Event,
         query: Any,
-        publisher: Publisher | None,
+        loops: Sequence[Publisher | Emitter],
         shards: Shards,
         report: Report,
+        timing: Timing,
         topics: dict[str, Topic],
         generations: dict[str, int],
+        wanted: dict[str, bytes],
     ) -> None:
         polled = time.monotonic()
         planned = sum(len(topic.partitions) for topic in topics.values())
         while not stopping.wait(self._settings.pipeline.advance.total_seconds()):
             if not query.isActive:
                 raise failure_of(query)
-            if publisher is not None and publisher.failure is not None:
-                raise publisher.failure
+            for loop in loops:
+                if loop.failure is not None:
+                    raise loop.failure
             report.make(query.lastProgress)
+            if self._wanted(shards) != wanted:
+                logger.info("fold rules get other windows: starting the query again with them")
+                return
             if time.monotonic() - polled >= self._settings.kafka.poll.total_seconds():
                 try:
                     current = self._broker.topics()
@@ -188,9 +220,10 @@ class Job:
                 if gone := topics.keys() - current.keys():
                     logger.warning("topic(s) deleted: %s; going on without", ", ".join(sorted(gone)))
                     return
-                changed = {name: topic for name, topic in current.items() if topics.get(name) != topic}
-                adopted = self._adopt(shards, changed)
+                new = {name: topic for name, topic in current.items() if topics.get(name) != topic}
+                adopted = self._adopt(shards, new)
                 topics = current
+                timing.watch(topics)
                 if recreated := [name for name, g in adopted.items() if generations.get(name, 0) != g]:
                     logger.warning("topic(s) created again: %s; starting a new generation", ", ".join(recreated))
                     return
@@ -233,18 +266,67 @@ class Job:
             raise PipelineError(f"the query did not start: {str(error).strip().splitlines()[0]}") from error
 
     def _publisher(self, shards: Shards) -> Publisher:
-        settings = self._settings
+        kafka, rules = self._settings.kafka, rules_of(self._settings)
+        targets = {rule.raw: kafka.new_topic_partitions for rule in rules.values() if rule.raw}
+        targets |= {rule.output: 1 for rule in rules.values()}
         return Publisher(
             Shards(shards.options, shards.run_ids),
-            client_properties(settings),
-            settings.kafka.positions,
-            {settings.kafka.dead_letters: 1},
-            settings.kafka.new_topic_replication,
+            client_properties(self._settings),
+            kafka.positions,
+            {kafka.dead_letters: 1, **targets},
+            kafka.new_topic_replication,
         )
+
+    def _emitter(
+        self, shards: Shards, rules: dict[str, Rule], query: Any, timing: Timing, generations: dict[str, int]
+    ) -> Emitter:
+        own = Shards(shards.options, shards.run_ids)
+        outputs = outputs_of(rules)
+
+        def frontier(wanted: Sequence[Rule]) -> dict[str, int]:
+            timing.passed(read_times(own, FOLDS))
+            timing.completed(Batch.read(query.lastProgress, generations))
+            timing.ask()
+            found = {rule.name: timing.of_rule(rule, outputs) for rule in wanted}
+            return {name: time_ms for name, time_ms in found.items() if time_ms is not None}
+
+        return Emitter(own, list(rules.values()), frontier, self._settings.folds.tick.total_seconds())
+
+    def _begin_folds(
+        self, shards: Shards, generations: dict[str, int], bounds: dict[tuple[str, int], tuple[int, int]]
+    ) -> None:
+        """Let a view of folds that has never begun begin with what comes from now on, unless it is to have everything."""
+        if FOLDS in self.views and self._settings.folds.begin == "end" and not lowest(read_marks(shards, FOLDS)):
+            ends = {Source(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
+            advance(shards, FOLDS, self._epoch, ends)
+
+    def _wanted(self, shards: Shards) -> dict[str, bytes]:
+        """Return the windows that were asked for while rules run, as they were written."""
+        if FOLDS not in self.views:
+            return {}
+        answer = shards.run_all([(0, ("HGETALL", shards.keys.wanted()))])[0]
+        pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+        return {name.decode(): text for name, text in pairs}
+
+    def _rules(self, wanted: dict[str, bytes]) -> dict[str, Rule]:
+        """Return the rules with the windows that were asked for; a request that cannot be met is left out, and logged."""
+        rules = rules_of(self._settings) if FOLDS in self.views else {}
+        for name, text in wanted.items():
+            if name in rules:
+                try:
+                    rules[name] = changed(self._settings, name, json.loads(text))
+                except ValueError as error:
+                    logger.error("the windows asked for of fold rule %s cannot be used: %s", name, error)
+        return rules
 
 
 def make_plan(
-    settings: Settings, shards: Shards, views: tuple[str, ...], epoch: int, generations: dict[str, int]
+    settings: Settings,
+    shards: Shards,
+    views: tuple[str, ...],
+    epoch: int,
+    generations: dict[str, int],
+    rules: Mapping[str, Rule] | None = None,
 ) -> Plan:
     """Return what the tasks of one start must know."""
     return Plan(
@@ -257,11 +339,12 @@ def make_plan(
         dead_letters=settings.kafka.dead_letters,
         name_paths=None if settings.days.name == "key" else tuple(settings.days.name),
         span_ms=round(settings.days.bucket.total_seconds() * 1000),
-        seal_when=Terminal.of(settings.days.seal_when),
+        seal_when=Condition.of(settings.days.seal_when),
         future_ms=round(settings.days.future_limit.total_seconds() * 1000),
         window_bytes=settings.pipeline.window_bytes,
         window_runs=settings.pipeline.window_runs,
         tail_length=settings.valkey.tail_length,
+        rules=tuple((rules_of(settings) if rules is None else rules).values()),
     )
 
 

@@ -9,22 +9,29 @@ a round trip.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import pyarrow as pa
 
 from tailrace.errors import PipelineError, StaleDriver, StoreError
-from tailrace.model.terminal import Terminal
+from tailrace.model.condition import Condition
+from tailrace.model.rule import Rule
 from tailrace.pipeline.days import Days
+from tailrace.pipeline.folds import FoldView
 from tailrace.pipeline.intake import Intake
 from tailrace.pipeline.slice import Limits, Slice, slices
-from tailrace.pipeline.view import View, Window
-from tailrace.stores.marks import NOTHING
-from tailrace.stores.valkey import Arg, Call, Shards, StoreOptions
+from tailrace.pipeline.view import Place, View, Window
+from tailrace.stores.marks import NOTHING, parse_time
+from tailrace.stores.valkey import Arg, Call, Command, Shards, StoreOptions
 
 MAX_REFUSALS = 100
 """Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""
+
+LONG_AGO = -(1 << 53), NOTHING
+"""The time of a source of which nothing is applied, and the mark it holds at."""
 
 COUNTED = "records long"
 """The only thing that leaves a task."""
@@ -46,11 +53,12 @@ class Plan(msgspec.Struct, frozen=True):
     name_paths: tuple[str, ...] | None
     span_ms: int
     """Length of the buckets of day streams."""
-    seal_when: Terminal | None
+    seal_when: Condition | None
     future_ms: int
     window_bytes: int
     window_runs: int
     tail_length: int
+    rules: tuple[Rule, ...] = ()
 
     def make_views(self) -> list[View]:
         """Make the views of this plan."""
@@ -69,9 +77,14 @@ def _days(plan: Plan) -> View:
     )
 
 
+def _folds(plan: Plan) -> View:
+    return FoldView(plan.store.shards, plan.rules, window_bytes=plan.window_bytes, window_groups=plan.window_runs)
+
+
 VIEWS: Mapping[str, Callable[[Plan], View]] = {
     "intake": lambda plan: Intake(plan.store.shards, plan.dead_letters),
     "days": _days,
+    "folds": _folds,
 }
 """Every view that the pipeline can write, by name."""
 
@@ -83,7 +96,7 @@ class Host:
         self._plan = plan
         self._views = plan.make_views()
         self._shards = Shards(plan.store, dict(plan.run_ids))
-        self._marks: dict[tuple[str, str], list[int]] = {}
+        self._places: dict[tuple[str, str], _Known] = {}
 
     def close(self) -> None:
         """Close the connections."""
@@ -98,57 +111,87 @@ class Host:
                     f"topic {records.source.topic!r} came back: the driver gives it a new generation first"
                 )
             pending += [_Pending(view, records) for view in self._views]
+        for waiting in pending:
+            if waiting.view.keeps_times:
+                # Another process may have gone on since: a mark that did not move has the time of long ago.
+                self._places.pop((waiting.view.name, str(waiting.records.source)), None)
         self._remember(pending)
-        for _ in range(MAX_REFUSALS):
+        for attempt in range(MAX_REFUSALS):
+            for view in self._views:
+                if work := [(p.records, self._place(p)) for p in pending if p.view is view]:
+                    view.load(self._shards, work)
             pending = self._apply(pending)
             if not pending:
                 return int(batch.num_rows)
+            # Tasks that touch the same groups get out of each other's way.
+            time.sleep(random.uniform(0, 0.002) * attempt)
         raise StoreError("marks keep moving under this task: is another driver of the same epoch at work?")
 
+    def _place(self, waiting: _Pending) -> Place:
+        known = self._places[waiting.view.name, str(waiting.records.source)]
+        return Place(known.marks, known.times)
+
     def _remember(self, pending: Sequence[_Pending]) -> None:
-        """Read the marks of sources that this process has not seen yet."""
-        wanted = {(p.view.name, str(p.records.source)) for p in pending} - self._marks.keys()
+        """Read the marks, and the times kept with them, of sources that this process has not seen yet."""
+        wanted = {(p.view.name, str(p.records.source)) for p in pending} - self._places.keys()
         keys, count = self._shards.keys, self._plan.store.shards
         by_view: dict[str, list[str]] = {}
         for view, source in wanted:
             by_view.setdefault(view, []).append(source)
         for view, sources in by_view.items():
-            commands: list[tuple[int, tuple[Arg, ...]]] = [
-                (s, ("HMGET", keys.marks(s, view), *sources)) for s in range(count)
-            ]
+            commands: list[Command] = [(s, ("HMGET", keys.times(s, view), *sources)) for s in range(count)]
+            commands += [(s, ("HMGET", keys.marks(s, view), *sources)) for s in range(count)]
             answers = self._shards.run_all(commands)
             for i, source in enumerate(sources):
-                self._marks[view, source] = [NOTHING if a[i] is None else int(a[i]) for a in answers]
+                self._places[view, source] = _Known(
+                    [NOTHING if a[i] is None else int(a[i]) for a in answers[count:]],
+                    [LONG_AGO if a[i] is None else parse_time(a[i]) for a in answers[:count]],
+                )
 
     def _apply(self, pending: Sequence[_Pending]) -> list[_Pending]:
         """Send the windows of all pending slices in one round trip per node; return what was refused."""
         calls: list[Call] = []
         sent: list[tuple[_Pending, Window]] = []
         for waiting in pending:
-            marks = list(self._marks[waiting.view.name, str(waiting.records.source)])
+            marks = list(self._place(waiting).marks)
             for window in waiting.view.cut(waiting.records, marks):
                 calls.append((window.shard, "apply", self._arguments(waiting, window, marks[window.shard])))
                 marks[window.shard] = window.end
                 sent.append((waiting, window))
         refused: dict[int, _Pending] = {}
+        moved: set[tuple[str, str]] = set()
         for (waiting, window), answer in zip(sent, self._shards.call_all(calls), strict=True):
-            known = self._marks[waiting.view.name, str(waiting.records.source)]
+            known = self._places[waiting.view.name, str(waiting.records.source)]
             verdict = answer[0]
             if verdict == b"ok":
-                known[window.shard] = window.end
+                known.marks[window.shard] = window.end
+                if window.time is not None:
+                    known.times[window.shard] = window.time, window.end
             elif verdict == b"moved":
-                known[window.shard] = int(answer[1])
+                moved.add((waiting.view.name, str(waiting.records.source)))
+                refused[id(waiting)] = waiting
+            elif verdict == b"conflict":
                 refused[id(waiting)] = waiting
             elif verdict == b"stale":
                 raise StaleDriver(waiting.view.name, self._plan.epoch, int(answer[1]))
             else:
                 raise StoreError(f"shard {window.shard} was never begun: the store was emptied under the pipeline")
+        for place in moved:
+            del self._places[place]
+        self._remember(list(refused.values()))
         return list(refused.values())
 
     def _arguments(self, waiting: _Pending, window: Window, seen: int) -> list[Arg]:
         plan, view = self._plan, waiting.view
         head: list[Arg] = [view.name, plan.epoch, str(waiting.records.source), seen, window.end]
         return [*head, view.span_ms, view.future_ms, plan.tail_length, *window.items]
+
+
+class _Known(msgspec.Struct):
+    """How far a source is applied, as far as this process knows: shard by shard."""
+
+    marks: list[int]
+    times: list[tuple[int, int]]
 
 
 class _Pending(msgspec.Struct, frozen=True):

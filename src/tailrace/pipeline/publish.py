@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 from confluent_kafka import (
     OFFSET_BEGINNING,
     Consumer,
@@ -29,6 +30,8 @@ from tailrace.model.cursor import Position
 from tailrace.stores.valkey import Shards
 
 logger = logging.getLogger(__name__)
+
+_decode_headers = msgspec.msgpack.Decoder(list[tuple[str, bytes | None]]).decode
 
 ID_HEADER = "tailrace-id"
 BATCH = 500
@@ -166,7 +169,8 @@ class Publisher(threading.Thread):
 
     def _produce(self, producer: Producer, fields: Mapping[bytes, bytes]) -> None:
         topic = fields[b"t"].decode()
-        message: dict[str, Any] = {"value": fields[b"v"], "headers": [(ID_HEADER, fields[b"i"])]}
+        headers = _decode_headers(fields[b"h"]) if b"h" in fields else []
+        message: dict[str, Any] = {"value": fields[b"v"], "headers": [*headers, (ID_HEADER, fields[b"i"])]}
         if fields[b"k"]:
             message["key"] = fields[b"k"]
         while True:
@@ -183,7 +187,8 @@ class Publisher(threading.Thread):
         except KafkaException as error:
             raise BrokerUnavailable(f"kafka does not answer: {error}") from error
         wanted = [NewTopic(self._positions, 1, self._replication, config={"cleanup.policy": "compact"})]
-        wanted += [NewTopic(topic, n, self._replication) for topic, n in self._targets.items()]
+        large = {"max.message.bytes": str(MAX_BYTES)}
+        wanted += [NewTopic(topic, n, self._replication, config=large) for topic, n in self._targets.items()]
         missing = [topic for topic in wanted if topic.topic not in present]
         for future in admin.create_topics(missing).values() if missing else ():
             try:

@@ -79,6 +79,16 @@ class Broker:
             raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
         return {place: (firsts[place], ends[place]) for place in firsts if place in ends}
 
+    def ends(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
+        """Return the end of every partition."""
+        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
+        if not wanted:
+            return {}
+        try:
+            return self._offsets(wanted, OffsetSpec.latest())
+        except KafkaException as error:
+            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+
     def _offsets(self, wanted: Sequence[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
         answers = self._admin.list_offsets(
             dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S

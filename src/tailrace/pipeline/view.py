@@ -6,14 +6,14 @@ All five views have this interface. The host (``onepass``) owns the marks, the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 import msgspec
 
 from tailrace.model.event import Source
 from tailrace.pipeline.slice import Slice
-from tailrace.stores.valkey import Arg
+from tailrace.stores.valkey import Arg, Shards
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -23,6 +23,16 @@ class Window(msgspec.Struct, frozen=True):
     end: int
     """The shard's mark afterwards: the last offset of the range."""
     items: list[Arg]
+    time: int | None = None
+    """The running-maximum time that the shard keeps with the mark, if it does."""
+
+
+class Place(NamedTuple):
+    """How far each shard has come with a source."""
+
+    marks: Sequence[int]
+    times: Sequence[tuple[int, int]]
+    """Running-maximum times, where the view keeps them, each with the mark that it holds at."""
 
 
 class View(Protocol):
@@ -33,6 +43,13 @@ class View(Protocol):
     """Length of a bucket."""
     future_ms: int
     """How far beyond the store's clock a bucket may lie."""
+
+    keeps_times: bool = False
+    """Whether all shards keep running-maximum times with their marks."""
+
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+        """Read what the view must know of the store before these slices are cut. Most views need nothing."""
+        return
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice for the shards that have something to write, in offset order.

@@ -16,7 +16,8 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import TailraceError
-from tailrace.metrics import Run
+from tailrace.metrics import FoldFigures, Run
+from tailrace.serving.folds import figures
 from tailrace.serving.service import Service, now_ms
 from tailrace.serving.upkeep import Job, Upkeep
 
@@ -26,6 +27,8 @@ SHARED_S = 0.5
 STALE_MS = 10_000
 INTAKE = "intake"
 """The view that every pipeline has: it owns what all views share."""
+FOLDS = "folds"
+"""The view that nobody misses while there are no rules."""
 
 T = TypeVar("T")
 
@@ -47,6 +50,14 @@ class Readiness(BaseModel):
     parts: list[Part]
 
 
+class Folding(BaseModel):
+    """A rule of folds at a glance."""
+
+    rule: str
+    pending: int = Field(description="Groups that hold folds.")
+    ratio: float | None = Field(description="1 - emitted / input; null before the first event.")
+
+
 class Status(BaseModel):
     """The whole installation at a glance."""
 
@@ -54,6 +65,7 @@ class Status(BaseModel):
     parts: list[Part]
     views: dict[str, dict[str, Any]] = Field(description="The last report of each view's driver.")
     upkeep: list[Job] = Field(description="The last run of each upkeep job; empty while valkey does not answer.")
+    folds: list[Folding] = Field(description="The rules of folds; empty while valkey does not answer.")
 
 
 class Health:
@@ -71,8 +83,12 @@ class Health:
 
     async def status(self) -> Status:
         """Return everything that is known."""
-        (parts, reports), jobs = await asyncio.gather(self._look(), _or_nothing(self._upkeep.jobs(), list[Job]()))
         service = self._service
+        (parts, reports), jobs, folds = await asyncio.gather(
+            self._look(),
+            _or_nothing(self._upkeep.jobs(), list[Job]()),
+            _or_nothing(figures(service), list[FoldFigures]()),
+        )
         facts = {
             "version": VERSION,
             "uptime_s": round(time.time() - service.started),
@@ -81,20 +97,29 @@ class Health:
             "streams_followed": service.hub.followed if service.hub else 0,
             "views": list(service.settings.pipeline.views),
         }
-        return Status(service=facts, parts=parts, views=reports, upkeep=jobs)
+        rules = [Folding(rule=each.rule, pending=each.pending, ratio=each.ratio) for each in folds]
+        return Status(service=facts, parts=parts, views=reports, upkeep=jobs, folds=rules)
 
     async def metrics(self) -> bytes:
         """Return all metrics."""
-        reports, runs = await asyncio.gather(
-            _or_nothing(self._reports(), dict[str, dict[str, Any]]()), _or_nothing(self._upkeep.runs(), list[Run]())
+        reports, runs, folds = await asyncio.gather(
+            _or_nothing(self._reports(), dict[str, dict[str, Any]]()),
+            _or_nothing(self._upkeep.runs(), list[Run]()),
+            _or_nothing(figures(self._service), list[FoldFigures]()),
         )
         metrics, hub = self._service.metrics, self._service.hub
         metrics.streams_followed.set(hub.followed if hub else 0)
-        return metrics.text(self._views, reports, runs)
+        return metrics.text(self._views, reports, runs, folds)
+
+    @property
+    def _wanted(self) -> tuple[str, ...]:
+        """The views that somebody has to write."""
+        views = self._service.settings.pipeline.views
+        return views if self._service.rules else tuple(view for view in views if view != FOLDS)
 
     @property
     def _views(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((INTAKE, *self._service.settings.pipeline.views)))
+        return tuple(dict.fromkeys((INTAKE, *self._wanted)))
 
     async def _look(self) -> tuple[list[Part], dict[str, dict[str, Any]]]:
         if self._asked is None or time.monotonic() - self._asked[0] > SHARED_S:
@@ -127,7 +152,7 @@ class Health:
         return {view: report for view, report in found.items() if report.get("updated_ms", 0) >= oldest}
 
     def _pipeline(self, reports: dict[str, dict[str, Any]], valkey: Part) -> Part:
-        wanted = self._service.settings.pipeline.views
+        wanted = self._wanted
         silent = [view for view in wanted if view not in reports]
         starting = [view for view in wanted if view in reports and reports[view].get("state") != "running"]
         if not silent and not starting:

@@ -1,4 +1,4 @@
-"""What /openapi.json says of answers and bodies that are not plain JSON: streams, problems, events to put."""
+"""What /openapi.json says of what the framework does not read or write itself: streams, problems, bodies."""
 
 from __future__ import annotations
 
@@ -97,15 +97,61 @@ PUT_BODY: dict[str, Any] = {
     }
 }
 
+_GROUP: dict[str, Any] = {
+    "oneOf": [{"type": "array"}, {"type": "object"}],
+    "description": "The values that belong together, in the order of the rule's paths or by path.",
+}
+
+GROUP_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "oneOf": [
+                        {"type": "object", "required": ["group"], "properties": {"group": _GROUP}},
+                        {"type": "object", "required": ["all"], "properties": {"all": {"const": True}}},
+                    ]
+                },
+                "example": {"group": {"account_id": "account_1"}},
+            }
+        },
+    }
+}
+
+WINDOWS_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "Some windows, written as in the settings, on top of what was asked for before; or a reset.",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "quiet": {"type": "string"},
+                        "max_wait": {"type": ["string", "null"], "description": "Null is ten times `quiet`."},
+                        "max_count": {"type": "integer"},
+                        "max_bytes": {"type": ["string", "integer"]},
+                        "lateness": {"type": "string"},
+                        "reset": {"const": True, "description": "Alone: those of the settings again."},
+                    },
+                },
+                "example": {"quiet": "2s", "max_wait": "30s"},
+            }
+        },
+    }
+}
+
 
 def problems(*statuses: int) -> Responses:
     """Return the documentation of the problems that a route may answer with."""
     said = {
         400: "A parameter, a cursor or a body that cannot be read.",
-        404: "No such stream or topic.",
+        404: "No such stream, topic or rule, or a group that holds nothing.",
         410: "Events are gone, and the request said `on_gap=fail`.",
         413: "Larger than a request may be.",
-        422: "An event that was refused; nothing was written.",
+        422: "Events or windows that were refused; nothing was changed.",
         503: "A part does not answer, or too many feeds are open; `Retry-After` says when to try again.",
     }
     schema = Problem.model_json_schema()

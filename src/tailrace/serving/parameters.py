@@ -31,6 +31,7 @@ Name = Annotated[
     Path(description="Name of a stream, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
     AfterValidator(decoded),
 ]
+RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
 Topic = Annotated[str, Path(description="Name of a topic."), AfterValidator(decoded)]
 
 
@@ -58,6 +59,13 @@ class ListQuery(NoQuery):
             raise BadRequest("memory is only for the largest streams: give top too")
         if self.top is not None and (page := [name for name in ("after", "limit") if name in given]):
             raise BadRequest(f"top answers in one piece: leave {page[0]} out")
+
+
+class PendingQuery(NoQuery):
+    """Which pending groups to list."""
+
+    after: str = Field("", description="Only groups after this place: `next` of the page before.")
+    limit: int = Field(100, ge=1, le=1000, description="Groups in one page.")
 
 
 class FeedQuery(NoQuery):

@@ -14,15 +14,30 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
 from tailrace.metrics import CONTENT_TYPE
+from tailrace.model.folded import stream_of
 from tailrace.serving import listings
 from tailrace.serving.encodings import choose
+from tailrace.serving.flush import GivenOut, give_out
+from tailrace.serving.folds import Folds, known, list_folds
 from tailrace.serving.health import Health, Readiness, Status
 from tailrace.serving.largest import Largest
-from tailrace.serving.openapi import FEED, PUT_BODY, Responses, problems
-from tailrace.serving.parameters import FeedQuery, ListQuery, Name, NoQuery, SeveralQuery, Topic, refuse_repeats
+from tailrace.serving.openapi import FEED, GROUP_BODY, PUT_BODY, WINDOWS_BODY, Responses, problems
+from tailrace.serving.parameters import (
+    FeedQuery,
+    ListQuery,
+    Name,
+    NoQuery,
+    PendingQuery,
+    RuleName,
+    SeveralQuery,
+    Topic,
+    refuse_repeats,
+)
+from tailrace.serving.pending import Pending, list_pending
 from tailrace.serving.puts import body_of, read_events
 from tailrace.serving.service import Service
 from tailrace.serving.sse import FeedResponse
+from tailrace.serving.windows import Changed, change_windows
 
 _encode = msgspec.json.Encoder().encode
 
@@ -106,6 +121,48 @@ def _feed(
     return FeedResponse(service, wanted, choose(request.headers.get("accept", ""), query.format))
 
 
+async def list_rules(service: Here, query: Annotated[NoQuery, Query()]) -> Folds:
+    """List the rules of folds: their windows, what they hold and how much they fold."""
+    return await list_folds(service)
+
+
+async def follow_folds(
+    request: Request,
+    service: Here,
+    name: RuleName,
+    query: Annotated[FeedQuery, Query()],
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow the folded events of a rule: the feed of its day stream."""
+    return _feed(request, service, (stream_of(known(service, name).name),), query, last_event_id)
+
+
+async def pending_groups(service: Here, name: RuleName, query: Annotated[PendingQuery, Query()]) -> Response:
+    """List the groups of a rule that hold folds, the first due first."""
+    return Response(await list_pending(service, name, query.after, query.limit), media_type="application/json")
+
+
+async def flush_folds(request: Request, service: Here, name: RuleName, query: Annotated[NoQuery, Query()]) -> GivenOut:
+    """Close the folds of a group, or of all groups, now; they are given out with the reason `flush`.
+
+    What was due anyway keeps its own reason.
+    """
+    async with body_of(service, request) as body:
+        return await give_out(service, name, body, "flush")
+
+
+async def delete_folds(request: Request, service: Here, name: RuleName, query: Annotated[NoQuery, Query()]) -> GivenOut:
+    """Drop the folds of a group, or of all groups; they are given out with the reason `deleted`."""
+    async with body_of(service, request) as body:
+        return await give_out(service, name, body, "deleted")
+
+
+async def set_windows(request: Request, service: Here, name: RuleName, query: Annotated[NoQuery, Query()]) -> Changed:
+    """Change the windows of a rule while it runs; pending folds get their new due time."""
+    async with body_of(service, request) as body:
+        return await change_windows(service, name, body)
+
+
 async def put_events(request: Request, service: Here, topic: Topic, query: Annotated[NoQuery, Query()]) -> Response:
     """Write events to a topic; answers when the broker has acknowledged all of them.
 
@@ -169,6 +226,8 @@ class Route(NamedTuple):
 
 _STREAMING = {"response_class": FeedResponse, "status_code": 200}
 _FEED = FEED | problems(400, 404, 410, 503)
+_PENDING: Responses = {200: {"model": Pending}, **problems(400, 404, 503)}
+_CHANGE = problems(400, 404, 413, 503)
 _READY: Responses = {200: {"model": Readiness}, 503: {"model": Readiness, "description": "A part does not answer."}}
 _METRICS: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
@@ -177,6 +236,19 @@ ROUTES = (
     Route("GET", "/v1/streams/events", follow_several, "streams", _FEED, _STREAMING),
     Route("GET", "/v1/streams/{name:path}/events", follow_one, "streams", _FEED, _STREAMING),
     Route("GET", "/v1/streams/{name:path}/days", list_days, "streams", problems(400, 404, 503)),
+    Route("GET", "/v1/folds", list_rules, "folds", problems(400, 503)),
+    Route("GET", "/v1/folds/{name}/events", follow_folds, "folds", _FEED, _STREAMING),
+    Route("GET", "/v1/folds/{name}/pending", pending_groups, "folds", _PENDING),
+    Route("POST", "/v1/folds/{name}/flush", flush_folds, "folds", _CHANGE, {"openapi_extra": GROUP_BODY}),
+    Route("POST", "/v1/folds/{name}/delete", delete_folds, "folds", _CHANGE, {"openapi_extra": GROUP_BODY}),
+    Route(
+        "POST",
+        "/v1/folds/{name}/windows",
+        set_windows,
+        "folds",
+        _CHANGE | problems(422),
+        {"openapi_extra": WINDOWS_BODY},
+    ),
     Route(
         "POST",
         "/v1/topics/{topic}",

@@ -20,6 +20,7 @@ from tailrace.metrics import Metrics
 from tailrace.stores.kafka import Topics
 from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
+from tailrace.stores.rules import rules_of
 from tailrace.stores.valkey import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class Service:
         self.nodes = Nodes(StoreOptions.of(settings.valkey))
         self.days = Logs(self.nodes, "days")
         self.topics = Topics(settings, self.nodes)
+        self.rules = rules_of(settings)
+        """The rules of folds as they are configured; the pipeline may apply them with other windows."""
         self.started = time.time()
         self.hub: Hub | None = None
         self._feeds: LogFeeds | None = None

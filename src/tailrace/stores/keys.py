@@ -9,8 +9,13 @@ name, which may be any text, comes last and no two names share a key.
     …:number                     string  the last number given out in the shard
     …:fence                      hash    view -> driver epoch that owns it
     …:marks:<view>               hash    source -> last offset applied
-    …:times:<view>               hash    source -> running-maximum time applied (home shard of the source)
-    …:counts:<view>              hash    in, stored, dead, skipped:<reason>
+    …:times:<view>               hash    source -> running-maximum time up to its mark (home shard; for folds, all shards)
+    …:counts:<view>              hash    in, stored, dead, skipped:<reason>; for folds also input:, new:, emitted:, premature:<rule>
+                                         and reason:<rule>:<reason>
+    …:fold:<rule>                hash    group -> version (8 bytes) and state of its open folds; gone when they are
+    …:due:<rule>                 zset    group -> when its first fold is due
+    …:closed:<rule>              zset    group -> when it last fell quiet; for a while
+    …:frontier                   hash    rule -> the frontier that its folds were last settled at
     …:names:<view>               zset    every name with a log, in lexical order
     …:log:<view>:<name>          hash    the log's open segment, its floor, one field per closed segment; expires when
                                          the last of them did
@@ -18,12 +23,14 @@ name, which may be any text, comes last and no two names share a key.
     …:staged:<token>:<view>:<index>:<name>  stream  pieces that upkeep has not put in their place yet, expires
     …:gone:<view>                string  epoch and number of the latest end of a log that expired as a whole
     …:tail                       stream  name -> view of every log touched, capped
-    …:outbox                     stream  <number>-0 -> e, i, t, k, v: what must reach Kafka
+    …:outbox                     stream  <number>-0 -> e, i, t, k, v, h: what must reach Kafka
     <prefix>:{0}:topics          hash    topic -> generation and topic id
     <prefix>:{0}:drivers         string  the last driver epoch given out
     <prefix>:{0}:status:<view>   string  the driver's last report, expires
     <prefix>:{0}:lease:<what>    hash    owner, token, until: who may do it now
     <prefix>:{0}:upkeep          hash    job -> report of its last run
+    <prefix>:{0}:rules           hash    fold rule -> the rule as it is in force, and its counters when its windows last changed
+    <prefix>:{0}:wanted          hash    fold rule -> windows that were asked for while it runs
     <prefix>:{0}:gaps            stream  ranges that Kafka no longer had when they were to be read, capped
 """
 
@@ -70,6 +77,24 @@ class Keys(msgspec.Struct, frozen=True):
 
     def outbox(self, shard: int) -> str:
         return f"{self.tag(shard)}:outbox"
+
+    def fold(self, shard: int, rule: str) -> str:
+        return f"{self.tag(shard)}:fold:{rule}"
+
+    def due(self, shard: int, rule: str) -> str:
+        return f"{self.tag(shard)}:due:{rule}"
+
+    def closed(self, shard: int, rule: str) -> str:
+        return f"{self.tag(shard)}:closed:{rule}"
+
+    def frontier(self, shard: int) -> str:
+        return f"{self.tag(shard)}:frontier"
+
+    def rules(self) -> str:
+        return f"{self.tag(0)}:rules"
+
+    def wanted(self) -> str:
+        return f"{self.tag(0)}:wanted"
 
     def topics(self) -> str:
         return f"{self.tag(0)}:topics"

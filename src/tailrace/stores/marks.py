@@ -30,14 +30,17 @@ def lowest(marks: Sequence[Mapping[Source, int]]) -> dict[Source, int]:
     return {source: min(shard.get(source, NOTHING) for shard in marks) for source in known}
 
 
-def advance(shards: Shards, view: str, epoch: int, ends: Mapping[Source, int]) -> None:
-    """Raise the marks of all shards to offsets that completed batches have passed.
+def advance(
+    shards: Shards, view: str, epoch: int, ends: Mapping[Source, int], times: Mapping[Source, int] | None = None
+) -> None:
+    """Raise the marks of all shards to offsets that completed batches have passed, and with them their times if given.
 
     Only for ranges whose tasks have all succeeded: a shard that had nothing in them learns that it had nothing.
     """
     if not ends:
         return
-    pairs = [part for source, offset in ends.items() for part in (str(source), offset)]
+    known = times or {}
+    pairs = [part for source, offset in ends.items() for part in (str(source), offset, known.get(source, ""))]
     for answer in shards.call_all([(s, "advance", (view, epoch, *pairs)) for s in range(shards.options.shards)]):
         if answer[0] == b"stale":
             raise StaleDriver(view, epoch, int(answer[1]))
@@ -45,10 +48,23 @@ def advance(shards: Shards, view: str, epoch: int, ends: Mapping[Source, int]) -
             raise StoreError("a shard was never begun: the store was emptied under the pipeline")
 
 
-def read_times(shards: Shards, view: str) -> dict[Source, int]:
-    """Return the running-maximum time applied of every source."""
-    answers = shards.run_all([(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)])
-    return {Source.parse(field.decode()): int(ms) for answer in answers for field, ms in _pairs(answer)}
+def read_times(shards: Shards, view: str) -> dict[Source, tuple[int, int]]:
+    """Return the running-maximum time applied of every source, with the offset that it holds up to."""
+    found: dict[Source, tuple[int, int]] = {}
+    for answer in shards.run_all(
+        [(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)],
+    ):
+        for field, value in _pairs(answer):
+            source, known = Source.parse(field.decode()), parse_time(value)
+            if source not in found or found[source][1] < known[1]:
+                found[source] = known
+    return found
+
+
+def parse_time(value: bytes) -> tuple[int, int]:
+    """Read a running-maximum time and the mark that it was stored with."""
+    time_ms, _, mark = value.partition(b" ")
+    return int(time_ms), int(mark or -1)
 
 
 def read_counts(shards: Shards, view: str) -> dict[str, int]:

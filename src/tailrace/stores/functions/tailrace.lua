@@ -106,16 +106,57 @@ local function milliseconds()
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 
+-- Puts a message into the outbox; returns its number.
+local function send(tag, epoch, number, id, topic, key, value, headers)
+  number = number + 1
+  local entry = {'e', epoch, 'i', id, 't', topic, 'k', key, 'v', value}
+  if headers ~= '' then entry[11], entry[12] = 'h', headers end
+  redis.call('XADD', tag .. ':outbox', text(number) .. '-0', unpack(entry))
+  return number
+end
+
+-- A group of a fold rule: a field of the hash fold:<rule>, whose value begins with a version of eight bytes that is never
+-- used again, and a member of the sorted set due:<rule>. closed:<rule> remembers for a while when groups fell quiet.
+local function has_version(tag, rule, group, seen)
+  local stored = redis.call('HGET', tag .. ':fold:' .. rule, group)
+  return (stored and string.sub(stored, 1, 8) or '') == seen
+end
+
+local function write_group(tag, rule, group, version, state, due)
+  if state == '' then
+    redis.call('HDEL', tag .. ':fold:' .. rule, group)
+    redis.call('ZREM', tag .. ':due:' .. rule, group)
+  else
+    redis.call('HSET', tag .. ':fold:' .. rule, group, version .. state)
+    redis.call('ZADD', tag .. ':due:' .. rule, due, group)
+  end
+end
+
+local function emit(tag, epoch, number, rule, group, id, topic, key, value, reason, last, keep)
+  local counts = tag .. ':counts:folds'
+  redis.call('HINCRBY', counts, 'emitted:' .. rule, 1)
+  redis.call('HINCRBY', counts, 'reason:' .. rule .. ':' .. reason, 1)
+  if reason == 'quiet' then
+    redis.call('ZADD', tag .. ':closed:' .. rule, last, group)
+    redis.call('PEXPIRE', tag .. ':closed:' .. rule, keep)
+  end
+  return send(tag, epoch, number, id, topic, key, value, '')
+end
+
 -- How many names and views one entry of the tail holds.
 local TOLD = 1000
 
 -- apply(view, driver epoch, source, mark seen, new mark, bucket span ms, future limit ms, tail length, items…)
 --   A name start count newest run    append a run to a log; start is that of its bucket
 --   S name                           seal the log's bucket
---   O id topic key value             put a message into the outbox
+--   O id topic key value headers     put a message into the outbox
 --   C field n                        add to a counter
 --   T ms                             raise the source's running-maximum time
--- Writes everything or nothing: a mark that is not the mark seen is refused with the stored one.
+--   G rule group seen version state due inputs near    write a group's folds if its version is the one seen ('' for none);
+--                                    no state removes it; a group that fell quiet after near was given out too early
+--   F rule group id topic key value reason last keep   give out a closed fold; that it fell quiet is remembered for keep ms
+-- Writes everything or nothing: a mark that is not the mark seen is refused with the stored one, and a group whose version is
+-- not the one seen with the word conflict.
 local function apply(keys, args)
   local tag, view, source = keys[1], args[1], args[3]
   local owner = fenced(tag, view, tonumber(args[2]))
@@ -125,14 +166,35 @@ local function apply(keys, args)
   if stored ~= args[4] then return {'moved', stored} end
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {'unready'} end
+  local i, n = 9, #args
+  while i <= n and args[i] == 'G' do
+    if not has_version(tag, args[i + 1], args[i + 2], args[i + 3]) then return {'conflict'} end
+    i = i + 9
+  end
   local now, span = milliseconds(), tonumber(args[6])
   local latest = now + args[7]
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
   local began, appended, touched, seen = number, 0, {}, {}
-  local i, n = 9, #args
+  i = 9
   while i <= n do
     local kind = args[i]
-    if kind == 'A' then
+    if kind == 'G' then
+      local rule, group, inputs = args[i + 1], args[i + 2], tonumber(args[i + 7])
+      local counts = tag .. ':counts:folds'
+      if inputs > 0 then redis.call('HINCRBY', counts, 'input:' .. rule, inputs) end
+      if args[i + 3] == '' then
+        redis.call('HINCRBY', counts, 'new:' .. rule, 1)
+        local quieted = redis.call('ZSCORE', tag .. ':closed:' .. rule, group)
+        if quieted and tonumber(quieted) > tonumber(args[i + 8]) then
+          redis.call('HINCRBY', counts, 'premature:' .. rule, 1)
+        end
+      end
+      write_group(tag, rule, group, args[i + 4], args[i + 5], args[i + 6])
+      i = i + 9
+    elseif kind == 'F' then
+      number = emit(tag, epoch, number, unpack(args, i + 1, i + 9))
+      i = i + 10
+    elseif kind == 'A' then
       local count = tonumber(args[i + 3])
       number = append(tag, view, epoch, span, latest, number, args[i + 1], tonumber(args[i + 2]), count,
         tonumber(args[i + 4]), args[i + 5])
@@ -147,18 +209,17 @@ local function apply(keys, args)
       seal(tag, view, args[i + 1], now)
       i = i + 2
     elseif kind == 'O' then
-      number = number + 1
-      redis.call('XADD', tag .. ':outbox', text(number) .. '-0', 'e', epoch, 'i', args[i + 1], 't', args[i + 2],
-        'k', args[i + 3], 'v', args[i + 4])
-      i = i + 5
+      number = send(tag, epoch, number, unpack(args, i + 1, i + 5))
+      i = i + 6
     elseif kind == 'C' then
       redis.call('HINCRBY', tag .. ':counts:' .. view, args[i + 1], args[i + 2])
       i = i + 3
     else
+      -- With the mark it holds at, so that the two are never read apart.
       local times = tag .. ':times:' .. view
-      if tonumber(redis.call('HGET', times, source) or '-1') < tonumber(args[i + 1]) then
-        redis.call('HSET', times, source, args[i + 1])
-      end
+      local known = redis.call('HGET', times, source)
+      local newest = math.max(tonumber(args[i + 1]), known and tonumber(string.match(known, '^-?%d+')) or -1)
+      redis.call('HSET', times, source, text(newest) .. ' ' .. args[5])
       i = i + 2
     end
   end
@@ -175,16 +236,47 @@ local function apply(keys, args)
   return {'ok', args[5]}
 end
 
--- advance(view, driver epoch, (source, offset)…): raises the marks of sources that had nothing for this shard.
+-- settle(rule, forget ms, (group, seen, version, state, due, folds, (id, topic, key, value, reason, last, keep)…)…)
+-- Gives out what is due of groups, each one if its version is still the one seen; answers 1 for those and 0 for others. Groups
+-- that fell quiet before forget are not remembered any more.
+local function settle(keys, args)
+  local tag, rule = keys[1], args[1]
+  local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
+  if not epoch then return {} end
+  redis.call('ZREMRANGEBYSCORE', tag .. ':closed:' .. rule, '-inf', args[2])
+  local number = tonumber(redis.call('GET', tag .. ':number') or '0')
+  local began, done = number, {}
+  local i = 3
+  while i <= #args do
+    local group, folds = args[i], tonumber(args[i + 5])
+    local same = has_version(tag, rule, group, args[i + 1])
+    if same then
+      write_group(tag, rule, group, args[i + 2], args[i + 3], args[i + 4])
+      for f = 0, folds - 1 do
+        number = emit(tag, epoch, number, rule, group, unpack(args, i + 6 + 7 * f, i + 12 + 7 * f))
+      end
+    end
+    done[#done + 1] = same and 1 or 0
+    i = i + 6 + 7 * folds
+  end
+  if number > began then redis.call('SET', tag .. ':number', text(number)) end
+  return done
+end
+
+-- advance(view, driver epoch, (source, offset, ms)…): raises the marks of sources that had nothing for this shard, and with
+-- each its running-maximum time, where that is known.
 local function advance(keys, args)
   local tag, view = keys[1], args[1]
   local owner = fenced(tag, view, tonumber(args[2]))
   if owner then return {'stale', text(owner)} end
   if redis.call('EXISTS', tag .. ':meta') == 0 then return {'unready'} end
   local marks = tag .. ':marks:' .. view
-  for i = 3, #args, 2 do
+  for i = 3, #args, 3 do
     local stored = redis.call('HGET', marks, args[i])
-    if not stored or tonumber(stored) < tonumber(args[i + 1]) then redis.call('HSET', marks, args[i], args[i + 1]) end
+    if not stored or tonumber(stored) < tonumber(args[i + 1]) then
+      redis.call('HSET', marks, args[i], args[i + 1])
+      if args[i + 2] ~= '' then redis.call('HSET', tag .. ':times:' .. view, args[i], args[i + 2] .. ' ' .. args[i + 1]) end
+    end
   end
   return {'ok'}
 end
@@ -214,6 +306,7 @@ end
 redis.register_function('tailrace_begin_VERSION', begin)
 redis.register_function('tailrace_fence_VERSION', fence)
 redis.register_function('tailrace_apply_VERSION', apply)
+redis.register_function('tailrace_settle_VERSION', settle)
 redis.register_function('tailrace_advance_VERSION', advance)
 redis.register_function('tailrace_adopt_VERSION', adopt)
 redis.register_function('tailrace_enlist_VERSION', enlist)

@@ -1,6 +1,6 @@
-"""Terminal events: the ones after which nothing more is expected of a stream today.
+"""Conditions: events whose value has given plain values at given paths, all of them.
 
-Until queries can say more, a terminal event is one whose value has given plain values at given paths, all of them.
+They say which events end a stream's day and which ones a fold takes, until queries can say more.
 Numbers are compared as numbers (1 is 1.0), and no boolean is a number.
 """
 
@@ -14,21 +14,21 @@ import msgspec
 _decode = msgspec.json.Decoder().decode
 
 
-class Terminal(msgspec.Struct, frozen=True):
-    """What a terminal event has, as (path, value)."""
+class Condition(msgspec.Struct, frozen=True):
+    """What an event must have, as (path, value)."""
 
     wanted: tuple[tuple[tuple[str, ...], str | int | float | bool], ...]
 
     @classmethod
-    def of(cls, given: Mapping[str, str | int | float | bool]) -> Terminal | None:
-        """Make one from dotted paths; None when nothing is given, since then no event is terminal."""
+    def of(cls, given: Mapping[str, str | int | float | bool]) -> Condition | None:
+        """Make one from dotted paths; None when nothing is given."""
         if not given:
             return None
         return cls(tuple((tuple(path.split(".")), value) for path, value in given.items()))
 
     def matches(self, value: bytes) -> bool:
-        """Return whether a record's value is that of a terminal event."""
-        # Most records are not: one that lacks a wanted text need not be decoded, unless escapes spell it otherwise.
+        """Return whether a record's value has all of it."""
+        # Most records have not: one that lacks a wanted text need not be decoded, unless escapes spell it otherwise.
         if b"\\" not in value:
             for _, wanted in self.wanted:
                 if isinstance(wanted, str) and wanted.encode() not in value:

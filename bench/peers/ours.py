@@ -1,0 +1,187 @@
+"""Folding with Tailrace: the pipeline as it is run, with its view of folds alone.
+
+A rule has what the others lack: a longest wait, a largest count and size, and the inputs of each fold, which is given
+out exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Consumer, TopicPartition
+
+from bench.peers.posts import QUIET_MS
+from tailrace.config import load
+from tailrace.pipeline.job import Job
+from tailrace.stores.marks import read_counts
+from tailrace.stores.valkey import Shards, StoreOptions
+
+PATIENCE_S = 300.0
+
+_installations = count()
+
+
+class Installation:
+    """Settings, keys and topics of its own; ``rules`` says which topic each rule reads and how long it is quiet."""
+
+    def __init__(self, bootstrap: str, url: str, rules: dict[str, tuple[str, int]]) -> None:
+        self.bootstrap, self.rules = bootstrap, rules
+        self.name = f"ours{next(_installations)}"
+        self.flags: dict[str, Any] = {
+            "kafka.bootstrap": bootstrap,
+            "kafka.topics": [topic for topic, _ in rules.values()],
+            "kafka.positions": f"{self.name}.positions",
+            "kafka.dead_letters": f"{self.name}.dead-letters",
+            "valkey.url": url,
+            "valkey.prefix": self.name,
+            "pipeline.views": ["folds"],
+            "folds.begin": "start",
+            "folds.rules": {rule: self._rule(rule) for rule in rules},
+        }
+        self.settings = load(Path(os.devnull), self.flags)
+        self.shards = Shards(StoreOptions.of(self.settings.valkey))
+
+    def _rule(self, rule: str) -> dict[str, Any]:
+        topic, quiet_ms = self.rules[rule]
+        return {
+            "topics": [topic],
+            "group": ["account_id"],
+            "collect": {"metrics": "keys metrics"},
+            "quiet": f"{quiet_ms}ms",
+            "output": self.output(rule),
+        }
+
+    def output(self, rule: str) -> str:
+        """Return the topic of a rule's folds."""
+        return f"{self.name}.{rule}"
+
+    def environment(self) -> dict[str, str]:
+        """Return the settings as variables, for a process of its own."""
+        written = {
+            f"TAILRACE_{path.replace('.', '__').upper()}": value if isinstance(value, str) else json.dumps(value)
+            for path, value in self.flags.items()
+        }
+        return os.environ | {"TAILRACE_CONFIG": os.devnull, "PYTHONUNBUFFERED": "1"} | written
+
+    def folded(self, rule: str) -> int:
+        """Return how many events the rule has taken."""
+        return read_counts(self.shards, "folds").get(f"input:{rule}", 0)
+
+    def pending(self) -> int:
+        """Return how many groups are open, and folds not published."""
+        keys = self.shards.keys
+        asked = [keys.outbox(s) for s in range(self.shards.options.shards)]
+        commands: list[Any] = [(s, ("XLEN", key)) for s, key in enumerate(asked)]
+        commands += [(s, ("ZCARD", keys.due(s, rule))) for s in range(len(asked)) for rule in self.rules]
+        return sum(map(int, self.shards.run_all(commands)))
+
+
+def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int) -> dict[str, Any]:
+    """Fold a whole topic. Time runs from the beginning of the first batch until the last fold is in Kafka."""
+    installation = Installation(bootstrap, url, {"posts": (topic, QUIET_MS)})
+    stopping = threading.Event()
+    job = threading.Thread(target=Job(installation.settings, spark).run, args=(stopping,), daemon=True)
+    job.start()
+    try:
+        _wait("all posts folded", lambda: _prepared(installation) and installation.folded("posts") >= events, job)
+        _wait("all folds published", lambda: not installation.pending(), job)
+        ended = time.time()
+        began = min(
+            datetime.fromisoformat(facts["timestamp"]).timestamp()
+            for query in spark.streams.active
+            for facts in map(_facts, query.recentProgress)
+            if facts["numInputRows"]
+        )
+    finally:
+        stopping.set()
+        job.join(60)
+    inputs = [record["count"] for record in records(bootstrap, installation.output("posts"))]
+    if sum(inputs) != events:
+        raise SystemExit(f"ours: {sum(inputs):,} events are in folds, of {events:,}")
+    return {"seconds": ended - began, "folds": len(inputs)}
+
+
+def _facts(progress: Any) -> Any:
+    return json.loads(progress.json)
+
+
+def _prepared(installation: Installation) -> bool:
+    return bool(installation.shards.run_all([(0, ("EXISTS", installation.shards.keys.meta(0)))])[0])
+
+
+def _wait(what: str, condition: Any, job: threading.Thread) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline or not job.is_alive():
+            raise SystemExit(f"ours: not within {PATIENCE_S:g} s, or the job ended: {what}")
+        time.sleep(0.02)
+
+
+def records(bootstrap: str, topic: str) -> list[dict[str, Any]]:
+    """Return all folds of a topic with one partition."""
+    consumer = reader(bootstrap)
+    _, end = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    found: list[dict[str, Any]] = []
+    while consumer.position([TopicPartition(topic, 0)])[0].offset < end:
+        found += [json.loads(message.value() or b"") for message in consumer.consume(1000, 0.5) if not message.error()]
+    consumer.close()
+    return found
+
+
+def reader(bootstrap: str) -> Consumer:
+    """Return a consumer of what is committed."""
+    return Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": "bench",
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+        }
+    )
+
+
+class Pipeline:
+    """``tailrace run`` in a process of its own."""
+
+    def __init__(self, installation: Installation, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tailrace", "run"],
+                env=installation.environment(),
+                cwd=log.parent,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def wait(self, what: str, condition: Any, patience_s: float = PATIENCE_S) -> None:
+        """Wait until a condition holds."""
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise SystemExit(
+                    f"not within {patience_s:g} s: {what}; the pipeline said: {self._log.read_text()[-2000:]}"
+                )
+            time.sleep(0.1)

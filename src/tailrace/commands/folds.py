@@ -1,0 +1,128 @@
+"""Commands about folds: the rules and how much they fold, what they hold, and giving it out before its time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from tailrace.client import Group
+from tailrace.commands import follow
+from tailrace.commands.follow import visible
+from tailrace.commands.listings import _ask, _lines, _plain, _size, _table
+from tailrace.errors import BadRequest
+from tailrace.wire import FoldWindows, GivenOut, failure
+
+
+def ls(*, json: bool, url: str) -> None:
+    """Print the rules."""
+    found = _ask(url, lambda river: river.fold_rules())
+    if _plain(json):
+        _lines(found)
+        return
+    rows = [
+        (
+            rule.name,
+            ", ".join(rule.group),
+            rule.windows.quiet,
+            rule.windows.max_wait,
+            f"{rule.pending:,}",
+            f"{rule.input:,}",
+            f"{rule.emitted:,}",
+            percent(rule.ratio),
+            percent(rule.since.ratio) if rule.since else "",
+            f"{rule.premature:,}",
+            rule.output,
+        )
+        for rule in found
+    ]
+    columns = "rule", "group", "quiet", "max wait", "pending", "events", "folds", "folded", "by these windows"
+    _table((*columns, "premature", "output"), rows)
+
+
+def tail(name: str, asked: follow.Request, *, json: bool) -> int:
+    """Follow the folded events of a rule."""
+    rules = _ask(asked.url, lambda river: river.fold_rules())
+    stream = next((rule.stream for rule in rules if rule.name == name), None)
+    if stream is None:
+        said = f"no rule of folds is called {name!r}: `tailrace folds ls` lists them"
+        raise failure({"code": "rule.not_found", "detail": said})
+    return follow.tail(asked._replace(names=[stream]), json=json)
+
+
+def pending(name: str, limit: int | None, *, json: bool, url: str) -> None:
+    """Print the groups that hold folds."""
+    found = _ask(url, lambda river: river.pending(name, limit))
+    if _plain(json):
+        _lines(found)
+        return
+    rows = [
+        (str(row), f"{row.folds:,}", f"{row.count:,}", row.first or "", row.last or "", row.due or "", _size(row.bytes))
+        for row in found
+    ]
+    _table(("group", "folds", "events", "first", "last", "due", "bytes"), rows)
+
+
+def flush(name: str, group: str | None, *, everything: bool, json: bool, url: str) -> None:
+    """Give out a group, or all of them, and print which folds that were."""
+    if everything == (group is not None):
+        raise BadRequest("give either a group or --all")
+    wanted = None if group is None else read_group(group)
+    done = _ask(url, lambda river: river.flush_all(name) if wanted is None else river.flush(name, wanted))
+    _tell(done, "given out", json=json)
+
+
+def delete(name: str, group: str, *, json: bool, url: str) -> None:
+    """Drop a group, and print which folds that were."""
+    wanted = read_group(group)
+    _tell(_ask(url, lambda river: river.delete(name, wanted)), "deleted", json=json)
+
+
+def change(name: str, windows: Mapping[str, str | int | None], *, reset: bool, json: bool, url: str) -> None:
+    """Change the windows of a rule, or take them from its configuration again, and print them."""
+    given = {key: value for key, value in windows.items() if value is not None}
+    if reset == bool(given):
+        raise BadRequest("give either some windows, such as --quiet 5s, or --reset")
+    asked = _ask(url, lambda river: river.reset_windows(name) if reset else river.set_windows(name, **given))
+    if _plain(json):
+        _lines([asked])
+        return
+    _table(FoldWindows.__struct_fields__, [tuple(str(value) for value in msgspec.structs.astuple(asked))])
+
+
+def glance(*, json: bool, url: str) -> None:
+    """Print the rules in few words, on a terminal; elsewhere the status has said it."""
+    if _plain(json):
+        return
+    rules = [rule for rule in _ask(url, lambda river: river.status()).get("folds", ()) if isinstance(rule, dict)]
+    if rules:
+        rows = [(str(rule.get("rule")), f"{rule.get('pending', 0):,}", percent(rule.get("ratio"))) for rule in rules]
+        _table(("folds", "pending", "folded"), rows)
+
+
+def read_group(text: str) -> Group:
+    """Read a group from the command line: a JSON array or object, or else a text that is its only part."""
+    if text[:1] not in ("[", "{"):
+        return text
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        plain = msgspec.json.encode([text]).decode()
+        raise BadRequest(f"the group {text!r} is no JSON ({error}): if it is a text, write {plain!r}") from None
+    return msgspec.Raw(text)
+
+
+def percent(ratio: float | None) -> str:
+    """Write a ratio for people; nothing for none."""
+    return "" if ratio is None else f"{ratio * 100:.1f}%"
+
+
+def _tell(done: GivenOut, what: str, *, json: bool) -> None:
+    if _plain(json):
+        _lines([done])
+        return
+    for fold in done.folds:
+        print(visible(fold))
+    folds, groups = f"{len(done.folds):,} fold(s)", f"{done.groups:,} group(s)"
+    print(f"{folds} of {groups} {what}", file=sys.stderr)

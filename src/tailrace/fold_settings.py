@@ -1,0 +1,164 @@
+"""The settings of folds: the rules, each checked by itself and all of them together.
+
+What a rule does is the matter of ``model.rule``, which ``stores.rules`` makes of these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from tailrace.units import format_duration
+from tailrace.values import (
+    Collects,
+    Conditions,
+    Delay,
+    Paths,
+    Pattern,
+    Section,
+    Size,
+    Table,
+    Topic,
+    TopicOrNone,
+    durations,
+    sizes,
+)
+
+REFUSED = "refused"
+"""The type of a problem that values have with each other; its place is exact."""
+WAITS = 10
+"""``max_wait`` is so many times ``quiet`` where it is not given."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+Problem = tuple[tuple[str, ...], object, str]
+"""Where it is, what was given, and what is wanted."""
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Report all of these at once, if there are any.
+
+    Raises:
+        ValidationError: which a validator may let pass; the places are below its own.
+    """
+    lines: list[InitErrorDetails] = [
+        {"type": PydanticCustomError(REFUSED, "{wanted}", {"wanted": wanted}), "loc": place, "input": got}
+        for place, got, wanted in problems
+    ]
+    if lines:
+        raise ValidationError.from_exception_data("Settings", lines, hide_input=True)
+
+
+class Fold(Section):
+    """One rule: which events are folded, what makes them belong together, and what is kept of them."""
+
+    topics: Pattern | tuple[Topic, ...] = ()
+    where: Conditions = Conditions()
+    group: Paths
+    missing: Literal["skip", "null"] = "skip"
+    collect: Collects = Collects()
+    quiet: Annotated[Delay, durations("1ms")]
+    max_wait: Delay | None = None
+    max_count: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    max_bytes: Annotated[Size, sizes("1KiB", "4MiB")] = 256 * 2**10
+    lateness: Delay = timedelta(0)
+    clock: Literal["arrival", "event"] = "arrival"
+    output: TopicOrNone = ""
+    raw: TopicOrNone = ""
+
+    @field_validator("max_wait", mode="after")
+    @classmethod
+    def _not_shorter(cls, given: timedelta | None, info: ValidationInfo) -> timedelta | None:
+        quiet = info.data.get("quiet")
+        if given is not None and quiet is not None and given < quiet:
+            raise ValueError(f"at least quiet, {format_duration(quiet)}")
+        return given
+
+    @property
+    def longest(self) -> timedelta:
+        """How long a fold is open at most."""
+        return WAITS * self.quiet if self.max_wait is None else self.max_wait
+
+
+class Rules(Table[Fold]):
+    """The rules by name."""
+
+    __slots__ = ()
+
+    def written(self) -> dict[str, Any]:
+        return {name: fold.model_dump(mode="json", exclude_defaults=True) for name, fold in self.items()}
+
+    @classmethod
+    def entries(cls) -> Any:
+        return dict[Annotated[str, AfterValidator(_name)], Fold]
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        assert isinstance(value, Mapping)
+        rules = cls(value)
+        refuse([*rules._own_topics(), *rules._circles()])
+        return rules
+
+    def output(self, name: str) -> str:
+        """The topic of a rule's folded events."""
+        return self[name].output or f"folds.{name}"
+
+    def topics(self, name: str) -> frozenset[str]:
+        """The topics that a rule writes to."""
+        return frozenset({self.output(name), self[name].raw} - {""})
+
+    def _own_topics(self) -> Iterable[Problem]:
+        for name, fold in self.items():
+            if fold.raw == self.output(name):
+                yield (name, "raw"), fold.raw, "another topic than that of the folded events"
+            for topic in self._read_from(name, name):
+                wanted = f"topics without {topic!r}: the rule writes to it, and would fold what it gives out"
+                yield (name, "topics"), list(fold.topics), wanted
+
+    def _circles(self) -> Iterable[Problem]:
+        seen: set[frozenset[str]] = set()
+        for name, fold in self.items():
+            circle = self._circle(name)
+            if circle and frozenset(circle) not in seen:
+                seen.add(frozenset(circle))
+                wanted = f"rules that do not feed each other in a circle: {' -> '.join([*circle, name])}"
+                yield (name, "topics"), list(fold.topics), wanted
+
+    def _circle(self, name: str) -> list[str]:
+        """The shortest way from a rule over others back to it, each reading from the one before; empty without one."""
+        ways = [[name]]
+        reached: set[str] = set()
+        for way in ways:
+            for other in self:
+                if other == way[-1] or not self._read_from(other, way[-1]):
+                    continue
+                if other == name:
+                    return way
+                if other not in reached:
+                    reached.add(other)
+                    ways.append([*way, other])
+        return []
+
+    def _read_from(self, name: str, other: str) -> list[str]:
+        """The topics of another rule that a rule reads. Only names count: a pattern never means what rules write."""
+        topics = self[name].topics
+        return [] if isinstance(topics, str) else [topic for topic in topics if topic in self.topics(other)]
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise ValueError("a name of letters, digits, '_' and '-', at most 64")
+    return text
+
+
+class Folds(Section):
+    """The view of folds."""
+
+    tick: Annotated[Delay, durations("1ms", "1m")] = timedelta(milliseconds=100)
+    begin: Literal["end", "start"] = "end"
+    rules: Rules = Rules()

@@ -1,0 +1,212 @@
+"""Feeds as their reader sees them: one request that goes on over any number of disconnects.
+
+Invariant: a feed yields exactly what the service has after its cursor, in order, each event once, over any number of
+disconnects, restarts and timeouts; ``feed.cursor`` is always the place after the last event that was handed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias, TypedDict
+
+import httpx
+
+from tailrace.errors import TailraceError, Unavailable, UsageError
+from tailrace.sse_reader import Frame, SseReader
+from tailrace.wire import Control, Event, decode_event, error_of, failure
+
+if TYPE_CHECKING:
+    from tailrace.client import River
+
+logger = logging.getLogger("tailrace.client")  # the one that commands show
+
+FIRST_WAIT = 0.25
+LONGEST_WAIT = 30.0
+
+Query: TypeAlias = list[tuple[str, str | int | float | bool | None]]
+
+
+class Asked(TypedDict, total=False):
+    """What every feed takes; ``River.tail`` says what each means."""
+
+    after: str | None
+    start: str | None
+    until: str | None
+    limit: int | None
+    follow: bool
+    missing: str
+    on_gap: str
+    on_control: Callable[[Control], None] | None
+
+
+class Feed:
+    """What one request yields: an asynchronous iterable of events, and a context manager that closes it.
+
+    Iterating again after a ``break`` goes on where it stopped. One task at a time may iterate.
+    """
+
+    def __init__(
+        self,
+        river: River,
+        path: str,
+        query: Query,
+        *,
+        cursor: str | None = None,
+        on_control: Callable[[Control], None] | None = None,
+    ) -> None:
+        self.cursor = cursor
+        """The place after the last event handed out: resume there with ``after=``."""
+        self.on_control = on_control
+        self._river, self._path, self._query = river, path, query
+        self._reached: str | None = None  # what has been read, which may be ahead of what was handed out
+        self._waiting: deque[Frame] = deque()
+        self._response: httpx.Response | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+        self._reader = SseReader()
+        self._retry: float | None = None
+        self._failures = 0
+        self._met = False
+        self._since = 0.0
+        self._ended = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Let the connection go; what was read and not handed out is read again by the next iteration."""
+        self._waiting.clear()
+        if self._reached is not None:
+            self._reached = self.cursor
+        await self._disconnect()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self._events()
+
+    async def _events(self) -> AsyncIterator[Event]:
+        async for item in self.frames():
+            if isinstance(item, Event):
+                yield item
+
+    async def frames(self) -> AsyncIterator[Event | Control]:
+        """Yield events and control frames alike."""
+        while frame := await self._next():
+            if frame.event == "message":
+                yield decode_event(frame)
+            else:
+                yield self._control(frame)
+
+    async def lines(self) -> AsyncIterator[list[bytes]]:
+        """Yield the events as the JSON text the service sent, as many at a time as have arrived."""
+        while frame := await self._next():
+            batch: list[bytes] = []
+            while frame is not None and frame.event == "message":
+                batch.append(frame.data or b"null")
+                frame = self._take()
+            if batch:
+                yield batch
+            if frame is not None:
+                self._control(frame)
+
+    def _control(self, frame: Frame) -> Control:
+        control = Control.of(frame)
+        if control.kind == "gap":
+            logger.warning("gap: %s", control.data)
+        if self.on_control is not None:
+            self.on_control(control)
+        if control.kind == "problem":
+            error = failure(control.data)
+            if not error.retryable and control.data.get("status", 0) < 500:
+                self._ended = True
+                raise error
+        return control
+
+    async def _next(self) -> Frame | None:
+        while True:
+            if frame := self._take():
+                return frame
+            if self._ended:
+                await self._disconnect()
+                return None
+            await self._read()
+
+    def _take(self) -> Frame | None:
+        while self._waiting:
+            frame = self._waiting.popleft()
+            self.cursor = frame.id or self.cursor
+            if frame.data is not None:
+                self._ended = self._ended or frame.event == "end"
+                return frame
+        return None
+
+    async def _read(self) -> None:
+        try:
+            if self._chunks is None:
+                await self._connect()
+            if self._chunks is None:
+                return
+            frames = self._reader.feed(await anext(self._chunks))
+        except StopAsyncIteration:
+            await self._lost(Unavailable(f"{self._river.url} closed the connection"))
+        except httpx.TransportError as error:
+            await self._lost(self._river._unreachable(error))
+        else:
+            self._retry = self._reader.retry or self._retry
+            for frame in frames:
+                self._failures = 0
+                self._reached = frame.id or self._reached
+            self._waiting.extend(frames)
+
+    async def _connect(self) -> None:
+        self._since = self._since or time.monotonic()
+        headers = {"Accept": "text/event-stream", "Accept-Encoding": "identity", "Cache-Control": "no-store"}
+        if self._reached is not None:
+            headers["Last-Event-ID"] = self._reached
+        request = self._river._http.build_request("GET", self._path, params=self._query, headers=headers)
+        response = self._response = await self._river._http.send(request, stream=True)
+        if response.status_code == 204:
+            self._ended = True
+            return
+        if response.status_code != 200:
+            error = error_of(response.status_code, await response.aread())
+            if not error.retryable and response.status_code < 500:
+                await self._disconnect()
+                raise error
+            if (asked := response.headers.get("retry-after", "")).isdigit():
+                self._retry = float(asked)
+            await self._lost(error)
+            return
+        kind = response.headers.get("content-type", "")
+        if not kind.startswith("text/event-stream"):
+            await self._disconnect()
+            raise UsageError(
+                f"{self._river.url} answers {kind or 'nothing'}, not an event stream: is it a Tailrace service?"
+            )
+        self._met = True
+        self._reader = SseReader()
+        self._chunks = response.aiter_raw()
+
+    async def _lost(self, error: TailraceError) -> None:
+        await self._disconnect()
+        if not self._met and time.monotonic() - self._since >= self._river.timeout:
+            raise error
+        wait = (self._retry or FIRST_WAIT) * 2 ** min(self._failures, 10)
+        wait = min(wait, max(LONGEST_WAIT, self._retry or 0.0)) * (1 + random.random() / 2)
+        self._failures += 1
+        logger.info("%s; connecting again in %.1f s", error, wait)
+        await asyncio.sleep(wait)
+
+    async def _disconnect(self) -> None:
+        response, self._response, self._chunks = self._response, None, None
+        if response is not None:
+            await response.aclose()

@@ -1,0 +1,299 @@
+"""Folds: events about the same thing become one when they have settled.
+
+A fold opens with an event and closes at ``due = min(last + quiet, opened + max_wait)``: an event at or after that time
+opens the next one. Events come from several partitions, each in order, and time is certain only up to the *frontier*: no
+event before it is still to come. So what a group holds is a list of *clumps*, events of which it is certain, whatever
+else may come, that no boundary lies between them; a clump is given out as a fold when the frontier has passed its due
+time.
+
+Invariants: a group's folds depend on its events and their times alone, not on batches, nor on the order in which
+partitions are read; every event is in exactly one fold; a fold's time never moves back, and an event that comes after the
+frontier has passed its time is taken for one at the frontier. ``max_count`` and ``max_bytes`` count in the order of
+arrival.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from tailrace.model.collect import COLLECTORS, Collect, Position
+
+Time: TypeAlias = float
+"""Milliseconds; infinite where nothing is known."""
+
+NEVER: Time = -math.inf
+OFFSET_BYTES = 4
+"""What remembering an input's offset is counted as."""
+
+
+class Windows(msgspec.Struct, frozen=True):
+    """How long a fold waits, and how large it may become. May change while folds are open."""
+
+    quiet_ms: int
+    max_wait_ms: int
+    max_count: int = 10_000
+    max_bytes: int = 256 << 10
+    lateness_ms: int = 0
+    """How far behind the frontier timers stay, for events whose times are older than their arrival."""
+
+    def due(self, opened: Time, last: Time) -> Time:
+        """Return when a fold closes that hears no more."""
+        return min(last + self.quiet_ms, opened + self.max_wait_ms)
+
+    def reason(self, opened: Time, last: Time) -> str:
+        """Return why it closes then."""
+        return "quiet" if last + self.quiet_ms <= opened + self.max_wait_ms else "max_wait"
+
+
+class Input(NamedTuple):
+    """An event as a rule sees it: its time by the rule's clock, where it is from, what each collector takes of it."""
+
+    time: int
+    source: str
+    offset: int
+    size: int
+    """How many bytes it may add to a fold at most."""
+    taken: Sequence[Any]
+
+    @property
+    def position(self) -> Position:
+        return self.time, self.source, self.offset
+
+
+class Clump:
+    """Events of which it is certain that they are in one fold; ``values`` has one state per collector."""
+
+    __slots__ = ("count", "head", "inputs", "last", "latest", "opened", "size", "values")
+
+    def __init__(
+        self, opened: Time, last: Time, head: Position, latest: int, count: int, size: int, inputs: Any, values: Any
+    ) -> None:
+        self.opened, self.last = opened, last
+        self.head = head
+        """The position of its first event, which names the fold."""
+        self.latest = latest
+        """The time of its last event; ``last`` is later if that came late."""
+        self.count, self.size = count, size
+        self.inputs: dict[str, list[int]] = inputs
+        """Source -> offsets."""
+        self.values: list[Any] = values
+
+
+class Finished(NamedTuple):
+    """A fold that is closed: when it had to be, and why."""
+
+    clump: Clump
+    due: int
+    reason: str
+
+
+class Folding:
+    """The rule: what becomes of a group's clumps when events or time come. Changes the list that it is given."""
+
+    def __init__(self, collect: Sequence[Collect], windows: Windows) -> None:
+        self._collectors = [COLLECTORS[c.kind] for c in collect]
+        self.windows = windows
+        self._quiet, self._max_wait = windows.quiet_ms, windows.max_wait_ms
+
+    def absorb(self, clumps: list[Clump], inputs: Iterable[Input], frontier: Time) -> list[Finished]:
+        """Add events to a group; return the folds that are closed by then."""
+        finished = self.settle(clumps, frontier)
+        max_count, max_bytes, quiet = self.windows.max_count, self.windows.max_bytes, self._quiet
+        reach = frontier + self._max_wait
+        for x in inputs:
+            time = x.time if x.time >= frontier else frontier
+            at = bisect_right(clumps, time, key=_opened) - 1 if clumps else -1
+            cut = self._cut(clumps, frontier)
+            clump = None
+            if time < reach:
+                if at >= 0 and time < clumps[at].last + quiet and not clumps[at].opened < cut <= time:
+                    clump = clumps[at]
+                elif at + 1 < len(clumps) and self._join(time, time, clumps[at + 1], cut, reach):
+                    at += 1
+                    clump = clumps[at]
+            if clump is not None and clump.size + x.size > max_bytes:
+                finished.append(Finished(clumps.pop(at), int(max(time, clump.last)), "max_bytes"))
+                clump, at = None, at - 1
+            if clump is None:
+                at += 1
+                clump = Clump(time, time, x.position, x.time, 0, 0, {}, [c.new() for c in self._collectors])
+                clumps.insert(at, clump)
+            self._add(clump, x, time)
+            if clump.count >= max_count or clump.size >= max_bytes:
+                finished.append(self._full(clumps.pop(at)))
+            elif at + 1 < len(clumps):
+                self._close_up(clumps, at, frontier, finished)
+        return finished
+
+    def settle(self, clumps: list[Clump], frontier: Time) -> list[Finished]:
+        """Close the folds that are due; return them."""
+        finished: list[Finished] = []
+        while clumps:
+            if len(clumps) > 1:
+                self._close_up(clumps, 0, frontier, finished, only_first=True)
+                if not clumps:
+                    break
+            first = clumps[0]
+            due = self.windows.due(first.opened, first.last)
+            if due > frontier:
+                if len(clumps) > 2:
+                    self._close_up(clumps, 1, frontier, finished)
+                break
+            finished.append(Finished(clumps.pop(0), int(due), self.windows.reason(first.opened, first.last)))
+        return finished
+
+    def flush(self, clumps: list[Clump], frontier: Time, reason: str) -> list[Finished]:
+        """Close all folds; those that are not due yet for the given reason."""
+        found = self.settle(clumps, math.inf)
+        return [f if f.due <= frontier else f._replace(reason=reason) for f in found]
+
+    def due(self, clumps: Sequence[Clump]) -> int:
+        """Return when there is something to settle, or earlier."""
+        return int(self.windows.due(clumps[0].opened, clumps[0].last))
+
+    def _cut(self, clumps: Sequence[Clump], frontier: Time) -> Time:
+        """Return the only boundary that ``max_wait`` can set before frontier + max_wait: that of a first fold which is
+        certain to have opened when it did. Any other opens at the frontier or later."""
+        return clumps[0].opened + self._max_wait if clumps and clumps[0].opened <= frontier else math.inf
+
+    def _join(self, opened: Time, last: Time, right: Clump, cut: Time, reach: Time) -> bool:
+        """Whether no boundary can lie between what ends at ``last`` and the clump to its right."""
+        near = right.opened < last + self._quiet and right.last < reach
+        return near and not opened < cut <= right.last
+
+    def _close_up(
+        self, clumps: list[Clump], at: int, frontier: Time, finished: list[Finished], *, only_first: bool = False
+    ) -> None:
+        """Merge neighbours, from ``at`` on, that no boundary can lie between any more.
+
+        Only the first clump may lie before the frontier: where the later ones end depends on where it does.
+        """
+        reach = frontier + self._max_wait
+        while at + 1 < len(clumps):
+            left, right = clumps[at], clumps[at + 1]
+            if right.opened >= reach:
+                return
+            if not self._join(left.opened, left.last, right, self._cut(clumps, frontier), reach):
+                if only_first:
+                    return
+                at += 1
+            elif left.count + right.count > self.windows.max_count:
+                finished.append(Finished(clumps.pop(at), int(left.last), "max_count"))
+            elif left.size + right.size > self.windows.max_bytes:
+                finished.append(Finished(clumps.pop(at), int(right.opened), "max_bytes"))
+            else:
+                self._merge(left, clumps.pop(at + 1))
+                if left.count >= self.windows.max_count:
+                    finished.append(Finished(clumps.pop(at), int(left.last), "max_count"))
+                if left.count >= self.windows.max_count or left.size >= self.windows.max_bytes:
+                    finished.append(self._full(clumps.pop(at)))
+
+    def _full(self, clump: Clump) -> Finished:
+        return Finished(clump, int(clump.last), "max_count" if clump.count >= self.windows.max_count else "max_bytes")
+
+    def _add(self, clump: Clump, x: Input, time: Time) -> None:
+        position = x.time, x.source, x.offset
+        grown = OFFSET_BYTES
+        for collector, state, taken in zip(self._collectors, clump.values, x.taken, strict=True):
+            if taken is not None:
+                grown += collector.add(state, taken, position)
+        clump.size += grown
+        clump.count += 1
+        if time < clump.opened:
+            clump.opened = time
+        if time > clump.last:
+            clump.last = time
+        if position < clump.head:
+            clump.head = position
+        if x.time > clump.latest:
+            clump.latest = x.time
+        offsets = clump.inputs.get(x.source)
+        if offsets is None:
+            clump.inputs[x.source] = [x.offset]
+        else:
+            offsets.append(x.offset)
+
+    def _merge(self, left: Clump, right: Clump) -> None:
+        left.opened, left.last = min(left.opened, right.opened), max(left.last, right.last)
+        left.head, left.latest = min(left.head, right.head), max(left.latest, right.latest)
+        left.count += right.count
+        left.size += OFFSET_BYTES * right.count
+        for collector, state, other in zip(self._collectors, left.values, right.values, strict=True):
+            left.size += collector.merge(state, other)
+        for source, offsets in right.inputs.items():
+            left.inputs.setdefault(source, []).extend(offsets)
+
+    def dump(self, clumps: Sequence[Clump]) -> bytes:
+        """Return a group's state as the store keeps it."""
+        sources = list(dict.fromkeys(source for clump in clumps for source in clump.inputs))
+        numbers = {source: i for i, source in enumerate(sources)}
+        rows = [
+            (
+                int(c.opened),
+                int(c.last),
+                c.head[0],
+                numbers[c.head[1]],
+                c.head[2],
+                c.latest,
+                c.count,
+                c.size,
+                [(numbers[source], *runs(offsets)) for source, offsets in c.inputs.items()],
+                [k.dump(v, numbers) for k, v in zip(self._collectors, c.values, strict=True)],
+            )
+            for c in clumps
+        ]
+        return _pack((sources, rows))
+
+    def load(self, state: bytes) -> list[Clump]:
+        """Return what ``dump`` was given."""
+        sources, rows = _unpack(state)
+        return [
+            Clump(
+                opened,
+                last,
+                (head, sources[source], offset),
+                latest,
+                count,
+                size,
+                {sources[n]: offsets_of(pairs) for n, *pairs in inputs},
+                [k.load(v, sources) for k, v in zip(self._collectors, values, strict=True)],
+            )
+            for opened, last, head, source, offset, latest, count, size, inputs, values in rows
+        ]
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+def _opened(clump: Clump) -> Time:
+    return clump.opened
+
+
+def runs(offsets: Sequence[int]) -> list[int]:
+    """Return offsets as pairs, in order: how far each run of neighbours lies behind the one before, and its length."""
+    found: list[int] = []
+    begin = end = 0
+    for offset in sorted(offsets):
+        if found and offset == end:
+            found[-1] += 1
+        else:
+            found += (offset - begin, 1)
+            begin = offset
+        end = offset + 1
+    return found
+
+
+def offsets_of(pairs: Sequence[int]) -> list[int]:
+    """Return what ``runs`` was given, in order."""
+    found: list[int] = []
+    begin = 0
+    for i in range(0, len(pairs), 2):
+        begin += pairs[i]
+        found.extend(range(begin, begin + pairs[i + 1]))
+    return found

@@ -1,0 +1,126 @@
+"""Fold rules: which events are folded, what makes them belong together, and what is kept of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from tailrace.model.collect import COLLECTORS, Collect
+from tailrace.model.condition import Condition
+from tailrace.model.fold import OFFSET_BYTES, Folding, Windows
+from tailrace.model.name import shard_of
+from tailrace.model.value import Path, canonical, fields, follow
+
+FORMAT = 1
+"""Number of the form in which a group's state is stored."""
+
+MAX_GROUP_BYTES = 4096
+"""A longer group is refused: it is a field of its own length in the store."""
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One rule. Everything in it is plain data: it is sent to Spark's tasks, and kept in the store beside its folds."""
+
+    name: str
+    topics: str | tuple[str, ...]
+    """A regular expression for the whole name, or names; none for a rule that only publishers feed."""
+    group: tuple[Path, ...]
+    collect: tuple[Collect, ...]
+    windows: Windows
+    where: Condition | None = None
+    missing: Literal["skip", "null"] = "skip"
+    """What becomes of an event that lacks a part of the group: not folded, or as if the part were null."""
+    clock: Literal["arrival", "event"] = "arrival"
+    output: str = ""
+    raw: str = ""
+    """The topic that events which are folded are passed on to; none without it."""
+
+    @property
+    def definition(self) -> str:
+        """What open folds depend on: two rules of the same definition understand each other's states."""
+        parts = (FORMAT, self.group, self.collect)
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+    def shard(self, group: bytes, shards: int) -> int:
+        """Return the shard that a group lives in."""
+        return shard_of(f"{self.name}:{group.decode()}", shards)
+
+    def folding(self) -> Folding:
+        """Return the rule for time and size."""
+        return Folding(self.collect, self.windows)
+
+    def group_json(self, group: bytes) -> bytes:
+        """Return a group as the object that is shown: each path with its value."""
+        names = (".".join(path) for path in self.group)
+        parts = msgspec.json.decode(group, type=list[msgspec.Raw])
+        return msgspec.json.encode(dict(zip(names, parts, strict=True)))
+
+
+class Taken(NamedTuple):
+    """What a rule takes of an event."""
+
+    group: bytes
+    """The canonical JSON array of the group's values."""
+    size: int
+    values: Sequence[Any]
+
+
+class Reader:
+    """Looks into events for one rule, decoding only what the rule is about."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._where, self._null = rule.where, rule.missing == "null"
+        paths = [*rule.group, *(collect.path for collect in rule.collect)]
+        names = list(dict.fromkeys(path[0] for path in paths if path))
+        self._fields = fields(names)
+        self._group = [(names.index(path[0]), path[1:]) for path in rule.group]
+        self._collect = [
+            (COLLECTORS[c.kind], names.index(c.path[0]) if c.path else -1, c.path[1:]) for c in rule.collect
+        ]
+
+    def read(self, value: bytes) -> Taken | str:
+        """Return what there is to fold of an event, or the word for why there is nothing."""
+        if self._where is not None and not self._where.matches(value):
+            return "filtered"
+        found = self._fields(value)
+        parts: list[bytes] = []
+        for i, rest in self._group:
+            part = found[i]
+            if rest:
+                part = follow(part, rest)
+            if part is None:
+                if not self._null:
+                    return "no-group"
+                part = b"null"
+            parts.append(canonical(part))
+        group = b"[" + b",".join(parts) + b"]"
+        if len(group) > MAX_GROUP_BYTES:
+            return "group-too-long"
+        size = OFFSET_BYTES
+        values: list[Any] = []
+        for collector, i, rest in self._collect:
+            raw = found[i] if i >= 0 else None
+            taken = collector.take(follow(raw, rest) if rest else raw, value)
+            if taken is not None:
+                size += collector.weigh(taken)
+            values.append(taken)
+        return Taken(group, size, values)
+
+
+def group_of(given: Sequence[Any] | dict[str, Any], rule: Rule) -> bytes:
+    """Return the group that someone wrote as an array, or as an object of paths and values.
+
+    Raises:
+        ValueError: with what would be one.
+    """
+    names = [".".join(path) for path in rule.group]
+    if isinstance(given, dict):
+        if set(given) != set(names):
+            raise ValueError(f"an object with {', '.join(names)}")
+        given = [given[name] for name in names]
+    if len(given) != len(names):
+        raise ValueError(f"an array of {len(names)}: {', '.join(names)}")
+    return b"[" + b",".join(canonical(msgspec.json.encode(part)) for part in given) + b"]"

@@ -1,0 +1,161 @@
+"""Where open folds rest: a state per group, with a version, and a sorted set of when each is due.
+
+Whoever changes a group has read it before and names the version it saw; if another one was faster, nothing is changed.
+The commands are the same for the pipeline, which blocks, and for the service, which does not: they are built here,
+and the answers are read here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tailrace.model.fold import NEVER, Finished, Folding
+from tailrace.model.folded import folded
+from tailrace.model.rule import Rule
+from tailrace.stores.keys import Keys
+from tailrace.stores.valkey import Arg, Call, Command, Shards
+
+VIEW = "folds"
+VERSION_BYTES = 8
+
+FLUSH, DELETED = "flush", "deleted"
+ASKED_FOR = (FLUSH, DELETED)
+"""Reasons that are not the rule's."""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What a group holds; an empty version when it holds nothing."""
+
+    version: bytes = b""
+    state: bytes = b""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What is to become of a group that was seen with a version: its state, none to remove it, and what it gives out."""
+
+    group: bytes
+    seen: bytes
+    state: bytes
+    due: int
+    folds: tuple[tuple[Arg, ...], ...]
+    """Each with id, topic, key, value, reason, last time, and for how long to remember that."""
+
+
+class InForce(msgspec.Struct, frozen=True):
+    """A rule as the pipeline applies it, and what its counters were when its windows last changed."""
+
+    rule: Rule
+    since_ms: int
+    counts: dict[str, int] = {}
+
+
+def new_version() -> bytes:
+    """Return a version that no state had."""
+    return os.urandom(VERSION_BYTES)
+
+
+def read_held(answer: bytes | None) -> Held:
+    """Read a field of a rule's hash."""
+    return Held() if answer is None else Held(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
+
+
+def given_out(rule: Rule, group: bytes, finished: Sequence[Finished], emitted_ms: int) -> tuple[tuple[Arg, ...], ...]:
+    """Return the arguments of closed folds. None goes out before it is due, unless someone wants it."""
+    keep = 2 * rule.windows.quiet_ms
+    found: list[tuple[Arg, ...]] = []
+    for f in finished:
+        at_ms = emitted_ms if f.reason in ASKED_FOR else max(emitted_ms, f.due)
+        found.append((*folded(rule, group, f, at_ms), f.reason, int(f.clump.last), keep))
+    return tuple(found)
+
+
+def settled(rule: Rule, folding: Folding, group: bytes, held: Held, frontier_ms: int) -> Change | None:
+    """Return the change that gives out what is due of a group; None when there is nothing to change."""
+    if not held.state:
+        return None
+    clumps = folding.load(held.state)
+    folds = given_out(rule, group, folding.settle(clumps, frontier_ms), frontier_ms)
+    if not clumps:
+        return Change(group, held.version, b"", 0, folds)
+    return Change(group, held.version, folding.dump(clumps), folding.due(clumps), folds)
+
+
+def flushed(rule: Rule, folding: Folding, group: bytes, held: Held, now_ms: int, reason: str) -> Change | None:
+    """Return the change that gives out all that a group holds, for a reason; None when it holds nothing."""
+    if not held.state:
+        return None
+    due_ms = now_ms if reason == FLUSH else NEVER
+    finished = folding.flush(folding.load(held.state), due_ms, reason)
+    return Change(group, held.version, b"", 0, given_out(rule, group, finished, now_ms))
+
+
+def settle_arguments(rule: str, forget_ms: int, changes: Sequence[Change]) -> list[Arg]:
+    """Return the arguments of the function ``settle``; it answers 1 for each change that was made, 0 for others."""
+    args: list[Arg] = [rule, forget_ms]
+    for change in changes:
+        args += [change.group, change.seen, new_version(), change.state, change.due, len(change.folds)]
+        for fold in change.folds:
+            args += fold
+    return args
+
+
+class Folds:
+    """The blocking side: what the pipeline does with the groups of its rules."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._keys: Keys = shards.keys
+
+    def read(self, wanted: Sequence[tuple[int, str, Sequence[bytes]]]) -> tuple[list[list[Held]], list[dict[str, int]]]:
+        """Return what groups hold, asked for as (shard, rule, groups), and every shard's frontiers by rule."""
+        count = self._shards.options.shards
+        commands: list[Command] = [(s, ("HMGET", self._keys.fold(s, rule), *groups)) for s, rule, groups in wanted]
+        commands += [(s, ("HGETALL", self._keys.frontier(s))) for s in range(count)]
+        answers = self._shards.run_all(commands)
+        held = [[read_held(field) for field in answer] for answer in answers[: len(wanted)]]
+        return held, [_numbers(answer) for answer in answers[len(wanted) :]]
+
+    def due(self, rule: str, until_ms: int, limit: int) -> list[list[bytes]]:
+        """Return, for every shard, the groups that are due at a time, the longest due first."""
+        return self._shards.run_all(
+            [
+                (s, ("ZRANGEBYSCORE", self._keys.due(s, rule), "-inf", until_ms, "LIMIT", 0, limit))
+                for s in range(self._shards.options.shards)
+            ]
+        )
+
+    def earliest(self, rules: Sequence[str]) -> dict[str, int]:
+        """Return when the first group of each rule is due; rules that hold nothing are left out."""
+        count = self._shards.options.shards
+        asked = [(rule, s) for rule in rules for s in range(count)]
+        answers = self._shards.run_all(
+            [(s, ("ZRANGE", self._keys.due(s, rule), 0, 0, "WITHSCORES")) for rule, s in asked]
+        )
+        found: dict[str, int] = {}
+        for (rule, _), answer in zip(asked, answers, strict=True):
+            if answer:
+                due = int(float(answer[0][1] if isinstance(answer[0], list | tuple) else answer[1]))
+                found[rule] = min(due, found.get(rule, due))
+        return found
+
+    def settle(self, rule: str, forget_ms: int, changes: Sequence[tuple[int, Sequence[Change]]]) -> int:
+        """Make changes, given with their shards; return how many were not, since somebody was faster."""
+        calls: list[Call] = [(s, "settle", settle_arguments(rule, forget_ms, made)) for s, made in changes]
+        return sum(list(answer).count(0) for answer in self._shards.call_all(calls))
+
+    def raise_frontier(self, frontiers: dict[str, int]) -> None:
+        """Tell the tasks how far time has come for each rule."""
+        if frontiers:
+            pairs = [part for item in frontiers.items() for part in item]
+            self._shards.run_all(
+                [(s, ("HSET", self._keys.frontier(s), *pairs)) for s in range(self._shards.options.shards)]
+            )
+
+
+def _numbers(answer: Any) -> dict[str, int]:
+    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+    return {field.decode(): int(number) for field, number in pairs}

@@ -1,0 +1,128 @@
+"""Folding without Spark: the very view that runs in every task, the very emitter, and an oracle that knows the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tailrace.model.collect import Collect
+from tailrace.model.fold import Windows
+from tailrace.model.rule import Rule
+from tailrace.pipeline.emit import Emitter
+from tailrace.stores.valkey import Shards, StoreOptions
+from tests.writing import NOON, Record, Writer
+
+RULE = Rule(
+    name="accounts",
+    topics=("posts",),
+    group=(("account_id",),),
+    collect=(Collect("metrics", "keys", ("metrics",)), Collect("posts", "set", ("id",))),
+    windows=Windows(quiet_ms=1_000, max_wait_ms=5_000),
+    output="folds.accounts",
+)
+
+
+def post(offset: int, account: str, at_ms: int, partition: int = 0, metrics: Sequence[str] = ("likes",)) -> Record:
+    """Return a post whose metrics changed, so many milliseconds after noon."""
+    value = {"id": f"post_{offset}", "account_id": account, "metrics": dict.fromkeys(metrics, offset)}
+    return Record(
+        offset=offset, value=json.dumps(value).encode(), time=NOON + at_ms, partition=partition, topic="posts"
+    )
+
+
+class Fold(NamedTuple):
+    """A folded event, as far as tests compare them."""
+
+    group: str
+    inputs: tuple[tuple[int, int], ...]
+    """Partition and offset of each."""
+    reason: str
+    due_ms: int
+    """After noon."""
+
+
+def expected(records: Iterable[Record], windows: Windows = RULE.windows) -> list[Fold]:
+    """Fold by the book: every group's events in the order of time, partition and offset, one by one."""
+    groups: dict[str, list[tuple[int, int, int]]] = {}
+    newest: dict[int, int] = {}
+    for r in sorted(records, key=lambda r: (r.partition, r.offset)):
+        newest[r.partition] = max(r.time, newest.get(r.partition, r.time))
+        group = json.loads(r.value or b"")["account_id"]
+        groups.setdefault(group, []).append((newest[r.partition] - NOON, r.partition, r.offset))
+    found: list[Fold] = []
+    for group, events in groups.items():
+        held: list[tuple[int, int, int]] = []
+        for event in [*sorted(events), None]:
+            due = windows.due(held[0][0], held[-1][0]) if held else 0
+            if held and (event is None or event[0] >= due):
+                inputs = tuple(sorted((p, o) for _, p, o in held))
+                found.append(Fold(group, inputs, windows.reason(held[0][0], held[-1][0]), int(due)))
+                held = []
+            if event is not None:
+                held.append(event)
+    return sorted(found)
+
+
+class FoldRig:
+    """A store that is written by tasks and emptied by emitters."""
+
+    def __init__(self, options: StoreOptions, rules: Sequence[Rule] = (RULE,), **changes: Any) -> None:
+        self.options, self.rules = options, tuple(rules)
+        self.writer = Writer(options, ("intake", "folds"), rules=self.rules, **changes)
+        self.shards = self.writer.shards
+
+    def emitter(self, frontier_ms: int, shards: Shards | None = None) -> Emitter:
+        """Return an emitter for which time has come so many milliseconds after noon."""
+        own = shards or Shards(self.options, self.shards.run_ids)
+        return Emitter(
+            own, self.rules, lambda rules: {r.name: NOON + frontier_ms for r in rules}, clock=lambda: 2 * NOON / 1000
+        )
+
+    def settle(self, frontier_ms: int) -> None:
+        """Give out what is due."""
+        emitter = self.emitter(frontier_ms, self.shards)
+        emitter.turn()
+
+    def outbox(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return id and value of everything that waits to be published, shard by shard."""
+        found = []
+        for shard in range(self.options.shards):
+            for _, fields in self.shards.client(shard).xrange(self.shards.keys.outbox(shard)):
+                found.append((fields[b"i"].decode(), msgspec.json.decode(fields[b"v"])))
+        return found
+
+    def folds(self) -> list[Fold]:
+        """Return all folds that were given out; no id may be there twice."""
+        entries = [value for _, value in self.outbox() if value.get("rule")]
+        ids = [value["id"] for value in entries]
+        assert len(ids) == len(set(ids)), "a fold was given out twice"
+        return sorted(map(self.read, entries))
+
+    @staticmethod
+    def read(value: dict[str, Any]) -> Fold:
+        inputs = tuple(
+            (place["partition"], offset)
+            for place in value["inputs"]
+            for first, last in place["offsets"]
+            for offset in range(first, last + 1)
+        )
+        assert value["count"] == len(inputs)
+        return Fold(value["group"]["account_id"], tuple(sorted(inputs)), value["reason"], _after_noon(value["due"]))
+
+    def left(self) -> list[str]:
+        """Return every key that belongs to a group."""
+        return sorted(
+            key.decode()
+            for node in self.shards.primaries()
+            for kind in ("fold", "due", "closed")
+            for key in node.keys(f"{self.options.prefix}:*:{kind}:*")
+        )
+
+
+def _after_noon(text: str) -> int:
+    from datetime import datetime
+
+    return round(datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() * 1000) - NOON
