@@ -110,9 +110,7 @@ class Bench:
     def ours(self, spark: Spark) -> dict[str, Any]:
         """Fold the topic with the pipeline, from the first batch to the last fold in Kafka."""
         pids = [*spark.pids(), *self.servers]
-        before = cpu_seconds(pids)
-        told = ours.fold(spark.spark, self.kafka.address, self.store.url, self.topic, self.options.events)
-        return told | {"cpu": cpu_seconds(pids) - before}
+        return ours.fold(spark.spark, self.kafka.address, self.store.url, self.topic, self.options.events, pids)
 
     def peer(self, python: Path, module: str, way: str = "") -> dict[str, Any]:
         """Run a peer in its environment."""

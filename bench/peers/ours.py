@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
+from bench.meter import cpu_seconds
 from bench.peers.posts import QUIET_MS
 from tailrace.config import load
 from tailrace.pipeline.job import Job
@@ -86,45 +88,45 @@ class Installation:
         return sum(map(int, self.shards.run_all(commands)))
 
 
-def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int) -> dict[str, Any]:
-    """Fold a whole topic. Time runs from the beginning of the first batch until the last fold is in Kafka."""
+def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Sequence[int]) -> dict[str, Any]:
+    """Fold a whole topic. Time runs from the beginning of the first batch until the last fold is in Kafka; CPU time, of
+    the processes given, from before the query is started."""
     installation = Installation(bootstrap, url, {"posts": (topic, QUIET_MS)})
-    stopping = threading.Event()
+    stopping, before = threading.Event(), cpu_seconds(pids)
     job = threading.Thread(target=Job(installation.settings, spark).run, args=(stopping,), daemon=True)
     job.start()
     try:
         _wait("all posts folded", lambda: _prepared(installation) and installation.folded("posts") >= events, job)
         _wait("all folds published", lambda: not installation.pending(), job)
-        ended = time.time()
-        began = min(
-            datetime.fromisoformat(facts["timestamp"]).timestamp()
-            for query in spark.streams.active
-            for facts in map(_facts, query.recentProgress)
-            if facts["numInputRows"]
-        )
+        ended, cpu = time.time(), cpu_seconds(pids) - before
+        # A batch is reported when it has ended, which may be after its folds are published.
+        _wait("a report of the first batch", lambda: _begins(spark), job)
+        began = min(_begins(spark))
     finally:
         stopping.set()
         job.join(60)
     inputs = [record["count"] for record in records(bootstrap, installation.output("posts"))]
     if sum(inputs) != events:
         raise SystemExit(f"ours: {sum(inputs):,} events are in folds, of {events:,}")
-    return {"seconds": ended - began, "folds": len(inputs)}
+    return {"seconds": ended - began, "cpu": cpu, "folds": len(inputs)}
 
 
-def _facts(progress: Any) -> Any:
-    return json.loads(progress.json)
+def _begins(spark: Any) -> list[float]:
+    """Return when batches with posts began."""
+    reports = (json.loads(progress.json) for query in spark.streams.active for progress in query.recentProgress)
+    return [datetime.fromisoformat(facts["timestamp"]).timestamp() for facts in reports if facts["numInputRows"]]
 
 
 def _prepared(installation: Installation) -> bool:
     return bool(installation.shards.run_all([(0, ("EXISTS", installation.shards.keys.meta(0)))])[0])
 
 
-def _wait(what: str, condition: Any, job: threading.Thread) -> None:
+def _wait(what: str, condition: Callable[[], object], job: threading.Thread) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline or not job.is_alive():
             raise SystemExit(f"ours: not within {PATIENCE_S:g} s, or the job ended: {what}")
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def records(bootstrap: str, topic: str) -> list[dict[str, Any]]:
@@ -176,7 +178,7 @@ class Pipeline:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def wait(self, what: str, condition: Any, patience_s: float = PATIENCE_S) -> None:
+    def wait(self, what: str, condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
         """Wait until a condition holds."""
         deadline = time.monotonic() + patience_s
         while not condition():

@@ -5,9 +5,9 @@ walk over all that are open. ``key``: it is closed by the next event of its own 
 never written.
 
 What it cannot do: a longest wait, a largest count or size; tell which events a fold holds. A session is closed when
-time has come to twice the quiet time after its last event, and only by another event: if a partition falls silent, its last
-sessions stay open, and are missing from the count. A restart repeats folds (at least once), and an event that is older
-than one quiet time is dropped.
+time has come to twice the quiet time after its last event, and only by another event: if a partition falls silent, its
+last sessions stay open, and are missing from the count. A restart repeats folds (at least once), and an event that is
+older than one quiet time is dropped.
 """
 
 # mypy: disable-error-code="import-not-found"

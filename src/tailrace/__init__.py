@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tailrace.client import Feed, River, connect
     from tailrace.errors import TailraceError
+    from tailrace.folder import Folder
     from tailrace.wire import Event
 
 __version__ = "0.1.0"
 
-__all__ = ["Event", "Feed", "River", "TailraceError", "__version__", "connect"]
+__all__ = ["Event", "Feed", "Folder", "River", "TailraceError", "__version__", "connect"]
 
 _HOMES = {
     "Event": "tailrace.wire",
     "Feed": "tailrace.client",
+    "Folder": "tailrace.folder",
     "River": "tailrace.client",
     "TailraceError": "tailrace.errors",
     "connect": "tailrace.client",

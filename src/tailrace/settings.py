@@ -268,6 +268,16 @@ class Settings(BaseSettings):
         """Read nothing behind the caller's back: ``load`` collects the layers and knows where values came from."""
         return (init_settings,)
 
+    @property
+    def live_views(self) -> tuple[str, ...]:
+        """The views that are written: without rules there are no folds."""
+        return tuple(view for view in self.pipeline.views if view != "folds" or self.folds.rules)
+
+    @property
+    def log_views(self) -> tuple[str, ...]:
+        """The views that keep logs, which upkeep is about. Folded events are in day streams, like all others."""
+        return tuple(view for view in self.pipeline.views if view != "folds")
+
     def origin(self, path: str) -> str:
         """Where the value at a dotted path came from: ``default``, ``file …``, ``env …`` or ``flag …``."""
         if path not in PATHS:

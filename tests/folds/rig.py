@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import msgspec
@@ -66,6 +67,13 @@ def expected(records: Iterable[Record], windows: Windows = RULE.windows) -> list
     return sorted(found)
 
 
+def emitter(shards: Shards, rules: Sequence[Rule], frontier_ms: int) -> Emitter:
+    """Return an emitter for which time has come so many milliseconds after noon, and whose clock is far ahead of that."""
+    return Emitter(
+        shards, rules, lambda wanted: {r.name: NOON + frontier_ms for r in wanted}, clock=lambda: 2 * NOON / 1000
+    )
+
+
 class FoldRig:
     """A store that is written by tasks and emptied by emitters."""
 
@@ -74,17 +82,9 @@ class FoldRig:
         self.writer = Writer(options, ("intake", "folds"), rules=self.rules, **changes)
         self.shards = self.writer.shards
 
-    def emitter(self, frontier_ms: int, shards: Shards | None = None) -> Emitter:
-        """Return an emitter for which time has come so many milliseconds after noon."""
-        own = shards or Shards(self.options, self.shards.run_ids)
-        return Emitter(
-            own, self.rules, lambda rules: {r.name: NOON + frontier_ms for r in rules}, clock=lambda: 2 * NOON / 1000
-        )
-
     def settle(self, frontier_ms: int) -> None:
         """Give out what is due."""
-        emitter = self.emitter(frontier_ms, self.shards)
-        emitter.turn()
+        emitter(self.shards, self.rules, frontier_ms).turn()
 
     def outbox(self) -> list[tuple[str, dict[str, Any]]]:
         """Return id and value of everything that waits to be published, shard by shard."""
@@ -123,6 +123,4 @@ class FoldRig:
 
 
 def _after_noon(text: str) -> int:
-    from datetime import datetime
-
     return round(datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() * 1000) - NOON

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tailrace.stores.folds import Folds
 from tailrace.stores.marks import conserved, read_counts
-from tailrace.stores.valkey import StoreOptions
-from tests.folds.rig import RULE, Fold, FoldRig, expected, post
+from tailrace.stores.valkey import Shards, StoreOptions
+from tests.folds.rig import RULE, Fold, FoldRig, emitter, expected, post
 from tests.writing import NOON, Record
 
 
@@ -127,11 +127,10 @@ def test_events_that_arrive_while_folds_are_given_out_open_the_next(any_store: S
     at = 0
 
     def emit() -> None:
-        emitter = rig.emitter(0)
+        shards = Shards(any_store)
         while not stop.is_set():
-            emitter._frontier = lambda rules: {r.name: records[max(0, at - 1)].time for r in rules}
-            emitter.turn()
-        emitter._shards.close()
+            emitter(shards, (RULE,), records[max(0, at - 1)].time - NOON).turn()
+        shards.close()
 
     threads = [threading.Thread(target=emit) for _ in range(3)]
     for thread in threads:

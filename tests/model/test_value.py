@@ -82,7 +82,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(_json, st.data())
 def test_the_same_value_has_one_form_however_it_is_written(document: Any, data: st.DataObject) -> None:
     writer = _Writer(data.draw)

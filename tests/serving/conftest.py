@@ -12,12 +12,20 @@ import pytest
 from tailrace.config import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.stores.valkey import StoreOptions
+from tests.serving.holding import Holder
 from tests.serving.parts import NO_BROKER, Running, Serve, Streams
 
 
 @pytest.fixture
 def streams(store: StoreOptions) -> Iterator[Streams]:
     made = Streams(store)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def holder(store: StoreOptions) -> Iterator[Holder]:
+    made = Holder(store)
     yield made
     made.close()
 

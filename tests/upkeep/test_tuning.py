@@ -59,7 +59,9 @@ class Bursts:
 
     def produce(self, chance: random.Random, groups: int, steps: int, begin: int = NOON) -> None:
         """Write bursts of several groups over all partitions; some records are late, and some are none to fold."""
-        producer = Producer({"bootstrap.servers": self._address, "log_level": 0})
+        # A topic that is new may refuse the first records; without idempotence they would come after the next ones.
+        producer = Producer({"bootstrap.servers": self._address, "log_level": 0, "enable.idempotence": True})
+        told: list[tuple[int, Any]] = []
         now = begin
         for _ in range(steps):
             now += chance.choice([0, 1, 20, 300, 1_000, 2_500, 5_000, 12_000])
@@ -74,8 +76,14 @@ class Bursts:
             offset = self._ends.get((topic, partition), 0)
             self._ends[topic, partition] = offset + 1
             self.events.append(Event(topic, partition, offset, at, value))
-            producer.produce(topic, value, partition=partition, timestamp=at)
+
+            def delivered(error: object, message: Any, offset: int = offset) -> None:
+                told.append((offset, error or message.offset()))
+
+            producer.produce(topic, value, partition=partition, timestamp=at, on_delivery=delivered)
         producer.flush()
+        assert len(told) == steps
+        assert all(wanted == offset for wanted, offset in told), told
 
 
 class Counts(NamedTuple):

@@ -12,7 +12,7 @@ from tailrace.commands import follow
 from tailrace.commands.follow import visible
 from tailrace.commands.listings import _ask, _lines, _plain, _size, _table
 from tailrace.errors import BadRequest
-from tailrace.wire import FoldWindows, GivenOut, failure
+from tailrace.wire import FoldWindows, GivenOut, PendingGroup, failure
 
 
 def ls(*, json: bool, url: str) -> None:
@@ -24,21 +24,17 @@ def ls(*, json: bool, url: str) -> None:
     rows = [
         (
             rule.name,
-            ", ".join(rule.group),
-            rule.windows.quiet,
-            rule.windows.max_wait,
+            f"{rule.windows.quiet} / {rule.windows.max_wait}",
             f"{rule.pending:,}",
             f"{rule.input:,}",
             f"{rule.emitted:,}",
             percent(rule.ratio),
             percent(rule.since.ratio) if rule.since else "",
             f"{rule.premature:,}",
-            rule.output,
         )
         for rule in found
     ]
-    columns = "rule", "group", "quiet", "max wait", "pending", "events", "folds", "folded", "by these windows"
-    _table((*columns, "premature", "output"), rows)
+    _table(("rule", "quiet / wait", "pending", "events", "folds", "folded", "since set", "premature"), rows)
 
 
 def tail(name: str, asked: follow.Request, *, json: bool) -> int:
@@ -58,10 +54,10 @@ def pending(name: str, limit: int | None, *, json: bool, url: str) -> None:
         _lines(found)
         return
     rows = [
-        (str(row), f"{row.folds:,}", f"{row.count:,}", row.first or "", row.last or "", row.due or "", _size(row.bytes))
+        (_parts(row), f"{row.folds:,}", f"{row.count:,}", _size(row.bytes), _second(row.last), _second(row.due))
         for row in found
     ]
-    _table(("group", "folds", "events", "first", "last", "due", "bytes"), rows)
+    _table(("group", "folds", "events", "bytes", "last event", "due"), rows)
 
 
 def flush(name: str, group: str | None, *, everything: bool, json: bool, url: str) -> None:
@@ -116,6 +112,15 @@ def read_group(text: str) -> Group:
 def percent(ratio: float | None) -> str:
     """Write a ratio for people; nothing for none."""
     return "" if ratio is None else f"{ratio * 100:.1f}%"
+
+
+def _parts(row: PendingGroup) -> str:
+    """Write a group as ``flush`` reads it."""
+    return msgspec.json.encode([*msgspec.json.decode(row.payload, type=dict[str, msgspec.Raw]).values()]).decode()
+
+
+def _second(time: str | None) -> str:
+    return (time or "").partition(".")[0].replace("T", " ")
 
 
 def _tell(done: GivenOut, what: str, *, json: bool) -> None:

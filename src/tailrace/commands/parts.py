@@ -58,9 +58,13 @@ def stack(settings: Settings, *, demo: bool) -> int:
     except ImportError as error:
         raise lacking(error, "embedded") from None
     from tailrace.demo import example
+    from tailrace.posts import with_rule
 
     return run_stack(
-        settings, demo=demo, console=Console(), example=example(settings.demo.queues, settings.demo.jobsets)
+        with_rule(settings) if demo else settings,
+        demo=demo,
+        console=Console(),
+        example=example(settings.demo.queues, settings.demo.jobsets),
     )
 
 

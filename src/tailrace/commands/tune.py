@@ -145,11 +145,14 @@ def draw(rows: Sequence[Prediction], file: Path) -> None:
         ("mean", [row.delay_mean_ms for row in rows]),
         ("p50", [row.delay_p50_ms for row in rows]),
     ):
-        below.plot(windows, [delay / 1000 for delay in delays], marker="o", label=label)
+        # A logarithm has no place for nothing; times are in milliseconds, so less than one is none.
+        below.plot(windows, [max(delay, 1) / 1000 for delay in delays], marker="o", label=label)
     below.set_ylabel("added delay (s)")
-    below.set_xlabel("quiet (s)")
+    below.set_xlabel("quiet")
     below.set_xscale("log")
-    below.set_yscale("symlog", linthresh=0.001)
+    below.set_yscale("log")
+    below.set_xticks(windows, [row.quiet for row in rows], rotation=30)
+    below.set_xticks([], minor=True)
     for axes in (above, below):
         axes.axvline(configured, color="grey", linestyle=":", label="configured")
         axes.grid(visible=True, alpha=0.3)
@@ -190,7 +193,7 @@ def _print(rows: Sequence[Prediction], *, json: bool) -> None:
             row.max_wait,
             f"{row.folds:,}",
             f"{100 * row.ratio:.2f}%",
-            *(_duration(round(delay)) for delay in delays),
+            *(f"{delay / 1000:,.3f}s" for delay in delays),
             f"{row.premature:,}",
             "configured" if row.configured else "",
             style="bold" if row.configured else None,

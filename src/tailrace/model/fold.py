@@ -1,14 +1,14 @@
 """Folds: events about the same thing become one when they have settled.
 
 A fold opens with an event and closes at ``due = min(last + quiet, opened + max_wait)``: an event at or after that time
-opens the next one. Events come from several partitions, each in order, and time is certain only up to the *frontier*: no
-event before it is still to come. So what a group holds is a list of *clumps*, events of which it is certain, whatever
-else may come, that no boundary lies between them; a clump is given out as a fold when the frontier has passed its due
-time.
+opens the next one. Events come from several partitions, each in order, and time is certain only up to the *frontier*:
+no event before it is still to come. So what a group holds is a list of *clumps*, events of which it is certain,
+whatever else may come, that no boundary lies between them; a clump is given out as a fold when the frontier has passed
+its due time.
 
 Invariants: a group's folds depend on its events and their times alone, not on batches, nor on the order in which
-partitions are read; every event is in exactly one fold; a fold's time never moves back, and an event that comes after the
-frontier has passed its time is taken for one at the frontier. ``max_count`` and ``max_bytes`` count in the order of
+partitions are read; every event is in exactly one fold; a fold's time never moves back, and an event that comes after
+the frontier has passed its time is taken for one at the frontier. ``max_count`` and ``max_bytes`` count in the order of
 arrival.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -68,10 +69,10 @@ class Input(NamedTuple):
 class Clump:
     """Events of which it is certain that they are in one fold; ``values`` has one state per collector."""
 
-    __slots__ = ("count", "head", "inputs", "last", "latest", "opened", "size", "values")
+    __slots__ = ("count", "head", "last", "latest", "opened", "size", "spans", "values")
 
     def __init__(
-        self, opened: Time, last: Time, head: Position, latest: int, count: int, size: int, inputs: Any, values: Any
+        self, opened: Time, last: Time, head: Position, latest: int, count: int, size: int, spans: Any, values: Any
     ) -> None:
         self.opened, self.last = opened, last
         self.head = head
@@ -79,9 +80,14 @@ class Clump:
         self.latest = latest
         """The time of its last event; ``last`` is later if that came late."""
         self.count, self.size = count, size
-        self.inputs: dict[str, list[int]] = inputs
-        """Source -> offsets."""
+        self.spans: dict[str, list[int]] = spans
+        """Source -> its offsets, as ``remember`` writes them."""
         self.values: list[Any] = values
+
+    @property
+    def inputs(self) -> dict[str, list[int]]:
+        """Source -> offsets, in order."""
+        return {source: offsets_of(spans) for source, spans in self.spans.items()}
 
 
 class Finished(NamedTuple):
@@ -107,9 +113,12 @@ class Folding:
         reach = frontier + self._max_wait
         for x in inputs:
             time = x.time if x.time >= frontier else frontier
-            at = bisect_right(clumps, time, key=_opened) - 1 if clumps else -1
-            cut = self._cut(clumps, frontier)
-            clump = None
+            at, cut, clump = len(clumps) - 1, math.inf, None
+            if clumps:
+                if clumps[-1].opened > time:
+                    at = bisect_right(clumps, time, key=_opened) - 1
+                if clumps[0].opened <= frontier:
+                    cut = self._cut(clumps, frontier)
             if time < reach:
                 if at >= 0 and time < clumps[at].last + quiet and not clumps[at].opened < cut <= time:
                     clump = clumps[at]
@@ -188,8 +197,6 @@ class Folding:
                 finished.append(Finished(clumps.pop(at), int(right.opened), "max_bytes"))
             else:
                 self._merge(left, clumps.pop(at + 1))
-                if left.count >= self.windows.max_count:
-                    finished.append(Finished(clumps.pop(at), int(left.last), "max_count"))
                 if left.count >= self.windows.max_count or left.size >= self.windows.max_bytes:
                     finished.append(self._full(clumps.pop(at)))
 
@@ -197,9 +204,10 @@ class Folding:
         return Finished(clump, int(clump.last), "max_count" if clump.count >= self.windows.max_count else "max_bytes")
 
     def _add(self, clump: Clump, x: Input, time: Time) -> None:
-        position = x.time, x.source, x.offset
+        arrived, source, offset, _, values = x
+        position = arrived, source, offset
         grown = OFFSET_BYTES
-        for collector, state, taken in zip(self._collectors, clump.values, x.taken, strict=True):
+        for collector, state, taken in zip(self._collectors, clump.values, values, strict=True):
             if taken is not None:
                 grown += collector.add(state, taken, position)
         clump.size += grown
@@ -210,13 +218,13 @@ class Folding:
             clump.last = time
         if position < clump.head:
             clump.head = position
-        if x.time > clump.latest:
-            clump.latest = x.time
-        offsets = clump.inputs.get(x.source)
-        if offsets is None:
-            clump.inputs[x.source] = [x.offset]
+        if arrived > clump.latest:
+            clump.latest = arrived
+        spans = clump.spans.get(source)
+        if spans is None:
+            clump.spans[source] = [offset + 1, offset, 1]
         else:
-            offsets.append(x.offset)
+            remember(spans, offset)
 
     def _merge(self, left: Clump, right: Clump) -> None:
         left.opened, left.last = min(left.opened, right.opened), max(left.last, right.last)
@@ -225,12 +233,16 @@ class Folding:
         left.size += OFFSET_BYTES * right.count
         for collector, state, other in zip(self._collectors, left.values, right.values, strict=True):
             left.size += collector.merge(state, other)
-        for source, offsets in right.inputs.items():
-            left.inputs.setdefault(source, []).extend(offsets)
+        for source, spans in right.spans.items():
+            known = left.spans.setdefault(source, spans)
+            if known is not spans:
+                end, start, *rest = spans
+                known += (start - known[0], *rest)
+                known[0] = end
 
     def dump(self, clumps: Sequence[Clump]) -> bytes:
         """Return a group's state as the store keeps it."""
-        sources = list(dict.fromkeys(source for clump in clumps for source in clump.inputs))
+        sources = list(dict.fromkeys(source for clump in clumps for source in clump.spans))
         numbers = {source: i for i, source in enumerate(sources)}
         rows = [
             (
@@ -242,7 +254,7 @@ class Folding:
                 c.latest,
                 c.count,
                 c.size,
-                [(numbers[source], *runs(offsets)) for source, offsets in c.inputs.items()],
+                [(numbers[source], spans) for source, spans in c.spans.items()],
                 [k.dump(v, numbers) for k, v in zip(self._collectors, c.values, strict=True)],
             )
             for c in clumps
@@ -260,10 +272,10 @@ class Folding:
                 latest,
                 count,
                 size,
-                {sources[n]: offsets_of(pairs) for n, *pairs in inputs},
+                {sources[n]: steps for n, steps in spans},
                 [k.load(v, sources) for k, v in zip(self._collectors, values, strict=True)],
             )
-            for opened, last, head, source, offset, latest, count, size, inputs, values in rows
+            for opened, last, head, source, offset, latest, count, size, spans, values in rows
         ]
 
 
@@ -275,25 +287,19 @@ def _opened(clump: Clump) -> Time:
     return clump.opened
 
 
-def runs(offsets: Sequence[int]) -> list[int]:
-    """Return offsets as pairs, in order: how far each run of neighbours lies behind the one before, and its length."""
-    found: list[int] = []
-    begin = end = 0
-    for offset in sorted(offsets):
-        if found and offset == end:
-            found[-1] += 1
-        else:
-            found += (offset - begin, 1)
-            begin = offset
-        end = offset + 1
-    return found
+def remember(spans: list[int], offset: int) -> None:
+    """Add an offset to spans: where the last run of neighbours ends, and for each run how far it lies behind the one
+    before, and its length. A fold is read and written again with every batch that adds to it: this form needs no work
+    then."""
+    gap = offset - spans[0]
+    spans[0] = offset + 1
+    if gap:
+        spans += (gap, 1)
+    else:
+        spans[-1] += 1
 
 
-def offsets_of(pairs: Sequence[int]) -> list[int]:
-    """Return what ``runs`` was given, in order."""
-    found: list[int] = []
-    begin = 0
-    for i in range(0, len(pairs), 2):
-        begin += pairs[i]
-        found.extend(range(begin, begin + pairs[i + 1]))
-    return found
+def offsets_of(spans: Sequence[int]) -> list[int]:
+    """Return the offsets in spans, in order."""
+    edges = list(accumulate(spans[1:]))
+    return sorted(chain.from_iterable(map(range, edges[::2], edges[1::2])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -59,15 +59,14 @@ def fields(names: Sequence[str]) -> Callable[[bytes], Sequence[bytes | None]]:
     wanted = [(f"f{i}", msgspec.Raw, msgspec.Raw()) for i in range(len(names))]
     renamed = {f"f{i}": name for i, name in enumerate(names)}
     decode = msgspec.json.Decoder(msgspec.defstruct("Fields", wanted, rename=renamed)).decode
-    attributes = [f"f{i}" for i in range(len(names))]
     nothing: tuple[None, ...] = (None,) * len(names)
 
     def take(value: bytes) -> Sequence[bytes | None]:
         try:
-            found: Any = decode(value)
+            found = decode(value)
         except ValueError:
             return nothing
-        return [bytes(getattr(found, name)) or None for name in attributes]
+        return [bytes(raw) or None for raw in msgspec.structs.astuple(found)]
 
     return take
 

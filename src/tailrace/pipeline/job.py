@@ -91,7 +91,7 @@ class Job:
     def __init__(self, settings: Settings, spark: Any, views: tuple[str, ...] | None = None) -> None:
         self._settings = settings
         self._spark = spark
-        possible = [view for view in settings.pipeline.views if view != FOLDS or settings.folds.rules]
+        possible = settings.live_views
         chosen = [view for view in views or possible if view in possible]
         if not chosen:
             raise ConfigError(

@@ -248,18 +248,14 @@ def _fold(seen: Seen) -> Fold:
 
 
 def _since(counts: Counts, since: InForce) -> Folded:
-    given, emitted, premature = (
-        now - since.counts.get(kind, 0)
-        for now, kind in zip(
-            (counts.input, counts.emitted, counts.premature), ("input", "emitted", "premature"), strict=True
-        )
-    )
+    before = since.counts
+    given, emitted = counts.input - before.get("input", 0), counts.emitted - before.get("emitted", 0)
     return Folded(
         time=iso_time(since.since_ms),
         input=given,
         emitted=emitted,
         ratio=ratio_of(given, emitted),
-        premature=premature,
+        premature=counts.premature - before.get("premature", 0),
     )
 
 

@@ -7,6 +7,7 @@ turns pages; nobody sees less than what stood still.
 from __future__ import annotations
 
 import asyncio
+import math
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Any, NamedTuple
 
@@ -31,11 +32,11 @@ class PendingGroup(BaseModel):
     """A group that holds folds."""
 
     group: dict[str, Any] = Field(description="The rule's paths and their values.", examples=[{"account_id": "a1"}])
-    folds: int = Field(description="Folds that it holds; several when events came from several times.")
+    folds: int = Field(description="Folds that it becomes if no more events come.")
     count: int = Field(description="Events in them.")
     first: str = Field(description="The time of the first event.", examples=["2026-11-15T08:00:00.000Z"])
     last: str = Field(description="The time of the last event.")
-    due: str = Field(description="When the first fold is given out, if no more events come.")
+    due: str = Field(description="When the first of them is given out, at the earliest.")
     bytes: int = Field(description="What they take, as `max_bytes` counts it.")
 
 
@@ -105,7 +106,7 @@ def _row(rule: Rule, folding: Folding, place: Place, held: Held) -> dict[str, An
     clumps = folding.load(held.state)
     return {
         "group": msgspec.Raw(rule.group_json(place.group)),
-        "folds": len(clumps),
+        "folds": len(folding.settle(folding.load(held.state), math.inf)),
         "count": sum(clump.count for clump in clumps),
         "first": iso_time(min(clump.head[0] for clump in clumps)),
         "last": iso_time(max(clump.latest for clump in clumps)),

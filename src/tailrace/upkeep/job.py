@@ -49,8 +49,8 @@ def section_of(settings: Settings, view: str) -> Section:
     Raises:
         BadRequest: There is no such view.
     """
-    if view not in settings.pipeline.views:
-        raise BadRequest(f"there is no view {view!r}: pipeline.views has {', '.join(settings.pipeline.views)}")
+    if view not in settings.log_views:
+        raise BadRequest(f"there is no view {view!r} that keeps streams; there is: {', '.join(settings.log_views)}")
     section: Section = getattr(settings, view)
     return section
 

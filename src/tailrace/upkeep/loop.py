@@ -86,7 +86,7 @@ def _next_audit(settings: Settings) -> float:
         return 0.0
     shards = Shards(StoreOptions.of(settings.valkey))
     try:
-        ended = [last_end(shards, "audit", view) for view in settings.pipeline.views]
+        ended = [last_end(shards, "audit", view) for view in settings.log_views]
     except TailraceError:
         ended = [None]
     finally:
@@ -179,7 +179,7 @@ def main(settings: Settings) -> int:
         signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
     step_back()
     with Spread(settings) as spread:
-        jobs, views = jobs_of(settings, spread), settings.pipeline.views
+        jobs, views = jobs_of(settings, spread), settings.log_views
         told = [
             f"{name} {f'every {format_duration(job.every)}' if job.every else 'never'}" for name, job in jobs.items()
         ]

@@ -1,0 +1,252 @@
+"""Folding on the publisher's side: the same rule and the same store, without Spark.
+
+    rule = {"name": "accounts", "group": "account_id", "quiet": "5m"}
+    with tailrace.Folder(rule, "valkey://127.0.0.1:6379/0") as folder:
+        folder.add({"account_id": "account_1", "metrics": {"likes": 10}})
+
+An event that ``add`` has returned for is in exactly one fold: it survives this process. Folds are given out by any
+emitter of the rule: that of a pipeline which has the rule too, or one in this process. Publishers share groups; time is
+the store's clock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from pydantic import ValidationError
+
+from tailrace.errors import ConfigError, StoreChanged, StoreError, StoreUnavailable
+from tailrace.fold_settings import Fold
+from tailrace.model.bucket import DAY_MS
+from tailrace.model.event import Source
+from tailrace.model.fold import Clump, Input
+from tailrace.model.rule import Reader, Rule, Taken
+from tailrace.pipeline.emit import Emitter
+from tailrace.stores.folds import Held, given_out, new_version, read_held
+from tailrace.stores.rules import rule_of
+from tailrace.stores.valkey import Arg, Command, Shards, StoreOptions, prepare
+
+VIEW = "publishers"
+"""Under which the store keeps what each publisher has added."""
+
+POSITIONS = "tailrace.positions"
+TRIES = 100
+"""Times that a group may change under our hands before we give up."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Folder:
+    """Adds events to the folds of one rule.
+
+    Args:
+        rule: a rule, or a table as in the configuration, with its ``name``.
+        url: Valkey or Redis; it must be durable.
+        prefix: which installation; that of the pipeline if its emitter and publisher are to give the folds out.
+        shards: of a store that is new; one that is not says so itself.
+        emit: whether this process gives out what is due, too.
+        kafka: brokers to publish folded events to from this process; for an installation without a pipeline, since only
+            one publishes.
+
+    Raises:
+        ConfigError: The rule cannot be used.
+        StoreUnavailable: The store does not answer.
+    """
+
+    def __init__(
+        self,
+        rule: Rule | Mapping[str, Any],
+        url: str,
+        *,
+        password: str = "",
+        prefix: str = "tr",
+        shards: int = 4,
+        emit: bool = False,
+        kafka: str = "",
+        tick_s: float = 0.1,
+        patience_s: float = 10.0,
+    ) -> None:
+        self.rule = rule if isinstance(rule, Rule) else _read(rule)
+        self._options = StoreOptions(url, password, prefix, shards)
+        self._reader, self._folding = Reader(self.rule), self.rule.folding()
+        self._source = str(Source(f"publisher-{uuid4().hex[:16]}", 0))
+        self._emit, self._kafka, self._tick_s, self._patience_s = emit, kafka, tick_s, patience_s
+        self._numbers = count()
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._loops: list[Any] = []
+        self._connect()
+        if emit or kafka:
+            threading.Thread(target=self._watch, name="folder", daemon=True).start()
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def add(self, event: Mapping[str, Any] | bytes | str) -> bool:
+        """Add one event, a JSON value or its text; return whether the rule takes it. Returns when it is stored."""
+        return self.add_all([event]) == 1
+
+    def add_all(self, events: Iterable[Mapping[str, Any] | bytes | str]) -> int:
+        """Add events in order; return how many the rule takes. Those of a shard are stored together or not at all."""
+        with self._lock:
+            by_shard: dict[int, list[tuple[int, Taken]]] = {}
+            taken_in_all = 0
+            for event in events:
+                value = event if isinstance(event, bytes) else event.encode() if isinstance(event, str) else None
+                taken = self._reader.read(_encode(event) if value is None else value)
+                if isinstance(taken, str):
+                    continue
+                taken_in_all += 1
+                shard = self.rule.shard(taken.group, self._shards.options.shards)
+                by_shard.setdefault(shard, []).append((next(self._numbers), taken))
+            for shard, added in by_shard.items():
+                self._add(shard, added)
+            return taken_in_all
+
+    def close(self) -> None:
+        """Stop what runs here. What is pending stays in the store."""
+        self._ended.set()
+        with self._lock:
+            for loop in self._loops:
+                loop.stop()
+            marks = self._shards.keys.marks
+            gone: list[Command] = [
+                (shard, ("HDEL", marks(shard, VIEW), self._source)) for shard in range(self._shards.options.shards)
+            ]
+            with suppress(StoreError, StoreUnavailable):  # it is away or another one, and keeps a few bytes of ours
+                self._shards.run_all(gone)
+            self._shards.close()
+
+    def _connect(self) -> None:
+        """Open the store as it is now, and go on where it knows us to be."""
+        self._shards = shards = _open(self._options)
+        marks = [(s, ("HGET", shards.keys.marks(s, VIEW), self._source)) for s in range(shards.options.shards)]
+        self._marks = [-1 if mark is None else int(mark) for mark in shards.run_all(marks)]
+        self._loops = [self._emitter()] if self._emit else []
+        if self._kafka:
+            self._loops.append(self._publisher(self._kafka))
+        for loop in self._loops:
+            loop.start()
+
+    def _reconnect(self) -> None:
+        """Begin anew with a store that is another process than before."""
+        for loop in self._loops:
+            loop.stop()
+        self._shards.close()
+        self._connect()
+
+    def _watch(self) -> None:
+        """See to it that what runs here goes on when the store was restarted."""
+        while not self._ended.wait(1.0):
+            with self._lock:
+                if not self._ended.is_set() and any(loop.failure is not None for loop in self._loops):
+                    with suppress(StoreUnavailable):
+                        self._reconnect()
+
+    def _add(self, shard: int, added: Sequence[tuple[int, Taken]]) -> None:
+        """Add to one shard until it took it. After a lost connection the mark says whether it had."""
+        mark, deadline = added[-1][0], time.monotonic() + self._patience_s
+        for attempt in range(TRIES):
+            try:
+                answer = self._try(shard, added, mark)
+            except StoreChanged:
+                self._reconnect()
+                continue
+            except StoreUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+                continue
+            if answer == b"ok" or answer == str(mark).encode():
+                self._marks[shard] = mark
+                return
+            time.sleep(0.001 * attempt)
+        raise StoreError(f"the folds of {self.rule.name} keep changing under this publisher; add fewer events at once")
+
+    def _try(self, shard: int, added: Sequence[tuple[int, Taken]], mark: int) -> bytes:
+        """Return ``ok``, the mark that the shard has if it is another than we know, or ``conflict``."""
+        groups = list(dict.fromkeys(taken.group for _, taken in added))
+        commands: list[Command] = [
+            (shard, ("HMGET", self._shards.keys.fold(shard, self.rule.name), *groups)),
+            (shard, ("TIME",)),
+        ]
+        answers, clock = self._shards.run_all(commands)
+        now_ms = _milliseconds(clock)
+        held = {group: read_held(answer) for group, answer in zip(groups, answers, strict=True)}
+        items = self._items(added, held, now_ms)
+        head: list[Arg] = [VIEW, 0, self._source, self._marks[shard], mark, DAY_MS, 0, 100]
+        answer = self._shards.call(shard, "apply", *head, *items)
+        if answer[0] == b"unready":
+            raise StoreError("the store was emptied while this publisher ran: make a new one")
+        return bytes(answer[1] if answer[0] == b"moved" else answer[0])
+
+    def _items(self, added: Sequence[tuple[int, Taken]], held: Mapping[bytes, Held], now_ms: int) -> list[Arg]:
+        inputs: dict[bytes, list[Input]] = {}
+        for number, taken in added:
+            x = Input(now_ms, self._source, number, taken.size, taken.values)
+            inputs.setdefault(taken.group, []).append(x)
+        rule, folding, version = self.rule, self._folding, new_version()
+        items: list[Arg] = []
+        closed: list[Arg] = []
+        for group, new in inputs.items():
+            clumps: list[Clump] = folding.load(held[group].state) if held[group].state else []
+            finished = folding.absorb(clumps, new, now_ms - rule.windows.lateness_ms)
+            state, due = (folding.dump(clumps), folding.due(clumps)) if clumps else (b"", 0)
+            near = now_ms - 2 * rule.windows.quiet_ms
+            items += ["G", rule.name, group, held[group].version, version, state, due, len(new), near]
+            for fold in given_out(rule, group, finished, now_ms):
+                closed += ["F", rule.name, group, *fold]
+        return items + closed
+
+    def _emitter(self) -> Emitter:
+        own = Shards(self._shards.options, self._shards.run_ids)
+
+        def frontier(rules: Sequence[Rule]) -> dict[str, int]:
+            clocks = own.run_all([(shard, ("TIME",)) for shard in range(own.options.shards)])
+            now_ms = min(map(_milliseconds, clocks))
+            return {rule.name: now_ms - rule.windows.lateness_ms for rule in rules}
+
+        return Emitter(own, [self.rule], frontier, self._tick_s)
+
+    def _publisher(self, kafka: str) -> Any:
+        from tailrace.pipeline.publish import Publisher
+
+        own = Shards(self._shards.options, self._shards.run_ids)
+        return Publisher(own, {"bootstrap.servers": kafka, "log_level": 2}, POSITIONS, {self.rule.output: 1})
+
+
+def _open(options: StoreOptions) -> Shards:
+    """Open the store with as many shards as it has."""
+    shards = Shards(options).open()
+    (stored,) = shards.run_all([(0, ("HGET", shards.keys.meta(0), "shards"))])
+    if stored is not None and int(stored) != options.shards:
+        shards.close()
+        shards = Shards(msgspec.structs.replace(options, shards=int(stored))).open()
+    prepare(shards)
+    return shards
+
+
+def _read(given: Mapping[str, Any]) -> Rule:
+    table = dict(given)
+    name = table.pop("name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError('a rule has a name: {"name": "accounts", "group": "account_id", "quiet": "5m"}')
+    try:
+        return rule_of(name, Fold(**table))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError(f"the rule {name!r} cannot be used: " + "; ".join(lines)) from None
+
+
+def _milliseconds(clock: Any) -> int:
+    return int(clock[0]) * 1000 + int(clock[1]) // 1000

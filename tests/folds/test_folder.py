@@ -1,0 +1,140 @@
+"""Folding on the publisher's side, on a real store and, where it publishes, a real broker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from tailrace import Folder
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.errors import ConfigError, StoreUnavailable
+from tailrace.stores.valkey import Shards, StoreOptions
+
+RULE = {"name": "accounts", "group": "account_id", "collect": {"metrics": "keys metrics"}, "quiet": "300ms"}
+
+
+def _post(account: str, *metrics: str) -> dict[str, Any]:
+    return {"account_id": account, "metrics": dict.fromkeys(metrics, 1)}
+
+
+def _outbox(options: StoreOptions) -> list[dict[str, Any]]:
+    shards = Shards(options).open()
+    try:
+        entries = [shards.client(s).xrange(shards.keys.outbox(s)) for s in range(options.shards)]
+        return [msgspec.json.decode(fields[b"v"]) for shard in entries for _, fields in shard]
+    finally:
+        shards.close()
+
+
+def _wait(condition: Callable[[], Any], patience_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + patience_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def test_what_is_added_comes_out_as_one_when_it_has_fallen_quiet(any_store: StoreOptions) -> None:
+    with Folder(RULE, any_store.url, prefix=any_store.prefix, emit=True) as folder:
+        assert folder.add(_post("account_1", "likes", "shares"))
+        assert folder.add(b'{"account_id":"account_1","metrics":{"comments":1}}')
+        assert folder.add_all([_post("account_2", "likes"), {"no": "account"}]) == 1
+        found = _wait(lambda: len(given := _outbox(any_store)) == 2 and given)
+    values = {value["group"]["account_id"]: value for value in found}
+    assert values["account_1"]["values"] == {"metrics": ["likes", "shares", "comments"]}
+    assert values["account_1"]["count"] == 2
+    assert values["account_2"]["count"] == 1
+    assert {value["reason"] for value in found} == {"quiet"}
+
+
+def test_publishers_share_groups_and_every_event_is_in_one_fold(store: StoreOptions) -> None:
+    rule = RULE | {"quiet": "1s", "max_count": 50}
+
+    def publish(emit: bool) -> None:
+        with Folder(rule, store.url, prefix=store.prefix, emit=emit) as folder:
+            for i in range(60):
+                folder.add(_post(f"account_{i % 3}", f"m{i}"))
+
+    threads = [threading.Thread(target=publish, args=(n == 0,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with Folder(rule, store.url, prefix=store.prefix, emit=True):
+        _wait(lambda: sum(value["count"] for value in _outbox(store)) == 240)
+    inputs = [
+        (place["topic"], offset)
+        for value in _outbox(store)
+        for place in value["inputs"]
+        for first, last in place["offsets"]
+        for offset in range(first, last + 1)
+    ]
+    assert len(inputs) == len(set(inputs)) == 240
+    assert len({topic for topic, _ in inputs}) == 4
+
+
+def test_without_an_emitter_here_what_is_added_waits_for_one(store: StoreOptions) -> None:
+    with Folder(RULE, store.url, prefix=store.prefix) as folder:
+        folder.add(_post("account_1", "likes"))
+    time.sleep(0.5)
+    assert _outbox(store) == []
+    with Folder(RULE, store.url, prefix=store.prefix, emit=True):
+        _wait(lambda: len(_outbox(store)) == 1)
+
+
+def test_a_publisher_that_ends_leaves_no_trace_but_its_events(store: StoreOptions) -> None:
+    with Folder(RULE, store.url, prefix=store.prefix, emit=True) as folder:
+        folder.add(_post("account_1", "likes"))
+        _wait(lambda: len(_outbox(store)) == 1)
+    shards = Shards(store).open()
+    kept = {key.decode().rpartition(f"{store.prefix}:")[2][3:] for key in shards.client(0).keys(f"{store.prefix}:*")}
+    shards.close()
+    assert not [key for key in kept if key.partition(":")[2].startswith(("marks", "fold", "due"))], kept
+
+
+def test_folded_events_reach_kafka_without_a_pipeline(store: StoreOptions, kafka: EmbeddedKafka) -> None:
+    output = f"folds.{store.prefix}"
+    rule = RULE | {"output": output}
+    with Folder(rule, store.url, prefix=store.prefix, emit=True, kafka=kafka.address) as folder:
+        folder.add(_post("account_1", "likes"))
+        consumer = Consumer({"bootstrap.servers": kafka.address, "group.id": output, "log_level": 0})
+        consumer.assign([TopicPartition(output, 0, 0)])
+        message = _wait(lambda: (m := consumer.poll(1.0)) is not None and m.error() is None and m, 60)
+        consumer.close()
+    value = msgspec.json.decode(message.value())
+    assert message.key() == b'["folds","accounts"]'
+    assert value["values"] == {"metrics": ["likes"]}
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"group": "a", "quiet": "1s"}, "a rule has a name"),
+        ({"name": "r", "group": "a"}, "quiet"),
+        ({"name": "r", "group": "a", "quiet": "1s", "max_wait": "1ms"}, "max_wait"),
+        ({"name": "r", "group": "a", "quiet": "1s", "collect": {"x": "guess y"}}, "collect"),
+    ],
+)
+def test_a_rule_that_cannot_be_used_is_refused_with_the_reason(rule: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Folder(rule, "valkey://127.0.0.1:1/0")
+
+
+def test_a_store_that_is_away_is_said_to_be_and_used_again_when_it_is_back(own_valkey: EmbeddedValkey) -> None:
+    options = StoreOptions(own_valkey.url)
+    with Folder(RULE, own_valkey.url, emit=True, patience_s=0.5) as folder:
+        folder.add(_post("account_1", "likes"))
+        own_valkey.stop()
+        with pytest.raises(StoreUnavailable):
+            folder.add(_post("account_1", "shares"))
+        own_valkey.start(30)
+        _wait(lambda: len(_outbox(options)) == 1)
+        folder.add(_post("account_1", "comments"))
+        _wait(lambda: len(_outbox(options)) == 2)
