@@ -27,14 +27,14 @@ class Ear(threading.Thread):
 
     def __init__(self, bootstrap: str, topic: str) -> None:
         super().__init__(daemon=True)
-        self._bootstrap, self._topic = bootstrap, topic
+        self._brokers, self._topic = bootstrap, topic
         self.heard: list[tuple[float, float, float]] = []
         """When it was due, and how late it was in each place."""
         self.inputs = 0
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        consumer = reader(self._bootstrap)
+        consumer = reader(self._brokers)
         consumer.assign([TopicPartition(self._topic, 0, 0)])
         while not self._stopping.is_set():
             for message in consumer.consume(500, 0.1):

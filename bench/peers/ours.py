@@ -33,6 +33,11 @@ PATIENCE_S = 300.0
 _installations = count()
 
 
+def rule(quiet_ms: int) -> dict[str, Any]:
+    """Return the rule, but for where it reads and writes."""
+    return {"group": ["account_id"], "collect": {"metrics": "keys metrics"}, "quiet": f"{quiet_ms}ms"}
+
+
 class Installation:
     """Settings, keys and topics of its own; ``rules`` says which topic each rule reads and how long it is quiet."""
 
@@ -48,20 +53,13 @@ class Installation:
             "valkey.prefix": self.name,
             "pipeline.views": ["folds"],
             "folds.begin": "start",
-            "folds.rules": {rule: self._rule(rule) for rule in rules},
+            "folds.rules": {
+                name: {"topics": [topic], "output": self.output(name), **rule(quiet_ms)}
+                for name, (topic, quiet_ms) in rules.items()
+            },
         }
         self.settings = load(Path(os.devnull), self.flags)
         self.shards = Shards(StoreOptions.of(self.settings.valkey))
-
-    def _rule(self, rule: str) -> dict[str, Any]:
-        topic, quiet_ms = self.rules[rule]
-        return {
-            "topics": [topic],
-            "group": ["account_id"],
-            "collect": {"metrics": "keys metrics"},
-            "quiet": f"{quiet_ms}ms",
-            "output": self.output(rule),
-        }
 
     def output(self, rule: str) -> str:
         """Return the topic of a rule's folds."""
@@ -109,6 +107,19 @@ def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Se
     if sum(inputs) != events:
         raise SystemExit(f"ours: {sum(inputs):,} events are in folds, of {events:,}")
     return {"seconds": ended - began, "cpu": cpu, "folds": len(inputs)}
+
+
+def given_out(url: str, prefix: str, rule: str, events: int) -> int:
+    """Return how many folds a rule gave out of so many events, once nothing is open."""
+    shards = Shards(StoreOptions(url, prefix=prefix))
+    counts: dict[str, int] = {}
+    for view in ("folds", "publishers"):
+        counts |= read_counts(shards, view)
+    open_ = sum(shards.run_all([(s, ("ZCARD", shards.keys.due(s, rule))) for s in range(shards.options.shards)]))
+    shards.close()
+    if counts.get(f"input:{rule}") != events or open_:
+        raise SystemExit(f"library: {counts} and {open_:,} open, of {events:,} events")
+    return counts[f"emitted:{rule}"]
 
 
 def _begins(spark: Any) -> list[float]:

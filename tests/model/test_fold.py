@@ -88,7 +88,7 @@ class Held:
 
     def _keep(self, clumps: list[Clump], finished: list[Finished], frontier: Time) -> None:
         self.given += ((f, frontier) for f in finished)
-        assert clumps == sorted(clumps, key=lambda clump: clump.opened)
+        assert all(left.last < right.opened for left, right in pairwise(clumps))
         self.state = self.folding.dump(clumps) if clumps else b""
 
 

@@ -1,4 +1,4 @@
-"""Poison, buckets and the frontier: small rules that views rest on."""
+"""Poison, buckets and names of events: small rules that views rest on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tailrace.model.bucket import bucket_start, day_text
 from tailrace.model.event import Source, event_id, headers_json, iso_time, key_json
-from tailrace.model.frontier import Progress, frontier
 from tailrace.model.poison import poison
 
 _json = st.recursive(
@@ -77,14 +76,3 @@ def test_ids_and_times_are_read_as_people_write_them() -> None:
     assert iso_time(1 << 62).startswith("@")
     assert key_json(b"\xff") == b'{"base64":"/w=="}'
     assert headers_json([("a", b"\xff")]) == b'{"a":{"base64":"/w=="}}'
-
-
-def test_the_frontier_is_the_clock_only_where_everything_is_applied() -> None:
-    level = Progress(applied=9, end=10, listed_ms=5000, newest_ms=100)
-    behind = Progress(applied=5, end=10, listed_ms=5000, newest_ms=300)
-    unread = Progress(applied=-1, end=10, listed_ms=5000, newest_ms=None)
-    empty = Progress(applied=-1, end=0, listed_ms=5000, newest_ms=None)
-    assert frontier([level, empty]) == 5000
-    assert frontier([level, behind]) == 300
-    assert frontier([level, unread]) is None
-    assert frontier([]) is None

@@ -9,11 +9,13 @@ import httpx
 from valkey import Valkey
 
 from tailrace.pipeline.report import Report
+from tailrace.pipeline.source import Broker
+from tailrace.pipeline.timing import Timing
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import run_job
 from tailrace.upkeep.report import leave
-from tests.serving.parts import Serve
+from tests.serving.parts import Running, Serve
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, VIEWS, Record, Writer
 
@@ -144,13 +146,16 @@ def test_a_later_run_hides_neither_the_last_success_nor_the_last_ratio(
     assert found['tailrace_pack_segments{view="days"}'] == 0.0
 
 
-def test_what_expired_is_counted_in_the_report_of_the_driver(client: httpx.Client, store: StoreOptions) -> None:
+def test_what_expired_is_counted_in_the_report_of_the_driver(
+    service: Running, client: httpx.Client, store: StoreOptions
+) -> None:
     writer = Writer(store)
     writer.write([Record(i, b"a", time=NOON + i * DAY) for i in range(7)])
     with Keeper(store) as keeper:
         keeper.pack()
         assert keeper.expire("a", DAY).events == 7
-    Report(writer.shards, VIEWS, writer.epoch, [], 0, {})
+    timing = Timing(Broker(service.service.settings), {}, {}, {})
+    Report(writer.shards, VIEWS, writer.epoch, [], 0, {}, timing)
     assert metrics_of(client)['tailrace_expired_events_total{view="days"}'] == 7.0
     view = client.get("/v1/status").json()["views"]["days"]
     assert (view["expired"], view["stored"], view["unaccounted"]) == (7, 7, 0)

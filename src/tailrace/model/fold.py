@@ -119,7 +119,9 @@ class Folding:
                     at = bisect_right(clumps, time, key=_opened) - 1
                 if clumps[0].opened <= frontier:
                     cut = self._cut(clumps, frontier)
-            if time < reach:
+            if at >= 0 and time <= clumps[at].last:
+                clump = clumps[at]
+            elif time < reach:
                 if at >= 0 and time < clumps[at].last + quiet and not clumps[at].opened < cut <= time:
                     clump = clumps[at]
                 elif at + 1 < len(clumps) and self._join(time, time, clumps[at + 1], cut, reach):

@@ -59,8 +59,12 @@ class Course:
 
     def listed(self, clock_ms: int, ends: Mapping[Source, int]) -> None:
         """Take note of where sources end, asked for after the clock was read."""
+        if any(known.clock_ms == clock_ms for known in self._listings):
+            return  # told again
         insort(self._listings, Listing(clock_ms, dict(ends)), key=lambda listing: listing.clock_ms)
         del self._listings[:-KEPT]
+        if self._listings[-1].clock_ms > clock_ms:
+            return  # of an end that is no longer the end, perhaps
         for source, end in ends.items():
             if self._completed.get(source, 0) < end:
                 self._level.pop(source, None)
