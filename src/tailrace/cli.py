@@ -358,10 +358,9 @@ def folds_tune(
 @app.command()
 def status(json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Show rates, lag, batch time and health of every part."""
-    from tailrace.commands import folds, listings
+    from tailrace.commands import listings
 
     listings.status(json=json, url=url)
-    folds.glance(json=json, url=url)
 
 
 @settings.command("show")

@@ -8,6 +8,9 @@
     │   ├── StreamNotFound            stream.not_found     no such stream, and the caller would not wait
     │   ├── TopicNotFound             topic.not_found      no such topic, or one that may not be written
     │   ├── EventRefused              event.refused        an event that the topic would not take
+    │   ├── RuleNotFound              rule.not_found       no such rule of folds
+    │   ├── GroupNotFound             group.not_found      a group that holds no folds
+    │   ├── WindowsRefused            windows.refused      windows of folds that the settings would not take
     │   ├── QueryError                query.invalid        a query that cannot be compiled
     │   └── TooLarge                  request.too_large    over a limit of the configuration
     ├── ConfigError                   config.invalid       a setting, with its path and where it came from
@@ -45,11 +48,13 @@ __all__ = [
     "DirectoryInUse",
     "EmbeddedError",
     "EventRefused",
+    "GroupNotFound",
     "LeaseHeld",
     "Overloaded",
     "PipelineError",
     "PrerequisiteMissing",
     "QueryError",
+    "RuleNotFound",
     "StaleDriver",
     "StaleUpkeep",
     "StoreChanged",
@@ -62,6 +67,7 @@ __all__ = [
     "TopicNotFound",
     "Unavailable",
     "UsageError",
+    "WindowsRefused",
 ]
 
 
@@ -129,6 +135,35 @@ class EventRefused(UsageError):
     """An event that was not written; nothing of its request was."""
 
     code = "event.refused"
+    status = 422
+
+
+class RuleNotFound(UsageError):
+    """A rule of folds that is not configured."""
+
+    code = "rule.not_found"
+    status = 404
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"no rule of folds is called {name!r}: see the list of folds, or folds.rules in the settings")
+
+
+class GroupNotFound(UsageError):
+    """A group that holds no folds."""
+
+    code = "group.not_found"
+    status = 404
+
+    def __init__(self, rule: str, group: str) -> None:
+        self.rule, self.group = rule, group
+        super().__init__(f"rule {rule!r} holds nothing for the group {group}: it never did, or it was given out")
+
+
+class WindowsRefused(UsageError):
+    """Windows that the settings would not take; nothing was changed."""
+
+    code = "windows.refused"
     status = 422
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +111,8 @@ def _same(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def posts(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path: Path) -> Iterator[Posts]:
-    yield Posts(kafka, valkey_server.url, tmp_path)
+def posts(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path: Path) -> Posts:
+    return Posts(kafka, valkey_server.url, tmp_path)
 
 
 @pytest.mark.timeout(400)

@@ -1,4 +1,4 @@
-"""An emitter in a process of its own that is killed at its nth call to the store: before it is sent, or when it is done.
+"""An emitter in a process of its own that is killed at its nth call to the store, before it is sent or after.
 
     python -m tests.folds.mortal URL PREFIX FRONTIER_MS CALL before|after|never
 
@@ -43,4 +43,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-

@@ -1,4 +1,4 @@
-"""Folding without Spark: the very view that runs in every task, the very emitter, and an oracle that knows the answer."""
+"""Folding without Spark: the very view that runs in every task, the very emitter, and folding by the book."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def expected(records: Iterable[Record], windows: Windows = RULE.windows) -> list
 
 
 def emitter(shards: Shards, rules: Sequence[Rule], frontier_ms: int) -> Emitter:
-    """Return an emitter for which time has come so many milliseconds after noon, and whose clock is far ahead of that."""
+    """Return an emitter for which time has come so far after noon, and whose clock is far ahead of that."""
     return Emitter(
         shards, rules, lambda wanted: {r.name: NOON + frontier_ms for r in wanted}, clock=lambda: 2 * NOON / 1000
     )
@@ -90,7 +90,8 @@ class FoldRig:
         """Return id and value of everything that waits to be published, shard by shard."""
         found = []
         for shard in range(self.options.shards):
-            for _, fields in self.shards.client(shard).xrange(self.shards.keys.outbox(shard)):
+            entries: Any = self.shards.client(shard).xrange(self.shards.keys.outbox(shard))
+            for _, fields in entries:
                 found.append((fields[b"i"].decode(), msgspec.json.decode(fields[b"v"])))
         return found
 
@@ -114,12 +115,12 @@ class FoldRig:
 
     def left(self) -> list[str]:
         """Return every key that belongs to a group."""
-        return sorted(
-            key.decode()
-            for node in self.shards.primaries()
-            for kind in ("fold", "due", "closed")
-            for key in node.keys(f"{self.options.prefix}:*:{kind}:*")
-        )
+        found: list[Any] = []
+        for node in self.shards.primaries():
+            for kind in ("fold", "due", "closed"):
+                keys: Any = node.keys(f"{self.options.prefix}:*:{kind}:*")
+                found += keys
+        return sorted(key.decode() for key in found)
 
 
 def _after_noon(text: str) -> int:

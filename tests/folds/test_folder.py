@@ -27,7 +27,7 @@ def _post(account: str, *metrics: str) -> dict[str, Any]:
 def _outbox(options: StoreOptions) -> list[dict[str, Any]]:
     shards = Shards(options).open()
     try:
-        entries = [shards.client(s).xrange(shards.keys.outbox(s)) for s in range(options.shards)]
+        entries: list[Any] = [shards.client(s).xrange(shards.keys.outbox(s)) for s in range(options.shards)]
         return [msgspec.json.decode(fields[b"v"]) for shard in entries for _, fields in shard]
     finally:
         shards.close()
@@ -94,7 +94,8 @@ def test_a_publisher_that_ends_leaves_no_trace_but_its_events(store: StoreOption
         folder.add(_post("account_1", "likes"))
         _wait(lambda: len(_outbox(store)) == 1)
     shards = Shards(store).open()
-    kept = {key.decode().rpartition(f"{store.prefix}:")[2][3:] for key in shards.client(0).keys(f"{store.prefix}:*")}
+    keys: Any = shards.client(0).keys(f"{store.prefix}:*")
+    kept = {key.decode().rpartition(f"{store.prefix}:")[2][3:] for key in keys}
     shards.close()
     assert not [key for key in kept if key.partition(":")[2].startswith(("marks", "fold", "due"))], kept
 

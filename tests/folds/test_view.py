@@ -17,7 +17,6 @@ from tailrace.stores.valkey import Shards, StoreOptions
 from tests.folds.rig import RULE, Fold, FoldRig, emitter, expected, post
 from tests.writing import NOON, Record
 
-
 _fresh = count()
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
 from tailrace.feeds.frame import Control, Frame
+from tailrace.model.condition import Condition
 from tailrace.model.event import iso_time
 from tailrace.model.segment import PACKED
-from tailrace.model.condition import Condition
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.lease import Lease
 from tests.feeds.rig import ids, rig

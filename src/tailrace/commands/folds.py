@@ -9,17 +9,17 @@ import msgspec
 
 from tailrace.client import Group
 from tailrace.commands import follow
+from tailrace.commands.answers import ask, lines, percent, plain, size, table
 from tailrace.commands.follow import visible
-from tailrace.commands.listings import _ask, _lines, _plain, _size, _table
-from tailrace.errors import BadRequest
-from tailrace.wire import FoldWindows, GivenOut, PendingGroup, failure
+from tailrace.errors import BadRequest, RuleNotFound
+from tailrace.wire import FoldWindows, GivenOut, PendingGroup
 
 
 def ls(*, json: bool, url: str) -> None:
     """Print the rules."""
-    found = _ask(url, lambda river: river.fold_rules())
-    if _plain(json):
-        _lines(found)
+    found = ask(url, lambda river: river.fold_rules())
+    if plain(json):
+        lines(found)
         return
     rows = [
         (
@@ -34,30 +34,29 @@ def ls(*, json: bool, url: str) -> None:
         )
         for rule in found
     ]
-    _table(("rule", "quiet / wait", "pending", "events", "folds", "folded", "since set", "premature"), rows)
+    table(("rule", "quiet / wait", "pending", "events", "folds", "folded", "since set", "premature"), rows)
 
 
 def tail(name: str, asked: follow.Request, *, json: bool) -> int:
     """Follow the folded events of a rule."""
-    rules = _ask(asked.url, lambda river: river.fold_rules())
+    rules = ask(asked.url, lambda river: river.fold_rules())
     stream = next((rule.stream for rule in rules if rule.name == name), None)
     if stream is None:
-        said = f"no rule of folds is called {name!r}: `tailrace folds ls` lists them"
-        raise failure({"code": "rule.not_found", "detail": said})
+        raise RuleNotFound(name)
     return follow.tail(asked._replace(names=[stream]), json=json)
 
 
 def pending(name: str, limit: int | None, *, json: bool, url: str) -> None:
     """Print the groups that hold folds."""
-    found = _ask(url, lambda river: river.pending(name, limit))
-    if _plain(json):
-        _lines(found)
+    found = ask(url, lambda river: river.pending(name, limit))
+    if plain(json):
+        lines(found)
         return
     rows = [
-        (_parts(row), f"{row.folds:,}", f"{row.count:,}", _size(row.bytes), _second(row.last), _second(row.due))
+        (_parts(row), f"{row.folds:,}", f"{row.count:,}", size(row.bytes), _second(row.last), _second(row.due))
         for row in found
     ]
-    _table(("group", "folds", "events", "bytes", "last event", "due"), rows)
+    table(("group", "folds", "events", "bytes", "last event", "due"), rows)
 
 
 def flush(name: str, group: str | None, *, everything: bool, json: bool, url: str) -> None:
@@ -65,14 +64,14 @@ def flush(name: str, group: str | None, *, everything: bool, json: bool, url: st
     if everything == (group is not None):
         raise BadRequest("give either a group or --all")
     wanted = None if group is None else read_group(group)
-    done = _ask(url, lambda river: river.flush_all(name) if wanted is None else river.flush(name, wanted))
+    done = ask(url, lambda river: river.flush_all(name) if wanted is None else river.flush(name, wanted))
     _tell(done, "given out", json=json)
 
 
 def delete(name: str, group: str, *, json: bool, url: str) -> None:
     """Drop a group, and print which folds that were."""
     wanted = read_group(group)
-    _tell(_ask(url, lambda river: river.delete(name, wanted)), "deleted", json=json)
+    _tell(ask(url, lambda river: river.delete(name, wanted)), "deleted", json=json)
 
 
 def change(name: str, windows: Mapping[str, str | int | None], *, reset: bool, json: bool, url: str) -> None:
@@ -80,21 +79,11 @@ def change(name: str, windows: Mapping[str, str | int | None], *, reset: bool, j
     given = {key: value for key, value in windows.items() if value is not None}
     if reset == bool(given):
         raise BadRequest("give either some windows, such as --quiet 5s, or --reset")
-    asked = _ask(url, lambda river: river.reset_windows(name) if reset else river.set_windows(name, **given))
-    if _plain(json):
-        _lines([asked])
+    asked = ask(url, lambda river: river.reset_windows(name) if reset else river.set_windows(name, **given))
+    if plain(json):
+        lines([asked])
         return
-    _table(FoldWindows.__struct_fields__, [tuple(str(value) for value in msgspec.structs.astuple(asked))])
-
-
-def glance(*, json: bool, url: str) -> None:
-    """Print the rules in few words, on a terminal; elsewhere the status has said it."""
-    if _plain(json):
-        return
-    rules = [rule for rule in _ask(url, lambda river: river.status()).get("folds", ()) if isinstance(rule, dict)]
-    if rules:
-        rows = [(str(rule.get("rule")), f"{rule.get('pending', 0):,}", percent(rule.get("ratio"))) for rule in rules]
-        _table(("folds", "pending", "folded"), rows)
+    table(FoldWindows.__struct_fields__, [tuple(str(value) for value in msgspec.structs.astuple(asked))])
 
 
 def read_group(text: str) -> Group:
@@ -109,11 +98,6 @@ def read_group(text: str) -> Group:
     return msgspec.Raw(text)
 
 
-def percent(ratio: float | None) -> str:
-    """Write a ratio for people; nothing for none."""
-    return "" if ratio is None else f"{ratio * 100:.1f}%"
-
-
 def _parts(row: PendingGroup) -> str:
     """Write a group as ``flush`` reads it."""
     return msgspec.json.encode([*msgspec.json.decode(row.payload, type=dict[str, msgspec.Raw]).values()]).decode()
@@ -124,8 +108,8 @@ def _second(time: str | None) -> str:
 
 
 def _tell(done: GivenOut, what: str, *, json: bool) -> None:
-    if _plain(json):
-        _lines([done])
+    if plain(json):
+        lines([done])
         return
     for fold in done.folds:
         print(visible(fold))

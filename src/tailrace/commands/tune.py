@@ -62,19 +62,20 @@ def tune(
     try:
         from tailrace.model.cursor import parse_time
         from tailrace.upkeep.job import now_ms
-        from tailrace.upkeep.tuning import rule_named
+        from tailrace.upkeep.tuning import known_rules, rule_named
         from tailrace.upkeep.tuning import tune as run
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
     # All that can be wrong with the request is said before anything is started.
-    configured = rule_named(settings, rule).windows
+    settings = parts.at_stack(settings)
+    configured = rule_named(known_rules(settings), rule).windows
     since_ms = parse_time(since, now_ms())
     quiets = [quiet_ms(text) for text in windows]
     if plot is not None:
         _check_picture(plot)
     if spark is None:
         step_aside()
-    tuned = run(parts.at_stack(settings), rule, since_ms=since_ms, quiets_ms=quiets, spark=spark)
+    tuned = run(settings, rule, since_ms=since_ms, quiets_ms=quiets, spark=spark)
     rows = [
         Prediction(
             rule=rule,

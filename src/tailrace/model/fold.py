@@ -119,7 +119,7 @@ class Folding:
                     at = bisect_right(clumps, time, key=_opened) - 1
                 if clumps[0].opened <= frontier:
                     cut = self._cut(clumps, frontier)
-            if at >= 0 and time <= clumps[at].last:
+            if at >= 0 and time < clumps[at].last:
                 clump = clumps[at]
             elif time < reach:
                 if at >= 0 and time < clumps[at].last + quiet and not clumps[at].opened < cut <= time:

@@ -97,8 +97,8 @@ class Course:
     def by_event(self, sources: Iterable[Source]) -> int | None:
         """Return the same by the times of the records alone.
 
-        While sources have more to deliver it is the lowest time that one of them has reached; then time goes on from the
-        latest record, at the pace of the clock.
+        While sources have more to deliver it is the lowest time that one of them has reached; then time goes on from
+        the latest record, at the pace of the clock.
         """
         found = [(source, self.reached(source)) for source in sources]
         behind = [reached for source, reached in found if source not in self._level]

@@ -1,8 +1,9 @@
 """The emitter: gives out what is due, at the frontier, every tick.
 
-It reads what due groups hold, closes what is due by the rule, and writes the rest back together with the folded events. Each
-group changes only if nobody changed it meanwhile, so any number of emitters, in any process, killed at any point, give
-every fold out exactly once; an event that arrives meanwhile makes the shard refuse the change, and is in the next try.
+It reads what due groups hold, closes what is due by the rule, and writes the rest back together with the folded
+events. Each group changes only if nobody changed it meanwhile, so any number of emitters, in any process, killed at any
+point, give every fold out exactly once; an event that arrives meanwhile makes the shard refuse the change, and is in
+the next try.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Brings fold rules into force: what is pending under an older form of a rule is brought in line before new events come.
+"""Brings fold rules into force: what is pending under an older form is brought in line before new events come.
 
 Called by the driver before its tasks write the view. A rule that is gone, or whose groups or outputs changed, gives out
 what it held, for the reason ``flush``, under its old form. A rule whose windows changed gets new due times for what is
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from tailrace.model.rule import Rule
-from tailrace.stores.folds import FLUSH, VIEW, Folds, Held, InForce, flushed, read_held, settled
+from tailrace.stores.folds import FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
 from tailrace.stores.marks import read_counts
 from tailrace.stores.valkey import Shards
 
@@ -24,16 +24,13 @@ LONG_AGO = -(1 << 53)
 """A frontier at which nothing is due."""
 COUNTED = ("input", "new", "emitted", "premature")
 
-_decode = msgspec.json.Decoder(InForce).decode
 _encode = msgspec.json.Encoder().encode
 
 
 def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int) -> None:
     """Put rules into force in place of those that were."""
     key, store = shards.keys.rules(), Folds(shards)
-    stored = shards.run_all([(0, ("HGETALL", key))])[0]
-    pairs = stored.items() if isinstance(stored, dict) else zip(stored[::2], stored[1::2], strict=True)
-    before = {name.decode(): _decode(text) for name, text in pairs}
+    before = in_force(shards)
     counts = read_counts(shards, VIEW)
     for name, known in before.items():
         rule = rules.get(name)
@@ -50,10 +47,10 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int) -> None:
         if was is not None and was.rule == rule:
             continue
         since = {field: counts.get(f"{field}:{name}", 0) for field in COUNTED}
-        in_force = InForce(rule, now_ms, since)
+        new = InForce(rule, now_ms, since)
         if was is not None and was.rule.windows == rule.windows:
-            in_force = InForce(rule, was.since_ms, was.counts)
-        shards.run_all([(0, ("HSET", key, name, _encode(in_force)))])
+            new = InForce(rule, was.since_ms, was.counts)
+        shards.run_all([(0, ("HSET", key, name, _encode(new)))])
 
 
 def _flush(shards: Shards, store: Folds, rule: Rule, now_ms: int) -> int:

@@ -269,8 +269,8 @@ def _arrivals(records: Slice, place: Place, now_ms: int) -> list[int]:
     """Return the running-maximum times of a slice, from what the shards know of the records before it.
 
     A shard whose mark lies before the slice knows the time up to its mark; the one that came furthest knows it up to
-    the slice. If all shards are further, nothing is asked of the records up to the lowest mark. A record from the future
-    is taken for one of now, or it would hold up its partition's time until then.
+    the slice. If all shards are further, nothing is asked of the records up to the lowest mark. A record from the
+    future is taken for one of now, or it would hold up its partition's time until then.
     """
     times = records.times if max(records.times) <= now_ms else [min(t, now_ms) for t in records.times]
     before = [(mark, time) for time, mark in place.times if mark < records.offsets[0]]

@@ -295,7 +295,7 @@ class Job:
     def _begin_folds(
         self, shards: Shards, generations: dict[str, int], bounds: dict[tuple[str, int], tuple[int, int]]
     ) -> None:
-        """Let a view of folds that has never begun begin with what comes from now on, unless it is to have everything."""
+        """Let a view of folds that has never begun begin with what comes from now on, unless it is to have all."""
         if FOLDS in self.views and self._settings.folds.begin == "end" and not lowest(read_marks(shards, FOLDS)):
             ends = {Source(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
             advance(shards, FOLDS, self._epoch, ends)
@@ -309,7 +309,7 @@ class Job:
         return {name.decode(): text for name, text in pairs}
 
     def _rules(self, wanted: dict[str, bytes]) -> dict[str, Rule]:
-        """Return the rules with the windows that were asked for; a request that cannot be met is left out, and logged."""
+        """Return the rules with the windows that were asked for; what cannot be used is left out, and logged."""
         rules = rules_of(self._settings) if FOLDS in self.views else {}
         for name, text in wanted.items():
             if name in rules:

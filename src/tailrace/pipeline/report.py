@@ -70,8 +70,8 @@ class Report:
     def _advance(self, ends: Mapping[Source, int]) -> None:
         """Move the marks of shards that had nothing.
 
-        They go to the end of what is completed, or, where a view keeps times with its marks, to the last offset whose time
-        is known.
+        They go to the end of what is completed, or, where a view keeps times with its marks, to the last offset whose
+        time is known.
         """
         moved = {source: end - 1 for source, end in ends.items() if self._ends.get(source) != end and end > 0}
         for view in self._views:

@@ -13,10 +13,9 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from pydantic import BaseModel, Field
 
-from tailrace.errors import BadRequest, Overloaded, StoreUnavailable
+from tailrace.errors import BadRequest, GroupNotFound, Overloaded, StoreUnavailable
 from tailrace.model.rule import Rule, group_of
 from tailrace.serving.folds import in_force
-from tailrace.serving.refusals import GroupNotFound
 from tailrace.serving.service import Service
 from tailrace.stores.folds import Change, Held, flushed, read_held, settle_arguments
 from tailrace.stores.functions import function

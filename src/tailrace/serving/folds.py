@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import BaseModel, Field
 
+from tailrace.errors import RuleNotFound
 from tailrace.metrics import FoldFigures
 from tailrace.model.event import iso_time
 from tailrace.model.fold import Windows
 from tailrace.model.folded import stream_of
 from tailrace.model.rule import Rule
-from tailrace.serving.refusals import RuleNotFound
 from tailrace.serving.service import Service
 from tailrace.stores.folds import VIEW, InForce
 from tailrace.stores.valkey import Command

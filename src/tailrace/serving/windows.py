@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, Field
 
-from tailrace.errors import BadRequest
+from tailrace.errors import BadRequest, WindowsRefused
 from tailrace.serving.folds import FoldWindows, known, windows_text
-from tailrace.serving.refusals import WindowsRefused
 from tailrace.serving.service import Service
 from tailrace.stores.rules import WINDOWS, changed
 

@@ -35,7 +35,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What is to become of a group that was seen with a version: its state, none to remove it, and what it gives out."""
+    """What is to become of a group that was seen with a version: its state, none to remove it; what it gives out."""
 
     group: bytes
     seen: bytes
@@ -51,6 +51,16 @@ class InForce(msgspec.Struct, frozen=True):
     rule: Rule
     since_ms: int
     counts: dict[str, int] = {}
+
+
+_decode_rule = msgspec.json.Decoder(InForce).decode
+
+
+def in_force(shards: Shards) -> dict[str, InForce]:
+    """Return the rules that a pipeline applies, or applied last."""
+    answer = shards.run_all([(0, ("HGETALL", shards.keys.rules()))])[0]
+    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+    return {name.decode(): _decode_rule(text) for name, text in pairs}
 
 
 def new_version() -> bytes:

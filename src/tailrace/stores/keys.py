@@ -9,9 +9,9 @@ name, which may be any text, comes last and no two names share a key.
     …:number                     string  the last number given out in the shard
     …:fence                      hash    view -> driver epoch that owns it
     …:marks:<view>               hash    source -> last offset applied
-    …:times:<view>               hash    source -> running-maximum time up to its mark (home shard; for folds, all shards)
-    …:counts:<view>              hash    in, stored, dead, skipped:<reason>; for folds also input:, new:, emitted:, premature:<rule>
-                                         and reason:<rule>:<reason>
+    …:times:<view>               hash    source -> running-maximum time, and its mark (home shard; folds: all)
+    …:counts:<view>              hash    in, stored, dead, skipped:<reason>; for folds also input:<rule>,
+                                         new:<rule>, emitted:<rule>, premature:<rule>, reason:<rule>:<reason>
     …:fold:<rule>                hash    group -> version (8 bytes) and state of its open folds; gone when they are
     …:due:<rule>                 zset    group -> when its first fold is due
     …:closed:<rule>              zset    group -> when it last fell quiet; for a while
@@ -29,7 +29,7 @@ name, which may be any text, comes last and no two names share a key.
     <prefix>:{0}:status:<view>   string  the driver's last report, expires
     <prefix>:{0}:lease:<what>    hash    owner, token, until: who may do it now
     <prefix>:{0}:upkeep          hash    job -> report of its last run
-    <prefix>:{0}:rules           hash    fold rule -> the rule as it is in force, and its counters when its windows last changed
+    <prefix>:{0}:rules           hash    fold rule -> as it is applied, and its counters when its windows changed
     <prefix>:{0}:wanted          hash    fold rule -> windows that were asked for while it runs
     <prefix>:{0}:gaps            stream  ranges that Kafka no longer had when they were to be read, capped
 """

@@ -13,7 +13,7 @@ import json
 import logging
 import marshal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest, BrokerUnavailable, PipelineError
+from tailrace.errors import BadRequest, BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
 from tailrace.model.event import Source, iso_time
 from tailrace.model.fold import Windows
 from tailrace.model.replay import Figures, Trials, candidates
@@ -32,7 +32,9 @@ from tailrace.model.rule import Reader, Rule
 from tailrace.pipeline.slice import Limits, slices
 from tailrace.pipeline.source import ANSWER_S, Broker, client_properties, reader_options
 from tailrace.pipeline.tune import tasks
+from tailrace.stores.folds import in_force
 from tailrace.stores.rules import outputs_of, reads, rules_of
+from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep.history import ATTEMPTS, collect, spark_for
 from tailrace.upkeep.job import now_ms
 
@@ -92,13 +94,24 @@ class Range(msgspec.Struct, frozen=True):
         return str(Source(self.topic, self.partition))
 
 
-def rule_named(settings: Settings, name: str) -> Rule:
+def known_rules(settings: Settings) -> dict[str, Rule]:
+    """Return the rules as the pipeline applies them; those that it does not know, as the settings have them."""
+    shards = Shards(StoreOptions.of(settings.valkey))
+    try:
+        applied = {name: known.rule for name, known in in_force(shards).items()}
+    except (StoreUnavailable, StoreError):
+        applied = {}
+    finally:
+        shards.close()
+    return rules_of(settings) | applied
+
+
+def rule_named(rules: Mapping[str, Rule], name: str) -> Rule:
     """Return a rule that has a past in Kafka.
 
     Raises:
         BadRequest: There is no such rule, or it reads nothing.
     """
-    rules = rules_of(settings)
     if name not in rules:
         told = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
         raise BadRequest(f"there is no fold rule {name!r}: {told}")
@@ -127,8 +140,9 @@ def tune(
         BadRequest: There is no such rule, or nothing for it to fold in that time.
         BrokerUnavailable, PipelineError: It could not be done, or was given up.
     """
-    rule, started = rule_named(settings, name), clock()
-    past = _Past(settings, rule)
+    started, rules = clock(), known_rules(settings)
+    rule = rule_named(rules, name)
+    past = _Past(settings, rule, outputs_of(rules))
     windows = tuple(candidates(rule.windows, quiets_ms))
     limits = Limits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
     ranges = past.since(since_ms)
@@ -158,8 +172,8 @@ def tune(
 class _Past:
     """Where a rule's events are in Kafka."""
 
-    def __init__(self, settings: Settings, rule: Rule) -> None:
-        self._rule, self._outputs = rule, outputs_of(rules_of(settings))
+    def __init__(self, settings: Settings, rule: Rule, outputs: frozenset[str]) -> None:
+        self._rule, self._outputs = rule, outputs
         self._broker = Broker(settings)
         self._admin = AdminClient(client_properties(settings))
 
