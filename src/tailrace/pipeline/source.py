@@ -112,10 +112,16 @@ def client_properties(settings: Settings) -> dict[str, Any]:
 
 
 def included_and_excluded(settings: Settings) -> tuple[str, str]:
-    """Return two regular expressions: the topics wanted, and those never read (our own and the configured ones)."""
-    topics = settings.kafka.topics
-    wanted = topics if isinstance(topics, str) else "|".join(map(re.escape, topics))
-    own = map(re.escape, (settings.kafka.dead_letters, settings.kafka.positions))
+    """Return two regular expressions: the topics wanted, and those never read (our own and the configured ones).
+
+    Folded events are read, whatever the topics are, since their feed is a day stream. Events that a rule passes on are
+    not: they are in their streams already.
+    """
+    topics, rules = settings.kafka.topics, settings.folds.rules
+    listed = (topics,) if isinstance(topics, str) else tuple(map(re.escape, topics))
+    wanted = "|".join((*(f"(?:{each})" for each in listed), *(re.escape(rules.output(name)) for name in rules)))
+    passed_on = (fold.raw for fold in rules.values() if fold.raw)
+    own = map(re.escape, (settings.kafka.dead_letters, settings.kafka.positions, *passed_on))
     return f"(?:{wanted})", "|".join(f"(?:{pattern})" for pattern in (*own, *settings.kafka.exclude))
 
 
