@@ -196,14 +196,14 @@ class Folder:
             x = Input(now_ms, self._source, number, taken.size, taken.values)
             inputs.setdefault(taken.group, []).append(x)
         rule, folding, version = self.rule, self._folding, new_version()
-        items: list[Arg] = []
+        items: list[Arg] = ["G", rule.name, len(added), len(inputs)]
         closed: list[Arg] = []
+        near = now_ms - 2 * rule.windows.quiet_ms
         for group, new in inputs.items():
             clumps: list[Clump] = folding.load(held[group].state) if held[group].state else []
             finished = folding.absorb(clumps, new, now_ms - rule.windows.lateness_ms)
-            state, due = (folding.dump(clumps), folding.due(clumps)) if clumps else (b"", 0)
-            near = now_ms - 2 * rule.windows.quiet_ms
-            items += ["G", rule.name, group, held[group].version, version, state, due, len(new), near]
+            value, due = (version + folding.dump(clumps), folding.due(clumps)) if clumps else (b"", 0)
+            items += [group, held[group].version, value, due, near]
             for fold in given_out(rule, group, finished, now_ms):
                 closed += ["F", rule.name, group, *fold]
         return items + closed

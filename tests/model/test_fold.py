@@ -409,7 +409,8 @@ def test_a_longer_quiet_joins_what_still_waits() -> None:
 
 
 def test_an_event_that_does_not_fit_opens_the_next_fold_and_one_too_large_for_any_is_alone() -> None:
-    small, large = (_input(0, "", 0, document).size for document in (DOCUMENTS[0], DOCUMENTS[3]))
+    weigh = Folding(RULE.collect, Windows(10, 100)).weigh
+    small, large = (weigh(_input(0, "", 0, document).taken) for document in (DOCUMENTS[0], DOCUMENTS[3]))
     assert small < large
     held = Held(Folding(RULE.collect, Windows(10, 100, max_bytes=2 * small + 1)))
     for i, document in enumerate([DOCUMENTS[0]] * 3 + [DOCUMENTS[3], DOCUMENTS[0]]):

@@ -234,7 +234,9 @@ class Sum(Collector):
     kind = "sum"
 
     def take(self, found: bytes | None, value: bytes) -> Any:
-        return None if found is None else number_of(found)
+        number = None if found is None else number_of(found)
+        # As text where msgpack has no integer for it.
+        return str(number) if isinstance(number, int) and number.bit_length() > 63 else number
 
     def weigh(self, taken: Any) -> int:
         return PLACE_BYTES
@@ -243,8 +245,8 @@ class Sum(Collector):
         return [0]
 
     def add(self, state: Any, taken: Any, position: Position) -> int:
-        if isinstance(taken, int):
-            state[0] += taken
+        if not isinstance(taken, float):
+            state[0] += int(taken)
         else:
             number, divisor = taken.as_integer_ratio()
             _add_exactly(state, number, divisor.bit_length() - 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -58,7 +58,7 @@ class Input(NamedTuple):
     source: str
     offset: int
     size: int
-    """How many bytes it may add to a fold at most."""
+    """More than it can add to a fold, roughly; where that matters it is reckoned exactly."""
     taken: Sequence[Any]
 
     @property
@@ -67,12 +67,24 @@ class Input(NamedTuple):
 
 
 class Clump:
-    """Events of which it is certain that they are in one fold; ``values`` has one state per collector."""
+    """Events of which it is certain that they are in one fold; ``values`` has one state per collector.
 
-    __slots__ = ("count", "head", "last", "latest", "opened", "size", "spans", "values")
+    That of a single event has ``taken`` instead, since most of the work is for clumps of many.
+    """
+
+    __slots__ = ("count", "head", "last", "latest", "opened", "size", "spans", "taken", "values")
 
     def __init__(
-        self, opened: Time, last: Time, head: Position, latest: int, count: int, size: int, spans: Any, values: Any
+        self,
+        opened: Time,
+        last: Time,
+        head: Position,
+        latest: int,
+        count: int,
+        size: int,
+        spans: dict[str, list[int]],
+        values: list[Any],
+        taken: Sequence[Any] | None = None,
     ) -> None:
         self.opened, self.last = opened, last
         self.head = head
@@ -80,9 +92,10 @@ class Clump:
         self.latest = latest
         """The time of its last event; ``last`` is later if that came late."""
         self.count, self.size = count, size
-        self.spans: dict[str, list[int]] = spans
-        """Source -> its offsets, as ``remember`` writes them."""
+        self.spans = spans
+        """Source -> offsets, as ``remember`` keeps them."""
         self.values: list[Any] = values
+        self.taken = taken
 
     @property
     def inputs(self) -> dict[str, list[int]]:
@@ -103,6 +116,7 @@ class Folding:
 
     def __init__(self, collect: Sequence[Collect], windows: Windows) -> None:
         self._collectors = [COLLECTORS[c.kind] for c in collect]
+        self._adds = [collector.add for collector in self._collectors]
         self.windows = windows
         self._quiet, self._max_wait = windows.quiet_ms, windows.max_wait_ms
 
@@ -111,35 +125,64 @@ class Folding:
         finished = self.settle(clumps, frontier)
         max_count, max_bytes, quiet = self.windows.max_count, self.windows.max_bytes, self._quiet
         reach = frontier + self._max_wait
-        for x in inputs:
-            time = x.time if x.time >= frontier else frontier
-            at, cut, clump = len(clumps) - 1, math.inf, None
-            if clumps:
-                if clumps[-1].opened > time:
-                    at = bisect_right(clumps, time, key=_opened) - 1
-                if clumps[0].opened <= frontier:
-                    cut = self._cut(clumps, frontier)
-            if at >= 0 and time < clumps[at].last:
+        # Most events belong to the last clump. While they do, low and high are the times that certainly do.
+        current: Clump | None = None
+        low = high = cap = reach
+        for arrived, source, offset, size, taken in inputs:
+            time = arrived if arrived >= frontier else frontier
+            if current is not None and low <= time < high and current.size + size <= max_bytes:
+                self._add(current, arrived, source, offset, taken, time)
+                if current.count >= max_count or current.size >= max_bytes:
+                    finished.append(self._full(clumps.pop()))
+                    current = None
+                elif time == current.last:
+                    high = min(time + quiet, cap)
+                continue
+            at, cut = self._place(clumps, time, frontier)
+            clump: Clump | None = None
+            if at >= 0:
                 clump = clumps[at]
-            elif time < reach:
-                if at >= 0 and time < clumps[at].last + quiet and not clumps[at].opened < cut <= time:
-                    clump = clumps[at]
-                elif at + 1 < len(clumps) and self._join(time, time, clumps[at + 1], cut, reach):
-                    at += 1
-                    clump = clumps[at]
-            if clump is not None and clump.size + x.size > max_bytes:
-                finished.append(Finished(clumps.pop(at), int(max(time, clump.last)), "max_bytes"))
-                clump, at = None, at - 1
+                if clump.size + size > max_bytes and clump.size + self.weigh(taken) > max_bytes:
+                    finished.append(self._finish(clumps.pop(at), int(max(time, clump.last)), "max_bytes"))
+                    clump, at = None, at - 1
             if clump is None:
-                at += 1
-                clump = Clump(time, time, x.position, x.time, 0, 0, {}, [c.new() for c in self._collectors])
+                at = bisect_right(clumps, time, key=_opened)
+                exact = self.weigh(taken)
+                clump = Clump(time, time, (arrived, source, offset), arrived, 1, exact, {}, [], taken)
                 clumps.insert(at, clump)
-            self._add(clump, x, time)
+            else:
+                self._add(clump, arrived, source, offset, taken, time)
+            current = None
             if clump.count >= max_count or clump.size >= max_bytes:
                 finished.append(self._full(clumps.pop(at)))
             elif at + 1 < len(clumps):
                 self._close_up(clumps, at, frontier, finished)
+            elif clump.taken is None:
+                current, low = clump, clump.opened
+                cap = min(reach, cut) if low < cut else reach
+                high = min(clump.last + quiet, cap)
         return finished
+
+    def _place(self, clumps: list[Clump], time: Time, frontier: Time) -> tuple[int, Time]:
+        """Return the index of the clump that an event certainly belongs to, below 0 for none, and the ``cut``."""
+        if not clumps:
+            return -1, math.inf
+        reach, cut = frontier + self._max_wait, self._cut(clumps, frontier)
+        at = len(clumps) - 1 if clumps[-1].opened <= time else bisect_right(clumps, time, key=_opened) - 1
+        if at >= 0:
+            left = clumps[at]
+            near = time < reach and time < left.last + self._quiet and not left.opened < cut <= time
+            if near or time < left.last:
+                return at, cut
+        if time < reach and at + 1 < len(clumps) and self._join(time, time, clumps[at + 1], cut, reach):
+            return at + 1, cut
+        return -1, cut
+
+    def weigh(self, taken: Sequence[Any]) -> int:
+        """Return how many bytes an event adds at most, exactly reckoned."""
+        return OFFSET_BYTES + sum(
+            collector.weigh(part) for collector, part in zip(self._collectors, taken, strict=True) if part is not None
+        )
 
     def settle(self, clumps: list[Clump], frontier: Time) -> list[Finished]:
         """Close the folds that are due; return them."""
@@ -155,7 +198,7 @@ class Folding:
                 if len(clumps) > 2:
                     self._close_up(clumps, 1, frontier, finished)
                 break
-            finished.append(Finished(clumps.pop(0), int(due), self.windows.reason(first.opened, first.last)))
+            finished.append(self._finish(clumps.pop(0), int(due), self.windows.reason(first.opened, first.last)))
         return finished
 
     def flush(self, clumps: list[Clump], frontier: Time, reason: str) -> list[Finished]:
@@ -194,34 +237,52 @@ class Folding:
                     return
                 at += 1
             elif left.count + right.count > self.windows.max_count:
-                finished.append(Finished(clumps.pop(at), int(left.last), "max_count"))
+                finished.append(self._finish(clumps.pop(at), int(left.last), "max_count"))
             elif left.size + right.size > self.windows.max_bytes:
-                finished.append(Finished(clumps.pop(at), int(right.opened), "max_bytes"))
+                finished.append(self._finish(clumps.pop(at), int(right.opened), "max_bytes"))
             else:
                 self._merge(left, clumps.pop(at + 1))
                 if left.count >= self.windows.max_count or left.size >= self.windows.max_bytes:
                     finished.append(self._full(clumps.pop(at)))
 
     def _full(self, clump: Clump) -> Finished:
-        return Finished(clump, int(clump.last), "max_count" if clump.count >= self.windows.max_count else "max_bytes")
+        why = "max_count" if clump.count >= self.windows.max_count else "max_bytes"
+        return self._finish(clump, int(clump.last), why)
 
-    def _add(self, clump: Clump, x: Input, time: Time) -> None:
-        arrived, source, offset, _, values = x
+    def _finish(self, clump: Clump, due: int, reason: str) -> Finished:
+        if clump.taken is not None:
+            self._gather(clump)
+        return Finished(clump, due, reason)
+
+    def _gather(self, clump: Clump) -> None:
+        """Make a clump that others can be added to of one that holds what was taken of its only event."""
+        taken, clump.taken = clump.taken or (), None
+        clump.values = [collector.new() for collector in self._collectors]
+        clump.size = OFFSET_BYTES
+        for collector, state, part in zip(self._collectors, clump.values, taken, strict=True):
+            if part is not None:
+                clump.size += collector.add(state, part, clump.head)
+        _, source, offset = clump.head
+        clump.spans = {source: [offset + 1, offset, 1]}
+
+    def _add(self, clump: Clump, arrived: int, source: str, offset: int, values: Sequence[Any], time: Time) -> None:
+        if clump.taken is not None:
+            self._gather(clump)
         position = arrived, source, offset
         grown = OFFSET_BYTES
-        for collector, state, taken in zip(self._collectors, clump.values, values, strict=True):
+        for add, state, taken in zip(self._adds, clump.values, values):  # noqa: B905
             if taken is not None:
-                grown += collector.add(state, taken, position)
+                grown += add(state, taken, position)
         clump.size += grown
         clump.count += 1
-        if time < clump.opened:
-            clump.opened = time
         if time > clump.last:
             clump.last = time
-        if position < clump.head:
-            clump.head = position
+        elif time < clump.opened:
+            clump.opened = time
         if arrived > clump.latest:
             clump.latest = arrived
+        if arrived <= clump.head[0] and position < clump.head:
+            clump.head = position
         spans = clump.spans.get(source)
         if spans is None:
             clump.spans[source] = [offset + 1, offset, 1]
@@ -229,6 +290,12 @@ class Folding:
             remember(spans, offset)
 
     def _merge(self, left: Clump, right: Clump) -> None:
+        if right.taken is not None:
+            arrived, source, offset = right.head
+            self._add(left, arrived, source, offset, right.taken, right.opened)
+            return
+        if left.taken is not None:
+            self._gather(left)
         left.opened, left.last = min(left.opened, right.opened), max(left.last, right.last)
         left.head, left.latest = min(left.head, right.head), max(left.latest, right.latest)
         left.count += right.count
@@ -244,41 +311,46 @@ class Folding:
 
     def dump(self, clumps: Sequence[Clump]) -> bytes:
         """Return a group's state as the store keeps it."""
-        sources = list(dict.fromkeys(source for clump in clumps for source in clump.spans))
-        numbers = {source: i for i, source in enumerate(sources)}
-        rows = [
-            (
-                int(c.opened),
-                int(c.last),
-                c.head[0],
-                numbers[c.head[1]],
-                c.head[2],
-                c.latest,
-                c.count,
-                c.size,
-                [(numbers[source], spans) for source, spans in c.spans.items()],
-                [k.dump(v, numbers) for k, v in zip(self._collectors, c.values, strict=True)],
-            )
-            for c in clumps
-        ]
-        return _pack((sources, rows))
+        if len(clumps) == 1 and clumps[0].taken is not None:
+            (c,) = clumps
+            return _pack(((c.head[1],), ((int(c.opened), c.head[0], 0, c.head[2], c.size, c.taken),)))
+        numbers: dict[str, int] = {}
+        for clump in clumps:
+            for source in clump.spans or (clump.head[1],):
+                numbers.setdefault(source, len(numbers))
+        return _pack((list(numbers), [self._row(clump, numbers) for clump in clumps]))
+
+    def _row(self, c: Clump, numbers: Mapping[str, int]) -> tuple[Any, ...]:
+        time_ms, source, offset = c.head
+        if c.taken is not None:
+            return int(c.opened), time_ms, numbers[source], offset, c.size, c.taken
+        return (
+            int(c.opened),
+            time_ms,
+            numbers[source],
+            offset,
+            c.size,
+            int(c.last),
+            c.latest,
+            c.count,
+            [(numbers[each], spans) for each, spans in c.spans.items()],
+            [k.dump(v, numbers) for k, v in zip(self._collectors, c.values, strict=True)],
+        )
 
     def load(self, state: bytes) -> list[Clump]:
         """Return what ``dump`` was given."""
         sources, rows = _unpack(state)
-        return [
-            Clump(
-                opened,
-                last,
-                (head, sources[source], offset),
-                latest,
-                count,
-                size,
-                {sources[n]: steps for n, steps in spans},
-                [k.load(v, sources) for k, v in zip(self._collectors, values, strict=True)],
-            )
-            for opened, last, head, source, offset, latest, count, size, spans, values in rows
-        ]
+        found: list[Clump] = []
+        for opened, time_ms, number, offset, size, *more in rows:
+            head = time_ms, sources[number], offset
+            if len(more) == 1:
+                found.append(Clump(opened, opened, head, time_ms, 1, size, {}, [], more[0]))
+                continue
+            last, latest, count, spans, values = more
+            known = {sources[n]: steps for n, steps in spans}
+            states = [k.load(v, sources) for k, v in zip(self._collectors, values, strict=True)]
+            found.append(Clump(opened, last, head, latest, count, size, known, states))
+        return found
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -290,9 +362,11 @@ def _opened(clump: Clump) -> Time:
 
 
 def remember(spans: list[int], offset: int) -> None:
-    """Add an offset to spans: where the last run of neighbours ends, and for each run how far it lies behind the one
-    before, and its length. A fold is read and written again with every batch that adds to it: this form needs no work
-    then."""
+    """Add an offset to spans.
+
+    They are where the last run of neighbours ends, and for each run how far it lies behind the one before, and its
+    length. A fold is read and written again with every batch that adds to it: this form needs no work then.
+    """
     gap = offset - spans[0]
     spans[0] = offset + 1
     if gap:

@@ -126,6 +126,9 @@ def _number(raw: bytes) -> bytes:
         return raw
     if 0 <= exponent <= 30:
         return sign + text + b"0" * exponent
+    if -30 <= exponent < 0:
+        text = text.rjust(1 - exponent, b"0")
+        return sign + text[:exponent] + b"." + text[exponent:]
     return b"%b%be%d" % (sign, text, exponent)
 
 

@@ -107,7 +107,8 @@ def settle_arguments(rule: str, forget_ms: int, changes: Sequence[Change]) -> li
     """Return the arguments of the function ``settle``; it answers 1 for each change that was made, 0 for others."""
     args: list[Arg] = [rule, forget_ms]
     for change in changes:
-        args += [change.group, change.seen, new_version(), change.state, change.due, len(change.folds)]
+        value = new_version() + change.state if change.state else b""
+        args += [change.group, change.seen, value, change.due, len(change.folds)]
         for fold in change.folds:
             args += fold
     return args

@@ -117,30 +117,92 @@ end
 
 -- A group of a fold rule: a field of the hash fold:<rule>, whose value begins with a version of eight bytes that is never
 -- used again, and a member of the sorted set due:<rule>. closed:<rule> remembers for a while when groups fell quiet.
-local function has_version(tag, rule, group, seen)
-  local stored = redis.call('HGET', tag .. ':fold:' .. rule, group)
-  return (stored and string.sub(stored, 1, 8) or '') == seen
+-- Lua hands over a limited number of arguments at once.
+local MOST = 1000
+
+-- Calls a command with a key and many further arguments; pairs stay together.
+local function call_many(command, key, list)
+  for first = 1, #list, MOST do redis.call(command, key, unpack(list, first, math.min(first + MOST - 1, #list))) end
 end
 
-local function write_group(tag, rule, group, version, state, due)
-  if state == '' then
-    redis.call('HDEL', tag .. ':fold:' .. rule, group)
-    redis.call('ZREM', tag .. ':due:' .. rule, group)
-  else
-    redis.call('HSET', tag .. ':fold:' .. rule, group, version .. state)
-    redis.call('ZADD', tag .. ':due:' .. rule, due, group)
+-- Returns for each group whether it has the version that was seen, '' for none.
+local function have_versions(tag, rule, groups, seen)
+  local same = {}
+  for first = 1, #groups, MOST do
+    local last = math.min(first + MOST - 1, #groups)
+    local stored = redis.call('HMGET', tag .. ':fold:' .. rule, unpack(groups, first, last))
+    for i = first, last do
+      local value = stored[i - first + 1]
+      same[i] = (value and string.sub(value, 1, 8) or '') == seen[i]
+    end
   end
+  return same
 end
 
-local function emit(tag, epoch, number, rule, group, id, topic, key, value, reason, last, keep)
-  local counts = tag .. ':counts:folds'
-  redis.call('HINCRBY', counts, 'emitted:' .. rule, 1)
-  redis.call('HINCRBY', counts, 'reason:' .. rule .. ':' .. reason, 1)
+-- Writes groups; those without a value are removed.
+local function write_groups(tag, rule, groups, values, dues)
+  local set, due, gone = {}, {}, {}
+  for i = 1, #groups do
+    if values[i] == '' then
+      gone[#gone + 1] = groups[i]
+    else
+      set[#set + 1], set[#set + 2] = groups[i], values[i]
+      due[#due + 1], due[#due + 2] = dues[i], groups[i]
+    end
+  end
+  call_many('HSET', tag .. ':fold:' .. rule, set)
+  call_many('ZADD', tag .. ':due:' .. rule, due)
+  call_many('HDEL', tag .. ':fold:' .. rule, gone)
+  call_many('ZREM', tag .. ':due:' .. rule, gone)
+end
+
+-- What was counted and remembered of folds that a call gave out; written at its end.
+local function new_account() return {counts = {}, quiet = {}, keep = {}} end
+
+local function count(account, field, n) account.counts[field] = (account.counts[field] or 0) + n end
+
+local function emit(tag, account, epoch, number, rule, group, id, topic, key, value, reason, last, keep)
+  count(account, 'emitted:' .. rule, 1)
+  count(account, 'reason:' .. rule .. ':' .. reason, 1)
   if reason == 'quiet' then
-    redis.call('ZADD', tag .. ':closed:' .. rule, last, group)
-    redis.call('PEXPIRE', tag .. ':closed:' .. rule, keep)
+    local quiet = account.quiet[rule] or {}
+    quiet[#quiet + 1], quiet[#quiet + 2] = last, group
+    account.quiet[rule], account.keep[rule] = quiet, keep
   end
   return send(tag, epoch, number, id, topic, key, value, '')
+end
+
+local function close_account(tag, account)
+  for field, n in pairs(account.counts) do redis.call('HINCRBY', tag .. ':counts:folds', field, text(n)) end
+  for rule, quiet in pairs(account.quiet) do
+    call_many('ZADD', tag .. ':closed:' .. rule, quiet)
+    redis.call('PEXPIRE', tag .. ':closed:' .. rule, account.keep[rule])
+  end
+end
+
+-- Reads a G item at i: rule, inputs, groups, then for each group, seen, value, due, near. Returns it, and where the next is.
+local function read_groups(args, i)
+  local found = {rule = args[i + 1], inputs = tonumber(args[i + 2]), groups = {}, seen = {}, values = {}, dues = {}, near = {}}
+  local n, at = tonumber(args[i + 3]), i + 4
+  for k = 1, n do
+    found.groups[k], found.seen[k], found.values[k], found.dues[k], found.near[k] = unpack(args, at, at + 4)
+    at = at + 5
+  end
+  return found, at
+end
+
+-- Counts what a G item adds: groups that held nothing, and those of them that had been given out too early.
+local function count_groups(tag, account, item)
+  count(account, 'input:' .. item.rule, item.inputs)
+  local closed = tag .. ':closed:' .. item.rule
+  local known = redis.call('EXISTS', closed) == 1
+  for k = 1, #item.groups do
+    if item.seen[k] == '' then
+      count(account, 'new:' .. item.rule, 1)
+      local quieted = known and redis.call('ZSCORE', closed, item.groups[k])
+      if quieted and tonumber(quieted) > tonumber(item.near[k]) then count(account, 'premature:' .. item.rule, 1) end
+    end
+  end
 end
 
 -- How many names and views one entry of the tail holds.
@@ -152,8 +214,8 @@ local TOLD = 1000
 --   O id topic key value headers     put a message into the outbox
 --   C field n                        add to a counter
 --   T ms                             raise the source's running-maximum time
---   G rule group seen version state due inputs near    write a group's folds if its version is the one seen ('' for none);
---                                    no state removes it; a group that fell quiet after near was given out too early
+--   G rule inputs n (group seen value due near)…       write what groups hold if their versions are those seen ('' for none);
+--                                    no value removes one; a group that fell quiet after near was given out too early
 --   F rule group id topic key value reason last keep   give out a closed fold; that it fell quiet is remembered for keep ms
 -- Writes everything or nothing: a mark that is not the mark seen is refused with the stored one, and a group whose version is
 -- not the one seen with the word conflict.
@@ -167,32 +229,28 @@ local function apply(keys, args)
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {'unready'} end
   local i, n = 9, #args
+  local held = {}
   while i <= n and args[i] == 'G' do
-    if not has_version(tag, args[i + 1], args[i + 2], args[i + 3]) then return {'conflict'} end
-    i = i + 9
+    local item
+    item, i = read_groups(args, i)
+    for _, same in ipairs(have_versions(tag, item.rule, item.groups, item.seen)) do
+      if not same then return {'conflict'} end
+    end
+    held[#held + 1] = item
   end
   local now, span = milliseconds(), tonumber(args[6])
   local latest = now + args[7]
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
   local began, appended, touched, seen = number, 0, {}, {}
-  i = 9
+  local account = new_account()
+  for _, item in ipairs(held) do
+    count_groups(tag, account, item)
+    write_groups(tag, item.rule, item.groups, item.values, item.dues)
+  end
   while i <= n do
     local kind = args[i]
-    if kind == 'G' then
-      local rule, group, inputs = args[i + 1], args[i + 2], tonumber(args[i + 7])
-      local counts = tag .. ':counts:folds'
-      if inputs > 0 then redis.call('HINCRBY', counts, 'input:' .. rule, inputs) end
-      if args[i + 3] == '' then
-        redis.call('HINCRBY', counts, 'new:' .. rule, 1)
-        local quieted = redis.call('ZSCORE', tag .. ':closed:' .. rule, group)
-        if quieted and tonumber(quieted) > tonumber(args[i + 8]) then
-          redis.call('HINCRBY', counts, 'premature:' .. rule, 1)
-        end
-      end
-      write_group(tag, rule, group, args[i + 4], args[i + 5], args[i + 6])
-      i = i + 9
-    elseif kind == 'F' then
-      number = emit(tag, epoch, number, unpack(args, i + 1, i + 9))
+    if kind == 'F' then
+      number = emit(tag, account, epoch, number, unpack(args, i + 1, i + 9))
       i = i + 10
     elseif kind == 'A' then
       local count = tonumber(args[i + 3])
@@ -223,6 +281,7 @@ local function apply(keys, args)
       i = i + 2
     end
   end
+  close_account(tag, account)
   if number > began then redis.call('SET', tag .. ':number', text(number)) end
   if appended > 0 then
     redis.call('HINCRBY', tag .. ':counts:' .. view, 'stored', appended)
@@ -236,7 +295,7 @@ local function apply(keys, args)
   return {'ok', args[5]}
 end
 
--- settle(rule, forget ms, (group, seen, version, state, due, folds, (id, topic, key, value, reason, last, keep)…)…)
+-- settle(rule, forget ms, (group, seen, value, due, folds, (id, topic, key, value, reason, last, keep)…)…)
 -- Gives out what is due of groups, each one if its version is still the one seen; answers 1 for those and 0 for others. Groups
 -- that fell quiet before forget are not remembered any more.
 local function settle(keys, args)
@@ -244,21 +303,27 @@ local function settle(keys, args)
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {} end
   redis.call('ZREMRANGEBYSCORE', tag .. ':closed:' .. rule, '-inf', args[2])
-  local number = tonumber(redis.call('GET', tag .. ':number') or '0')
-  local began, done = number, {}
+  local groups, seen, places = {}, {}, {}
   local i = 3
   while i <= #args do
-    local group, folds = args[i], tonumber(args[i + 5])
-    local same = has_version(tag, rule, group, args[i + 1])
-    if same then
-      write_group(tag, rule, group, args[i + 2], args[i + 3], args[i + 4])
-      for f = 0, folds - 1 do
-        number = emit(tag, epoch, number, rule, group, unpack(args, i + 6 + 7 * f, i + 12 + 7 * f))
+    groups[#groups + 1], seen[#seen + 1], places[#places + 1] = args[i], args[i + 1], i
+    i = i + 5 + 7 * tonumber(args[i + 4])
+  end
+  local same = have_versions(tag, rule, groups, seen)
+  local changed, values, dues, done = {}, {}, {}, {}
+  local number = tonumber(redis.call('GET', tag .. ':number') or '0')
+  local began, account = number, new_account()
+  for k, at in ipairs(places) do
+    done[k] = same[k] and 1 or 0
+    if same[k] then
+      changed[#changed + 1], values[#values + 1], dues[#dues + 1] = groups[k], args[at + 2], args[at + 3]
+      for f = at + 5, at + 5 + 7 * (tonumber(args[at + 4]) - 1), 7 do
+        number = emit(tag, account, epoch, number, rule, groups[k], unpack(args, f, f + 6))
       end
     end
-    done[#done + 1] = same and 1 or 0
-    i = i + 6 + 7 * folds
   end
+  write_groups(tag, rule, changed, values, dues)
+  close_account(tag, account)
   if number > began then redis.call('SET', tag .. ':number', text(number)) end
   return done
 end
