@@ -138,22 +138,26 @@ class Folding:
                 elif time == current.last:
                     high = min(time + quiet, cap)
                 continue
+            if time >= reach and size < max_bytes and max_count > 1 and (not clumps or clumps[-1].last <= time):
+                # Time has not come near it: it waits by itself.
+                clumps.append(Clump(time, time, (arrived, source, offset), arrived, 1, size, {}, [], taken))
+                current = None
+                continue
             at, cut = self._place(clumps, time, frontier)
             clump: Clump | None = None
             if at >= 0:
                 clump = clumps[at]
-                if clump.size + size > max_bytes and clump.size + self.weigh(taken) > max_bytes:
+                if clump.size + size > max_bytes and self._exact(clump) + self.weigh(taken) > max_bytes:
                     finished.append(self._finish(clumps.pop(at), int(max(time, clump.last)), "max_bytes"))
                     clump, at = None, at - 1
             if clump is None:
                 at = bisect_right(clumps, time, key=_opened)
-                exact = self.weigh(taken)
-                clump = Clump(time, time, (arrived, source, offset), arrived, 1, exact, {}, [], taken)
+                clump = Clump(time, time, (arrived, source, offset), arrived, 1, size, {}, [], taken)
                 clumps.insert(at, clump)
             else:
                 self._add(clump, arrived, source, offset, taken, time)
             current = None
-            if clump.count >= max_count or clump.size >= max_bytes:
+            if clump.count >= max_count or (clump.size >= max_bytes and self._exact(clump) >= max_bytes):
                 finished.append(self._full(clumps.pop(at)))
             elif at + 1 < len(clumps):
                 self._close_up(clumps, at, frontier, finished)
@@ -238,7 +242,10 @@ class Folding:
                 at += 1
             elif left.count + right.count > self.windows.max_count:
                 finished.append(self._finish(clumps.pop(at), int(left.last), "max_count"))
-            elif left.size + right.size > self.windows.max_bytes:
+            elif (
+                left.size + right.size > self.windows.max_bytes
+                and self._exact(left) + self._exact(right) > self.windows.max_bytes
+            ):
                 finished.append(self._finish(clumps.pop(at), int(right.opened), "max_bytes"))
             else:
                 self._merge(left, clumps.pop(at + 1))
@@ -253,6 +260,12 @@ class Folding:
         if clump.taken is not None:
             self._gather(clump)
         return Finished(clump, due, reason)
+
+    def _exact(self, clump: Clump) -> int:
+        """Return how large a clump is; that of a single event is only roughly known before."""
+        if clump.taken is not None:
+            self._gather(clump)
+        return clump.size
 
     def _gather(self, clump: Clump) -> None:
         """Make a clump that others can be added to of one that holds what was taken of its only event."""

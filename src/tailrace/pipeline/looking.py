@@ -43,7 +43,7 @@ class Looked(NamedTuple):
     records: Slice
     groups: dict[Key, Inputs]
     stored: list[list[int]]
-    """For each shard the offsets of the records that it counts as stored: one that several rules take, for the first."""
+    """For each shard the offsets of the records that it counts as stored: each record once, whatever rules take it."""
     skipped: dict[int, str]
     """Row -> why no rule takes it."""
     passed_on: list[tuple[int, int]]
