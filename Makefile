@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
+PEERS  := .venv-peers
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack clean lock java
+.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack bench-folds clean lock java
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +19,7 @@ run: setup ## Run everything on this machine with sample data, until Ctrl-C (ARG
 	@exec $(BIN)/tailrace demo $(ARGS)
 
 test: setup ## Run the tests, on a real broker, a real Valkey and a real Spark (ARGS="-k days")
-	$(BIN)/pytest -q $(ARGS)
+	$(BIN)/pytest -q -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMPS)/project ## Check format, lint, types and import contracts
 	$(BIN)/ruff format --check .
@@ -33,7 +34,7 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 faults: setup ## Kill the driver at random points, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
-bench: bench-ingest bench-pack ## Run all measurements
+bench: bench-ingest bench-pack bench-folds ## Run all measurements
 
 bench-ingest: setup ## Measure events per second, CPU-seconds per million events, and latency
 	$(BIN)/python bench/ingest.py $(ARGS)
@@ -46,12 +47,17 @@ bench-pack: setup ## Measure what packing saves, how fast it is, and what it cos
 	$(BIN)/python bench/pack.py $(ARGS)
 	$(BIN)/python bench/registry.py
 
-lock: $(STAMPS)/uv ## Renew requirements/dev.txt from pyproject.toml
+bench-folds: setup $(PEERS)/.stamp ## Measure folding beside the algorithm it follows, Quix Streams and Bytewax
+	$(BIN)/python bench/folds.py $(ARGS)
+
+lock: $(STAMPS)/uv ## Renew requirements/*.txt
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \
 		--no-header --python-version 3.11 -o requirements/dev.txt
+	printf 'bytewax\nquixstreams\n' | $(BIN)/uv pip compile - --universal --generate-hashes --no-annotate \
+		--no-header --python-version 3.11 -o requirements/peers.txt
 
 clean: ## Remove the environment and all caches; data in .tailrace stays
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 java:
@@ -85,4 +91,10 @@ $(STAMPS)/project: pyproject.toml $(STAMPS)/packages
 
 $(STAMPS)/jars: src/tailrace/embedded/jars.lock $(STAMPS)/project
 	@$(BIN)/python -m tailrace.embedded.jars
+	@touch $@
+
+# What Tailrace is measured against has an environment of its own.
+$(PEERS)/.stamp: requirements/peers.txt $(STAMPS)/uv
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@VIRTUAL_ENV=$(PEERS) $(BIN)/uv pip install -q --require-hashes -r requirements/peers.txt
 	@touch $@

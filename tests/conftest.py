@@ -18,6 +18,7 @@ _prefixes = count()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", type=int, default=5, help="how often the driver is killed at random points")
+    parser.addoption("--groups", type=int, default=3_000, help="groups of folds that must leave nothing behind")
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,7 @@ def test_a_problem_in_a_variable_names_the_variable(monkeypatch: pytest.MonkeyPa
         ("topics", "a(", "a regular expression in RE2 syntax (missing ): a()"),
         ("output", "no spaces", "a topic name of letters, digits, '.', '_' and '-', at most 249"),
         ("raw", "no spaces", "a topic name of letters, digits, '.', '_' and '-', at most 249"),
-        ("raw", "folds.accounts", "another topic than that of the folded events"),
+        ("raw", "folds.accounts", "another topic than that of the folded events of any rule"),
         ("where", {"a": None}, 'true or false to be found there, such as {"job.state" = "done"}'),
         ("output", "tailrace.dead-letters", "a topic that is not kafka.dead_letters"),
         ("raw", "tailrace.positions", "a topic that is not kafka.positions"),

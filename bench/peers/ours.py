@@ -26,6 +26,7 @@ from bench.peers.posts import QUIET_MS
 from tailrace.config import load
 from tailrace.pipeline.job import Job
 from tailrace.stores.marks import read_counts
+from tailrace.stores.rules import rules_of
 from tailrace.stores.valkey import Shards, StoreOptions
 
 PATIENCE_S = 300.0
@@ -82,7 +83,8 @@ class Installation:
         keys = self.shards.keys
         asked = [keys.outbox(s) for s in range(self.shards.options.shards)]
         commands: list[Any] = [(s, ("XLEN", key)) for s, key in enumerate(asked)]
-        commands += [(s, ("ZCARD", keys.due(s, rule))) for s in range(len(asked)) for rule in self.rules]
+        rules = rules_of(self.settings).values()
+        commands += [(s, ("ZCARD", keys.due(s, rule.place))) for s in range(len(asked)) for rule in rules]
         return sum(map(int, self.shards.run_all(commands)))
 
 

@@ -114,8 +114,12 @@ class Rules(Table[Fold]):
 
     def _own_topics(self) -> Iterable[Problem]:
         for name, fold in self.items():
-            if fold.raw == self.output(name):
-                yield (name, "raw"), fold.raw, "another topic than that of the folded events"
+            passed_on = {other.raw for key, other in self.items() if key != name and other.raw}
+            if fold.raw and fold.raw in {self.output(other) for other in self}:
+                yield (name, "raw"), fold.raw, "another topic than that of the folded events of any rule"
+            if isinstance(fold.topics, tuple) and (unread := sorted(passed_on & set(fold.topics))):
+                wanted = f"topics without {unread[0]!r}: another rule passes events on to it, and it is not read here"
+                yield (name, "topics"), list(fold.topics), wanted
             for topic in self._read_from(name, name):
                 wanted = f"topics without {topic!r}: the rule writes to it, and would fold what it gives out"
                 yield (name, "topics"), list(fold.topics), wanted

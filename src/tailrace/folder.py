@@ -11,6 +11,7 @@ the store's clock.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +23,15 @@ from uuid import uuid4
 import msgspec
 from pydantic import ValidationError
 
-from tailrace.errors import ConfigError, StoreChanged, StoreError, StoreUnavailable
+from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
 from tailrace.fold_settings import Fold
 from tailrace.model.bucket import DAY_MS
 from tailrace.model.event import Source
 from tailrace.model.fold import Clump, Input
+from tailrace.model.poison import poison
 from tailrace.model.rule import Reader, Rule, Taken
 from tailrace.pipeline.emit import Emitter
-from tailrace.stores.folds import Held, given_out, new_version, read_held
+from tailrace.stores.folds import Held, given_out, in_force, new_version, read_held
 from tailrace.stores.rules import rule_of
 from tailrace.stores.valkey import Arg, Command, Shards, StoreOptions, prepare
 
@@ -37,6 +39,9 @@ VIEW = "publishers"
 """Under which the store keeps what each publisher has added."""
 
 POSITIONS = "tailrace.positions"
+MAX_EVENT_BYTES, MAX_DEPTH = 1 << 20, 200
+RENEWED_S = 5.0
+"""How often the windows in force are looked at."""
 TRIES = 100
 """Times that a group may change under our hands before we give up."""
 
@@ -82,6 +87,7 @@ class Folder:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._loops: list[Any] = []
+        self._renewed = -math.inf
         self._connect()
         if emit or kafka:
             threading.Thread(target=self._watch, name="folder", daemon=True).start()
@@ -97,12 +103,20 @@ class Folder:
         return self.add_all([event]) == 1
 
     def add_all(self, events: Iterable[Mapping[str, Any] | bytes | str]) -> int:
-        """Add events in order; return how many the rule takes. Those of a shard are stored together or not at all."""
+        """Add events in order; return how many the rule takes. Those of a shard are stored together or not at all.
+
+        Raises:
+            BadRequest: One of them is no JSON; none of them is stored.
+            StoreUnavailable: The store did not answer for long; some of them may be stored.
+        """
         with self._lock:
+            self._renew()
             by_shard: dict[int, list[tuple[int, Taken]]] = {}
             taken_in_all = 0
             for event in events:
                 value = event if isinstance(event, bytes) else event.encode() if isinstance(event, str) else None
+                if value is not None and (why := poison(value, MAX_EVENT_BYTES, MAX_DEPTH)):
+                    raise BadRequest(f"an event that cannot be read ({why}): give JSON, or a value that becomes it")
                 taken = self._reader.read(_encode(event) if value is None else value)
                 if isinstance(taken, str):
                     continue
@@ -138,20 +152,39 @@ class Folder:
         for loop in self._loops:
             loop.start()
 
-    def _reconnect(self) -> None:
-        """Begin anew with a store that is another process than before."""
+    def _reconnect(self) -> bool:
+        """Begin anew with a store that is another process than before; return whether it could be reached."""
         for loop in self._loops:
             loop.stop()
         self._shards.close()
-        self._connect()
+        try:
+            self._connect()
+        except StoreUnavailable:
+            time.sleep(0.2)
+            return False
+        return True
+
+    def _renew(self) -> None:
+        """Now and then, take over the windows that the rule has in a pipeline of this installation."""
+        if time.monotonic() - self._renewed < RENEWED_S:
+            return
+        self._renewed = time.monotonic()
+        with suppress(StoreError, StoreUnavailable):
+            known = in_force(self._shards).get(self.rule.name)
+            if known is None or known.rule.definition != self.rule.definition:
+                return
+            if known.rule.windows != self.rule.windows:
+                self.rule = msgspec.structs.replace(self.rule, windows=known.rule.windows)
+                self._folding = self.rule.folding()
+                self._reconnect()
 
     def _watch(self) -> None:
-        """See to it that what runs here goes on when the store was restarted."""
+        """See to it that what runs here goes on when the store was restarted. Of two publishers the later stays."""
         while not self._ended.wait(1.0):
             with self._lock:
-                if not self._ended.is_set() and any(loop.failure is not None for loop in self._loops):
-                    with suppress(StoreUnavailable):
-                        self._reconnect()
+                ended = [loop for loop in self._loops if not loop.is_alive() and not _overtaken(loop)]
+                if ended and not self._ended.is_set():
+                    self._reconnect()
 
     def _add(self, shard: int, added: Sequence[tuple[int, Taken]]) -> None:
         """Add to one shard until it took it. After a lost connection the mark says whether it had."""
@@ -160,16 +193,19 @@ class Folder:
             try:
                 answer = self._try(shard, added, mark)
             except StoreChanged:
-                self._reconnect()
+                if not self._reconnect() and time.monotonic() > deadline:
+                    raise
                 continue
             except StoreUnavailable:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
                 continue
-            if answer == b"ok" or answer == str(mark).encode():
-                self._marks[shard] = mark
-                return
+            if answer != b"conflict":
+                # What it has is ours: from now, or from a call whose answer was lost.
+                self._marks[shard] = mark if answer == b"ok" else int(answer)
+                if self._marks[shard] >= mark:
+                    return
             time.sleep(0.001 * attempt)
         raise StoreError(f"the folds of {self.rule.name} keep changing under this publisher; add fewer events at once")
 
@@ -177,7 +213,7 @@ class Folder:
         """Return ``ok``, the mark that the shard has if it is another than we know, or ``conflict``."""
         groups = list(dict.fromkeys(taken.group for _, taken in added))
         commands: list[Command] = [
-            (shard, ("HMGET", self._shards.keys.fold(shard, self.rule.name), *groups)),
+            (shard, ("HMGET", self._shards.keys.fold(shard, self.rule.place), *groups)),
             (shard, ("TIME",)),
         ]
         answers, clock = self._shards.run_all(commands)
@@ -196,7 +232,7 @@ class Folder:
             x = Input(now_ms, self._source, number, taken.size, taken.values)
             inputs.setdefault(taken.group, []).append(x)
         rule, folding, version = self.rule, self._folding, new_version()
-        items: list[Arg] = ["G", rule.name, len(added), len(inputs)]
+        items: list[Arg] = ["G", rule.place, len(added), len(inputs)]
         closed: list[Arg] = []
         near = now_ms - 2 * rule.windows.quiet_ms
         for group, new in inputs.items():
@@ -205,7 +241,7 @@ class Folder:
             value, due = (version + folding.dump(clumps), folding.due(clumps)) if clumps else (b"", 0)
             items += [group, held[group].version, value, due, near]
             for fold in given_out(rule, group, finished, now_ms):
-                closed += ["F", rule.name, group, *fold]
+                closed += ["F", rule.place, group, *fold]
         return items + closed
 
     def _emitter(self) -> Emitter:
@@ -246,6 +282,10 @@ def _read(given: Mapping[str, Any]) -> Rule:
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError(f"the rule {name!r} cannot be used: " + "; ".join(lines)) from None
+
+
+def _overtaken(loop: Any) -> bool:
+    return isinstance(loop.failure, PipelineError) and "took over" in str(loop.failure)
 
 
 def _milliseconds(clock: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from confluent_kafka import Consumer, TopicPartition
 from tailrace import Folder
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.errors import ConfigError, StoreUnavailable
+from tailrace.errors import BadRequest, ConfigError, StoreUnavailable
 from tailrace.stores.valkey import Shards, StoreOptions
 
 RULE = {"name": "accounts", "group": "account_id", "collect": {"metrics": "keys metrics"}, "quiet": "300ms"}
@@ -112,6 +114,37 @@ def test_folded_events_reach_kafka_without_a_pipeline(store: StoreOptions, kafka
     value = msgspec.json.decode(message.value())
     assert message.key() == b'["folds","accounts"]'
     assert value["values"] == {"metrics": ["likes"]}
+
+
+def test_rules_of_one_name_that_gather_different_things_do_not_meet(store: StoreOptions) -> None:
+    with Folder(RULE, store.url, prefix=store.prefix, emit=True) as folder:
+        folder.add(_post("account_1", "likes"))
+        other = RULE | {"collect": {"n": "count metrics"}}
+        with Folder(other, store.url, prefix=store.prefix, emit=True) as stranger:
+            stranger.add(_post("account_1", "likes"))
+            found = _wait(lambda: len(given := _outbox(store)) == 2 and given)
+    assert sorted(str(value["values"]) for value in found) == ["{'metrics': ['likes']}", "{'n': 1}"]
+
+
+def test_what_is_no_json_is_refused(store: StoreOptions) -> None:
+    with Folder(RULE, store.url, prefix=store.prefix) as folder, pytest.raises(BadRequest, match="invalid-json"):
+        folder.add(b"this is not json")
+
+
+def test_an_answer_that_was_lost_is_no_reason_to_stop(own_valkey: EmbeddedValkey) -> None:
+    with Folder(RULE | {"quiet": "1h"}, own_valkey.url, patience_s=0.1) as folder:
+        folder._shards.options = msgspec.structs.replace(folder._shards.options, timeout_s=0.3)
+        folder._shards.close()
+        assert folder.add(_post("account_1", "likes"))
+        assert own_valkey.pid is not None
+        os.kill(own_valkey.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreUnavailable):
+                folder.add(_post("account_1", "shares"))
+        finally:
+            os.kill(own_valkey.pid, signal.SIGCONT)
+        for _ in range(3):
+            assert folder.add(_post("account_1", "comments"))
 
 
 @pytest.mark.parametrize(

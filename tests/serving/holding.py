@@ -57,12 +57,12 @@ class Holder:
         shard = rule.shard(taken.group, self.shards.options.shards)
         folding = rule.folding()
         while True:
-            ((held,),), _ = self._folds.read([(shard, name, [taken.group])])
+            ((held,),), _ = self._folds.read([(shard, rule, [taken.group])])
             clumps = folding.load(held.state) if held.state else []
             event = Input(time_ms, SOURCE, self._offset, taken.size, taken.values)
             assert not folding.absorb(clumps, [event], frontier)
             change = Change(taken.group, held.version, folding.dump(clumps), folding.due(clumps), ())
-            if not self._folds.settle(name, 0, [(shard, [change])]):
+            if not self._folds.settle(rule, 0, shard, [change]):
                 self._offset += 1
                 return taken.group
 
@@ -88,14 +88,14 @@ class Holder:
             for _, fields in entries:
                 record = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
                 value = msgspec.json.decode(record[b"v"])
-                assert value["id"] == record[b"i"].decode()
+                assert value["id"] == record[b"i"].decode().partition("#")[0]
                 found.append(value | {"topic": record[b"t"].decode(), "key": msgspec.json.decode(record[b"k"])})
         return found
 
     def left(self, name: str) -> list[Any]:
         """Return every key that is left of a rule's groups."""
         keys, count = self.shards.keys, self.shards.options.shards
-        kept = [key(s, name) for s in range(count) for key in (keys.fold, keys.due)]
+        kept = [key(s, self.rules[name].place) for s in range(count) for key in (keys.fold, keys.due)]
         there = self.shards.run_all([(i // 2, ("EXISTS", key)) for i, key in enumerate(kept)])
         return [key for key, exists in zip(kept, there, strict=True) if exists]
 

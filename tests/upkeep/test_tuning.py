@@ -20,10 +20,13 @@ from tailrace.commands.tune import tune
 from tailrace.config import Settings
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, PipelineError
+from tailrace.stores.marks import read_counts
+from tailrace.stores.rules import rules_of
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep import tuning
+from tests.folds.rig import FoldRig
 from tests.upkeep.past import settings_for
-from tests.writing import NOON
+from tests.writing import NOON, Record
 
 _topics = count()
 _STORE = StoreOptions("valkey://127.0.0.1:1/0")
@@ -212,3 +215,23 @@ def test_what_cannot_be_tuned_is_said_in_one_sentence(kafka: EmbeddedKafka, spar
     )
     with pytest.raises(PipelineError, match="given up"):
         tuning.tune(settings, "accounts", since_ms=0, spark=spark, stopped=lambda: True)
+
+
+def test_the_ratio_of_the_configured_window_is_what_a_replay_measures(
+    kafka: EmbeddedKafka, spark: Any, store: StoreOptions
+) -> None:
+    bursts = Bursts(kafka)
+    bursts.produce(random.Random(11), groups=6, steps=400)
+    settings = bursts.settings()
+    tuned = tuning.tune(settings, "accounts", since_ms=0, spark=spark)
+    (figures,) = [found for windows, found in tuned.figures if windows == tuned.rule.windows]
+    rig = FoldRig(store, [rules_of(settings)["accounts"]])
+    for partition in range(3):
+        found = [e for e in bursts.events if e.partition == partition]
+        of_it = [Record(e.offset, None, e.value, e.time, partition, e.topic) for e in found]
+        for at in range(0, len(of_it), 37):
+            rig.writer.write(of_it[at : at + 37])
+    rig.settle(10**9)
+    counts = read_counts(rig.shards, "folds")
+    assert (figures.inputs, figures.folds) == (counts["input:accounts"], counts["emitted:accounts"])
+    assert figures.ratio == 1 - counts["emitted:accounts"] / counts["input:accounts"]

@@ -73,7 +73,7 @@ class Set(Collector):
         return None if found is None else (canonical(found),)
 
     def weigh(self, taken: Any) -> int:
-        return sum(map(len, taken)) + PLACE_BYTES * len(taken)
+        return sum(map(self._length, taken)) + PLACE_BYTES * len(taken)
 
     def new(self) -> Any:
         return {}
@@ -84,7 +84,7 @@ class Set(Collector):
             known = state.get(member)
             if known is None:
                 state[member] = (*position, i)
-                grown += len(member) + PLACE_BYTES
+                grown += self._length(member) + PLACE_BYTES
             elif known[0] >= position[0] and (*position, i) < known:
                 state[member] = (*position, i)
         return grown
@@ -94,7 +94,7 @@ class Set(Collector):
         for member, place in other.items():
             known = state.get(member)
             if known is None:
-                grown += len(member) + PLACE_BYTES
+                grown += self._length(member) + PLACE_BYTES
             if known is None or place < known:
                 state[member] = place
         return grown
@@ -104,6 +104,9 @@ class Set(Collector):
 
     def _shown(self, member: Any) -> bytes:
         return bytes(member)
+
+    def _length(self, member: Any) -> int:
+        return len(member)
 
     def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
         return [(member, t, numbers[source], offset, i) for member, (t, source, offset, i) in state.items()]
@@ -122,6 +125,9 @@ class Keys(Set):
 
     def _shown(self, member: Any) -> bytes:
         return _encode(member)
+
+    def _length(self, member: Any) -> int:
+        return len(member) if member.isascii() else len(member.encode())
 
 
 class Items(Set):

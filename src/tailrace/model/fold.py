@@ -28,8 +28,8 @@ Time: TypeAlias = float
 """Milliseconds; infinite where nothing is known."""
 
 NEVER: Time = -math.inf
-OFFSET_BYTES = 4
-"""What remembering an input's offset is counted as."""
+OFFSET_BYTES = 24
+"""What an input's offset is counted as: so long is one that lies alone, where a fold shows its inputs."""
 
 
 class Windows(msgspec.Struct, frozen=True):
@@ -326,7 +326,8 @@ class Folding:
         """Return a group's state as the store keeps it."""
         if len(clumps) == 1 and clumps[0].taken is not None:
             (c,) = clumps
-            return _pack(((c.head[1],), ((int(c.opened), c.head[0], 0, c.head[2], c.size, c.taken),)))
+            row = int(c.opened), c.head[0], 0, c.head[2], c.size, c.taken
+            return _pack(((c.head[1],), (row,)))
         numbers: dict[str, int] = {}
         for clump in clumps:
             for source in clump.spans or (clump.head[1],):

@@ -1,12 +1,14 @@
 """Folded events: what leaves when a fold is closed, as the value of a Kafka record.
 
 Its id names the rule and the first of its inputs. An input is in one fold of a rule, so no two folds share an id, and
-folding the same events again gives the same one.
+folding the same events again gives the same one. The publisher knows it by its id and a digest of all inputs: should
+the store lose what it gave out, and the fold come out otherwise, it is published again rather than dropped.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 
@@ -31,6 +33,7 @@ class Message(NamedTuple):
     """A record to be published."""
 
     id: str
+    """What it is known by; before ``#`` it is the fold's own id."""
     topic: str
     key: bytes
     value: bytes
@@ -58,7 +61,8 @@ def folded(rule: Rule, group: bytes, finished: Finished, emitted_ms: int) -> Mes
         "emitted": iso_time(emitted_ms),
         "inputs": [_inputs(source, offsets) for source, offsets in sorted(clump.inputs.items())],
     }
-    return Message(id_, rule.output, _encode([STREAM, rule.name]), _encode(event))
+    digest = crc32(_encode(event["inputs"]))
+    return Message(f"{id_}#{digest:08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))
 
 
 def _inputs(source: str, offsets: list[int]) -> dict[str, Any]:

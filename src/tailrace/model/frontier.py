@@ -39,6 +39,9 @@ class Course:
         self._level: dict[Source, tuple[int, int]] = {}
         """Of sources that are applied to their end: that end, and when it was first seen to be so."""
 
+        self._since: dict[frozenset[Source], tuple[int, int]] = {}
+        """Of sets of sources, the time of their latest record, and since when time goes on from there by itself."""
+
     @property
     def sources(self) -> Collection[Source]:
         """Every source of the newest listing."""
@@ -107,7 +110,11 @@ class Course:
         latest = max((reached[0] for _, reached in found if reached is not None), default=None)
         if latest is None:
             return None
-        since = max(self._level[source][1] for source, _ in found)
+        key = frozenset(source for source, _ in found)
+        latest_then, since = self._since.get(key, (None, 0))
+        if latest != latest_then:
+            since = max(self._level[source][1] for source in key)
+            self._since[key] = latest, since
         return self._no_later(latest) + self._listings[-1].clock_ms - since
 
     def _no_later(self, time_ms: int) -> int:

@@ -17,7 +17,7 @@ from tailrace.model.value import CACHED, Path, canonical, fields, follow
 FORMAT = 1
 """Number of the form in which a group's state is stored."""
 
-ROUGHLY = 64
+ROUGHLY = 96
 """What an event adds to a fold in any case, rounded up."""
 
 SHORT = 200
@@ -48,7 +48,12 @@ class Rule(msgspec.Struct, frozen=True):
     def definition(self) -> str:
         """What open folds depend on: two rules of the same definition understand each other's states."""
         parts = (FORMAT, self.group, self.collect)
-        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:8]
+
+    @property
+    def place(self) -> str:
+        """The last part of the keys that its open folds are under: those of another form of the rule are elsewhere."""
+        return f"{self.name}:{self.definition}"
 
     def shard(self, group: bytes, shards: int) -> int:
         """Return the shard that a group lives in."""
@@ -94,16 +99,23 @@ class Reader:
 
     def read(self, value: bytes) -> Taken | str:
         """Return what there is to fold of an event, or the word for why there is nothing."""
+        try:
+            return self._read(value)
+        except RecursionError:
+            return "too-deep"
+
+    def _read(self, value: bytes) -> Taken | str:
         if self._where is not None and not self._where.matches(value):
             return "filtered"
         found = self._fields(value)
         key = found[self._plain] if self._plain is not None else self._parts(found)
         group = self._known.get(key)
         if group is None:
-            group = self._canonical(self._parts(found))
+            parts = self._parts(found)
+            group = self._canonical(parts)
             if len(self._known) >= CACHED:
                 self._known.clear()
-            if len(group) <= SHORT:
+            if sum(len(part) for part in parts if part) <= SHORT:
                 self._known[key] = group
         if isinstance(group, str):
             return group

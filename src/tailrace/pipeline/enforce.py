@@ -19,17 +19,17 @@ from tailrace.stores.valkey import Shards
 
 logger = logging.getLogger(__name__)
 
-PAGE = 500
-LONG_AGO = -(1 << 53)
+PAGE = 100
+BEFORE_ALL = -(1 << 53)
 """A frontier at which nothing is due."""
 COUNTED = ("input", "new", "emitted", "premature")
 
 _encode = msgspec.json.Encoder().encode
 
 
-def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int) -> None:
+def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int = 0) -> None:
     """Put rules into force in place of those that were."""
-    key, store = shards.keys.rules(), Folds(shards)
+    key, store = shards.keys.rules(), Folds(shards, epoch)
     before = in_force(shards)
     counts = read_counts(shards, VIEW)
     for name, known in before.items():
@@ -40,8 +40,11 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int) -> None:
         elif rule.windows != known.rule.windows:
             moved = _rescore(shards, store, rule)
             logger.info("fold rule %s has new windows: %d group(s) have new due times", name, moved)
+        if rule is None or rule.clock != known.rule.clock:
+            count = shards.options.shards
+            shards.run_all([(s, ("HDEL", shards.keys.frontier(s), name)) for s in range(count)])
         if rule is None:
-            shards.run_all([(0, ("HDEL", key, name))])
+            shards.run_all([(0, ("HDEL", key, name)), (0, ("HDEL", shards.keys.wanted(), name))])
     for name, rule in rules.items():
         was = before.get(name)
         if was is not None and was.rule == rule:
@@ -61,7 +64,7 @@ def _flush(shards: Shards, store: Folds, rule: Rule, now_ms: int) -> int:
         for shard, held in _pages(shards, rule):
             made = [flushed(rule, folding, group, state, now_ms, FLUSH) for group, state in held.items()]
             found += len(held)
-            store.settle(rule.name, 0, [(shard, [change for change in made if change is not None])])
+            store.settle(rule, 0, shard, [change for change in made if change is not None])
         if not found:
             return given
         given += found
@@ -72,8 +75,8 @@ def _rescore(shards: Shards, store: Folds, rule: Rule) -> int:
     folding = rule.folding()
     moved = 0
     for shard, held in _pages(shards, rule):
-        made = [settled(rule, folding, group, state, LONG_AGO) for group, state in held.items()]
-        store.settle(rule.name, 0, [(shard, [change for change in made if change is not None])])
+        made = [settled(rule, folding, group, state, BEFORE_ALL) for group, state in held.items()]
+        store.settle(rule, 0, shard, [change for change in made if change is not None])
         moved += len(held)
     return moved
 
@@ -84,7 +87,7 @@ def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, Held]]
         cursor = b"0"
         while True:
             cursor, found = shards.run_all(
-                [(shard, ("HSCAN", shards.keys.fold(shard, rule.name), cursor, "COUNT", PAGE))]
+                [(shard, ("HSCAN", shards.keys.fold(shard, rule.place), cursor, "COUNT", PAGE))]
             )[0]
             cursor = cursor if isinstance(cursor, bytes) else str(cursor).encode()
             pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)

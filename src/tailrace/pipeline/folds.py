@@ -62,7 +62,8 @@ class FoldView(View):
         self._bytes, self._groups = 4 * window_bytes * shards, window_groups * shards
         self._looked: dict[int, Looked] = {}
         self._held: dict[Key, _Group] = {}
-        self._frontiers: list[Time] = []
+        self._frontiers: list[dict[str, int]] = []
+        """For each shard those of the rules: a shard that lost its last writes has its own time."""
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
         """Look into the slices, and read what their groups hold."""
@@ -78,14 +79,13 @@ class FoldView(View):
                 if added[-1][2] > place.marks[shard]:
                     wanted.setdefault((shard, n), {})[group] = None
         rulings = self._looker.rulings
-        asked = [(shard, rulings[n].rule.name, list(groups)) for (shard, n), groups in wanted.items()]
-        held, frontiers = Folds(shards).read(asked)
+        asked = [(shard, rulings[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
+        held, self._frontiers = Folds(shards).read(asked)
         self._held = {
             (shard, n, group): _Group(h)
             for ((shard, n), groups), answer in zip(wanted.items(), held, strict=True)
             for group, h in zip(groups, answer, strict=True)
         }
-        self._frontiers = [max(each.get(r.rule.name, NEVER) for each in frontiers) for r in rulings]
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice. Call after ``load``; what is written is remembered for the slices after it."""
@@ -142,7 +142,8 @@ class FoldView(View):
             known = self._held[shard, n, group]
             if known.clumps is None:
                 known.clumps = folding.load(known.held.state) if known.held.state else []
-            clumps, frontier = known.clumps, self._frontiers[n]
+            clumps: list[Clump] = known.clumps
+            frontier: Time = self._frontiers[shard].get(rule.name, NEVER)
             finished = folding.absorb(clumps, added, frontier)
             value = version + folding.dump(clumps) if clumps else b""
             due = folding.due(clumps) if clumps else 0
@@ -153,12 +154,12 @@ class FoldView(View):
             if finished:
                 emitted = int(frontier) if frontier > NEVER else 0
                 for fold in given_out(rule, group, finished, emitted):
-                    closed += ["F", rule.name, group, *fold]
+                    closed += ["F", rule.place, group, *fold]
                 if early := _too_early(finished, clumps, rule.windows.quiet_ms):
                     closed += ["C", f"premature:{rule.name}", early]
         items: list[Arg] = []
         for n, groups in written.items():
-            items += ["G", self._looker.rulings[n].rule.name, counted[n], len(groups) // 5, *groups]
+            items += ["G", self._looker.rulings[n].rule.place, counted[n], len(groups) // 5, *groups]
         return items + closed
 
     def _books(self, looked: Looked, begin: int, end: int) -> list[Arg]:

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -145,8 +145,8 @@ class Job:
             self._epoch = enlist(shards, self.views)
             wanted = self._wanted(shards)
             rules = self._rules(wanted)
-            if FOLDS in self.views:
-                enforce(shards, rules, round(time.time() * 1000))
+            if FOLDS in self.views or (self._owner and not self._settings.folds.rules):
+                enforce(shards, rules, round(time.time() * 1000), self._epoch if FOLDS in self.views else 0)
             topics = self._broker.topics()
             generations = self._adopt(shards, topics)
             bounds = self._broker.bounds(topics.values())
@@ -169,7 +169,8 @@ class Job:
                 publisher = self._publisher(shards)
                 publisher.start()
             if FOLDS in self.views:
-                emitter = self._emitter(shards, rules, query, timing, generations)
+                told = publisher.wake if publisher is not None else lambda: None
+                emitter = self._emitter(shards, rules, query, timing, generations, told)
                 emitter.start()
             if not topics and not self._restarts:
                 warm(self._spark)
@@ -275,10 +276,17 @@ class Job:
             kafka.positions,
             {kafka.dead_letters: 1, **targets},
             kafka.new_topic_replication,
+            dead_letters=kafka.dead_letters,
         )
 
     def _emitter(
-        self, shards: Shards, rules: dict[str, Rule], query: Any, timing: Timing, generations: dict[str, int]
+        self,
+        shards: Shards,
+        rules: dict[str, Rule],
+        query: Any,
+        timing: Timing,
+        generations: dict[str, int],
+        told: Callable[[], None],
     ) -> Emitter:
         own = Shards(shards.options, shards.run_ids)
         outputs = outputs_of(rules)
@@ -290,7 +298,9 @@ class Job:
             found = {rule.name: timing.of_rule(rule, outputs) for rule in wanted}
             return {name: time_ms for name, time_ms in found.items() if time_ms is not None}
 
-        return Emitter(own, list(rules.values()), frontier, self._settings.folds.tick.total_seconds())
+        return Emitter(
+            own, list(rules.values()), frontier, self._settings.folds.tick.total_seconds(), epoch=self._epoch, told=told
+        )
 
     def _begin_folds(
         self, shards: Shards, generations: dict[str, int], bounds: dict[tuple[str, int], tuple[int, int]]

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 from tailrace.model.fold import Folding
-from tailrace.model.rule import Reader, Rule
+from tailrace.model.rule import SHORT, Reader, Rule
 from tailrace.model.value import CACHED
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place
@@ -111,8 +111,10 @@ class Looker:
     def _home(self, ruling: Ruling, group: bytes) -> int:
         if len(ruling.homes) >= CACHED:
             ruling.homes.clear()
-        ruling.homes[group] = ruling.rule.shard(group, self._shards)
-        return ruling.homes[group]
+        shard = ruling.rule.shard(group, self._shards)
+        if len(group) <= SHORT:
+            ruling.homes[group] = shard
+        return shard
 
     def _rules_of(self, topic: str) -> list[int]:
         known = self._reading.get(topic)

@@ -23,7 +23,7 @@ from confluent_kafka import (
     Producer,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, Unavailable
 from tailrace.model.cursor import Position
@@ -39,6 +39,10 @@ LOOK_BACK = 10_000
 """How many records at the end of each partition of a target are searched for ids that are already there."""
 MAX_BYTES = 16 << 20
 """The largest message our own client lets through; the topic has its own limit."""
+OVERHEAD = 1024
+"""What Kafka adds to a message, rounded up."""
+QUOTED = 64 << 10
+"""How much of a message that was too large a dead letter shows."""
 
 
 class Publisher(threading.Thread):
@@ -52,6 +56,7 @@ class Publisher(threading.Thread):
         targets: Mapping[str, int],
         replication: int = 1,
         poll_s: float = 1.0,
+        dead_letters: str = "",
     ) -> None:
         super().__init__(name="publisher", daemon=True)
         self._shards = shards
@@ -60,17 +65,26 @@ class Publisher(threading.Thread):
         self._targets = dict(targets)
         """Topics that messages may go to, with the number of partitions to create them with."""
         self._replication = replication
+        self._dead_letters = dead_letters
+        """The topic that is told of messages which their own would not take."""
+        self._limits: dict[str, int] = {}
         self._poll_s = poll_s
         self._stopping = threading.Event()
+        self._woken = threading.Event()
         self._producers: dict[int, Producer] = {}
         self._placed: dict[int, Position] = {}
         self._published: set[str] | None = None
         """The ids at the targets' ends when this publisher began; None until the first message wants to know."""
         self.failure: BaseException | None = None
 
+    def wake(self) -> None:
+        """Let it look into the outboxes now, and not at its next turn."""
+        self._woken.set()
+
     def stop(self) -> None:
         """End the loop and wait a little; an open transaction is aborted by the broker or by the next publisher."""
         self._stopping.set()
+        self._woken.set()
         self.join(timeout=3)
 
     def run(self) -> None:
@@ -104,6 +118,7 @@ class Publisher(threading.Thread):
     def _begin(self) -> None:
         """Create the topics, take the transactional ids over and then find the positions."""
         self._create_topics()
+        self._limits = self._read_limits()
         for shard in range(self._shards.options.shards):
             if self._stopping.is_set():
                 return
@@ -127,11 +142,12 @@ class Publisher(threading.Thread):
         keys = self._shards.keys
         deadline = time.monotonic() + self._poll_s
         while True:
+            self._woken.clear()
             lengths = self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)])
             filled = [shard for shard, length in enumerate(lengths) if length]
             if filled or self._stopping.is_set() or time.monotonic() >= deadline:
                 return filled
-            self._stopping.wait(min(0.25, self._poll_s))
+            self._woken.wait(min(0.25, self._poll_s))
 
     def _publish(self, shard: int) -> int:
         """Move one batch of a shard's outbox; return how many messages it had."""
@@ -169,6 +185,9 @@ class Publisher(threading.Thread):
 
     def _produce(self, producer: Producer, fields: Mapping[bytes, bytes]) -> None:
         topic = fields[b"t"].decode()
+        size = len(fields[b"v"]) + len(fields[b"k"]) + len(fields.get(b"h", b"")) + OVERHEAD
+        if size > self._limits.get(topic, MAX_BYTES):
+            topic, fields = self._too_large(topic, fields)
         headers = _decode_headers(fields[b"h"]) if b"h" in fields else []
         message: dict[str, Any] = {"value": fields[b"v"], "headers": [*headers, (ID_HEADER, fields[b"i"])]}
         if fields[b"k"]:
@@ -179,6 +198,25 @@ class Publisher(threading.Thread):
                 return
             except BufferError:
                 producer.poll(0.1)
+
+    def _too_large(self, topic: str, fields: Mapping[bytes, bytes]) -> tuple[str, dict[bytes, bytes]]:
+        """Return a dead letter in the place of a message that its topic would not take: the others must go on."""
+        id_, size = fields[b"i"].decode(), len(fields[b"v"])
+        if not self._dead_letters:
+            raise PipelineError(f"{id_} has {size} bytes, more than topic {topic!r} takes: raise its max.message.bytes")
+        logger.error("%s has %d bytes, more than topic %r takes: it is in the dead letters", id_, size, topic)
+        letter = {"id": id_, "topic": topic, "reason": "too-large", "bytes": size}
+        letter["value"] = fields[b"v"][:QUOTED].decode(errors="replace")
+        return self._dead_letters, {b"i": fields[b"i"], b"k": fields[b"k"], b"v": msgspec.json.encode(letter)}
+
+    def _read_limits(self) -> dict[str, int]:
+        """Return how large a message each target takes."""
+        admin = AdminClient(self._properties)
+        asked = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in self._targets]
+        found: dict[str, int] = {}
+        for resource, answer in admin.describe_configs(asked).items():
+            found[resource.name] = min(MAX_BYTES, int(answer.result(15)["max.message.bytes"].value))
+        return found
 
     def _create_topics(self) -> None:
         admin = AdminClient(self._properties)

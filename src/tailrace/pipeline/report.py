@@ -57,7 +57,7 @@ class Report:
         """Take a progress report of Spark's and store ours."""
         batch = Batch.read(progress, self._generations)
         # The times first: what they hold up to may be completed by what comes next, and not the other way round.
-        self._timing.passed(read_times(self._shards, self._views[-1]))
+        self._timing.passed(read_times(self._shards, FOLDS if FOLDS in self._views else self._views[-1]))
         self._timing.completed(batch)
         self._advance(batch.ends)
         self._ends.update(batch.ends)

@@ -7,7 +7,7 @@ is given out twice, nothing is lost, and what comes after opens the next fold.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -17,7 +17,7 @@ from tailrace.errors import BadRequest, GroupNotFound, Overloaded, StoreUnavaila
 from tailrace.model.rule import Rule, group_of
 from tailrace.serving.folds import in_force
 from tailrace.serving.service import Service
-from tailrace.stores.folds import Change, Held, flushed, read_held, settle_arguments
+from tailrace.stores.folds import Change, Held, flushed, portions, read_held, settle_arguments
 from tailrace.stores.functions import function
 
 Reason: TypeAlias = Literal["flush", "deleted"]
@@ -26,8 +26,6 @@ TRIES = 50
 PAUSE_S = 0.01
 AT_ONCE = 50
 """About how many groups are read at once when all are flushed."""
-CALL_BYTES = 256 << 10
-"""About how much one call gives out: the server does nothing else meanwhile."""
 
 
 class GivenOut(BaseModel):
@@ -99,11 +97,11 @@ class _Flush:
         for _ in range(TRIES):
             rule = await in_force(self._service, self._name)
             shard = rule.shard(group, self._nodes.options.shards)
-            held = read_held(await self._nodes.read(shard, "HGET", keys.fold(shard, self._name), group))
+            held = read_held(await self._nodes.read(shard, "HGET", keys.fold(shard, rule.place), group))
             if not held.state:
                 return None
             change = self._change(rule, group, held, await self._frontier(shard))
-            if await self._settle(shard, [change]) == [1]:
+            if await self._settle(rule, shard, [change]) == [1]:
                 return _ids(change)
             await asyncio.sleep(PAUSE_S)
         raise Overloaded(f"the group {group.decode()} of rule {self._name!r} changes all the time: try again")
@@ -116,12 +114,12 @@ class _Flush:
             cursor = 0
             while True:
                 rule = await in_force(self._service, self._name)
-                asked = "HSCAN", self._nodes.keys.fold(shard, self._name), cursor, "COUNT", AT_ONCE
+                asked = "HSCAN", self._nodes.keys.fold(shard, rule.place), cursor, "COUNT", AT_ONCE
                 cursor, found = _page(await self._nodes.read(shard, *asked))
                 reached = await self._frontier(shard)
                 changes = [self._change(rule, group, read_held(stored), reached) for group, stored in found.items()]
-                for some in _portions(changes):
-                    for change, done in zip(some, await self._settle(shard, some), strict=True):
+                for some in portions(changes):
+                    for change, done in zip(some, await self._settle(rule, shard, some), strict=True):
                         given = _ids(change) if done else await self.one(change.group)
                         ids += given or ()
                         groups += given is not None
@@ -155,8 +153,8 @@ class _Flush:
             )
         return int(reached or 0)
 
-    async def _settle(self, shard: int, changes: Sequence[Change]) -> list[int]:
-        arguments = settle_arguments(self._name, 0, changes)
+    async def _settle(self, rule: Rule, shard: int, changes: Sequence[Change]) -> list[int]:
+        arguments = settle_arguments(rule, 0, changes)
         return await self._nodes.read(  # type: ignore[no-any-return]
             shard, "FCALL", function("settle"), 1, self._nodes.keys.tag(shard), *arguments
         )
@@ -168,19 +166,5 @@ def _page(answer: Any) -> tuple[int, dict[bytes, bytes]]:
     return int(cursor), pairs
 
 
-def _portions(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    some: list[Change] = []
-    size = 0
-    for change in changes:
-        weight = sum(len(fold[3]) for fold in change.folds if isinstance(fold[3], bytes))
-        if some and size + weight > CALL_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(change)
-        size += weight
-    if some:
-        yield some
-
-
 def _ids(change: Change) -> list[str]:
-    return [str(fold[0]) for fold in change.folds]
+    return [str(fold[0]).partition("#")[0] for fold in change.folds]

@@ -130,15 +130,18 @@ async def figures(service: Service) -> list[FoldFigures]:
 
 
 async def look(service: Service) -> list[Seen]:
-    """Ask all shards about all rules, in one round trip per node."""
+    """Ask all shards about all rules, in two round trips per node."""
     names, keys, shards = list(service.rules), service.nodes.keys, range(service.nodes.options.shards)
     if not names:
         return []
-    commands: list[Command] = [(0, ("HMGET", keys.rules(), *names))]
-    commands += [(s, ("HGETALL", keys.counts(s, VIEW))) for s in shards]
+    kept = await service.nodes.read(0, "HMGET", keys.rules(), *names)
+    applied = [
+        since.rule if (since := read_in_force(text)) else service.rules[n] for n, text in zip(names, kept, strict=True)
+    ]
+    commands: list[Command] = [(s, ("HGETALL", keys.counts(s, VIEW))) for s in shards]
     commands += [(s, ("HGETALL", keys.frontier(s))) for s in shards]
-    commands += [(s, ("ZCARD", keys.due(s, name))) for name in names for s in shards]
-    kept, *answers = await service.nodes.read_all(commands)
+    commands += [(s, ("ZCARD", keys.due(s, rule.place))) for rule in applied for s in shards]
+    answers = await service.nodes.read_all(commands)
     count = len(shards)
     counters, frontiers = _added(answers[:count]), [numbers(answer) for answer in answers[count : 2 * count]]
     pending = answers[2 * count :]

@@ -72,14 +72,14 @@ async def list_pending(service: Service, name: str, after: str, limit: int) -> b
     rule = await in_force(service, name)
     place = Place.parse(after) if after else None
     shards = range(service.nodes.options.shards)
-    ways = await asyncio.gather(*(_due(service, shard, name, place, limit + 1) for shard in shards))
+    ways = await asyncio.gather(*(_due(service, shard, rule.place, place, limit + 1) for shard in shards))
     due = sorted((place, shard) for shard, places in enumerate(ways) for place in places)
     page, folding = due[:limit], rule.folding()
     rows: list[dict[str, Any]] = []
     for at in range(0, len(page), AT_ONCE):
         some = page[at : at + AT_ONCE]
         key = service.nodes.keys.fold
-        answers = await service.nodes.read_all([(s, ("HGET", key(s, name), place.group)) for place, s in some])
+        answers = await service.nodes.read_all([(s, ("HGET", key(s, rule.place), place.group)) for place, s in some])
         for (place, _), answer in zip(some, answers, strict=True):
             if answer is not None:
                 rows.append(_row(rule, folding, place, read_held(answer)))

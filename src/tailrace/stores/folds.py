@@ -8,19 +8,22 @@ and the answers are read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from tailrace.errors import StaleDriver
 from tailrace.model.fold import NEVER, Finished, Folding
 from tailrace.model.folded import folded
 from tailrace.model.rule import Rule
 from tailrace.stores.keys import Keys
-from tailrace.stores.valkey import Arg, Call, Command, Shards
+from tailrace.stores.valkey import Arg, Command, Shards
 
 VIEW = "folds"
 VERSION_BYTES = 8
+CALL_BYTES = 512 << 10
+"""About how much one call carries."""
 
 FLUSH, DELETED = "flush", "deleted"
 ASKED_FOR = (FLUSH, DELETED)
@@ -103,9 +106,9 @@ def flushed(rule: Rule, folding: Folding, group: bytes, held: Held, now_ms: int,
     return Change(group, held.version, b"", 0, given_out(rule, group, finished, now_ms))
 
 
-def settle_arguments(rule: str, forget_ms: int, changes: Sequence[Change]) -> list[Arg]:
+def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[Change], epoch: int = 0) -> list[Arg]:
     """Return the arguments of the function ``settle``; it answers 1 for each change that was made, 0 for others."""
-    args: list[Arg] = [rule, forget_ms]
+    args: list[Arg] = [rule.place, epoch, forget_ms]
     for change in changes:
         value = new_version() + change.state if change.state else b""
         args += [change.group, change.seen, value, change.due, len(change.folds)]
@@ -114,49 +117,77 @@ def settle_arguments(rule: str, forget_ms: int, changes: Sequence[Change]) -> li
     return args
 
 
-class Folds:
-    """The blocking side: what the pipeline does with the groups of its rules."""
+def portions(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    """Cut changes into calls that give out, and write back, not too much: the server does nothing else meanwhile."""
+    some: list[Change] = []
+    size = 0
+    for change in changes:
+        weight = len(change.state) + sum(len(fold[3]) for fold in change.folds if isinstance(fold[3], bytes))
+        if some and size + weight > CALL_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(change)
+        size += weight
+    if some:
+        yield some
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+
+class Folds:
+    """The blocking side: what the pipeline does with the groups of its rules; a driver says its epoch."""
+
+    def __init__(self, shards: Shards, epoch: int = 0) -> None:
+        self._shards, self._epoch = shards, epoch
         self._keys: Keys = shards.keys
 
-    def read(self, wanted: Sequence[tuple[int, str, Sequence[bytes]]]) -> tuple[list[list[Held]], list[dict[str, int]]]:
+    def read(
+        self, wanted: Sequence[tuple[int, Rule, Sequence[bytes]]]
+    ) -> tuple[list[list[Held]], list[dict[str, int]]]:
         """Return what groups hold, asked for as (shard, rule, groups), and every shard's frontiers by rule."""
         count = self._shards.options.shards
-        commands: list[Command] = [(s, ("HMGET", self._keys.fold(s, rule), *groups)) for s, rule, groups in wanted]
+        commands: list[Command] = [
+            (s, ("HMGET", self._keys.fold(s, rule.place), *groups)) for s, rule, groups in wanted
+        ]
         commands += [(s, ("HGETALL", self._keys.frontier(s))) for s in range(count)]
         answers = self._shards.run_all(commands)
         held = [[read_held(field) for field in answer] for answer in answers[: len(wanted)]]
         return held, [_numbers(answer) for answer in answers[len(wanted) :]]
 
-    def due(self, rule: str, until_ms: int, limit: int) -> list[list[bytes]]:
+    def due(self, rule: Rule, until_ms: int, limit: int) -> list[list[bytes]]:
         """Return, for every shard, the groups that are due at a time, the longest due first."""
         return self._shards.run_all(
             [
-                (s, ("ZRANGEBYSCORE", self._keys.due(s, rule), "-inf", until_ms, "LIMIT", 0, limit))
+                (s, ("ZRANGEBYSCORE", self._keys.due(s, rule.place), "-inf", until_ms, "LIMIT", 0, limit))
                 for s in range(self._shards.options.shards)
             ]
         )
 
-    def earliest(self, rules: Sequence[str]) -> dict[str, int]:
+    def earliest(self, rules: Sequence[Rule]) -> dict[str, int]:
         """Return when the first group of each rule is due; rules that hold nothing are left out."""
         count = self._shards.options.shards
         asked = [(rule, s) for rule in rules for s in range(count)]
         answers = self._shards.run_all(
-            [(s, ("ZRANGE", self._keys.due(s, rule), 0, 0, "WITHSCORES")) for rule, s in asked]
+            [(s, ("ZRANGE", self._keys.due(s, rule.place), 0, 0, "WITHSCORES")) for rule, s in asked]
         )
         found: dict[str, int] = {}
         for (rule, _), answer in zip(asked, answers, strict=True):
             if answer:
                 due = int(float(answer[0][1] if isinstance(answer[0], list | tuple) else answer[1]))
-                found[rule] = min(due, found.get(rule, due))
+                found[rule.name] = min(due, found.get(rule.name, due))
         return found
 
-    def settle(self, rule: str, forget_ms: int, changes: Sequence[tuple[int, Sequence[Change]]]) -> int:
-        """Make changes, given with their shards; return how many were not, since somebody was faster."""
-        calls: list[Call] = [(s, "settle", settle_arguments(rule, forget_ms, made)) for s, made in changes]
-        return sum(list(answer).count(0) for answer in self._shards.call_all(calls))
+    def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Sequence[Change]) -> int:
+        """Make changes of a shard, in calls that are not too large; return how many were not, as somebody was faster.
+
+        Raises:
+            StaleDriver: Another driver has taken the view over.
+        """
+        refused = 0
+        for some in portions(changes):
+            answer = self._shards.call(shard, "settle", *settle_arguments(rule, forget_ms, some, self._epoch))
+            if answer and answer[0] == b"stale":
+                raise StaleDriver(VIEW, self._epoch, 0)
+            refused += list(answer).count(0)
+        return refused
 
     def raise_frontier(self, frontiers: dict[str, int]) -> None:
         """Tell the tasks how far time has come for each rule."""

@@ -12,9 +12,9 @@ name, which may be any text, comes last and no two names share a key.
     …:times:<view>               hash    source -> running-maximum time, and its mark (home shard; folds: all)
     …:counts:<view>              hash    in, stored, dead, skipped:<reason>; for folds also input:<rule>,
                                          new:<rule>, emitted:<rule>, premature:<rule>, reason:<rule>:<reason>
-    …:fold:<rule>                hash    group -> version (8 bytes) and state of its open folds; gone when they are
-    …:due:<rule>                 zset    group -> when its first fold is due
-    …:closed:<rule>              zset    group -> when it last fell quiet; for a while
+    …:fold:<rule>:<form>         hash    group -> version (8 bytes) and state of its open folds; gone when they are
+    …:due:<rule>:<form>          zset    group -> when its first fold is due
+    …:closed:<rule>:<form>       zset    group -> when it last fell quiet; for a while
     …:frontier                   hash    rule -> the frontier that its folds were last settled at
     …:names:<view>               zset    every name with a log, in lexical order
     …:log:<view>:<name>          hash    the log's open segment, its floor, one field per closed segment; expires when

@@ -115,6 +115,9 @@ local function send(tag, epoch, number, id, topic, key, value, headers)
   return number
 end
 
+-- A rule of folds is given as name:form, the end of its keys; what is counted is counted under its name.
+local function name_of(rule) return string.match(rule, '^[^:]*') end
+
 -- A group of a fold rule: a field of the hash fold:<rule>, whose value begins with a version of eight bytes that is never
 -- used again, and a member of the sorted set due:<rule>. closed:<rule> remembers for a while when groups fell quiet.
 -- Lua hands over a limited number of arguments at once.
@@ -162,8 +165,8 @@ local function new_account() return {counts = {}, quiet = {}, keep = {}} end
 local function count(account, field, n) account.counts[field] = (account.counts[field] or 0) + n end
 
 local function emit(tag, account, epoch, number, rule, group, id, topic, key, value, reason, last, keep)
-  count(account, 'emitted:' .. rule, 1)
-  count(account, 'reason:' .. rule .. ':' .. reason, 1)
+  count(account, 'emitted:' .. name_of(rule), 1)
+  count(account, 'reason:' .. name_of(rule) .. ':' .. reason, 1)
   if reason == 'quiet' then
     local quiet = account.quiet[rule] or {}
     quiet[#quiet + 1], quiet[#quiet + 2] = last, group
@@ -193,14 +196,15 @@ end
 
 -- Counts what a G item adds: groups that held nothing, and those of them that had been given out too early.
 local function count_groups(tag, account, item)
-  count(account, 'input:' .. item.rule, item.inputs)
+  local name = name_of(item.rule)
+  count(account, 'input:' .. name, item.inputs)
   local closed = tag .. ':closed:' .. item.rule
   local known = redis.call('EXISTS', closed) == 1
   for k = 1, #item.groups do
     if item.seen[k] == '' then
-      count(account, 'new:' .. item.rule, 1)
+      count(account, 'new:' .. name, 1)
       local quieted = known and redis.call('ZSCORE', closed, item.groups[k])
-      if quieted and tonumber(quieted) > tonumber(item.near[k]) then count(account, 'premature:' .. item.rule, 1) end
+      if quieted and tonumber(quieted) > tonumber(item.near[k]) then count(account, 'premature:' .. name, 1) end
     end
   end
 end
@@ -295,16 +299,19 @@ local function apply(keys, args)
   return {'ok', args[5]}
 end
 
--- settle(rule, forget ms, (group, seen, value, due, folds, (id, topic, key, value, reason, last, keep)…)…)
+-- settle(rule, driver epoch, forget ms, (group, seen, value, due, folds, (id, topic, key, value, reason, last, keep)…)…)
 -- Gives out what is due of groups, each one if its version is still the one seen; answers 1 for those and 0 for others. Groups
--- that fell quiet before forget are not remembered any more.
+-- that fell quiet before forget are not remembered any more. A driver that was overtaken changes nothing; others than drivers
+-- have the epoch 0.
 local function settle(keys, args)
   local tag, rule = keys[1], args[1]
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {} end
-  redis.call('ZREMRANGEBYSCORE', tag .. ':closed:' .. rule, '-inf', args[2])
+  local driver = tonumber(args[2])
+  if driver > 0 and fenced(tag, 'folds', driver) then return {'stale'} end
+  redis.call('ZREMRANGEBYSCORE', tag .. ':closed:' .. rule, '-inf', args[3])
   local groups, seen, places = {}, {}, {}
-  local i = 3
+  local i = 4
   while i <= #args do
     groups[#groups + 1], seen[#seen + 1], places[#places + 1] = args[i], args[i + 1], i
     i = i + 5 + 7 * tonumber(args[i + 4])
