@@ -13,16 +13,15 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from tailrace.model.rule import Rule
-from tailrace.stores.folds import FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
+from tailrace.stores.folds import COUNTED, FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
 from tailrace.stores.marks import read_counts
-from tailrace.stores.valkey import Shards
+from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)
 
 PAGE = 100
 BEFORE_ALL = -(1 << 53)
 """A frontier at which nothing is due."""
-COUNTED = ("input", "new", "emitted", "premature")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -90,7 +89,7 @@ def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, Held]]
                 [(shard, ("HSCAN", shards.keys.fold(shard, rule.place), cursor, "COUNT", PAGE))]
             )[0]
             cursor = cursor if isinstance(cursor, bytes) else str(cursor).encode()
-            pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+            pairs = mapping(found).items()
             if held := {group: read_held(value) for group, value in pairs}:
                 yield shard, held
             if cursor == b"0":

@@ -47,7 +47,7 @@ from tailrace.pipeline.tune import session, tasks, warm
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, lowest, read_marks, read_times
 from tailrace.stores.rules import changed, outputs_of, rules_of
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
+from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, mapping, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ class Job:
         if FOLDS not in self.views:
             return {}
         answer = shards.run_all([(0, ("HGETALL", shards.keys.wanted()))])[0]
-        pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+        pairs = mapping(answer).items()
         return {name.decode(): text for name, text in pairs}
 
     def _rules(self, wanted: dict[str, bytes]) -> dict[str, Rule]:

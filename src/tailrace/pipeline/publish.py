@@ -27,7 +27,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, Unavailable
 from tailrace.model.cursor import Position
-from tailrace.stores.valkey import Shards
+from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Publisher(threading.Thread):
         producer, placed = self._producers[shard], self._placed.get(shard, Position.START)
         fresh: list[tuple[Position, dict[bytes, bytes]]] = []
         for entry_id, flat in entries:
-            fields = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+            fields = mapping(flat)
             position = Position(int(fields[b"e"]), int(entry_id.partition(b"-")[0]))
             if (position.epoch, position.number) > (placed.epoch, placed.number):
                 fresh.append((position, fields))

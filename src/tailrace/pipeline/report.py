@@ -18,7 +18,7 @@ from tailrace.pipeline.source import LostRange
 from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, conserved, read_counts, read_times
-from tailrace.stores.valkey import Shards
+from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,6 @@ class Report:
         entries = self._shards.run_all([(0, ("XREVRANGE", key, "+", "-", "COUNT", SHOWN_GAPS))])[0]
         found: list[LostRange] = []
         for _, flat in entries:
-            fields = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+            fields = mapping(flat)
             found.append(LostRange(fields[b"source"].decode(), int(fields[b"first"]), int(fields[b"until"])))
         return found

@@ -19,6 +19,7 @@ from tailrace.serving.folds import in_force
 from tailrace.serving.service import Service
 from tailrace.stores.folds import Change, Held, flushed, portions, read_held, settle_arguments
 from tailrace.stores.functions import function
+from tailrace.stores.valkey import mapping
 
 Reason: TypeAlias = Literal["flush", "deleted"]
 
@@ -162,7 +163,7 @@ class _Flush:
 
 def _page(answer: Any) -> tuple[int, dict[bytes, bytes]]:
     cursor, found = answer
-    pairs = found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
+    pairs = mapping(found)
     return int(cursor), pairs
 
 

@@ -20,11 +20,9 @@ from tailrace.model.fold import Windows
 from tailrace.model.folded import stream_of
 from tailrace.model.rule import Rule
 from tailrace.serving.service import Service
-from tailrace.stores.folds import VIEW, InForce
-from tailrace.stores.valkey import Command
+from tailrace.stores.folds import COUNTED, VIEW, InForce
+from tailrace.stores.valkey import Command, mapping
 from tailrace.units import format_duration, format_size
-
-COUNTED = ("input", "new", "emitted", "premature")
 
 _read = msgspec.json.Decoder(InForce).decode
 
@@ -206,7 +204,7 @@ def ratio_of(given: int, emitted: int) -> float | None:
 
 def numbers(answer: Any) -> dict[str, int]:
     """Read a hash of numbers."""
-    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+    pairs = mapping(answer).items()
     return {field.decode(): int(number) for field, number in pairs}
 
 

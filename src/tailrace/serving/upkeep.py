@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 from tailrace.metrics import Run
 from tailrace.model.event import iso_time
 from tailrace.serving.service import Service, now_ms
+from tailrace.stores.valkey import mapping
 
 PERIODIC = ("pack", "sweep", "audit")
 """The jobs that run by themselves, each every so often."""
@@ -59,7 +60,7 @@ class Upkeep:
         """Return the last run of every job that has left a report that can be read."""
         nodes = self._service.nodes
         answer = await nodes.read(0, "HGETALL", nodes.keys.upkeep())
-        pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+        pairs = mapping(answer).items()
         return [run for field, stored in sorted(pairs) if (run := _run(field, stored))]
 
     @property

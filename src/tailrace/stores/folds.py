@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -18,10 +19,12 @@ from tailrace.model.fold import NEVER, Finished, Folding
 from tailrace.model.folded import folded
 from tailrace.model.rule import Rule
 from tailrace.stores.keys import Keys
-from tailrace.stores.valkey import Arg, Command, Shards
+from tailrace.stores.valkey import Arg, Command, Shards, mapping
 
 VIEW = "folds"
 VERSION_BYTES = 8
+COUNTED = ("input", "new", "emitted", "premature")
+"""What is counted of every rule, each as a counter <what>:<rule>."""
 CALL_BYTES = 512 << 10
 """About how much one call carries."""
 
@@ -60,10 +63,13 @@ _decode_rule = msgspec.json.Decoder(InForce).decode
 
 
 def in_force(shards: Shards) -> dict[str, InForce]:
-    """Return the rules that a pipeline applies, or applied last."""
+    """Return the rules that a pipeline applies, or applied last; not those that another release has written otherwise."""
     answer = shards.run_all([(0, ("HGETALL", shards.keys.rules()))])[0]
-    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
-    return {name.decode(): _decode_rule(text) for name, text in pairs}
+    found: dict[str, InForce] = {}
+    for name, text in mapping(answer).items():
+        with suppress(msgspec.DecodeError):
+            found[name.decode()] = _decode_rule(text)
+    return found
 
 
 def new_version() -> bytes:
@@ -199,5 +205,5 @@ class Folds:
 
 
 def _numbers(answer: Any) -> dict[str, int]:
-    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+    pairs = mapping(answer).items()
     return {field.decode(): int(number) for field, number in pairs}

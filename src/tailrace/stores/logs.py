@@ -18,6 +18,7 @@ from tailrace.model.pack import CODEC, unpack
 from tailrace.model.run import Entry, decode, raw_size
 from tailrace.model.segment import PACKED, Log, Segment
 from tailrace.stores.nodes import Nodes
+from tailrace.stores.valkey import mapping
 
 PACKED_BYTES = 1 << 20
 """About how much of a packed piece one read returns, so that a reader's memory does not depend on the piece's size."""
@@ -94,7 +95,7 @@ _OPEN = (b"i", b"b", b"w", b"e", b"f", b"l", b"c", b"z", b"t")
 def read_log(answer: Any) -> Log:
     """Read the answer to HGETALL of a log's hash."""
     fields: dict[bytes, bytes]
-    fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
+    fields = mapping(answer)
     if b"i" not in fields:
         return Log()
     try:
@@ -134,7 +135,7 @@ def write_row(segment: Segment) -> bytes:
 def read_entries(entry_id: bytes, fields: Any) -> Iterator[Entry]:
     """Yield what one entry of a segment's stream holds: a run, or the runs of a packed piece."""
     last, _, count = entry_id.partition(b"-")
-    named = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
+    named = mapping(fields)
     stored = named[b"r"]
     try:
         if stored[:1] == CODEC:

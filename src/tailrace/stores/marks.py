@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tailrace.errors import StaleDriver, StoreError
 from tailrace.model.event import Source
-from tailrace.stores.valkey import Shards
+from tailrace.stores.valkey import Shards, mapping
 
 NOTHING = -1
 """The mark of a source of which nothing is applied."""
@@ -21,7 +21,7 @@ def read_marks(shards: Shards, view: str) -> list[dict[Source, int]]:
     answers = shards.run_all(
         [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)],
     )
-    return [{Source.parse(field.decode()): int(mark) for field, mark in _pairs(answer)} for answer in answers]
+    return [{Source.parse(field.decode()): int(mark) for field, mark in mapping(answer).items()} for answer in answers]
 
 
 def lowest(marks: Sequence[Mapping[Source, int]]) -> dict[Source, int]:
@@ -54,7 +54,7 @@ def read_times(shards: Shards, view: str) -> dict[Source, tuple[int, int]]:
     for answer in shards.run_all(
         [(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)],
     ):
-        for field, value in _pairs(answer):
+        for field, value in mapping(answer).items():
             source, known = Source.parse(field.decode()), parse_time(value)
             if source not in found or found[source][1] < known[1]:
                 found[source] = known
@@ -71,7 +71,7 @@ def read_counts(shards: Shards, view: str) -> dict[str, int]:
     """Return the view's counters, added up over all shards: in, stored, dead, skipped:<reason>."""
     totals: dict[str, int] = {}
     for answer in shards.run_all([(s, ("HGETALL", shards.keys.counts(s, view))) for s in range(shards.options.shards)]):
-        for field, n in _pairs(answer):
+        for field, n in mapping(answer).items():
             totals[field.decode()] = totals.get(field.decode(), 0) + int(n)
     return totals
 
@@ -80,10 +80,3 @@ def conserved(counts: Mapping[str, int]) -> int:
     """Return in − (stored + skipped + dead): 0 when no record is under way and none was lost."""
     out = sum(n for field, n in counts.items() if field in ("stored", "dead") or field.startswith("skipped:"))
     return counts.get("in", 0) - out
-
-
-def _pairs(answer: object) -> list[tuple[bytes, bytes]]:
-    if isinstance(answer, dict):
-        return list(answer.items())
-    items: list[bytes] = list(answer)  # type: ignore[call-overload]
-    return list(zip(items[::2], items[1::2], strict=True))

@@ -18,7 +18,7 @@ from tailrace.model.name import shard_of
 from tailrace.model.run import Entry
 from tailrace.model.segment import Segment
 from tailrace.stores.logs import read_entries, write_row
-from tailrace.stores.valkey import Arg, Call, Command, Shards
+from tailrace.stores.valkey import Arg, Call, Command, Shards, mapping
 
 STAGED_MS = 3_600_000
 """How long what is staged waits; every further piece of the same segment begins it anew."""
@@ -131,7 +131,7 @@ class Staging:
         count = self._shards.options.shards
         for answer in self._call([(s, "reopen", (self.token, self.view, now_s)) for s in range(count)]):
             flat = answer[2]
-            pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+            pairs = mapping(flat).items()
             found.append((int(answer[1]), {Source.parse(field.decode()): int(mark) for field, mark in pairs}))
         return found
 

@@ -35,6 +35,11 @@ Command: TypeAlias = tuple[int, tuple[Arg, ...]]
 """Shard, plain command."""
 
 
+def mapping(answer: Any) -> dict[bytes, bytes]:
+    """Return fields and values of a hash, or of a stream's entry, in whichever form the client hands them over."""
+    return answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
+
+
 class StoreOptions(msgspec.Struct, frozen=True):
     """How to reach the store and how it is divided; what a Spark task gets from its driver."""
 

@@ -17,7 +17,7 @@ from tailrace.model.bucket import DAY_MS
 from tailrace.model.name import shard_of
 from tailrace.model.segment import Log, Segment
 from tailrace.stores.logs import read_entries, read_log, read_row
-from tailrace.stores.valkey import Command, Shards, translated
+from tailrace.stores.valkey import Command, Shards, mapping, translated
 
 PAGE = 1000
 READ_BYTES = 1 << 20
@@ -191,7 +191,7 @@ def _bare(item: Any) -> Held:
 
 
 def _named(fields: Any) -> dict[bytes, bytes]:
-    return fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
+    return mapping(fields)
 
 
 class _Key(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from tailrace.pipeline.slice import COLUMNS, Slice, slices
 from tailrace.pipeline.source import ANSWER_S, Broker, Topic, client_properties, reader_options
 from tailrace.pipeline.tune import tasks
 from tailrace.stores.marks import NOTHING, read_marks
-from tailrace.stores.valkey import Shards
+from tailrace.stores.valkey import Shards, mapping
 from tailrace.upkeep.job import matcher
 from tailrace.upkeep.spread import begin_session, end_session
 
@@ -229,7 +229,7 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False)
 def _generations(shards: Shards) -> dict[str, tuple[int, str]]:
     """Return generation and id of every topic that the pipeline has adopted."""
     (answer,) = shards.run_all([(0, ("HGETALL", shards.keys.topics()))])
-    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=True)
+    pairs = mapping(answer).items()
     found: dict[str, tuple[int, str]] = {}
     for name, stored in pairs:
         generation, _, identity = stored.decode().partition(" ")
