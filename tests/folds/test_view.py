@@ -177,3 +177,19 @@ def test_a_full_fold_goes_out_at_once(store: StoreOptions) -> None:
     ]
     rig.settle(10**6)
     assert rig.folds()[-1] == Fold("account_1", ((0, 4),), "quiet", 1_004)
+
+
+def test_a_shard_that_lost_its_writes_folds_again_what_it_had(store: StoreOptions) -> None:
+    rig = FoldRig(store)
+    records = [post(i, f"account_{i % 8}", 700 * i) for i in range(60)]
+    rig.writer.write(records)
+    rig.settle(20_000)
+    lost = next(s for s in range(store.shards) if rig.shards.client(s).exists(rig.shards.keys.outbox(s)))
+    tag = rig.shards.keys.tag(lost)
+    for kind in ("marks:folds", "times:folds", "counts:folds", "frontier", "outbox", "number"):
+        rig.shards.client(lost).delete(f"{tag}:{kind}")
+    for kind in ("fold", "due", "closed"):
+        rig.shards.client(lost).delete(f"{tag}:{kind}:{RULE.place}")
+    rig.writer.another_task().write(records)
+    rig.settle(10**9)
+    assert rig.folds() == expected(records)

@@ -63,7 +63,7 @@ _decode_rule = msgspec.json.Decoder(InForce).decode
 
 
 def in_force(shards: Shards) -> dict[str, InForce]:
-    """Return the rules that a pipeline applies, or applied last; not those that another release has written otherwise."""
+    """Return the rules that a pipeline applies, or applied last; not those that another release wrote otherwise."""
     answer = shards.run_all([(0, ("HGETALL", shards.keys.rules()))])[0]
     found: dict[str, InForce] = {}
     for name, text in mapping(answer).items():
