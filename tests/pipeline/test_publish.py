@@ -209,7 +209,9 @@ def test_letters_that_a_rolled_back_store_holds_again_are_not_sent_again(post: P
     with post.publishing():
         ids = post.refuse(0, BATCH + 100)
         post.wait_empty()
-    # The store forgets everything, begins a new epoch, and is filled again from Kafka.
+    # The store forgets everything, begins a new epoch, and is filled again from Kafka. Without its memory of the last
+    # epoch, the new one is another only from the next second on.
+    time.sleep(1.1)
     for shard in range(4):
         mine: Any = shards.client(shard).keys(f"{keys.tag(shard)}:*")
         shards.client(shard).delete(*mine)
