@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -89,19 +88,18 @@ class Installation:
 
 
 def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Sequence[int]) -> dict[str, Any]:
-    """Fold a whole topic. Time runs from the beginning of the first batch until the last fold is in Kafka; CPU time, of
-    the processes given, from before the query is started."""
+    """Fold a whole topic. Time runs from the start of the query until the last fold is in Kafka; CPU time, of the
+    processes given, from before that."""
     installation = Installation(bootstrap, url, {"posts": (topic, QUIET_MS)})
     stopping, before = threading.Event(), cpu_seconds(pids)
     job = threading.Thread(target=Job(installation.settings, spark).run, args=(stopping,), daemon=True)
     job.start()
     try:
+        _wait("a query", lambda: spark.streams.active, job)
+        began = time.time()
         _wait("all posts folded", lambda: _prepared(installation) and installation.folded("posts") >= events, job)
         _wait("all folds published", lambda: not installation.pending(), job)
         ended, cpu = time.time(), cpu_seconds(pids) - before
-        # A batch is reported when it has ended, which may be after its folds are published.
-        _wait("a report of the first batch", lambda: _begins(spark), job)
-        began = min(_begins(spark))
     finally:
         stopping.set()
         job.join(60)
@@ -122,12 +120,6 @@ def given_out(url: str, prefix: str, rule: str, events: int) -> int:
     if counts.get(f"input:{rule}") != events or open_:
         raise SystemExit(f"library: {counts} and {open_:,} open, of {events:,} events")
     return counts[f"emitted:{rule}"]
-
-
-def _begins(spark: Any) -> list[float]:
-    """Return when batches with posts began."""
-    reports = (json.loads(progress.json) for query in spark.streams.active for progress in query.recentProgress)
-    return [datetime.fromisoformat(facts["timestamp"]).timestamp() for facts in reports if facts["numInputRows"]]
 
 
 def _prepared(installation: Installation) -> bool:
