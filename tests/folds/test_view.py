@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from itertools import count
+from typing import Any
 
 import msgspec
 import pytest
@@ -193,3 +194,24 @@ def test_a_shard_that_lost_its_writes_folds_again_what_it_had(store: StoreOption
     rig.writer.another_task().write(records)
     rig.settle(10**9)
     assert rig.folds() == expected(records)
+
+
+def test_events_that_are_folded_are_passed_on_once_unchanged_and_in_order(any_store: StoreOptions) -> None:
+    rig = FoldRig(any_store, [msgspec.structs.replace(RULE, raw="posts.raw")])
+    records = [
+        post(i, f"account_{i % 5}", i)._replace(key=b"k%d" % i, headers=[("trace", b"%d" % i), ("empty", None)])
+        for i in range(40)
+    ]
+    records[7] = records[7]._replace(value=b'{"no":"account"}')
+    rig.writer.write(records[:25])
+    rig.writer.another_task().write(records[10:])
+    found: list[Any] = []
+    for shard in range(any_store.shards):
+        entries: Any = rig.shards.client(shard).xrange(rig.shards.keys.outbox(shard))
+        found += entries
+    passed = [fields for _, fields in found if fields[b"t"] == b"posts.raw"]
+    wanted = [r for r in records if r.offset != 7]
+    assert [f[b"i"].decode() for f in passed] == [f"raw:accounts:posts:0:{r.offset}" for r in wanted]
+    assert [(f[b"k"], f[b"v"]) for f in passed] == [(r.key, r.value) for r in wanted]
+    assert [msgspec.msgpack.decode(f[b"h"]) for f in passed] == [[list(h) for h in r.headers or ()] for r in wanted]
+    assert read_counts(rig.shards, "folds")["skipped:no-group"] == 1

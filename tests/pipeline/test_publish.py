@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.pipeline.publish import BATCH, ID_HEADER, Publisher
@@ -34,13 +36,14 @@ class Post:
         self.writer.write(records)
         return [record.id for record in records]
 
-    def publisher(self, **properties: Any) -> Publisher:
+    def publisher(self, targets: dict[str, int] | None = None, dead_letters: str = "", **properties: Any) -> Publisher:
         return Publisher(
             Shards(self._store, self.writer.shards.run_ids),
             {"bootstrap.servers": self._kafka.address, "log_level": 0, **properties},
             f"{self._store.prefix}.positions",
-            {self.topic: 1},
+            targets or {self.topic: 1},
             poll_s=0.1,
+            dead_letters=dead_letters,
         )
 
     @contextmanager
@@ -238,3 +241,28 @@ def test_a_publisher_without_a_broker_waits_and_ends_when_it_is_told_to(post: Po
     lost.stop()
     assert time.monotonic() - began < 4
     assert lost.failure is None
+
+
+def test_headers_go_along_and_what_a_topic_would_not_take_is_a_dead_letter(post: Post, kafka: EmbeddedKafka) -> None:
+    shards, small = post.writer.shards, f"{post.topic}.small"
+    admin = AdminClient({"bootstrap.servers": kafka.address, "log_level": 0})
+    admin.create_topics([NewTopic(small, 1, 1, config={"max.message.bytes": "20000"})])[small].result(30)
+    headers = msgspec.msgpack.encode([("trace", b"7"), ("empty", None)])
+    for number, (id_, value) in enumerate([("fits", b"1"), ("large", b"x" * 30_000), ("fits-too", b"2")], 1):
+        entry: Any = {"e": "1", "i": id_, "t": small, "k": "k", "v": value, "h": headers}
+        shards.client(0).xadd(shards.keys.outbox(0), entry, f"{number}-0")
+    publisher = post.publisher(targets={post.topic: 1, small: 1}, dead_letters=post.topic)
+    publisher.start()
+    try:
+        post.wait_empty()
+    finally:
+        publisher.stop()
+    (letter,) = post.letters()
+    assert (letter["id"], letter["reason"], letter["bytes"], letter["topic"]) == ("large", "too-large", 30_000, small)
+    consumer = Consumer({"bootstrap.servers": kafka.address, "group.id": small, "isolation.level": "read_committed"})
+    consumer.assign([TopicPartition(small, 0, 0)])
+    first = consumer.poll(20)
+    consumer.close()
+    assert first is not None
+    assert (first.key(), first.value()) == (b"k", b"1")
+    assert first.headers() == [("trace", b"7"), ("empty", None), (ID_HEADER, b"fits")]

@@ -268,16 +268,8 @@ def test_the_service_describes_folds(client: httpx.Client) -> None:
             assert operation["tags"] == ["folds"]
             assert operation["summary"]
             assert "200" in operation["responses"]
-    feed = document["paths"]["/v1/folds/{name}/events"]["get"]
-    assert {p["name"] for p in feed["parameters"]} >= {
-        "name",
-        "from",
-        "since",
-        "after",
-        "until",
-        "limit",
-        "last-event-id",
-    }
+    followed = [document["paths"][f"/v1/{kind}/{{name}}/events"]["get"]["parameters"] for kind in ("folds", "streams")]
+    assert [{p["name"] for p in parameters} for parameters in followed] == [{p["name"] for p in followed[1]}] * 2
     windows = document["paths"]["/v1/folds/{name}/windows"]["post"]
     assert "422" in windows["responses"]
     assert "quiet" in windows["requestBody"]["content"]["application/json"]["schema"]["properties"]
