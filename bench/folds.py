@@ -45,6 +45,7 @@ from bench.peers.live import alive
 from bench.peers.posts import QUIET_MS, RATE, Post, folds_of, posts
 from bench.peers.seed import AT_ONCE, POLL_S, SortedSetFolder
 from bench.peers.task import Task
+from bench.servers import servers
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.folder import Folder
@@ -187,16 +188,8 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="the environment of the peers")
     parser.add_argument("--jobs", default="", help="run these alone, with commas between")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
-        kafka = EmbeddedKafka(Path(folder) / "kafka")
-        store = EmbeddedValkey(Path(folder) / "valkey")
-        kafka.start(90)
-        store.start(30)
-        try:
-            rows = measure(options, Bench(options, kafka, store, Path(folder)))
-        finally:
-            kafka.stop()
-            store.stop()
+    with servers() as (kafka, store, folder):
+        rows = measure(options, Bench(options, kafka, store, folder))
     report(rows, f"Folding {options.events:,} posts of {options.accounts:,} accounts, best of {options.repeat}")
     return 0
 

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,6 +31,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.meter import cpu_seconds, report
+from bench.servers import servers
 from tailrace.config import load
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
@@ -173,16 +173,8 @@ def main() -> int:
     parser.add_argument("--partitions", default="2,20,100")
     parser.add_argument("--names", default="500,50000")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
-        kafka = EmbeddedKafka(Path(folder) / "kafka")
-        store = EmbeddedValkey(Path(folder) / "valkey")
-        kafka.start(90)
-        store.start(30)
-        try:
-            measure(options, kafka, store, Path(folder))
-        finally:
-            kafka.stop()
-            store.stop()
+    with servers() as (kafka, store, folder):
+        measure(options, kafka, store, folder)
     return 0
 
 

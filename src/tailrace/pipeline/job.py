@@ -7,7 +7,6 @@ that nobody else has. A driver that was overtaken by another one ends, and never
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,10 +15,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tailrace.config import Settings
 from tailrace.embedded.jars import cache_folder, fetch
@@ -40,14 +39,15 @@ from tailrace.pipeline.enforce import enforce
 from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
 from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
+from tailrace.pipeline.ruling import applied, asked_for, begin_at_end, frontiers
 from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import Broker, Topic, client_properties, reader_options, starting_offsets
-from tailrace.pipeline.timing import Batch, Timing
+from tailrace.pipeline.timing import Timing
 from tailrace.pipeline.tune import session, tasks, warm
 from tailrace.stores.folds import VIEW as FOLDS
-from tailrace.stores.marks import advance, lowest, read_marks, read_times
-from tailrace.stores.rules import changed, outputs_of, rules_of
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, mapping, prepare
+from tailrace.stores.marks import advance, lowest, read_marks
+from tailrace.stores.rules import rules_of
+from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,19 @@ def _stop_on_signals(stopping: threading.Event) -> None:
     # In a thread of its own: the signal may come while the main thread holds the event's lock.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
+
+
+class _Run(NamedTuple):
+    """One run of the query, and what goes with it."""
+
+    query: Any
+    loops: Sequence[Publisher | Emitter]
+    shards: Shards
+    report: Report
+    timing: Timing
+    generations: dict[str, int]
+    wanted: dict[str, bytes]
+    """The windows that were asked for when it began."""
 
 
 class Job:
@@ -143,14 +156,15 @@ class Job:
             if self._epoch:
                 hold(shards, self.views, self._epoch)
             self._epoch = enlist(shards, self.views)
-            wanted = self._wanted(shards)
-            rules = self._rules(wanted)
-            if FOLDS in self.views or (self._owner and not self._settings.folds.rules):
+            wanted = asked_for(shards) if FOLDS in self.views else {}
+            rules = applied(settings, wanted) if FOLDS in self.views else {}
+            if FOLDS in self.views or (self._owner and not settings.folds.rules):
                 enforce(shards, rules, round(time.time() * 1000), self._epoch if FOLDS in self.views else 0)
             topics = self._broker.topics()
             generations = self._adopt(shards, topics)
             bounds = self._broker.bounds(topics.values())
-            self._begin_folds(shards, generations, bounds)
+            if FOLDS in self.views and settings.folds.begin == "end":
+                begin_at_end(shards, self._epoch, generations, bounds)
             marks = [lowest(read_marks(shards, view)) for view in self.views]
             starts, lost = starting_offsets(topics.values(), generations, bounds, marks)
             begun = {
@@ -169,13 +183,20 @@ class Job:
                 publisher = self._publisher(shards)
                 publisher.start()
             if FOLDS in self.views:
-                told = publisher.wake if publisher is not None else lambda: None
-                emitter = self._emitter(shards, rules, query, timing, generations, told)
+                own = Shards(shards.options, shards.run_ids)
+                emitter = Emitter(
+                    own,
+                    list(rules.values()),
+                    frontiers(own, rules, query, timing, generations),
+                    settings.folds.tick.total_seconds(),
+                    epoch=self._epoch,
+                    told=publisher.wake if publisher is not None else lambda: None,
+                )
                 emitter.start()
             if not topics and not self._restarts:
                 warm(self._spark)
             loops = [loop for loop in (publisher, emitter) if loop is not None]
-            self._watch(stopping, query, loops, shards, report, timing, topics, generations, wanted)
+            self._watch(stopping, _Run(query, loops, shards, report, timing, generations, wanted), topics)
         finally:
             if query is not None:
                 with suppress(Exception):  # it did not stop in time, or its process is gone; its epoch ends with us
@@ -186,28 +207,17 @@ class Job:
             shards.close()
             shutil.rmtree(checkpoint, ignore_errors=True)
 
-    def _watch(
-        self,
-        stopping: threading.Event,
-        query: Any,
-        loops: Sequence[Publisher | Emitter],
-        shards: Shards,
-        report: Report,
-        timing: Timing,
-        topics: dict[str, Topic],
-        generations: dict[str, int],
-        wanted: dict[str, bytes],
-    ) -> None:
+    def _watch(self, stopping: threading.Event, run: _Run, topics: dict[str, Topic]) -> None:
         polled = time.monotonic()
         planned = sum(len(topic.partitions) for topic in topics.values())
         while not stopping.wait(self._settings.pipeline.advance.total_seconds()):
-            if not query.isActive:
-                raise failure_of(query)
-            for loop in loops:
+            if not run.query.isActive:
+                raise failure_of(run.query)
+            for loop in run.loops:
                 if loop.failure is not None:
                     raise loop.failure
-            report.make(query.lastProgress)
-            if self._wanted(shards) != wanted:
+            run.report.make(run.query.lastProgress)
+            if FOLDS in self.views and asked_for(run.shards) != run.wanted:
                 logger.info("fold rules get other windows: starting the query again with them")
                 return
             if time.monotonic() - polled >= self._settings.kafka.poll.total_seconds():
@@ -222,13 +232,13 @@ class Job:
                     logger.warning("topic(s) deleted: %s; going on without", ", ".join(sorted(gone)))
                     return
                 new = {name: topic for name, topic in current.items() if topics.get(name) != topic}
-                adopted = self._adopt(shards, new)
+                adopted = self._adopt(run.shards, new)
                 topics = current
-                timing.watch(topics)
-                if recreated := [name for name, g in adopted.items() if generations.get(name, 0) != g]:
+                run.timing.watch(topics)
+                if recreated := [name for name, g in adopted.items() if run.generations.get(name, 0) != g]:
                     logger.warning("topic(s) created again: %s; starting a new generation", ", ".join(recreated))
                     return
-                generations.update(adopted)
+                run.generations.update(adopted)
                 partitions = sum(len(topic.partitions) for topic in current.values())
                 if partitions > max(16, 4 * planned):
                     logger.info(
@@ -278,56 +288,6 @@ class Job:
             kafka.new_topic_replication,
             dead_letters=kafka.dead_letters,
         )
-
-    def _emitter(
-        self,
-        shards: Shards,
-        rules: dict[str, Rule],
-        query: Any,
-        timing: Timing,
-        generations: dict[str, int],
-        told: Callable[[], None],
-    ) -> Emitter:
-        own = Shards(shards.options, shards.run_ids)
-        outputs = outputs_of(rules)
-
-        def frontier(wanted: Sequence[Rule]) -> dict[str, int]:
-            timing.passed(read_times(own, FOLDS))
-            timing.completed(Batch.read(query.lastProgress, generations))
-            timing.ask()
-            found = {rule.name: timing.of_rule(rule, outputs) for rule in wanted}
-            return {name: time_ms for name, time_ms in found.items() if time_ms is not None}
-
-        return Emitter(
-            own, list(rules.values()), frontier, self._settings.folds.tick.total_seconds(), epoch=self._epoch, told=told
-        )
-
-    def _begin_folds(
-        self, shards: Shards, generations: dict[str, int], bounds: dict[tuple[str, int], tuple[int, int]]
-    ) -> None:
-        """Let a view of folds that has never begun begin with what comes from now on, unless it is to have all."""
-        if FOLDS in self.views and self._settings.folds.begin == "end" and not lowest(read_marks(shards, FOLDS)):
-            ends = {Source(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
-            advance(shards, FOLDS, self._epoch, ends)
-
-    def _wanted(self, shards: Shards) -> dict[str, bytes]:
-        """Return the windows that were asked for while rules run, as they were written."""
-        if FOLDS not in self.views:
-            return {}
-        answer = shards.run_all([(0, ("HGETALL", shards.keys.wanted()))])[0]
-        pairs = mapping(answer).items()
-        return {name.decode(): text for name, text in pairs}
-
-    def _rules(self, wanted: dict[str, bytes]) -> dict[str, Rule]:
-        """Return the rules with the windows that were asked for; what cannot be used is left out, and logged."""
-        rules = rules_of(self._settings) if FOLDS in self.views else {}
-        for name, text in wanted.items():
-            if name in rules:
-                try:
-                    rules[name] = changed(self._settings, name, json.loads(text))
-                except ValueError as error:
-                    logger.error("the windows asked for of fold rule %s cannot be used: %s", name, error)
-        return rules
 
 
 def make_plan(

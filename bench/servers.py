@@ -1,0 +1,26 @@
+"""A real Kafka and a real Valkey for one measurement."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.valkey import EmbeddedValkey
+
+
+@contextmanager
+def servers() -> Iterator[tuple[EmbeddedKafka, EmbeddedValkey, Path]]:
+    """Start both in a folder of their own, and end and remove them afterwards."""
+    with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
+        kafka = EmbeddedKafka(Path(folder) / "kafka")
+        store = EmbeddedValkey(Path(folder) / "valkey")
+        kafka.start(90)
+        store.start(30)
+        try:
+            yield kafka, store, Path(folder)
+        finally:
+            kafka.stop()
+            store.stop()
