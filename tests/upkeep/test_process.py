@@ -176,8 +176,10 @@ def test_the_process_packs_and_sweeps_by_itself_and_stops_when_told(store: Store
 
 
 def _states(options: StoreOptions, name: str) -> list[int]:
-    with Keeper(options, owner="looks") as keeper:
-        return [segment.state for segment in keeper.log(name).segments]
+    keeper = Keeper(options)  # without the lease, which is the process's
+    found = [segment.state for segment in keeper.log(name).segments]
+    keeper.shards.close()
+    return found
 
 
 def test_the_process_is_stopped_soon_while_spark_works_for_it(store: StoreOptions, tmp_path: Path) -> None:
