@@ -172,6 +172,14 @@ class QueryError(UsageError):
 
     code = "query.invalid"
 
+    def __init__(self, what: str, operator: str = "", path: str = "") -> None:
+        self.what, self.operator, self.path = what, operator, path
+        where = f" at {path!r}" if path else ""
+        super().__init__(f"{operator}{where}: {what}" if operator else what)
+
+    def __reduce__(self) -> tuple[type[QueryError], tuple[str, str, str]]:
+        return type(self), (self.what, self.operator, self.path)
+
 
 class TooLarge(UsageError):
     """Over a limit of the configuration."""

@@ -1,0 +1,159 @@
+"""A set of standing queries, asked of one document at a time.
+
+Invariant: ``match`` gives exactly what asking each query would give. Equal queries are asked once; the index brings up
+those that may match; each of them is asked before it is given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from tailrace.model.filters.cover import Need, Needs, needs
+from tailrace.model.filters.index import Index
+from tailrace.model.query import Query, Record, compile_query
+from tailrace.model.query.expression import Expr
+from tailrace.model.query.record import fields_of
+from tailrace.model.query.tree import Check, Leaf, Node, nodes
+
+_DEAR = 4
+"""Leaves of this cost and above are asked once for a document, however many queries have them."""
+
+
+class _Standing:
+    """One distinct query, and the numbers under which it was added."""
+
+    __slots__ = ("check", "needs", "number", "numbers", "query")
+
+    def __init__(self, number: int, query: Query, check: Check, needed: Needs) -> None:
+        self.number, self.query, self.check, self.needs = number, query, check, needed
+        self.numbers: dict[int, None] = {}
+
+
+class FilterSet:
+    """Standing queries. Those given at first have the numbers 0, 1, 2, … in their order; ``add`` goes on from there."""
+
+    def __init__(self, queries: Iterable[Query | dict[str, Any]] = ()) -> None:
+        self._distinct: dict[Query, _Standing] = {}
+        self._by_number: dict[int, _Standing] = {}
+        self._of_value: Index[_Standing] = Index()
+        self._of_record: Index[_Standing] = Index()
+        self._always: dict[int, _Standing] = {}
+        self._leaves: dict[tuple[str, bool], Check] = {}
+        self._uses: Counter[tuple[str, bool]] = Counter()
+        self._fields: Counter[str | None] = Counter()  # how many queries need a field; under None, all of them
+        self._asking_record = 0
+        self._next = self._next_standing = 0
+        for query in queries:
+            self.add(query)
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def add(self, query: Query | dict[str, Any]) -> int:
+        """Add a query and return its number."""
+        compiled = query if isinstance(query, Query) else compile_query(query)
+        standing = self._distinct.get(compiled) or self._stand(compiled)
+        number = self._next
+        self._next += 1
+        standing.numbers[number] = None
+        self._by_number[number] = standing
+        return number
+
+    def remove(self, number: int) -> None:
+        """Remove the query of a number; KeyError if there is none."""
+        standing = self._by_number.pop(number)
+        del standing.numbers[number]
+        if not standing.numbers:
+            self._fall(standing)
+
+    def match(self, document: Any, record: Record | Any = None) -> Iterator[int]:
+        """Return the numbers of the queries that match, in no order."""
+        return chain.from_iterable([standing.numbers for standing in self._matching(document, record)])
+
+    def distinct(self, document: Any, record: Record | Any = None) -> list[Query]:
+        """Return the queries that match, equal ones once."""
+        return [standing.query for standing in self._matching(document, record)]
+
+    def fields(self) -> frozenset[str] | None:
+        """Return the top-level fields that any query looks at; None if one needs them all."""
+        return None if self._fields[None] else frozenset(name for name in self._fields if name is not None)
+
+    def _matching(self, document: Any, record: Any) -> list[_Standing]:
+        if document.__class__ is not dict:
+            document = {}
+        known = fields_of(record) if self._asking_record else {}
+        found = self._always.copy()
+        if known:
+            self._of_record.find(known, found)
+        self._of_value.find(document, found)
+        return [standing for standing in found.values() if standing.check(document, known)]
+
+    def _stand(self, query: Query) -> _Standing:
+        number = self._next_standing
+        self._next_standing += 1
+        needed = needs(query.tree, self._price)
+        standing = _Standing(number, query, query.tree.check(self._share), needed)
+        self._distinct[query] = standing
+        self._asking_record += query.asks_record
+        self._fields.update(_fields(query))
+        self._uses.update(_shared(query))
+        for need in needed:
+            self._index(need).put(need, number, standing)
+        if not needed:
+            self._always[number] = standing
+        return standing
+
+    def _fall(self, standing: _Standing) -> None:
+        query = standing.query
+        del self._distinct[query]
+        self._asking_record -= query.asks_record
+        self._fields = +(self._fields - Counter(_fields(query)))
+        for leaf in _shared(query):
+            self._uses[leaf] -= 1
+            if not self._uses[leaf]:
+                del self._uses[leaf], self._leaves[leaf]
+        for need in standing.needs:
+            self._index(need).drop(need, standing.number)
+        self._always.pop(standing.number, None)
+
+    def _index(self, need: Need) -> Index[_Standing]:
+        return self._of_record if need.path.text.startswith("$") else self._of_value
+
+    def _price(self, need: Need) -> float:
+        return self._index(need).price(need)
+
+    def _share(self, node: Node) -> Check:
+        """Return the function of a leaf, the same for all queries that have it."""
+        key = _leaf(node)
+        found = self._leaves.get(key)
+        if found is None:
+            found = self._leaves[key] = node.check() if node.cost < _DEAR else _once(f"{key}", node.check())
+        return found
+
+
+def _once(key: str, check: Check) -> Check:
+    """Return a function that asks at most once for a document, and then remembers."""
+
+    def ask(document: Any, known: dict[str, Any]) -> bool:
+        answer: bool | None = known.get(key)
+        if answer is None:
+            answer = known[key] = check(document, known)
+        return answer
+
+    return ask
+
+
+def _leaf(node: Node) -> tuple[str, bool]:
+    return node.key, isinstance(node, Leaf) and node.path is not None and node.path.nulls
+
+
+def _shared(query: Query) -> list[tuple[str, bool]]:
+    return [_leaf(node) for node in nodes(query.tree) if isinstance(node, Leaf | Expr)]
+
+
+def _fields(query: Query) -> Iterable[str | None]:
+    fields = query.fields()
+    return [None] if fields is None else fields

@@ -1,0 +1,23 @@
+"""The query language: MongoDB's, exactly, over JSON values.
+
+``compile_query`` refuses what cannot be asked, and returns a ``Query`` that is asked of one document after another.
+
+    order       values: kinds, equality, order
+    path        what a dotted path finds in a document
+    regex       regular expressions, and the text that each of their matches contains
+    predicate   what an operator asks of one element
+    tree        and, or, not; the canonical form
+    expression  ``$expr``, with arithmetic
+    parse       from JSON to a tree; all refusals
+    limits      how large a query may be
+    record      what lies beside the value
+    query       the compiled query
+    explain     which part of a query matched
+    schema      the language as a JSON Schema
+"""
+
+from tailrace.model.query.limits import Limits
+from tailrace.model.query.query import Query, compile_query
+from tailrace.model.query.record import Record
+
+__all__ = ["Limits", "Query", "Record", "compile_query"]

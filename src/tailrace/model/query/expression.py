@@ -1,0 +1,203 @@
+"""``$expr``: MongoDB's expressions over the fields of one document: comparisons, logic and arithmetic.
+
+Expressions have another logic than the rest of a query: values of any two kinds are ordered, a missing field comes
+before null, a path does not look into arrays for a match but maps over their documents, and digits in it are names.
+
+Where MongoDB would fail while it reads a document (a string is added, zero is divided by), the ``$expr`` does not hold
+for that document. An expression that fails whatever the document is refused when it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+import msgspec
+
+from tailrace.errors import QueryError
+from tailrace.model.query.arithmetic import ARITHMETIC, Unreckonable
+from tailrace.model.query.order import MISSING, compare
+from tailrace.model.query.tree import Check, Node, Sharing
+
+Evaluate: TypeAlias = Callable[[Any], Any]
+
+
+class Expr(Node, frozen=True):
+    """A condition on the document as a whole."""
+
+    source: Any
+
+    @property
+    def cost(self) -> int:
+        return 20
+
+    def check(self, sharing: Sharing | None = None) -> Check:
+        if sharing is not None:
+            return sharing(self)
+        value = checked(self.source, lambda: None).value
+
+        def test(document: Any, known: dict[str, Any]) -> bool:
+            try:
+                return _true(value(document))
+            except Unreckonable:
+                return False
+
+        return test
+
+    @property
+    def fields(self) -> frozenset[str] | None:
+        """The top-level fields that it needs; None if it needs the document."""
+        return checked(self.source, lambda: None).fields
+
+
+class Expression(msgspec.Struct, frozen=True):
+    """A compiled expression. ``fields`` are those that it reads; None for all."""
+
+    value: Evaluate
+    fields: frozenset[str] | None = frozenset()
+    constant: bool = True
+
+
+def checked(source: Any, count: Callable[[], None]) -> Expression:
+    """Compile an expression, or refuse it; ``count`` is called once for each part of it."""
+    count()
+    if isinstance(source, str) and source.startswith("$"):
+        return _path(source)
+    if isinstance(source, list):
+        items = [checked(item, count) for item in source]
+        values = [item.value for item in items]
+        # A list has no holes: what is missing is null in it.
+        return _over(items, lambda document: [_or_null(value(document)) for value in values])
+    if isinstance(source, dict):
+        if any(name.startswith("$") for name in source):
+            return _operator(source, count)
+        return _document(source, count)
+    return Expression(lambda document: source)
+
+
+def _operator(source: dict[str, Any], count: Callable[[], None]) -> Expression:
+    if len(source) != 1:
+        _refuse(next(name for name in source if name.startswith("$")), "must be the only name in its document")
+    [(name, operand)] = source.items()
+    if name == "$literal":
+        return Expression(lambda document: operand)
+    least, most, make = _OPERATORS.get(name) or _refuse(name, "is not supported in $expr")
+    given = operand if isinstance(operand, list) else [operand]
+    if not least <= len(given) <= most:
+        wanted = f"{least}" if least == most else f"{least} or more" if most > 100 else f"{least} to {most}"
+        _refuse(name, f"takes {wanted} operand{'s' if most > 1 else ''}, not {len(given)}")
+    operands = [checked(item, count) for item in given]
+    found = _over(operands, make([item.value for item in operands]))
+    if found.constant:
+        try:
+            value = found.value({})
+        except Unreckonable as error:
+            _refuse(name, str(error))
+        return Expression(lambda document: value)
+    return found
+
+
+def _document(source: dict[str, Any], count: Callable[[], None]) -> Expression:
+    for name in source:
+        if not name or "." in name:
+            _refuse("$expr", f"names a field {name[:60]!r}: names in it may not be empty or have dots")
+    items = [checked(item, count) for item in source.values()]
+    members = list(zip(source, [item.value for item in items], strict=True))
+
+    def make(document: Any) -> dict[str, Any]:
+        found = {name: value(document) for name, value in members}
+        return {name: value for name, value in found.items() if value is not MISSING}
+
+    return _over(items, make)
+
+
+def _over(operands: list[Expression], value: Evaluate) -> Expression:
+    fields: frozenset[str] | None = frozenset()
+    for operand in operands:
+        fields = None if fields is None or operand.fields is None else fields | operand.fields
+    return Expression(value, fields, all(operand.constant for operand in operands))
+
+
+def _path(source: str) -> Expression:
+    variable, _, rest = source[2:].partition(".") if source.startswith("$$") else ("CURRENT", "", source[1:])
+    if variable == "REMOVE" and not rest:
+        return Expression(lambda document: MISSING)
+    if variable not in ("ROOT", "CURRENT"):
+        _refuse("$expr", f"has a variable {source[:60]!r}: only $$ROOT, $$CURRENT and $$REMOVE are known")
+    if not rest and source.startswith("$$") and not source.endswith("."):
+        return Expression(lambda document: document, None, False)
+    steps = tuple(rest.split("."))
+    if any(not step or step.startswith("$") or "\0" in step for step in steps):
+        _refuse("$expr", f"has a path {source[:60]!r}: its names may not be empty or begin with a dollar")
+    return Expression(lambda document: _follow(document, steps), frozenset(steps[:1]), False)
+
+
+def _follow(value: Any, steps: tuple[str, ...]) -> Any:
+    for number, step in enumerate(steps):
+        if value.__class__ is list:
+            if number == 0:
+                return MISSING
+            rest = steps[number:]
+            found = [_follow(item, rest) for item in value if item.__class__ is dict]
+            return [item for item in found if item is not MISSING]
+        if value.__class__ is not dict:
+            return MISSING
+        value = value.get(step, MISSING)
+    return value
+
+
+def _or_null(value: Any) -> Any:
+    return None if value is MISSING else value
+
+
+def _true(value: Any) -> bool:
+    """Whether a value counts as true: all do but false, null, zero and what is missing."""
+    return not (value is None or value is MISSING or value is False or (value == 0 and value.__class__ is not str))
+
+
+def _comparison(holds: Callable[[int], Any]) -> Callable[[list[Evaluate]], Evaluate]:
+    def make(operands: list[Evaluate]) -> Evaluate:
+        left, right = operands
+        return lambda document: holds(compare(left(document), right(document)))
+
+    return make
+
+
+def _numeric(reckon: Callable[..., Any]) -> Callable[[list[Evaluate]], Evaluate]:
+    def make(operands: list[Evaluate]) -> Evaluate:
+        return lambda document: reckon(*[_or_null(value(document)) for value in operands])
+
+    return make
+
+
+def _all(operands: list[Evaluate]) -> Evaluate:
+    return lambda document: all(_true(value(document)) for value in operands)
+
+
+def _any(operands: list[Evaluate]) -> Evaluate:
+    return lambda document: any(_true(value(document)) for value in operands)
+
+
+def _not(operands: list[Evaluate]) -> Evaluate:
+    [value] = operands
+    return lambda document: not _true(value(document))
+
+
+_MANY = 1 << 30
+_OPERATORS: dict[str, tuple[int, int, Callable[[list[Evaluate]], Evaluate]]] = {
+    "$cmp": (2, 2, _comparison(lambda sign: sign)),
+    "$eq": (2, 2, _comparison(lambda sign: sign == 0)),
+    "$ne": (2, 2, _comparison(lambda sign: sign != 0)),
+    "$gt": (2, 2, _comparison(lambda sign: sign > 0)),
+    "$gte": (2, 2, _comparison(lambda sign: sign >= 0)),
+    "$lt": (2, 2, _comparison(lambda sign: sign < 0)),
+    "$lte": (2, 2, _comparison(lambda sign: sign <= 0)),
+    "$and": (0, _MANY, _all),
+    "$or": (0, _MANY, _any),
+    "$not": (1, 1, _not),
+    **{name: (least, most, _numeric(reckon)) for name, (least, most, reckon) in ARITHMETIC.items()},
+}
+
+
+def _refuse(operator: str, what: str) -> NoReturn:
+    raise QueryError(what, operator[:60], "" if operator == "$expr" else "$expr")

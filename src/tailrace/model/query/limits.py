@@ -1,0 +1,81 @@
+"""How large a query may be, so that matching it stays quick whatever it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from tailrace.errors import QueryError
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The most that one query may have. What is over a limit is refused when it is compiled."""
+
+    depth: int = 32
+    """Documents and lists inside one another."""
+    nodes: int = 1_000
+    """Operators and paths."""
+    in_members: int = 10_000
+    """Values of one ``$in``, ``$nin`` or ``$all``."""
+    regexes: int = 20
+    """Regular expressions."""
+    regex_length: int = 1_000
+    """Letters of one regular expression."""
+    regex_size: int = 2_000
+    """Instructions of one regular expression when RE2 has compiled it."""
+    bytes: int = 256 * 1024
+    """The query as JSON."""
+
+
+def admitted(query: Any, limits: Limits) -> dict[str, Any]:
+    """Return a copy of a query in plain JSON values, or refuse what is no JSON document or too large."""
+    if not isinstance(query, dict):
+        raise QueryError(f'a query is a document, as in {{}} or {{"field": 1}}, not {describe(query)}')
+    _check_shape(query, limits)
+    try:
+        text = json.dumps(query)
+        copy: dict[str, Any] = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise QueryError(f"a query is made of JSON values: {error}") from None
+    if len(text) > limits.bytes:
+        raise QueryError(f"the query has {len(text):,} bytes; {limits.bytes:,} are allowed")
+    return copy
+
+
+def _check_shape(query: Any, limits: Limits) -> None:
+    level = [query]
+    for _ in range(limits.depth):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                if any(not isinstance(name, str) for name in value):
+                    raise QueryError("the names in a query are strings")
+                below += value.values()
+            elif isinstance(value, list | tuple):
+                below += value
+        level = [value for value in below if isinstance(value, dict | list | tuple)]
+        if not level:
+            return
+        if len(level) > limits.bytes:
+            raise QueryError(f"the query has too many parts: {limits.bytes:,} bytes are allowed")
+    raise QueryError(f"the query is nested too deeply: {limits.depth} levels of documents and lists are allowed")
+
+
+def describe(value: Any) -> str:
+    """Return what kind of value it is, for a message."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list() | tuple():
+            return "a list" if value else "an empty list"
+        case dict():
+            return "a document" if value else "an empty document"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,110 @@
+"""MongoDB's order and equality of JSON values.
+
+Values of different kinds are never equal and are ordered by kind: missing, null, numbers, strings, documents, arrays,
+booleans. Numbers compare as numbers (``1`` is ``1.0``) and no boolean is a number. Documents compare member by member,
+by kind, then name, then value, in the order in which they were written; then the shorter one comes first.
+
+Nothing here recurs into a document, so that no depth of nesting can exhaust the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any, Final
+
+
+class Missing:
+    """The kind of MISSING: what a path finds where there is nothing."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = Missing()
+
+KINDS: Final[dict[type, int]] = {Missing: 0, type(None): 1, int: 2, float: 2, str: 3, dict: 4, list: 5, bool: 6}
+"""The order of kinds; two values can be compared by an operator exactly if they have the same number here."""
+
+NUMBER: Final = KINDS[int]
+
+
+def kind(value: Any) -> int:
+    """Return the number of a value's kind."""
+    return KINDS[value.__class__]
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Return whether two values are the same for MongoDB."""
+    if left.__class__ is right.__class__ is str:
+        return bool(left == right)
+    return compare(left, right) == 0
+
+
+def compare(left: Any, right: Any) -> int:
+    """Return -1, 0 or 1: the order of any two values."""
+    open_pairs: list[tuple[Iterator[tuple[Any, Any]], bool, int]] = []
+    while True:
+        sign = _shallow(left, right)
+        if sign:
+            return sign
+        if left.__class__ is dict:
+            open_pairs.append((zip(left.items(), right.items(), strict=False), True, _sign(len(left), len(right))))
+        elif left.__class__ is list:
+            open_pairs.append((zip(left, right, strict=False), False, _sign(len(left), len(right))))
+        while open_pairs:
+            pairs, named, lengths = open_pairs[-1]
+            pair = next(pairs, None)
+            if pair is not None:
+                break
+            if lengths:
+                return lengths
+            open_pairs.pop()
+        else:
+            return 0
+        left, right = pair
+        if named:
+            (left_name, left), (right_name, right) = pair
+            sign = _sign(kind(left), kind(right)) or _sign(left_name, right_name)
+            if sign:
+                return sign
+
+
+def _shallow(left: Any, right: Any) -> int:
+    """Compare kinds, and scalars; two documents or two arrays are left to the caller."""
+    of = kind(left)
+    sign = _sign(of, kind(right))
+    if sign or left.__class__ in (dict, list):
+        return sign
+    if of == NUMBER and (left != left or right != right):
+        return int(left == left) - int(right == right)  # NaN comes before every number
+    return 0 if left is right else _sign(left, right)
+
+
+def _sign(left: Any, right: Any) -> int:
+    return int(left > right) - int(left < right)
+
+
+_NAN: Final = ("NaN",)
+_BOOLEANS: Final = {True: ("true",), False: ("false",)}
+
+
+def frozen(value: Any, depth: int) -> Hashable:
+    """Return a key that is equal for equal values alone, of values no deeper than ``depth``.
+
+    What is deeper gets a key that equals no other: it cannot be equal to a value that is not.
+    """
+    shape = value.__class__
+    if shape is bool:
+        return _BOOLEANS[value]
+    if shape is list or shape is dict:
+        if depth <= 0:
+            return object()
+        if shape is list:
+            return ("[", *[frozen(item, depth - 1) for item in value])
+        return ("{", *[(name, frozen(item, depth - 1)) for name, item in value.items()])
+    if shape is float and value != value:
+        return _NAN
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,305 @@
+"""From the JSON of a query to its tree: what MongoDB takes and Tailrace supports; all else is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from tailrace.errors import BadRequest, QueryError
+from tailrace.model.cursor import parse_time
+from tailrace.model.query.expression import Expr, checked
+from tailrace.model.query.limits import Limits, describe
+from tailrace.model.query.path import Path
+from tailrace.model.query.predicate import NUMBERS, TYPES, Bits, Exists, Mod, Ordered, Regex, Size, Type
+from tailrace.model.query.regex import OPTIONS, compiled
+from tailrace.model.query.tree import FALSE, Element, Node, conjunction, disjunction, encoded, equals, leaf, negation
+
+RECORD_FIELDS = ("$topic", "$key", "$headers", "$time", "$partition", "$offset")
+"""What a query may ask of the record beside its value."""
+
+_NESTED = ("$key", "$headers")
+_LOGICAL = ("$and", "$or", "$nor")
+_PATHLESS = (*_LOGICAL, "$comment", "$expr", "$where", "$text", "$jsonSchema", "$alwaysTrue", "$alwaysFalse")
+_UNSUPPORTED = {
+    "$where": "code is not run",
+    "$function": "code is not run",
+    "$accumulator": "code is not run",
+    "$text": "there is no text index",
+    "$jsonSchema": "schemas are not supported",
+    "$sampleRate": "a query has the same answer each time it is asked",
+    "$rand": "a query has the same answer each time it is asked",
+    **dict.fromkeys(
+        ("$geoWithin", "$geoIntersects", "$near", "$nearSphere", "$within", "$geoNear", "$maxDistance", "$minDistance"),
+        "geometry is not supported",
+    ),
+}
+
+
+class Parser:
+    """Reads one query; counts what it has as it goes."""
+
+    def __init__(self, limits: Limits, nulls: bool) -> None:
+        self._limits, self._nulls = limits, nulls
+        self._nodes = self._regexes = 0
+        self._within: list[str] = []
+
+    def document(self, query: dict[str, Any], top: bool = True) -> Node:
+        """Read a query document. Not ``top``: one inside ``$elemMatch``."""
+        parts: list[Node] = []
+        for name, operand in query.items():
+            self._count()
+            if name in _LOGICAL:
+                parts.append(self._logical(name, operand, top))
+            elif name == "$expr":
+                if not top:
+                    self._refuse(
+                        name, None, "applies to the whole document: it is allowed at the top level of a query only"
+                    )
+                checked(operand, self._count)
+                parts.append(Expr(f'{{"$expr":{encoded(operand)}}}', operand))
+            elif name.startswith("$") and name != "$comment":
+                parts.append(self._record_field(name, operand, top))
+            elif name != "$comment":
+                parts.append(self._field(Path(name, self._nulls), operand))
+        return conjunction(parts)
+
+    def _logical(self, name: str, operand: Any, top: bool) -> Node:
+        if not isinstance(operand, list) or not operand:
+            self._refuse(name, None, f"needs a list of at least one query, not {_shown(operand)}")
+        for query in operand:
+            if not isinstance(query, dict):
+                self._refuse(name, None, f"is made of query documents; {describe(query)} is none")
+        parts = [self.document(query, top) for query in operand]
+        if name == "$and":
+            return conjunction(parts)
+        return disjunction(parts) if name == "$or" else negation(disjunction(parts))
+
+    def _record_field(self, name: str, operand: Any, top: bool) -> Node:
+        head, dot, _ = name.partition(".")
+        if head not in RECORD_FIELDS or (dot and head not in _NESTED):
+            reason = _UNSUPPORTED.get(name)
+            if reason is None and name in _OPERATORS:
+                reason = f'stands after a path, as in {{"field": {{"{name}": …}}}}'
+            self._refuse(name, None, reason or _unknown(name, (*_LOGICAL, "$expr", "$comment", *RECORD_FIELDS)))
+        if not top:
+            self._refuse(name, None, "is of the whole record: it is allowed at the top level of a query only")
+        return self._field(Path(name, self._nulls), operand)
+
+    def _field(self, path: Path, operand: Any) -> Node:
+        if _has_operators(operand):
+            return self._operators(path, operand)
+        return equals(path, [self._operand("$eq", path, operand)])
+
+    def _operators(self, path: Path | None, document: dict[str, Any]) -> Node:
+        """Read an operator document: all of its operators, for one path, or for an element itself."""
+        parts: list[Node] = []
+        for operator, operand in document.items():
+            self._count()
+            if operator == "$options":
+                if "$regex" not in document:
+                    self._refuse(operator, path, "needs a $regex beside it")
+            elif operator == "$regex":
+                parts.append(self._regex(path, operand, document.get("$options", "")))
+            elif operator in _OPERATORS:
+                parts.append(_OPERATORS[operator](self, operator, path, operand))
+            else:
+                self._refuse(operator, path, _UNSUPPORTED.get(operator) or _unknown(operator, (*_OPERATORS, "$regex")))
+        return conjunction(parts)
+
+    def _equality(self, operator: str, path: Path | None, operand: Any) -> Node:
+        found = equals(path, [self._operand(operator, path, operand)])
+        return found if operator == "$eq" else negation(found)
+
+    def _order(self, operator: str, path: Path | None, operand: Any) -> Node:
+        return leaf(path, Ordered(operator, self._operand(operator, path, operand)))
+
+    def _in(self, operator: str, path: Path | None, operand: Any) -> Node:
+        members = self._members(operator, path, operand)
+        if any(map(_has_operators, members)):
+            self._refuse(operator, path, "has values for members: operators cannot be nested in it")
+        found = equals(path, [self._operand(operator, path, member) for member in members])
+        return found if operator == "$in" else negation(found)
+
+    def _all(self, operator: str, path: Path | None, operand: Any) -> Node:
+        members = self._members(operator, path, operand)
+        if members and all(isinstance(member, dict) and list(member) == ["$elemMatch"] for member in members):
+            return conjunction(self._element("$elemMatch", path, member["$elemMatch"]) for member in members)
+        if any(map(_has_operators, members)):
+            self._refuse(operator, path, "has values for members, or $elemMatch alone in every one of them")
+        if not members:
+            return FALSE
+        return conjunction(equals(path, [self._operand(operator, path, member)]) for member in members)
+
+    def _members(self, operator: str, path: Path | None, operand: Any) -> list[Any]:
+        if not isinstance(operand, list):
+            self._refuse(operator, path, f"needs a list, not {describe(operand)}")
+        if len(operand) > self._limits.in_members:
+            self._refuse(operator, path, f"has {len(operand):,} members; {self._limits.in_members:,} are allowed")
+        return operand
+
+    def _not(self, operator: str, path: Path | None, operand: Any) -> Node:
+        if not isinstance(operand, dict) or not operand:
+            self._refuse(operator, path, f"needs a document of operators, not {describe(operand)}")
+        return negation(self._operators(path, operand))
+
+    def _exists(self, operator: str, path: Path | None, operand: Any) -> Node:
+        found = leaf(path, Exists())
+        # As MongoDB has it: null, false and zero are false, all else is true.
+        wanted = bool(operand) if isinstance(operand, int | float | None) else True
+        return found if wanted else negation(found)
+
+    def _type(self, operator: str, path: Path | None, operand: Any) -> Node:
+        codes: set[int] = set()
+        for wanted in operand if isinstance(operand, list) else [operand]:
+            if wanted == "number":
+                codes |= NUMBERS
+            elif isinstance(wanted, str) and wanted in TYPES:
+                codes.add(TYPES[wanted])
+            elif _is_whole(wanted) and int(wanted) in TYPES.values():
+                codes.add(int(wanted))
+            else:
+                self._refuse(
+                    operator, path, f'needs a BSON type by name or number, such as "string", not {_shown(wanted)}'
+                )
+        if not codes:
+            self._refuse(operator, path, "needs at least one type")
+        return leaf(path, Type(tuple(sorted(codes))))
+
+    def _regex(self, path: Path | None, pattern: Any, options: Any) -> Node:
+        if not isinstance(pattern, str):
+            self._refuse("$regex", path, f"needs a string, not {describe(pattern)}")
+        if not isinstance(options, str):
+            self._refuse("$options", path, f"needs a string, not {describe(options)}")
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            self._refuse("$options", path, f"knows the letters {' '.join(OPTIONS)}, not {unknown[0]!r}")
+        self._regexes += 1
+        if self._regexes > self._limits.regexes:
+            self._refuse("$regex", path, f"is there too often: {self._limits.regexes} in a query are allowed")
+        if len(pattern) > self._limits.regex_length:
+            self._refuse("$regex", path, f"has {len(pattern):,} letters; {self._limits.regex_length:,} are allowed")
+        if "\0" in pattern:
+            self._refuse("$regex", path, "may not contain a null character")
+        try:
+            compiled(pattern, options, self._limits.regex_size)
+        except QueryError as error:
+            self._refuse("$regex", path, str(error))
+        flags = "".join(letter for letter in OPTIONS if letter in options and letter != "u")
+        return leaf(path, Regex(pattern, flags, self._limits.regex_size))
+
+    def _mod(self, operator: str, path: Path | None, operand: Any) -> Node:
+        if not isinstance(operand, list) or len(operand) != 2:
+            self._refuse(operator, path, "needs a list of two numbers: divisor and remainder")
+        whole: list[int] = []
+        for number in operand:
+            if not _is_number(number) or not -(2**63) <= number < 2**63:  # NaN is not
+                self._refuse(operator, path, f"needs finite numbers of 64 bits, not {_shown(number)}")
+            whole.append(int(number))
+        if not whole[0]:
+            self._refuse(operator, path, "cannot divide by zero")
+        return leaf(path, Mod(abs(whole[0]), whole[1]))
+
+    def _bits(self, operator: str, path: Path | None, operand: Any) -> Node:
+        if isinstance(operand, list):
+            for position in operand:
+                if not _is_whole(position) or not 0 <= position < 1 << 31:
+                    self._refuse(
+                        operator, path, f"needs positions that are whole numbers from 0, not {_shown(position)}"
+                    )
+            positions = {min(int(position), 63) for position in operand}
+        elif _is_whole(operand) and 0 <= operand < 1 << 63:
+            positions = {bit for bit in range(63) if int(operand) >> bit & 1}
+        else:
+            self._refuse(operator, path, f"needs a whole number from 0, or a list of positions, not {_shown(operand)}")
+        return leaf(path, Bits(operator, tuple(sorted(positions))))
+
+    def _size(self, operator: str, path: Path | None, operand: Any) -> Node:
+        if not _is_whole(operand) or operand < 0:
+            self._refuse(operator, path, f"needs a whole number from 0, not {_shown(operand)}")
+        return leaf(path, Size(int(operand)))
+
+    def _element(self, operator: str, path: Path | None, operand: Any) -> Node:
+        if not isinstance(operand, dict):
+            self._refuse(operator, path, f"needs a document, not {describe(operand)}")
+        whole = _has_operators(operand) and next(iter(operand)) not in _PATHLESS
+        self._within.append(path.text if path is not None else "")
+        node = self._operators(None, operand) if whole else self.document(operand, top=False)
+        self._within.pop()
+        return FALSE if node.key == FALSE.key else leaf(path, Element(node, whole))
+
+    def _count(self) -> None:
+        self._nodes += 1
+        if self._nodes > self._limits.nodes:
+            raise QueryError(f"the query has too many operators and paths: {self._limits.nodes:,} are allowed")
+
+    def _operand(self, operator: str, path: Path | None, value: Any) -> Any:
+        """Return a literal in canonical form; a moment that ``$time`` is compared with, in milliseconds."""
+        if path is not None and path.text == "$time" and isinstance(value, str):
+            try:
+                if not value.startswith(("-", "@")):  # an age would be of the moment in which the query was compiled
+                    return parse_time(value, 0)
+            except BadRequest:
+                pass
+            self._refuse(
+                operator, path, f"needs milliseconds or a time such as 2026-11-15T08:00:00Z, not {_shown(value)}"
+            )
+        return _plain(value)
+
+    def _refuse(self, operator: str, path: Path | None, what: str) -> NoReturn:
+        steps = [*self._within, path.text if path is not None else ""]
+        where = ".".join(step for step in steps if step)
+        raise QueryError(what, operator if len(operator) <= 60 else f"{operator[:60]}…", where[:120])
+
+
+_OPERATORS: dict[str, Callable[[Parser, str, Path | None, Any], Node]] = {
+    "$eq": Parser._equality,
+    "$ne": Parser._equality,
+    **dict.fromkeys(("$gt", "$gte", "$lt", "$lte"), Parser._order),
+    **dict.fromkeys(("$in", "$nin"), Parser._in),
+    "$all": Parser._all,
+    "$not": Parser._not,
+    "$exists": Parser._exists,
+    "$type": Parser._type,
+    "$mod": Parser._mod,
+    "$size": Parser._size,
+    "$elemMatch": Parser._element,
+    **dict.fromkeys(("$bitsAllSet", "$bitsAnySet", "$bitsAllClear", "$bitsAnyClear"), Parser._bits),
+}
+
+
+def _has_operators(operand: Any) -> bool:
+    """Whether a document holds operators: its first name tells, as in MongoDB."""
+    return isinstance(operand, dict) and next(iter(operand), "").startswith("$")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63:
+        return int(value)
+    if isinstance(value, int) and abs(value) >= 1 << 63 and abs(value) < 1 << 1023 and value == float(value):
+        return float(value)
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return describe(value)
+    text = encoded(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _unknown(operator: str, known: Iterable[str]) -> str:
+    near = get_close_matches(operator[:40], list(known), 1, cutoff=0.7)
+    return f"unknown operator; {near[0]} is one" if near else "unknown operator"

@@ -1,0 +1,276 @@
+"""What an operator asks of one element that a path found: the leaves of a query.
+
+Each predicate knows its operator document in canonical form and makes the function that tests an element. It sees
+MISSING where the path found nothing, and says there what MongoDB says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import msgspec
+
+from tailrace.model.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, frozen, kind
+from tailrace.model.query.path import One, Some
+from tailrace.model.query.regex import searcher
+
+_LONGEST = 1 << 63
+
+TYPES = {
+    "double": 1,
+    "string": 2,
+    "object": 3,
+    "array": 4,
+    "binData": 5,
+    "undefined": 6,
+    "objectId": 7,
+    "bool": 8,
+    "date": 9,
+    "null": 10,
+    "regex": 11,
+    "dbPointer": 12,
+    "javascript": 13,
+    "symbol": 14,
+    "javascriptWithScope": 15,
+    "int": 16,
+    "timestamp": 17,
+    "long": 18,
+    "decimal": 19,
+    "minKey": -1,
+    "maxKey": 127,
+}
+"""BSON's types by their alias. JSON has seven of them; the others may be asked for and are never found."""
+
+NUMBERS = frozenset(TYPES[name] for name in ("double", "int", "long", "decimal"))
+"""What the alias ``number`` stands for."""
+
+
+class Predicate(msgspec.Struct, frozen=True):
+    """One operator with its operand. ``expands``: whether it looks into an array at the end of its path."""
+
+    expands: ClassVar[bool] = True
+    cost: ClassVar[int] = 1
+    """What testing one element costs, roughly, so that the cheaper parts of a conjunction come first."""
+
+    def operators(self) -> dict[str, Any]:
+        """Return the canonical operator document."""
+        raise NotImplementedError
+
+    def one(self) -> One:
+        """Return the function that tests one element."""
+        raise NotImplementedError
+
+    def some(self) -> Some:
+        """Return the function that tests whether some element passes."""
+        one = self.one()
+        return lambda elements: any(map(one, elements))
+
+
+class Equal(Predicate, frozen=True):
+    """``$eq``: the same value; null is also what is missing."""
+
+    value: Any
+
+    def operators(self) -> dict[str, Any]:
+        return {"$eq": self.value}
+
+    def one(self) -> One:
+        wanted, shape = self.value, self.value.__class__
+        if wanted is None:
+            return lambda value: value is None or value is MISSING
+        if shape is str or shape is bool:
+            return lambda value: value.__class__ is shape and value == wanted
+        if kind(wanted) == NUMBER and wanted == wanted:
+            return lambda value: value == wanted and value.__class__ is not bool
+        return lambda value: equal(value, wanted)
+
+    def some(self) -> Some:
+        wanted, one = self.value, self.one()
+        if wanted.__class__ is str:
+            return lambda elements: wanted in elements
+        if kind(wanted) == NUMBER and wanted == wanted:
+            return lambda elements: wanted in elements and any(map(one, elements))
+        return lambda elements: any(map(one, elements))
+
+
+class Ordered(Predicate, frozen=True):
+    """``$gt $gte $lt $lte``: the order of values of one kind; no other kind is before or after."""
+
+    operator: str
+    value: Any
+
+    def operators(self) -> dict[str, Any]:
+        return {self.operator: self.value}
+
+    def one(self) -> One:
+        wanted, of = self.value, kind(self.value)
+        inclusive = self.operator in ("$gte", "$lte")
+        if wanted is None:
+            return (lambda value: value is None or value is MISSING) if inclusive else (lambda value: False)
+        if of == NUMBER and wanted != wanted:
+            return (lambda value: value != value) if inclusive else (lambda value: False)
+        if of in (NUMBER, KINDS[str]):
+            return _SIMPLE[self.operator](wanted, frozenset(shape for shape, number in KINDS.items() if number == of))
+        signs = {"$gt": (1,), "$gte": (1, 0), "$lt": (-1,), "$lte": (-1, 0)}[self.operator]
+        return lambda value: kind(value) == of and compare(value, wanted) in signs
+
+
+_SIMPLE: dict[str, Callable[[Any, frozenset[type]], One]] = {
+    "$gt": lambda wanted, shapes: lambda value: value.__class__ in shapes and value > wanted,
+    "$gte": lambda wanted, shapes: lambda value: value.__class__ in shapes and value >= wanted,
+    "$lt": lambda wanted, shapes: lambda value: value.__class__ in shapes and value < wanted,
+    "$lte": lambda wanted, shapes: lambda value: value.__class__ in shapes and value <= wanted,
+}
+
+
+class In(Predicate, frozen=True):
+    """``$in``: equal to one of two or more values, sorted in their canonical form."""
+
+    values: tuple[Any, ...]
+    depth: int
+    """How deep the deepest of the values is."""
+
+    def operators(self) -> dict[str, Any]:
+        return {"$in": list(self.values)}
+
+    def one(self) -> One:
+        members, depth = frozenset(frozen(value, self.depth) for value in self.values), self.depth
+        nothing = None in members
+
+        def test(value: Any) -> bool:
+            shape = value.__class__
+            if shape is str or shape is int:
+                return value in members
+            if shape is Missing:
+                return nothing
+            return frozen(value, depth) in members
+
+        return test
+
+
+class Exists(Predicate, frozen=True):
+    """``$exists: true``: something is there, be it null."""
+
+    def operators(self) -> dict[str, Any]:
+        return {"$exists": True}
+
+    def one(self) -> One:
+        return lambda value: value is not MISSING
+
+
+class Type(Predicate, frozen=True):
+    """``$type``: the BSON types that a JSON value would have."""
+
+    codes: tuple[int, ...]
+
+    def operators(self) -> dict[str, Any]:
+        return {"$type": list(self.codes)}
+
+    def one(self) -> One:
+        codes = frozenset(self.codes)
+        shapes = {float: 1, str: 2, dict: 3, list: 4, bool: 8, type(None): 10}
+        wanted = {shape for shape, code in shapes.items() if code in codes}
+
+        def test(value: Any) -> bool:
+            shape = value.__class__
+            if shape is not int:
+                return shape in wanted
+            if -(1 << 31) <= value < 1 << 31:
+                return TYPES["int"] in codes
+            return TYPES["long" if _fits(value) else "double"] in codes
+
+        return test
+
+
+class Regex(Predicate, frozen=True):
+    """``$regex``: a string in which a pattern is found."""
+
+    pattern: str
+    options: str
+    size: int
+    cost: ClassVar[int] = 4
+
+    def operators(self) -> dict[str, Any]:
+        return {"$regex": self.pattern, "$options": self.options} if self.options else {"$regex": self.pattern}
+
+    def one(self) -> One:
+        return searcher(self.pattern, self.options, self.size)
+
+
+class Mod(Predicate, frozen=True):
+    """``$mod``: the remainder of a division; towards zero, as processors divide."""
+
+    divisor: int
+    remainder: int
+
+    def operators(self) -> dict[str, Any]:
+        return {"$mod": [self.divisor, self.remainder]}
+
+    def one(self) -> One:
+        divisor, remainder = abs(self.divisor), self.remainder
+
+        def test(value: Any) -> bool:
+            whole = _whole(value, fractions=True)
+            if whole is None:
+                return False
+            found = whole % divisor if whole >= 0 else -(-whole % divisor)
+            return found == remainder
+
+        return test
+
+
+class Bits(Predicate, frozen=True):
+    """``$bitsAllSet`` and its like: bits of a whole number of 64 bits, negative ones as processors hold them."""
+
+    operator: str
+    positions: tuple[int, ...]
+
+    def operators(self) -> dict[str, Any]:
+        return {self.operator: list(self.positions)}
+
+    def one(self) -> One:
+        mask = 0
+        for position in self.positions:
+            mask |= 1 << position
+        inverted = self.operator in ("$bitsAllClear", "$bitsAnyClear")
+        every = self.operator in ("$bitsAllSet", "$bitsAllClear")
+
+        def test(value: Any) -> bool:
+            whole = _whole(value, fractions=False)
+            if whole is None:
+                return False
+            found = (~whole if inverted else whole) & mask
+            return found == mask if every else found != 0
+
+        return test
+
+
+class Size(Predicate, frozen=True):
+    """``$size``: an array of so many elements."""
+
+    length: int
+    expands: ClassVar[bool] = False
+
+    def operators(self) -> dict[str, Any]:
+        return {"$size": self.length}
+
+    def one(self) -> One:
+        length = self.length
+        return lambda value: value.__class__ is list and len(value) == length
+
+
+def _fits(value: int) -> bool:
+    return -_LONGEST <= value < _LONGEST
+
+
+def _whole(value: Any, fractions: bool) -> int | None:
+    """Return a number as a whole one of 64 bits; None if it is none, unless its fraction may be cut."""
+    if value.__class__ is float:
+        if not math.isfinite(value) or not (fractions or value.is_integer()):
+            return None
+        value = int(value)
+    elif value.__class__ is not int:
+        return None
+    return value if _fits(value) else None
