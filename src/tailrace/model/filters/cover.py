@@ -60,8 +60,8 @@ class Present(Need, frozen=True):
 
 
 Needs: TypeAlias = tuple[Need, ...]
-Price: TypeAlias = Callable[[Need], float]
-"""What a need is expected to cost: how many queries it brings up, for how many documents."""
+Price: TypeAlias = Callable[[Needs], float]
+"""What needs are expected to cost: the share of documents that meets one of them."""
 
 
 def needs(node: Node, price: Price) -> Needs:
@@ -73,7 +73,7 @@ def _needs(node: Node, price: Price, prefix: Path | None) -> Needs:
     match node:
         case And(parts=parts):
             found = [needed for part in _ranges(parts) if (needed := _needs(part, price, prefix))]
-            return min(found, key=lambda needed: sum(map(price, needed)), default=())
+            return min(found, key=price, default=())
         case Or(parts=parts):
             each = [_needs(part, price, prefix) for part in parts]
             return tuple(dict.fromkeys(need for needed in each for need in needed)) if all(each) else ()

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tailrace.model.filters.cover import Need, Needs, needs
+from tailrace.model.filters.cover import needs
 from tailrace.model.filters.index import Index
 from tailrace.model.query import Query, Record, compile_query
 from tailrace.model.query.expression import Expr
+from tailrace.model.query.path import Check
 from tailrace.model.query.record import fields_of
-from tailrace.model.query.tree import Check, Leaf, Node, nodes
+from tailrace.model.query.tree import Leaf, Node, nodes
 
 _DEAR = 4
 """Leaves of this cost and above are asked once for a document, however many queries have them."""
@@ -25,10 +26,10 @@ _DEAR = 4
 class _Standing:
     """One distinct query, and the numbers under which it was added."""
 
-    __slots__ = ("check", "needs", "number", "numbers", "query")
+    __slots__ = ("check", "number", "numbers", "query")
 
-    def __init__(self, number: int, query: Query, check: Check, needed: Needs) -> None:
-        self.number, self.query, self.check, self.needs = number, query, check, needed
+    def __init__(self, number: int, query: Query, check: Check) -> None:
+        self.number, self.query, self.check = number, query, check
         self.numbers: dict[int, None] = {}
 
 
@@ -38,9 +39,7 @@ class FilterSet:
     def __init__(self, queries: Iterable[Query | dict[str, Any]] = ()) -> None:
         self._distinct: dict[Query, _Standing] = {}
         self._by_number: dict[int, _Standing] = {}
-        self._of_value: Index[_Standing] = Index()
-        self._of_record: Index[_Standing] = Index()
-        self._always: dict[int, _Standing] = {}
+        self._index: Index[_Standing] = Index(lambda standing, price: needs(standing.query.tree, price))
         self._leaves: dict[tuple[str, bool], Check] = {}
         self._uses: Counter[tuple[str, bool]] = Counter()
         self._fields: Counter[str | None] = Counter()  # how many queries need a field; under None, all of them
@@ -85,25 +84,19 @@ class FilterSet:
         if document.__class__ is not dict:
             document = {}
         known = fields_of(record) if self._asking_record else {}
-        found = self._always.copy()
-        if known:
-            self._of_record.find(known, found)
-        self._of_value.find(document, found)
+        found: dict[int, _Standing] = {}
+        self._index.find(document, known, found)
         return [standing for standing in found.values() if standing.check(document, known)]
 
     def _stand(self, query: Query) -> _Standing:
         number = self._next_standing
         self._next_standing += 1
-        needed = needs(query.tree, self._price)
-        standing = _Standing(number, query, query.tree.check(self._share), needed)
+        standing = _Standing(number, query, query.tree.check(self._share))
         self._distinct[query] = standing
         self._asking_record += query.asks_record
         self._fields.update(_fields(query))
         self._uses.update(_shared(query))
-        for need in needed:
-            self._index(need).put(need, number, standing)
-        if not needed:
-            self._always[number] = standing
+        self._index.add(number, standing)
         return standing
 
     def _fall(self, standing: _Standing) -> None:
@@ -115,15 +108,7 @@ class FilterSet:
             self._uses[leaf] -= 1
             if not self._uses[leaf]:
                 del self._uses[leaf], self._leaves[leaf]
-        for need in standing.needs:
-            self._index(need).drop(need, standing.number)
-        self._always.pop(standing.number, None)
-
-    def _index(self, need: Need) -> Index[_Standing]:
-        return self._of_record if need.path.text.startswith("$") else self._of_value
-
-    def _price(self, need: Need) -> float:
-        return self._index(need).price(need)
+        self._index.remove(standing.number)
 
     def _share(self, node: Node) -> Check:
         """Return the function of a leaf, the same for all queries that have it."""

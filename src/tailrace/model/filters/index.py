@@ -1,227 +1,228 @@
-"""The index of standing queries: by what they need, path by path.
+"""The index of standing queries: a tree of what they need.
 
-A document is walked once for each path that any query needs, and only where it has the path's first field.
+A query is put under one of its needs, chosen for what few documents meet. Where many queries meet under one value, an
+index of its own sorts them by what else they need. A document is walked once for each path of an index that it comes
+to, and only where it has the path's first field.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Hashable
-from typing import Any, Generic, TypeVar
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from tailrace.model.filters.cover import SHORTEST, Need, Present, Range, Text, Value
+from tailrace.model.filters.cover import Need, Needs, Present, Price, Range, Text, Value
+from tailrace.model.filters.ranges import Ranges
+from tailrace.model.filters.texts import Texts
 from tailrace.model.query.order import MISSING, frozen
 from tailrace.model.query.path import Path
 
 T = TypeVar("T")
 
+Plan: TypeAlias = Callable[[T, Price], Needs]
+"""Returns the cheapest needs of an item."""
+
+CROWD = 8
+"""Items under one value that are cheaper to ask than to look up."""
+
+_SHARES: dict[type[Need], float] = {Text: 0.2, Range: 0.4, Present: 1.0}
+"""The share of documents that is taken to meet a need; a quarter of it, for a range with two bounds."""
+
+_WORTH = 0.6
+"""In an inner index, needs that a larger share of documents meets are not worth looking up."""
+
 
 class Index(Generic[T]):
-    """What was put in under needs comes up for each document that meets one of them."""
+    """Items that come up for each document that meets one of their needs.
 
-    def __init__(self) -> None:
-        self._heads: dict[str, dict[Path, _At[T]]] = {}
+    ``met`` are the needs that every document which comes here is known to meet.
+    """
 
-    def put(self, need: Need, number: int, item: T) -> None:
-        """Add an item under a need; its number is its own."""
-        at = self._heads.setdefault(need.path.steps[0], {})
-        if need.path not in at:
-            at[need.path] = _At(need.path)
-        at[need.path].put(need, number, item)
+    def __init__(self, plan: Plan[T], met: frozenset[Need] = frozenset()) -> None:
+        self._plan, self._met = plan, met
+        self._always: dict[int, T] = {}
+        self._placed: dict[int, Needs] = {}
+        self._of_value: dict[str, dict[Path, _At[T]]] = {}
+        self._of_record: dict[str, dict[Path, _At[T]]] = {}
 
-    def drop(self, need: Need, number: int) -> None:
-        """Remove an item from under a need."""
-        head = need.path.steps[0]
-        at = self._heads[head][need.path]
-        at.drop(need, number)
-        if at.empty:
-            del self._heads[head][need.path]
-            if not self._heads[head]:
-                del self._heads[head]
+    def __len__(self) -> int:
+        return len(self._placed)
 
-    def find(self, document: dict[str, Any], found: dict[int, T]) -> None:
-        """Add what comes up for a document, by number."""
-        for head in self._heads.keys() & document.keys():
-            for at in self._heads[head].values():
-                at.find(document, found)
+    def add(self, number: int, item: T) -> None:
+        """Put an item in; its number is its own."""
+        needed = self._plan(item, self._price)
+        if self._met and (not needed or self._price(needed) > _WORTH):
+            needed = ()
+        self._placed[number] = needed
+        if not needed:
+            self._always[number] = item
+        for need in needed:
+            at = self._heads(need.path).setdefault(need.path.steps[0], {})
+            if need.path not in at:
+                at[need.path] = _At(need.path, self._plan, self._met)
+            at[need.path].put(need, number, item)
 
-    def price(self, need: Need) -> float:
-        """Return how much an item under this need is likely to cost: the share of documents that bring it up."""
-        at = self._heads.get(need.path.steps[0], {}).get(need.path)
-        return _PRICES[need.__class__] if at is None else at.price(need)
+    def remove(self, number: int) -> None:
+        """Take an item out."""
+        self._always.pop(number, None)
+        for need in self._placed.pop(number):
+            heads, head = self._heads(need.path), need.path.steps[0]
+            at = heads[head][need.path]
+            at.drop(need, number)
+            if not at.needs:
+                del heads[head][need.path]
+                if not heads[head]:
+                    del heads[head]
+
+    def find(self, document: dict[str, Any], known: dict[str, Any], found: dict[int, T]) -> None:
+        """Add what comes up for a document and its record, by number."""
+        found.update(self._always)
+        for head in self._of_value.keys() & document.keys():
+            for at in self._of_value[head].values():
+                at.find(document, document, known, found)
+        if known and self._of_record:
+            for head in self._of_record.keys() & known.keys():
+                for at in self._of_record[head].values():
+                    at.find(known, document, known, found)
+
+    def _heads(self, path: Path) -> dict[str, dict[Path, _At[T]]]:
+        return self._of_record if path.of_record else self._of_value
+
+    def _price(self, needed: Needs) -> float:
+        if not self._met.isdisjoint(needed):
+            return math.inf
+        values = Counter(need.path for need in needed if isinstance(need, Value))
+        price = sum(_share(need) for need in needed if not isinstance(need, Value))
+        for path, count in values.items():
+            at = self._heads(path).get(path.steps[0], {}).get(path)
+            # Of a path that many values are known of, a document has one.
+            price += count / (count + 9 + (at.values if at is not None else 0))
+        return price
 
 
-_PRICES: dict[type[Need], float] = {Value: 0.1, Text: 0.2, Range: 0.4, Present: 1.0}
-"""The share of documents that is taken to meet a need of which nothing is known yet."""
+def _share(need: Need) -> float:
+    bounded = isinstance(need, Range) and need.low is not None and need.high is not None
+    return _SHARES[need.__class__] / (4 if bounded else 1)
 
 
 class _At(Generic[T]):
     """All needs at one path."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._steps = path, path.steps
-        self._values: dict[Hashable, dict[int, T]] = {}
+    def __init__(self, path: Path, plan: Plan[T], met: frozenset[Need]) -> None:
+        self._path, self._plan, self._met = path, plan, met
+        self._values: dict[Hashable, dict[int, T] | Index[T]] = {}
         self._present: dict[int, T] = {}
-        self._texts: _Texts[T] = _Texts()
-        self._ranges: dict[type, _Ranges[T]] = {float: _Ranges(), str: _Ranges()}
-        self._bounded = self._worded = False
+        self._texts: Texts[T] = Texts()
+        self._numbers: Ranges[T] = Ranges()
+        self._strings: Ranges[T] = Ranges()
+        self._more = False  # whether there is more than values
 
     @property
-    def empty(self) -> bool:
-        return not (self._values or self._present or self._bounded or self._worded)
+    def values(self) -> int:
+        """How many different values are needed."""
+        return len(self._values)
+
+    @property
+    def needs(self) -> bool:
+        """Whether anything is needed."""
+        return self._more or bool(self._values)
 
     def put(self, need: Need, number: int, item: T) -> None:
         match need:
             case Value(value=value):
-                self._values.setdefault(value, {})[number] = item
+                self._put(need, value, number, item)
             case Range(low=low, high=high):
-                self._ranges[_shape(low, high)].put(low, high, number, item)
+                self._ranges(need).put(low, high, number, item)
             case Text(text=text):
                 self._texts.put(text, number, item)
             case _:
                 self._present[number] = item
         self._look()
 
+    def _look(self) -> None:
+        self._more = bool(self._present or len(self._texts) or len(self._numbers) or len(self._strings))
+
+    def _put(self, need: Need, value: Hashable, number: int, item: T) -> None:
+        bucket = self._values.setdefault(value, {})
+        if isinstance(bucket, Index):
+            bucket.add(number, item)
+            return
+        bucket[number] = item
+        if len(bucket) > CROWD:
+            inner = self._values[value] = Index(self._plan, self._met | {need})
+            for one, other in bucket.items():
+                inner.add(one, other)
+
     def drop(self, need: Need, number: int) -> None:
         match need:
             case Value(value=value):
-                del self._values[value][number]
-                if not self._values[value]:
+                bucket = self._values[value]
+                if isinstance(bucket, Index):
+                    bucket.remove(number)
+                else:
+                    del bucket[number]
+                if not len(bucket):
                     del self._values[value]
             case Range(low=low, high=high):
-                self._ranges[_shape(low, high)].drop(low, high, number)
+                self._ranges(need).drop(low, high, number)
             case Text(text=text):
                 self._texts.drop(text, number)
             case _:
                 del self._present[number]
         self._look()
 
-    def _look(self) -> None:
-        self._bounded = any(len(ranges) for ranges in self._ranges.values())
-        self._worded = bool(len(self._texts))
+    def _ranges(self, need: Range) -> Ranges[T]:
+        bound = need.high if need.low is None else need.low
+        return self._strings if bound.__class__ is str else self._numbers
 
-    def price(self, need: Need) -> float:
-        if isinstance(need, Value):
-            # A path of many values tells more than one of few; a value that many asked for is likely a common one.
-            return (1 + len(self._values.get(need.value, ()))) / (10 + len(self._values))
-        return _PRICES[need.__class__]
-
-    def find(self, document: dict[str, Any], found: dict[int, T]) -> None:
-        value: Any = document
-        for step in self._steps:
+    def find(
+        self, within: dict[str, Any], document: dict[str, Any], known: dict[str, Any], found: dict[int, T]
+    ) -> None:
+        """Walk within the document or the record, and add what comes up."""
+        value: Any = within
+        for step in self._path.steps:
             if value.__class__ is dict:
                 value = value.get(step, MISSING)
             elif value.__class__ is list:
-                self._each(self._path.elements(document, True), found)
+                self._each(self._path.elements(within, True), document, known, found)
                 return
             else:
                 return
         if value.__class__ is list:
-            self._each([*value, value], found)
+            self._each([*value, value], document, known, found)
         elif value is not MISSING:
-            self._one(value, found, True)
+            self._one(value, document, known, found, True)
 
-    def _each(self, values: list[Any], found: dict[int, T]) -> None:
+    def _each(
+        self, values: Iterable[Any], document: dict[str, Any], known: dict[str, Any], found: dict[int, T]
+    ) -> None:
         seen: set[Hashable] = set()
         for value in values:
             if value.__class__ is dict or value.__class__ is list:
                 found.update(self._present)
             elif value is not MISSING and (value, value.__class__) not in seen:
                 seen.add((value, value.__class__))
-                self._one(value, found, False)
+                self._one(value, document, known, found, False)
 
-    def _one(self, value: Any, found: dict[int, T], alone: bool) -> None:
+    def _one(
+        self, value: Any, document: dict[str, Any], known: dict[str, Any], found: dict[int, T], alone: bool
+    ) -> None:
         shape = value.__class__
-        if shape is str:
-            if self._values and (bucket := self._values.get(value)) is not None:
+        bucket = self._values.get(value if shape is not bool else frozen(value, 0)) if shape in _SCALARS else None
+        if bucket is not None:
+            if bucket.__class__ is dict:
                 found.update(bucket)
-            if self._bounded:
-                self._ranges[str].find(value, found, alone)
-            if self._worded:
-                self._texts.find(value, found)
-        elif shape is int or shape is float:
-            if self._values and (bucket := self._values.get(value)) is not None:
-                found.update(bucket)
-            if self._bounded and value == value:
-                self._ranges[float].find(value, found, alone)
-        elif shape is bool and (bucket := self._values.get(frozen(value, 0))) is not None:
-            found.update(bucket)
-        if self._present:
-            found.update(self._present)
-
-
-def _shape(low: Any, high: Any) -> type:
-    return str if (low if low is not None else high).__class__ is str else float
-
-
-class _Ranges(Generic[T]):
-    """Bounds of one kind, sorted: those with a low one by it, the others by the high one."""
-
-    def __init__(self) -> None:
-        self._lows: list[tuple[Any, int, Any, T]] = []
-        self._highs: list[tuple[Any, int, T]] = []
-
-    def __len__(self) -> int:
-        return len(self._lows) + len(self._highs)
-
-    def put(self, low: Any, high: Any, number: int, item: T) -> None:
-        if low is not None:
-            self._lows.insert(bisect_left(self._lows, (low, number)), (low, number, high, item))
-        else:
-            self._highs.insert(bisect_left(self._highs, (high, number)), (high, number, item))
-
-    def drop(self, low: Any, high: Any, number: int) -> None:
-        if low is not None:
-            del self._lows[bisect_left(self._lows, (low, number))]
-        else:
-            del self._highs[bisect_left(self._highs, (high, number))]
-
-    def find(self, value: Any, found: dict[int, T], alone: bool) -> None:
-        """Add those within whose bounds a value lies; within whose low bound, if other values may meet the high one."""
-        rows = self._lows[: bisect_right(self._lows, value, key=_first)]
-        if alone:
-            found.update({number: item for _, number, high, item in rows if high is None or value <= high})
-        else:
-            found.update({number: item for _, number, _, item in rows})
-        found.update({number: item for _, number, item in self._highs[bisect_left(self._highs, value, key=_first) :]})
-
-
-def _first(row: tuple[Any, ...]) -> Any:
-    return row[0]
-
-
-class _Texts(Generic[T]):
-    """Texts to be looked for in strings: one by one, or by their first letters when the string is the shorter list."""
-
-    def __init__(self) -> None:
-        self._items: dict[str, dict[int, T]] = {}
-        self._starts: dict[str, list[str]] = {}
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def put(self, text: str, number: int, item: T) -> None:
-        if text not in self._items:
-            self._items[text] = {}
-            self._starts.setdefault(text[:SHORTEST], []).append(text)
-        self._items[text][number] = item
-
-    def drop(self, text: str, number: int) -> None:
-        del self._items[text][number]
-        if not self._items[text]:
-            del self._items[text]
-            start = text[:SHORTEST]
-            self._starts[start].remove(text)
-            if not self._starts[start]:
-                del self._starts[start]
-
-    def find(self, value: str, found: dict[int, T]) -> None:
-        if len(self._items) <= len(value):
-            for text, items in self._items.items():
-                if text in value:
-                    found.update(items)
+            else:
+                bucket.find(document, known, found)  # type: ignore[union-attr]
+        if not self._more:
             return
-        for at in range(len(value) - SHORTEST + 1):
-            for text in self._starts.get(value[at : at + SHORTEST], ()):
-                if value.startswith(text, at):
-                    found.update(self._items[text])
+        if shape is str:
+            self._strings.find(value, found, alone)
+            self._texts.find(value, found)
+        elif (shape is int or shape is float) and value == value:
+            self._numbers.find(value, found, alone)
+        found.update(self._present)
+
+
+_SCALARS = frozenset((str, int, float, bool))

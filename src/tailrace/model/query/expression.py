@@ -17,7 +17,8 @@ import msgspec
 from tailrace.errors import QueryError
 from tailrace.model.query.arithmetic import ARITHMETIC, Unreckonable
 from tailrace.model.query.order import MISSING, compare
-from tailrace.model.query.tree import Check, Node, Sharing
+from tailrace.model.query.path import Check
+from tailrace.model.query.tree import Node, Sharing
 
 Evaluate: TypeAlias = Callable[[Any], Any]
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-import msgspec
-
 from tailrace.model.query.order import MISSING
 
 One: TypeAlias = Callable[[Any], bool]
@@ -23,24 +21,37 @@ One: TypeAlias = Callable[[Any], bool]
 Some: TypeAlias = Callable[[list[Any]], bool]
 """Whether some element of a list does: the same as ``any(map(one, elements))``, perhaps faster."""
 
+Check: TypeAlias = Callable[[Any, dict[str, Any]], bool]
+"""Whether a document (or an element, inside ``$elemMatch``) passes. The second argument has what else is known: the
+record's own fields by their names, and, where tests are shared, the answers of those already made by their keys."""
+
 _get = dict.get
 
 
-class Path(msgspec.Struct, frozen=True):
-    """A dotted path. ``nulls`` has MongoDB 9's rule: what a walk cannot enter in an array counts as missing."""
+class Path:
+    """A dotted path. ``nulls`` is MongoDB 9's rule: what a walk cannot enter in an array counts as missing."""
 
-    text: str
-    nulls: bool = False
+    __slots__ = ("_hash", "digits", "nulls", "steps", "text")
+
+    def __init__(self, text: str, nulls: bool = False) -> None:
+        self.text, self.nulls = text, nulls
+        self.steps = tuple(text.split("."))
+        self.digits = any(map(_is_index, self.steps))
+        self._hash = hash((text, nulls))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Path) and self.text == other.text and self.nulls == other.nulls
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Path], tuple[str, bool]]:
+        return Path, (self.text, self.nulls)
 
     @property
-    def steps(self) -> tuple[str, ...]:
-        """The names and indices that it goes through."""
-        return tuple(self.text.split("."))
-
-    @property
-    def digits(self) -> bool:
-        """Whether any step may be an index of an array."""
-        return any(map(_is_index, self.steps))
+    def of_record(self) -> bool:
+        """Whether it begins in the record rather than in its value."""
+        return self.text.startswith("$")
 
     def elements(self, document: dict[str, Any], expand: bool) -> list[Any]:
         """Return all that the path finds, MISSING included.
@@ -48,59 +59,72 @@ class Path(msgspec.Struct, frozen=True):
         Each part of the document is visited at most once for each step, whatever its nesting and however many steps
         are digits.
         """
-        steps, found = self.steps, list[Any]()
-        documents: dict[int, dict[str, Any]] = {id(document): document}
-        arrays: dict[int, list[Any]] = {}
-        for number, step in enumerate(steps):
-            last = number == len(steps) - 1
-            next_documents: dict[int, dict[str, Any]] = {}
-            next_arrays: dict[int, list[Any]] = {}
-
-            def enter(value: Any, into: dict[int, Any] = next_documents, through: dict[int, Any] = next_arrays) -> bool:
+        if self.digits or self.nulls or not self.steps[-1]:
+            return self._indexed(document, expand)
+        found: list[Any] = []
+        documents = [document]
+        for step in self.steps[:-1]:
+            inner: list[dict[str, Any]] = []
+            for one in documents:
+                value = _get(one, step, MISSING)
                 if value.__class__ is dict:
-                    into[id(value)] = value
+                    inner.append(value)
                 elif value.__class__ is list:
-                    through[id(value)] = value
+                    inner += [item for item in value if item.__class__ is dict]
                 else:
-                    return False
-                return True
-
-            for array in arrays.values():
-                if last and not step:  # a path that ends with a dot ends at the array
-                    found += _expanded(array, expand)
-                    continue
-                index = int(step) if _is_index(step) else -1
-                indexed = 0 <= index < len(array)
-                entered = [item for item in array if item.__class__ is dict]
-                documents.update((id(item), item) for item in entered)
-                if indexed and last:
-                    found.append(array[index])
-                elif (
-                    (not indexed or not enter(array[index]))
-                    and self.nulls
-                    and not (array and len(entered) == len(array))
-                ):
                     found.append(MISSING)
-            for inner in documents.values():
-                value = inner.get(step, MISSING)
-                if last:
-                    found += _expanded(value, expand)
-                elif not enter(value):
-                    found.append(MISSING)
-            documents, arrays = next_documents, next_arrays
+            documents = inner
+        step = self.steps[-1]
+        for one in documents:
+            value = _get(one, step, MISSING)
+            if expand and value.__class__ is list:
+                found += value
+            found.append(value)
         return found
 
-    def test(self, one: One, some: Some, expand: bool) -> Callable[[dict[str, Any]], bool]:
+    def _indexed(self, document: dict[str, Any], expand: bool) -> list[Any]:
+        """Find elements where a step may be an index too: by breadth, so that nothing is come to twice."""
+        found: list[Any] = []
+        documents: dict[int, dict[str, Any]] = {id(document): document}
+        arrays: dict[int, list[Any]] = {}
+        last = len(self.steps) - 1
+        for number, step in enumerate(self.steps):
+            ahead: list[Any] = []
+            for array in arrays.values():
+                if number == last and not step:  # a path that ends with a dot ends at the array
+                    found += _expanded(array, expand)
+                    continue
+                inner = [item for item in array if item.__class__ is dict]
+                documents.update((id(item), item) for item in inner)
+                index = int(step) if _is_index(step) else len(array)
+                if index < len(array):
+                    ahead.append(array[index])
+                elif self.nulls and (not array or len(inner) < len(array)):
+                    found.append(MISSING)
+            if number == last:
+                found += ahead
+                for one in documents.values():
+                    found += _expanded(one.get(step, MISSING), expand)
+                break
+            if not self.nulls:  # a scalar that an index led to is no way to anything
+                ahead = [value for value in ahead if value.__class__ in (dict, list)]
+            ahead += [one.get(step, MISSING) for one in documents.values()]
+            documents = {id(value): value for value in ahead if value.__class__ is dict}
+            arrays = {id(value): value for value in ahead if value.__class__ is list}
+            found += [MISSING for value in ahead if value.__class__ not in (dict, list)]
+        return found
+
+    def test(self, one: One, some: Some, expand: bool) -> Check:
         """Return a function that tells whether any element of a document satisfies ``one``."""
         steps, elements, name = self.steps, self.elements, self.text
 
-        def look(document: dict[str, Any]) -> bool:
+        def look(document: dict[str, Any], known: dict[str, Any]) -> bool:
             value = _get(document, name, MISSING)
             if value.__class__ is list and expand:
                 return some(value) or one(value)
             return one(value)
 
-        def walk(document: dict[str, Any]) -> bool:
+        def walk(document: dict[str, Any], known: dict[str, Any]) -> bool:
             value: Any = document
             for step in steps:
                 if value.__class__ is dict:
@@ -113,7 +137,8 @@ class Path(msgspec.Struct, frozen=True):
                 return some(value) or one(value)
             return one(value)
 
-        return look if len(steps) == 1 else walk
+        test = look if len(steps) == 1 else walk
+        return (lambda document, known: test(known, known)) if self.of_record else test
 
 
 def _is_index(step: str) -> bool:

@@ -22,7 +22,9 @@ class Query:
     def __init__(self, source: dict[str, Any], tree: Node, mongo: int) -> None:
         self.source, self.tree, self.mongo = source, tree, mongo
         self._check = tree.check()
-        self._asks_record = any(isinstance(node, Leaf) and node.of_record for node in nodes(tree))
+        self._asks_record = any(
+            isinstance(node, Leaf) and node.path is not None and node.path.of_record for node in nodes(tree)
+        )
 
     def matches(self, document: Any, record: Record | Any = None) -> bool:
         """Return whether a document passes. Fields of the record are missing where none is given.
@@ -56,7 +58,7 @@ class Query:
                 if node.fields is None:
                     return None
                 found |= node.fields
-            elif isinstance(node, Leaf) and node.path is not None and not node.of_record:
+            elif isinstance(node, Leaf) and node.path is not None and not node.path.of_record:
                 found.add(node.path.steps[0])
         return frozenset(found)
 

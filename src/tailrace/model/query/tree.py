@@ -14,12 +14,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from tailrace.model.query.path import One, Path
+from tailrace.model.query.path import Check, One, Path
 from tailrace.model.query.predicate import Equal, Exists, In, Predicate
-
-Check: TypeAlias = Callable[[Any, dict[str, Any]], bool]
-"""Whether a document (or an element, inside ``$elemMatch``) passes. The second argument has what else is known: the
-record's own fields by their names, and, where tests are shared, the answers of those already made by their keys."""
 
 Sharing: TypeAlias = Callable[["Node"], Check]
 """Returns the function of a leaf, or of an ``$expr``, that several queries may have in common."""
@@ -109,21 +105,13 @@ class Leaf(Node, frozen=True):
     def cost(self) -> int:
         return self.predicate.cost
 
-    @property
-    def of_record(self) -> bool:
-        """Whether the path begins in the record rather than in its value."""
-        return self.path is not None and self.path.text.startswith("$")
-
     def check(self, sharing: Sharing | None = None) -> Check:
         if sharing is not None:
             return sharing(self)
         one = self.predicate.one()
         if self.path is None:
             return lambda element, known: one(element)
-        test = self.path.test(one, self.predicate.some(), self.predicate.expands)
-        if self.of_record:
-            return lambda document, known: test(known)
-        return lambda document, known: test(document)
+        return self.path.test(one, self.predicate.some(), self.predicate.expands)
 
 
 _NOTHING: dict[str, Any] = {}
