@@ -174,8 +174,8 @@ class QueryError(UsageError):
 
     def __init__(self, what: str, operator: str = "", path: str = "") -> None:
         self.what, self.operator, self.path = what, operator, path
-        where = f" at {path!r}" if path else ""
-        super().__init__(f"{operator}{where}: {what}" if operator else what)
+        where = f"{operator} at {path!r}" if operator and path else operator or (path and repr(path))
+        super().__init__(f"{where}: {what}" if where else what)
 
     def __reduce__(self) -> tuple[type[QueryError], tuple[str, str, str]]:
         return type(self), (self.what, self.operator, self.path)

@@ -16,8 +16,9 @@
     schema      the language as a JSON Schema
 """
 
+from tailrace.model.query.explain import Explanation
 from tailrace.model.query.limits import Limits
 from tailrace.model.query.query import Query, compile_query
 from tailrace.model.query.record import Record
 
-__all__ = ["Limits", "Query", "Record", "compile_query"]
+__all__ = ["Explanation", "Limits", "Query", "Record", "compile_query"]

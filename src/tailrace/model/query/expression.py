@@ -17,10 +17,13 @@ import msgspec
 from tailrace.errors import QueryError
 from tailrace.model.query.arithmetic import ARITHMETIC, Unreckonable
 from tailrace.model.query.order import MISSING, compare
-from tailrace.model.query.path import Check
+from tailrace.model.query.path import LONGEST, Check
 from tailrace.model.query.tree import Node, Sharing
 
-Evaluate: TypeAlias = Callable[[Any], Any]
+Scope: TypeAlias = dict[tuple[str, ...], Any]
+"""What paths are known to find in a document; the empty one, the document itself. So each is followed once."""
+
+Evaluate: TypeAlias = Callable[[Scope], Any]
 
 
 class Expr(Node, frozen=True):
@@ -39,7 +42,7 @@ class Expr(Node, frozen=True):
 
         def test(document: Any, known: dict[str, Any]) -> bool:
             try:
-                return _true(value(document))
+                return _true(value({(): document}))
             except Unreckonable:
                 return False
 
@@ -68,12 +71,12 @@ def checked(source: Any, count: Callable[[], None]) -> Expression:
         items = [checked(item, count) for item in source]
         values = [item.value for item in items]
         # A list has no holes: what is missing is null in it.
-        return _over(items, lambda document: [_or_null(value(document)) for value in values])
+        return _over(items, lambda scope: [_or_null(value(scope)) for value in values])
     if isinstance(source, dict):
         if any(name.startswith("$") for name in source):
             return _operator(source, count)
         return _document(source, count)
-    return Expression(lambda document: source)
+    return Expression(lambda scope: source)
 
 
 def _operator(source: dict[str, Any], count: Callable[[], None]) -> Expression:
@@ -81,7 +84,7 @@ def _operator(source: dict[str, Any], count: Callable[[], None]) -> Expression:
         _refuse(next(name for name in source if name.startswith("$")), "must be the only name in its document")
     [(name, operand)] = source.items()
     if name == "$literal":
-        return Expression(lambda document: operand)
+        return Expression(lambda scope: operand)
     least, most, make = _OPERATORS.get(name) or _refuse(name, "is not supported in $expr")
     given = operand if isinstance(operand, list) else [operand]
     if not least <= len(given) <= most:
@@ -91,10 +94,10 @@ def _operator(source: dict[str, Any], count: Callable[[], None]) -> Expression:
     found = _over(operands, make([item.value for item in operands]))
     if found.constant:
         try:
-            value = found.value({})
+            value = found.value({(): {}})
         except Unreckonable as error:
             _refuse(name, str(error))
-        return Expression(lambda document: value)
+        return Expression(lambda scope: value)
     return found
 
 
@@ -105,8 +108,8 @@ def _document(source: dict[str, Any], count: Callable[[], None]) -> Expression:
     items = [checked(item, count) for item in source.values()]
     members = list(zip(source, [item.value for item in items], strict=True))
 
-    def make(document: Any) -> dict[str, Any]:
-        found = {name: value(document) for name, value in members}
+    def make(scope: Scope) -> dict[str, Any]:
+        found = {name: value(scope) for name, value in members}
         return {name: value for name, value in found.items() if value is not MISSING}
 
     return _over(items, make)
@@ -122,22 +125,28 @@ def _over(operands: list[Expression], value: Evaluate) -> Expression:
 def _path(source: str) -> Expression:
     variable, _, rest = source[2:].partition(".") if source.startswith("$$") else ("CURRENT", "", source[1:])
     if variable == "REMOVE" and not rest:
-        return Expression(lambda document: MISSING)
+        return Expression(lambda scope: MISSING)
     if variable not in ("ROOT", "CURRENT"):
         _refuse("$expr", f"has a variable {source[:60]!r}: only $$ROOT, $$CURRENT and $$REMOVE are known")
     if not rest and source.startswith("$$") and not source.endswith("."):
-        return Expression(lambda document: document, None, False)
+        return Expression(lambda scope: scope[()], None, False)
     steps = tuple(rest.split("."))
     if any(not step or step.startswith("$") or "\0" in step for step in steps):
         _refuse("$expr", f"has a path {source[:60]!r}: its names may not be empty or begin with a dollar")
-    return Expression(lambda document: _follow(document, steps), frozenset(steps[:1]), False)
+    if len(steps) > LONGEST:
+        _refuse("$expr", f"has a path of {len(steps):,} steps; {LONGEST} are allowed")
+
+    def find(scope: Scope) -> Any:
+        if steps not in scope:
+            scope[steps] = _follow(scope[()], steps)
+        return scope[steps]
+
+    return Expression(find, frozenset(steps[:1]), False)
 
 
 def _follow(value: Any, steps: tuple[str, ...]) -> Any:
     for number, step in enumerate(steps):
         if value.__class__ is list:
-            if number == 0:
-                return MISSING
             rest = steps[number:]
             found = [_follow(item, rest) for item in value if item.__class__ is dict]
             return [item for item in found if item is not MISSING]
@@ -159,29 +168,29 @@ def _true(value: Any) -> bool:
 def _comparison(holds: Callable[[int], Any]) -> Callable[[list[Evaluate]], Evaluate]:
     def make(operands: list[Evaluate]) -> Evaluate:
         left, right = operands
-        return lambda document: holds(compare(left(document), right(document)))
+        return lambda scope: holds(compare(left(scope), right(scope)))
 
     return make
 
 
 def _numeric(reckon: Callable[..., Any]) -> Callable[[list[Evaluate]], Evaluate]:
     def make(operands: list[Evaluate]) -> Evaluate:
-        return lambda document: reckon(*[_or_null(value(document)) for value in operands])
+        return lambda scope: reckon(*[_or_null(value(scope)) for value in operands])
 
     return make
 
 
 def _all(operands: list[Evaluate]) -> Evaluate:
-    return lambda document: all(_true(value(document)) for value in operands)
+    return lambda scope: all(_true(value(scope)) for value in operands)
 
 
 def _any(operands: list[Evaluate]) -> Evaluate:
-    return lambda document: any(_true(value(document)) for value in operands)
+    return lambda scope: any(_true(value(scope)) for value in operands)
 
 
 def _not(operands: list[Evaluate]) -> Evaluate:
     [value] = operands
-    return lambda document: not _true(value(document))
+    return lambda scope: not _true(value(scope))
 
 
 _MANY = 1 << 30

@@ -15,18 +15,22 @@ class Limits(msgspec.Struct, frozen=True):
 
     depth: int = 32
     """Documents and lists inside one another."""
-    nodes: int = 1_000
-    """Operators and paths."""
+    nodes: int = 500
+    """Operators and paths, and members of ``$all``."""
     in_members: int = 10_000
     """Values of one ``$in``, ``$nin`` or ``$all``."""
     regexes: int = 20
     """Regular expressions."""
     regex_length: int = 1_000
     """Letters of one regular expression."""
-    regex_size: int = 2_000
-    """Instructions of one regular expression when RE2 has compiled it."""
+    regex_size: int = 1_500
+    """Instructions of all its regular expressions, when RE2 has compiled them: what each letter may cost."""
     bytes: int = 256 * 1024
     """The query as JSON."""
+
+
+UNLIMITED = Limits(*[1 << 30] * len(Limits.__struct_fields__))
+"""For parts of what was admitted as a whole."""
 
 
 def admitted(query: Any, limits: Limits) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Nothing here recurs into a document, so that no depth of nesting can exhaust the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from typing import Any, Final
 
@@ -108,3 +109,18 @@ def frozen(value: Any, depth: int) -> Hashable:
     if shape is float and value != value:
         return _NAN
     return value  # type: ignore[no-any-return]
+
+
+def size(value: Any, enough: float = math.inf) -> int:
+    """Return how many values there are in a value, itself included; counting stops when there are more than enough."""
+    count, level = 1, [value]
+    while level and count <= enough:
+        inner: list[Any] = []
+        for one in level:
+            if one.__class__ is dict:
+                inner += one.values()
+            elif one.__class__ is list:
+                inner += one
+        count += len(inner)
+        level = inner
+    return count

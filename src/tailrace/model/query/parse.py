@@ -10,10 +10,21 @@ from tailrace.errors import BadRequest, QueryError
 from tailrace.model.cursor import parse_time
 from tailrace.model.query.expression import Expr, checked
 from tailrace.model.query.limits import Limits, describe
-from tailrace.model.query.path import Path
+from tailrace.model.query.path import LONGEST, Path
 from tailrace.model.query.predicate import NUMBERS, TYPES, Bits, Exists, Mod, Ordered, Regex, Size, Type
 from tailrace.model.query.regex import OPTIONS, compiled
-from tailrace.model.query.tree import FALSE, Element, Node, conjunction, disjunction, encoded, equals, leaf, negation
+from tailrace.model.query.tree import (
+    FALSE,
+    Element,
+    Node,
+    conjunction,
+    disjunction,
+    encoded,
+    equals,
+    has_operators,
+    leaf,
+    negation,
+)
 
 RECORD_FIELDS = ("$topic", "$key", "$headers", "$time", "$partition", "$offset")
 """What a query may ask of the record beside its value."""
@@ -41,7 +52,7 @@ class Parser:
 
     def __init__(self, limits: Limits, nulls: bool) -> None:
         self._limits, self._nulls = limits, nulls
-        self._nodes = self._regexes = 0
+        self._nodes = self._regexes = self._instructions = 0
         self._within: list[str] = []
 
     def document(self, query: dict[str, Any], top: bool = True) -> Node:
@@ -87,7 +98,9 @@ class Parser:
         return self._field(Path(name, self._nulls), operand)
 
     def _field(self, path: Path, operand: Any) -> Node:
-        if _has_operators(operand):
+        if len(path.steps) > LONGEST:
+            self._refuse("", path, f"a path of {len(path.steps):,} steps; {LONGEST} are allowed")
+        if has_operators(operand):
             return self._operators(path, operand)
         return equals(path, [self._operand("$eq", path, operand)])
 
@@ -116,7 +129,7 @@ class Parser:
 
     def _in(self, operator: str, path: Path | None, operand: Any) -> Node:
         members = self._members(operator, path, operand)
-        if any(map(_has_operators, members)):
+        if any(map(has_operators, members)):
             self._refuse(operator, path, "has values for members: operators cannot be nested in it")
         found = equals(path, [self._operand(operator, path, member) for member in members])
         return found if operator == "$in" else negation(found)
@@ -125,10 +138,12 @@ class Parser:
         members = self._members(operator, path, operand)
         if members and all(isinstance(member, dict) and list(member) == ["$elemMatch"] for member in members):
             return conjunction(self._element("$elemMatch", path, member["$elemMatch"]) for member in members)
-        if any(map(_has_operators, members)):
+        if any(has_operators(member) and next(iter(member)) in (*_OPERATORS, "$regex") for member in members):
             self._refuse(operator, path, "has values for members, or $elemMatch alone in every one of them")
         if not members:
             return FALSE
+        for _ in members:  # each is looked for on its own
+            self._count()
         return conjunction(equals(path, [self._operand(operator, path, member)]) for member in members)
 
     def _members(self, operator: str, path: Path | None, operand: Any) -> list[Any]:
@@ -182,11 +197,18 @@ class Parser:
         if "\0" in pattern:
             self._refuse("$regex", path, "may not contain a null character")
         try:
-            compiled(pattern, options, self._limits.regex_size)
+            self._instructions += compiled(pattern, options).programsize
         except QueryError as error:
             self._refuse("$regex", path, str(error))
+        if self._instructions > self._limits.regex_size:
+            self._refuse(
+                "$regex",
+                path,
+                f"makes the regular expressions too large when compiled: {self._instructions:,} instructions, "
+                f"of {self._limits.regex_size:,} in a query",
+            )
         flags = "".join(letter for letter in OPTIONS if letter in options and letter != "u")
-        return leaf(path, Regex(pattern, flags, self._limits.regex_size))
+        return leaf(path, Regex(pattern, flags))
 
     def _mod(self, operator: str, path: Path | None, operand: Any) -> Node:
         if not isinstance(operand, list) or len(operand) != 2:
@@ -215,14 +237,14 @@ class Parser:
         return leaf(path, Bits(operator, tuple(sorted(positions))))
 
     def _size(self, operator: str, path: Path | None, operand: Any) -> Node:
-        if not _is_whole(operand) or operand < 0:
-            self._refuse(operator, path, f"needs a whole number from 0, not {_shown(operand)}")
+        if not _is_whole(operand) or not 0 <= operand < 1 << 31:
+            self._refuse(operator, path, f"needs a whole number of 32 bits from 0, not {_shown(operand)}")
         return leaf(path, Size(int(operand)))
 
     def _element(self, operator: str, path: Path | None, operand: Any) -> Node:
         if not isinstance(operand, dict):
             self._refuse(operator, path, f"needs a document, not {describe(operand)}")
-        whole = _has_operators(operand) and next(iter(operand)) not in _PATHLESS
+        whole = has_operators(operand) and next(iter(operand)) not in _PATHLESS
         self._within.append(path.text if path is not None else "")
         node = self._operators(None, operand) if whole else self.document(operand, top=False)
         self._within.pop()
@@ -266,11 +288,6 @@ _OPERATORS: dict[str, Callable[[Parser, str, Path | None, Any], Node]] = {
     "$elemMatch": Parser._element,
     **dict.fromkeys(("$bitsAllSet", "$bitsAnySet", "$bitsAllClear", "$bitsAnyClear"), Parser._bits),
 }
-
-
-def _has_operators(operand: Any) -> bool:
-    """Whether a document holds operators: its first name tells, as in MongoDB."""
-    return isinstance(operand, dict) and next(iter(operand), "").startswith("$")
 
 
 def _plain(value: Any) -> Any:

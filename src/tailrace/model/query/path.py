@@ -25,6 +25,9 @@ Check: TypeAlias = Callable[[Any, dict[str, Any]], bool]
 """Whether a document (or an element, inside ``$elemMatch``) passes. The second argument has what else is known: the
 record's own fields by their names, and, where tests are shared, the answers of those already made by their keys."""
 
+LONGEST = 200
+"""Steps of a path, at most; as in MongoDB."""
+
 _get = dict.get
 
 
@@ -86,32 +89,35 @@ class Path:
         """Find elements where a step may be an index too: by breadth, so that nothing is come to twice."""
         found: list[Any] = []
         documents: dict[int, dict[str, Any]] = {id(document): document}
-        arrays: dict[int, list[Any]] = {}
+        by_key: dict[int, list[Any]] = {}
+        by_index: dict[int, list[Any]] = {}
         last = len(self.steps) - 1
         for number, step in enumerate(self.steps):
-            ahead: list[Any] = []
-            for array in arrays.values():
+            numeric, indexed = step.isascii() and step.isdigit(), list[Any]()
+            for place, array in (by_key | by_index).items():
                 if number == last and not step:  # a path that ends with a dot ends at the array
                     found += _expanded(array, expand)
                     continue
                 inner = [item for item in array if item.__class__ is dict]
                 documents.update((id(item), item) for item in inner)
                 index = int(step) if _is_index(step) else len(array)
-                if index < len(array):
-                    ahead.append(array[index])
-                elif self.nulls and (not array or len(inner) < len(array)):
-                    found.append(MISSING)
+                led = index < len(array) and (number == last or array[index].__class__ in (dict, list))
+                if led:
+                    indexed.append(array[index])
+                if self.nulls:
+                    barred = len(inner) < len(array) if not numeric else not inner and not led and place in by_key
+                    if barred or (not array and place in by_key):
+                        found.append(MISSING)
+            values = [one.get(step, MISSING) for one in documents.values()]
             if number == last:
-                found += ahead
-                for one in documents.values():
-                    found += _expanded(one.get(step, MISSING), expand)
+                found += indexed
+                for value in values:
+                    found += _expanded(value, expand)
                 break
-            if not self.nulls:  # a scalar that an index led to is no way to anything
-                ahead = [value for value in ahead if value.__class__ in (dict, list)]
-            ahead += [one.get(step, MISSING) for one in documents.values()]
-            documents = {id(value): value for value in ahead if value.__class__ is dict}
-            arrays = {id(value): value for value in ahead if value.__class__ is list}
-            found += [MISSING for value in ahead if value.__class__ not in (dict, list)]
+            documents = {id(value): value for value in (*values, *indexed) if value.__class__ is dict}
+            by_key = {id(value): value for value in values if value.__class__ is list}
+            by_index = {id(value): value for value in indexed if value.__class__ is list}
+            found += [MISSING for value in values if value.__class__ not in (dict, list)]
         return found
 
     def test(self, one: One, some: Some, expand: bool) -> Check:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from tailrace.model.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, frozen, kind
+from tailrace.model.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, frozen, kind, size
 from tailrace.model.query.path import One, Some
 from tailrace.model.query.regex import searcher
 
@@ -101,17 +101,31 @@ class Ordered(Predicate, frozen=True):
     operator: str
     value: Any
 
+    @property
+    def below(self) -> bool:
+        """Whether values must lie below the bound."""
+        return self.operator in ("$lt", "$lte")
+
+    @property
+    def strict(self) -> bool:
+        """Whether the bound itself is out."""
+        return self.operator in ("$lt", "$gt")
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the bound is a number that can be compared, or a string."""
+        return self.value.__class__ is str or (kind(self.value) == NUMBER and self.value == self.value)
+
     def operators(self) -> dict[str, Any]:
         return {self.operator: self.value}
 
     def one(self) -> One:
-        wanted, of = self.value, kind(self.value)
-        inclusive = self.operator in ("$gte", "$lte")
+        wanted, of, inclusive = self.value, kind(self.value), not self.strict
         if wanted is None:
             return (lambda value: value is None or value is MISSING) if inclusive else (lambda value: False)
         if of == NUMBER and wanted != wanted:
             return (lambda value: value != value) if inclusive else (lambda value: False)
-        if of in (NUMBER, KINDS[str]):
+        if self.scalar:
             return _SIMPLE[self.operator](wanted, frozenset(shape for shape, number in KINDS.items() if number == of))
         signs = {"$gt": (1,), "$gte": (1, 0), "$lt": (-1,), "$lte": (-1, 0)}[self.operator]
         return lambda value: kind(value) == of and compare(value, wanted) in signs
@@ -136,7 +150,8 @@ class In(Predicate, frozen=True):
         return {"$in": list(self.values)}
 
     def one(self) -> One:
-        members, depth = frozenset(frozen(value, self.depth) for value in self.values), self.depth
+        depth, room = self.depth, max(map(size, self.values))
+        members = frozenset(frozen(value, depth) for value in self.values)
         nothing = None in members
 
         def test(value: Any) -> bool:
@@ -145,6 +160,8 @@ class In(Predicate, frozen=True):
                 return value in members
             if shape is Missing:
                 return nothing
+            if (shape is dict or shape is list) and size(value, room) > room:
+                return False
             return frozen(value, depth) in members
 
         return test
@@ -189,14 +206,13 @@ class Regex(Predicate, frozen=True):
 
     pattern: str
     options: str
-    size: int
     cost: ClassVar[int] = 4
 
     def operators(self) -> dict[str, Any]:
         return {"$regex": self.pattern, "$options": self.options} if self.options else {"$regex": self.pattern}
 
     def one(self) -> One:
-        return searcher(self.pattern, self.options, self.size)
+        return searcher(self.pattern, self.options)
 
 
 class Mod(Predicate, frozen=True):

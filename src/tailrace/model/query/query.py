@@ -5,13 +5,18 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Any
 
+from tailrace.model.query.explain import Explanation, explained
 from tailrace.model.query.expression import Expr
-from tailrace.model.query.limits import Limits, admitted
+from tailrace.model.query.limits import UNLIMITED, Limits, admitted
+from tailrace.model.query.order import MISSING
 from tailrace.model.query.parse import Parser
+from tailrace.model.query.path import Check, Path
 from tailrace.model.query.record import Record, fields_of
 from tailrace.model.query.tree import Leaf, Node, nodes, query
 
 DEFAULT_LIMITS = Limits()
+
+_NOTHING: dict[str, Any] = {}
 
 
 class Query:
@@ -21,7 +26,7 @@ class Query:
 
     def __init__(self, source: dict[str, Any], tree: Node, mongo: int) -> None:
         self.source, self.tree, self.mongo = source, tree, mongo
-        self._check = tree.check()
+        self._check: Check | None = None  # made when it is first asked: in a set of many, another is
         self._asks_record = any(
             isinstance(node, Leaf) and node.path is not None and node.path.of_record for node in nodes(tree)
         )
@@ -33,7 +38,24 @@ class Query:
         """
         if document.__class__ is not dict:
             document = {}
-        return self._check(document, fields_of(record) if self._asks_record else {})
+        check = self._check
+        if check is None:
+            check = self._check = self.tree.check()
+        return check(document, fields_of(record) if self._asks_record else _NOTHING)
+
+    def explain(self, document: Any, record: Record | Any = None) -> Explanation:
+        """Return which parts of it, as it was written, hold for a document, and what their paths found."""
+
+        def find(text: str) -> list[Any]:
+            path = Path(text, self.mongo == 9)
+            within = fields_of(record) if path.of_record else document
+            found = path.elements(within, expand=False) if within.__class__ is dict else []
+            return [value for value in found if value is not MISSING]
+
+        def ask(part: dict[str, Any]) -> bool:
+            return compile_query(part, UNLIMITED, self.mongo).matches(document, record)
+
+        return explained(self.source, ask, find)
 
     @property
     def canonical(self) -> dict[str, Any]:

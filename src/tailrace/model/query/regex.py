@@ -25,8 +25,8 @@ _BUDGET = 1 << 20
 """Bytes of memory for one pattern's automaton; what does not fit is searched without one, more slowly."""
 
 
-def compiled(pattern: str, options: str, size: int) -> Any:
-    """Return RE2's program for a pattern, or refuse the pattern; ``size`` is the most instructions it may have."""
+def compiled(pattern: str, options: str) -> Any:
+    """Return RE2's program for a pattern, or refuse the pattern."""
     settings = re2.Options()
     settings.log_errors = False  # what users write is not for our log
     settings.never_capture = True
@@ -34,21 +34,18 @@ def compiled(pattern: str, options: str, size: int) -> Any:
     text = plain(pattern) if "x" in options else pattern
     flags = "".join(letter for letter in "ims" if letter in options)
     try:
-        program = re2.compile((f"(?{flags}){text}" if flags else text).encode(), settings)
+        return re2.compile((f"(?{flags}){text}" if flags else text).encode(), settings)
     except UnicodeEncodeError:
         raise QueryError("is no text that can be encoded (a lone surrogate)") from None
     except re2.error as error:
         reason = error.args[0] if error.args else "not understood"
         reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
         raise QueryError(f"is no regular expression for RE2: {reason}") from None
-    if program.programsize > size:
-        raise QueryError(f"is too large when compiled ({program.programsize} instructions, {size} are allowed)")
-    return program
 
 
-def searcher(pattern: str, options: str, size: int) -> One:
+def searcher(pattern: str, options: str) -> One:
     """Return a function that tells whether an element is a string in which the pattern is found."""
-    search = compiled(pattern, options, size).search
+    search = compiled(pattern, options).search
     wanted = literal(pattern, options)
     if wanted is None:
         return lambda value: value.__class__ is str and search(_bytes(value)) is not None

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
+from tailrace.model.query.order import kind
 from tailrace.model.query.path import Check, One, Path
-from tailrace.model.query.predicate import Equal, Exists, In, Predicate
+from tailrace.model.query.predicate import Equal, Exists, In, Ordered, Predicate
 
 Sharing: TypeAlias = Callable[["Node"], Check]
 """Returns the function of a leaf, or of an ``$expr``, that several queries may have in common."""
@@ -150,9 +151,8 @@ class Element(Predicate, frozen=True):
         return test
 
 
-def encoded(value: Any) -> str:
-    """Return JSON without blanks, the members of documents in their order."""
-    return json.dumps(value, separators=(",", ":"))
+encoded = json.JSONEncoder(separators=(",", ":")).encode
+"""Returns JSON without blanks, the members of documents in their order."""
 
 
 TRUE = And("{}", ())
@@ -183,6 +183,7 @@ def conjunction(parts: Iterable[Node]) -> Node:
         kept.update((inner.key, inner) for inner in (part.parts if isinstance(part, And) else (part,)))
     if FALSE.key in kept:
         return FALSE
+    _bound(kept, tightest=True)
     # None of these values and none of those: none of all.
     excluded = [part.part for part in kept.values() if isinstance(part, Not) and _values(part.part) is not None]
     for one in _merged(excluded):
@@ -203,6 +204,7 @@ def disjunction(parts: Iterable[Node]) -> Node:
         kept.update((inner.key, inner) for inner in (part.parts if isinstance(part, Or) else (part,)))
     if TRUE.key in kept:
         return TRUE
+    _bound(kept, tightest=False)
     for one in _merged([part for part in kept.values() if _values(part) is not None]):
         for part in one.came:
             del kept[part.key]
@@ -234,6 +236,21 @@ def nodes(node: Node) -> Iterator[Node]:
         yield from nodes(part)
 
 
+def _bound(parts: dict[str, Node], tightest: bool) -> None:
+    """Leave one bound on a side of a path: what passes the tightest passes all, what passes the loosest, some."""
+    sides: dict[tuple[Path | None, bool, int], list[tuple[Ordered, str]]] = {}
+    for part in parts.values():
+        if isinstance(part, Leaf) and isinstance(part.predicate, Ordered) and part.predicate.scalar:
+            bound = part.predicate
+            sides.setdefault((part.path, bound.below, kind(bound.value)), []).append((bound, part.key))
+    for (_, below, _), bounds in sides.items():
+        choose = min if below == tightest else max
+        _, kept = choose(bounds, key=lambda each: (each[0].value, each[0].strict != each[0].below))
+        for _, key in bounds:
+            if key != kept:
+                del parts[key]
+
+
 class _Joined(msgspec.Struct):
     joined: Node
     came: list[Node]
@@ -251,11 +268,18 @@ def _merged(parts: list[Node]) -> Iterator[_Joined]:
 
 
 def _values(node: Node) -> tuple[Any, ...] | None:
-    """The values of which an equality wants one; None for what is no equality."""
-    if not isinstance(node, Leaf):
-        return None
-    predicate = node.predicate
-    return (predicate.value,) if isinstance(predicate, Equal) else getattr(predicate, "values", None)
+    """The values of which an equality wants one; None for what is no equality, or none that ``$in`` could hold."""
+    match node:
+        case Leaf(predicate=Equal(value=value)) if not has_operators(value):
+            return (value,)
+        case Leaf(predicate=In(values=values)):
+            return values
+    return None
+
+
+def has_operators(operand: Any) -> bool:
+    """Whether a document holds operators: its first name tells, as in MongoDB."""
+    return isinstance(operand, dict) and next(iter(operand), "").startswith("$")
 
 
 def _depth(value: Any) -> int:
