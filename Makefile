@@ -5,10 +5,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PEERS  := .venv-peers
+NODE   := bench/peers/node
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack bench-folds clean lock java
+.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
+	clean lock java
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +36,7 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 faults: setup ## Kill the driver at random points, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
-bench: bench-ingest bench-pack bench-folds ## Run all measurements
+bench: bench-ingest bench-pack bench-folds bench-query ## Run all measurements
 
 bench-ingest: setup ## Measure events per second, CPU-seconds per million events, and latency
 	$(BIN)/python bench/ingest.py $(ARGS)
@@ -50,14 +52,19 @@ bench-pack: setup ## Measure what packing saves, how fast it is, and what it cos
 bench-folds: setup $(PEERS)/.stamp ## Measure folding beside the algorithm it follows, Quix Streams and Bytewax
 	$(BIN)/python bench/folds.py $(ARGS)
 
-lock: $(STAMPS)/uv ## Renew requirements/*.txt
+bench-query: setup $(PEERS)/.stamp $(NODE)/node_modules/.stamp ## Measure queries beside four others
+	$(BIN)/python bench/query.py $(ARGS)
+
+lock: $(STAMPS)/uv ## Renew requirements/*.txt and the lock of the peers in Node
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \
 		--no-header --python-version 3.11 -o requirements/dev.txt
-	printf 'bytewax\nquixstreams\n' | $(BIN)/uv pip compile - --universal --generate-hashes --no-annotate \
-		--no-header --python-version 3.11 -o requirements/peers.txt
+	printf 'bytewax\nmongomock\nmongoquery\nquixstreams\n' | $(BIN)/uv pip compile - --universal --generate-hashes \
+		--no-annotate --no-header --python-version 3.11 -o requirements/peers.txt
+	cd $(NODE) && npm install --package-lock-only
 
 clean: ## Remove the environment and all caches; data in .tailrace stays
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) $(PEERS) $(NODE)/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache dist build
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 java:
@@ -98,3 +105,7 @@ $(PEERS)/.stamp: requirements/peers.txt $(STAMPS)/uv
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	@VIRTUAL_ENV=$(PEERS) $(BIN)/uv pip install -q --require-hashes -r requirements/peers.txt
 	@touch $@
+
+# Where there is no Node, what needs it is not measured; the measurement says so.
+$(NODE)/node_modules/.stamp: $(NODE)/package-lock.json
+	@if command -v npm >/dev/null; then cd $(NODE) && npm ci --silent && touch node_modules/.stamp; fi

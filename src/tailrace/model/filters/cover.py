@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tailrace.model.query.order import KINDS, NUMBER, frozen, kind
+from tailrace.model.query.order import KINDS, frozen, kind
 from tailrace.model.query.path import Path
 from tailrace.model.query.predicate import Equal, In, Ordered, Predicate, Regex
 from tailrace.model.query.regex import literal
@@ -90,10 +90,10 @@ def _of_leaf(path: Path, predicate: Predicate, price: Price) -> Needs:
             return _values(path, [value])
         case In(values=values):
             return _values(path, values)
-        case Ordered(operator=operator, value=value):
-            if not _bounds(value):
+        case Ordered(value=value, below=below, scalar=scalar):
+            if not scalar:
                 return () if value is None else (Present(path),)
-            return (Range(path, value, None) if operator in ("$gt", "$gte") else Range(path, None, value),)
+            return (Range(path, None, value) if below else Range(path, value, None),)
         case Regex(pattern=pattern, options=options):
             text = literal(pattern, options)
             return (Text(path, text) if text is not None and len(text) >= SHORTEST else Present(path),)
@@ -118,10 +118,6 @@ def _below(prefix: Path | None, path: Path) -> Path:
     return path if prefix is None else Path(f"{prefix.text}.{path.text}", path.nulls)
 
 
-def _bounds(value: Any) -> bool:
-    return value.__class__ is str or (kind(value) == NUMBER and value == value)
-
-
 class _Interval(Node, frozen=True):
     """Two bounds of one path, for looking up alone."""
 
@@ -132,16 +128,11 @@ class _Interval(Node, frozen=True):
 
 def _ranges(parts: Iterable[Node]) -> list[Node]:
     """Return the parts of a conjunction with the bounds of a path as one."""
-    found: list[Node] = []
     lows: dict[Path, Any] = {}
     highs: dict[Path, Any] = {}
     for part in parts:
-        found.append(part)
-        if isinstance(part, Leaf) and isinstance(part.predicate, Ordered) and part.path is not None:
-            value, bounds = part.predicate.value, lows if part.predicate.operator in ("$gt", "$gte") else highs
-            if _bounds(value):
-                bounds.setdefault(part.path, value)
-    for path, low in lows.items():
-        if path in highs and kind(low) == kind(highs[path]):
-            found.append(_Interval("", path, low, highs[path]))
-    return found
+        match part:
+            case Leaf(path=Path() as path, predicate=Ordered(scalar=True, value=value, below=below)):
+                (highs if below else lows).setdefault(path, value)
+    both = [path for path in lows if path in highs and kind(lows[path]) == kind(highs[path])]
+    return [*(_Interval("", path, lows[path], highs[path]) for path in both), *parts]

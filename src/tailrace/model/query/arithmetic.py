@@ -10,6 +10,10 @@ from typing import Any, TypeAlias
 Number: TypeAlias = int | float
 
 
+MANY = 1 << 30
+"""As many operands as there are."""
+
+
 class Unreckonable(Exception):
     """An operation that has no result for these operands."""
 
@@ -141,7 +145,7 @@ def _rounded(rounding: str) -> Callable[..., Number | None]:
 
 ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
     "$abs": (1, 1, _of_one(abs)),
-    "$add": (0, 1 << 30, _folding(lambda left, right: left + right, 0)),
+    "$add": (0, MANY, _folding(lambda left, right: left + right, 0)),
     "$ceil": (1, 1, _of_one(_to_whole(math.ceil))),
     "$divide": (2, 2, _of_two(_divide)),
     "$exp": (1, 1, _of_one(math.exp)),
@@ -150,7 +154,7 @@ ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
     "$log": (2, 2, _of_two(_logarithm)),
     "$log10": (1, 1, _of_one(_positive(math.log10))),
     "$mod": (2, 2, _of_two(_mod)),
-    "$multiply": (0, 1 << 30, _folding(lambda left, right: left * right, 1)),
+    "$multiply": (0, MANY, _folding(lambda left, right: left * right, 1)),
     "$pow": (2, 2, _of_two(_power)),
     "$round": (1, 2, _rounded(ROUND_HALF_EVEN)),
     "$sqrt": (1, 1, _of_one(_root)),

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from tailrace.errors import QueryError
-from tailrace.model.query.arithmetic import ARITHMETIC, Unreckonable
+from tailrace.model.query.arithmetic import ARITHMETIC, MANY, Unreckonable
 from tailrace.model.query.order import MISSING, compare
 from tailrace.model.query.path import LONGEST, Check
 from tailrace.model.query.tree import Node, Sharing
@@ -85,10 +85,10 @@ def _operator(source: dict[str, Any], count: Callable[[], None]) -> Expression:
     [(name, operand)] = source.items()
     if name == "$literal":
         return Expression(lambda scope: operand)
-    least, most, make = _OPERATORS.get(name) or _refuse(name, "is not supported in $expr")
+    least, most, make = OPERATORS.get(name) or _refuse(name, "is not supported in $expr")
     given = operand if isinstance(operand, list) else [operand]
     if not least <= len(given) <= most:
-        wanted = f"{least}" if least == most else f"{least} or more" if most > 100 else f"{least} to {most}"
+        wanted = f"{least}" if least == most else f"{least} or more" if most == MANY else f"{least} to {most}"
         _refuse(name, f"takes {wanted} operand{'s' if most > 1 else ''}, not {len(given)}")
     operands = [checked(item, count) for item in given]
     found = _over(operands, make([item.value for item in operands]))
@@ -193,8 +193,7 @@ def _not(operands: list[Evaluate]) -> Evaluate:
     return lambda scope: not _true(value(scope))
 
 
-_MANY = 1 << 30
-_OPERATORS: dict[str, tuple[int, int, Callable[[list[Evaluate]], Evaluate]]] = {
+OPERATORS: dict[str, tuple[int, int, Callable[[list[Evaluate]], Evaluate]]] = {
     "$cmp": (2, 2, _comparison(lambda sign: sign)),
     "$eq": (2, 2, _comparison(lambda sign: sign == 0)),
     "$ne": (2, 2, _comparison(lambda sign: sign != 0)),
@@ -202,8 +201,8 @@ _OPERATORS: dict[str, tuple[int, int, Callable[[list[Evaluate]], Evaluate]]] = {
     "$gte": (2, 2, _comparison(lambda sign: sign >= 0)),
     "$lt": (2, 2, _comparison(lambda sign: sign < 0)),
     "$lte": (2, 2, _comparison(lambda sign: sign <= 0)),
-    "$and": (0, _MANY, _all),
-    "$or": (0, _MANY, _any),
+    "$and": (0, MANY, _all),
+    "$or": (0, MANY, _any),
     "$not": (1, 1, _not),
     **{name: (least, most, _numeric(reckon)) for name, (least, most, reckon) in ARITHMETIC.items()},
 }

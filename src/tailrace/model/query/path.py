@@ -48,6 +48,9 @@ class Path:
     def __hash__(self) -> int:
         return self._hash
 
+    def __repr__(self) -> str:
+        return f"Path({self.text!r})"
+
     def __reduce__(self) -> tuple[type[Path], tuple[str, bool]]:
         return Path, (self.text, self.nulls)
 

@@ -1,0 +1,100 @@
+"""What would be slow if it were done simply: counted, not timed. A test that hangs has found one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.model.query import compile_query
+from tailrace.model.query.order import compare, equal, frozen, size
+from tailrace.model.query.path import Path
+from tailrace.model.query.regex import compiled, literal, plain, searcher
+
+
+def nested(levels: int) -> Any:
+    """Arrays of documents in which each step of digits can be taken in two ways."""
+    inner: Any = 1
+    for _ in range(levels):
+        inner = [{"0": inner}]
+    return inner
+
+
+def test_a_path_of_digits_comes_to_each_part_once() -> None:
+    for levels in (5, 20, 40):
+        found = Path("a" + ".0" * levels).elements({"a": nested(levels)}, expand=True)
+        assert len(found) <= 3 * levels
+
+
+def test_values_nested_more_deeply_than_the_stack_is_high_are_compared() -> None:
+    left: Any = []
+    right: Any = []
+    for _ in range(100_000):
+        left, right = [left], [right]
+    assert equal(left, right)
+    assert compare([left], [right, 1]) < 0
+    assert compile_query({"$expr": {"$eq": ["$a", "$b"]}}).matches({"a": left, "b": right})
+    assert not compile_query({"a": {"$in": [[[]], 1]}}).matches({"a": left})
+    assert not compile_query({"a": [[1]]}).matches({"a": left})
+
+
+def test_what_is_larger_than_any_member_of_in_is_not_walked() -> None:
+    assert size(list(range(1000)), enough=10) > 10
+    assert frozen([[[1]]], depth=2) != frozen([[[1]]], depth=2)
+    assert frozen([[1]], depth=2) == frozen([[1.0]], depth=2)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(a|a?)+b", "(.*a){30}b", "^(([a-z])+.)+[A-Z]([a-z])+$"])
+def test_patterns_that_make_other_engines_hang_are_searched(pattern: str) -> None:
+    compile_query({"a": {"$regex": pattern}}).matches({"a": "a" * 50_000 + "!"})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("error", "error"),
+        ("^error: .*timed out", "timed out"),
+        ("time(d )?out", "time"),
+        ("colou?rs", "colo"),
+        ("ab+c", "ab"),
+        ("a{2,3}bcd", "bcd"),
+        (r"a\.bc", "a.bc"),
+        (r"[xyz]+-\d+ host", " host"),
+        ("one|other", None),
+        ("(?i)error", None),
+        (r"\x41bcd", None),
+        (r"\Qa.b\E", None),
+        (".*", None),
+        ("(one|two) three", " three"),
+        ("[]a]bc", "bc"),
+        ("[[:alpha:]]xyz", "xyz"),
+    ],
+)
+def test_the_literal_of_a_pattern_is_in_each_of_its_matches(pattern: str, found: str | None) -> None:
+    assert literal(pattern, "") == found
+
+
+ATOMS = st.sampled_from(
+    ["a", "b", "ab", r"\.", ".", "[ab]", "[^a]", "(ab|b)", "(?:a|b)", r"\d", "(a(b))", "[]x]", r"\w"]
+)
+PATTERNS = st.lists(
+    st.tuples(ATOMS, st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{0,2}", "+?"])).map("".join), max_size=6
+).map("".join)
+
+
+@given(pattern=PATTERNS | st.tuples(PATTERNS, PATTERNS).map("|".join), text=st.text("ab.x1", max_size=12))
+def test_a_text_that_a_pattern_is_found_in_contains_its_literal(pattern: str, text: str) -> None:
+    found = compiled(pattern, "").search(text.encode()) is not None
+    wanted = literal(pattern, "")
+    if found and wanted is not None:
+        assert wanted in text
+    assert searcher(pattern, "")(text) is found
+
+
+def test_blanks_and_comments_are_taken_out_of_a_pattern_with_option_x() -> None:
+    assert plain("a b # c\n[ d]\\ e") == "ab[ d]\\ e"
+    query = compile_query({"a": {"$regex": " ^ab  # begins\n c $ ", "$options": "x"}})
+    assert query.matches({"a": "abc"})
+    assert not query.matches({"a": "ab c"})
