@@ -75,6 +75,12 @@ def _finished(reckon: Callable[..., Number], *numbers: Number) -> Number:
     return _held(found) if isinstance(found, int) else found
 
 
+def _absolute(number: Number) -> Number:
+    if number.__class__ is int and number == -(1 << 63):
+        raise Unreckonable("has no result of 64 bits")
+    return abs(number)
+
+
 def _divide(left: Number, right: Number) -> Number:
     if not right:
         raise Unreckonable("cannot divide by zero")
@@ -144,7 +150,7 @@ def _rounded(rounding: str) -> Callable[..., Number | None]:
 
 
 ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
-    "$abs": (1, 1, _of_one(abs)),
+    "$abs": (1, 1, _of_one(_absolute)),
     "$add": (0, MANY, _folding(lambda left, right: left + right, 0)),
     "$ceil": (1, 1, _of_one(_to_whole(math.ceil))),
     "$divide": (2, 2, _of_two(_divide)),
