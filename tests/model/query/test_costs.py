@@ -95,6 +95,8 @@ def test_a_text_that_a_pattern_is_found_in_contains_its_literal(pattern: str, te
 
 def test_blanks_and_comments_are_taken_out_of_a_pattern_with_option_x() -> None:
     assert plain("a b # c\n[ d]\\ e") == "ab[ d]\\ e"
+    assert plain(r"\Qa #b\E c") == r"\Qa #b\Ec"
+    assert plain(r"a b\Qc d") == r"ab\Qc d"
     query = compile_query({"a": {"$regex": " ^ab  # begins\n c $ ", "$options": "x"}})
     assert query.matches({"a": "abc"})
     assert not query.matches({"a": "ab c"})

@@ -39,12 +39,13 @@ def admitted(query: Any, limits: Limits) -> dict[str, Any]:
         raise QueryError(f'a query is a document, as in {{}} or {{"field": 1}}, not {describe(query)}')
     _check_shape(query, limits)
     try:
-        text = json.dumps(query)
+        text = json.dumps(query, ensure_ascii=False, separators=(",", ":"))
         copy: dict[str, Any] = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise QueryError(f"a query is made of JSON values: {error}") from None
-    if len(text) > limits.bytes:
-        raise QueryError(f"the query has {len(text):,} bytes; {limits.bytes:,} are allowed")
+    length = len(text.encode(errors="surrogatepass"))
+    if length > limits.bytes:
+        raise QueryError(f"the query has {length:,} bytes; {limits.bytes:,} are allowed")
     return copy
 
 
@@ -64,7 +65,7 @@ def _check_shape(query: Any, limits: Limits) -> None:
             return
         if len(level) > limits.bytes:
             raise QueryError(f"the query has too many parts: {limits.bytes:,} bytes are allowed")
-    raise QueryError(f"the query is nested too deeply: {limits.depth} levels of documents and lists are allowed")
+    raise QueryError(f"the query is nested too deeply: at most {limits.depth} documents and lists inside one another")
 
 
 def describe(value: Any) -> str:

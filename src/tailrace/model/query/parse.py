@@ -32,6 +32,7 @@ RECORD_FIELDS = ("$topic", "$key", "$headers", "$time", "$partition", "$offset")
 _NESTED = ("$key", "$headers")
 _LOGICAL = ("$and", "$or", "$nor")
 _PATHLESS = (*_LOGICAL, "$comment", "$expr", "$where", "$text", "$jsonSchema", "$alwaysTrue", "$alwaysFalse")
+_TOP = (*_LOGICAL, "$expr", "$comment", *RECORD_FIELDS)
 _UNSUPPORTED = {
     "$where": "code is not run",
     "$function": "code is not run",
@@ -43,6 +44,10 @@ _UNSUPPORTED = {
     **dict.fromkeys(
         ("$geoWithin", "$geoIntersects", "$near", "$nearSphere", "$within", "$geoNear", "$maxDistance", "$minDistance"),
         "geometry is not supported",
+    ),
+    **dict.fromkeys(
+        ("$ref", "$id", "$db", "$oid", "$date", "$numberInt", "$numberLong", "$numberDouble", "$numberDecimal"),
+        "references and extended JSON are not read: write the plain value",
     ),
 }
 
@@ -88,11 +93,13 @@ class Parser:
 
     def _record_field(self, name: str, operand: Any, top: bool) -> Node:
         head, dot, _ = name.partition(".")
-        if head not in RECORD_FIELDS or (dot and head not in _NESTED):
+        if head not in RECORD_FIELDS:
             reason = _UNSUPPORTED.get(name)
-            if reason is None and name in _OPERATORS:
+            if reason is None and name in (*_OPERATORS, "$regex", "$options"):
                 reason = f'stands after a path, as in {{"field": {{"{name}": …}}}}'
-            self._refuse(name, None, reason or _unknown(name, (*_LOGICAL, "$expr", "$comment", *RECORD_FIELDS)))
+            self._refuse(name, None, reason or _unknown(name, _TOP))
+        if dot and head not in _NESTED:
+            self._refuse(name, None, f"{head} has no parts")
         if not top:
             self._refuse(name, None, "is of the whole record: it is allowed at the top level of a query only")
         return self._field(Path(name, self._nulls), operand)
@@ -117,7 +124,7 @@ class Parser:
             elif operator in _OPERATORS:
                 parts.append(_OPERATORS[operator](self, operator, path, operand))
             else:
-                self._refuse(operator, path, _UNSUPPORTED.get(operator) or _unknown(operator, (*_OPERATORS, "$regex")))
+                self._refuse(operator, path, _misplaced(operator))
         return conjunction(parts)
 
     def _equality(self, operator: str, path: Path | None, operand: Any) -> Node:
@@ -317,6 +324,16 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+def _misplaced(operator: str) -> str:
+    """Say what is wrong with a name that stands where an operator should."""
+    if not operator.startswith("$"):
+        return "operators and names cannot be mixed in one document"
+    if operator.partition(".")[0] in _TOP:
+        return "is allowed at the top level of a query only"
+    return _UNSUPPORTED.get(operator) or _unknown(operator, (*_OPERATORS, "$regex"))
+
+
 def _unknown(operator: str, known: Iterable[str]) -> str:
-    near = get_close_matches(operator[:40], list(known), 1, cutoff=0.7)
-    return f"unknown operator; {near[0]} is one" if near else "unknown operator"
+    by_lower = {name.lower(): name for name in known}
+    near = get_close_matches(operator[:40].lower(), by_lower, 1, cutoff=0.7)
+    return f"unknown operator; {by_lower[near[0]]} is one" if near else "unknown operator"

@@ -1,8 +1,8 @@
 """Regular expressions in queries: RE2's, which take time in proportion to the text and to nothing else.
 
 They differ from MongoDB's PCRE: no look-around, back-references, atomic groups or possessive quantifiers (refused when
-compiled); ``$`` is the very end of the text unless option ``m`` is given, never before a last line break; ``\\s`` has
-no vertical tab.
+compiled); ``$`` is the very end of the text unless option ``m`` is given, never before a last line break; and a few
+classes differ. ``docs/query.md`` lists it all.
 
 A *literal* of a pattern is a text that every match contains: a string without it need not be searched.
 """
@@ -153,7 +153,10 @@ def plain(pattern: str) -> str:
     while at < len(pattern):
         letter = pattern[at]
         width = 1
-        if letter == "\\":
+        if pattern.startswith("\\Q", at):
+            end = pattern.find("\\E", at)
+            width = (end + 2 if end >= 0 else len(pattern)) - at
+        elif letter == "\\":
             width = 2
         elif letter == "[":
             width = _class(pattern, at) or len(pattern)
