@@ -1,6 +1,6 @@
 """Queries and documents that are meant to take long: each query is about as large as one may be.
 
-Strings have 100 kB and arrays 10,000 elements, which is more than the largest event that brokers take unless told to.
+A large document has a string of 100 kB or an array of 10,000 elements; a small one has a hundredth of that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ Pair: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 LIMITS = Limits()
 LETTERS = 100_000
 ELEMENTS = 10_000
+
+
+def shrink() -> None:
+    """Make small documents from here on, in this process."""
+    global LETTERS, ELEMENTS
+    LETTERS, ELEMENTS = LETTERS // 100, ELEMENTS // 100
 
 
 def _of_a() -> dict[str, Any]:

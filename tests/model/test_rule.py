@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.errors import QueryError
 from tailrace.model.collect import Collect
-from tailrace.model.condition import Condition
 from tailrace.model.fold import OFFSET_BYTES, Input, Windows
+from tailrace.model.query import Record
 from tailrace.model.rule import MAX_GROUP_BYTES, Reader, Rule, Taken, group_of
 
 WINDOWS = Windows(10, 100)
@@ -78,12 +79,31 @@ def test_a_rule_without_a_group_folds_all_events_into_one() -> None:
     assert _group(rule, b'{"a":1}') == _group(rule, b"7") == b"[]"
 
 
-def test_events_that_the_condition_does_not_match_are_filtered() -> None:
-    reader = Reader(_rule("a", where=Condition.of({"kind": "post", "deep.n": 1})))
+def test_events_that_the_query_does_not_match_are_filtered() -> None:
+    reader = Reader(_rule("a", where={"kind": "post", "deep.n": 1}))
     assert isinstance(reader.read(b'{"a":1,"kind":"post","deep":{"n":1.0}}'), Taken)
     assert reader.read(b'{"a":1,"kind":"post","deep":{"n":true}}') == "filtered"
     assert reader.read(b'{"a":1,"kind":"posts"}') == "filtered"
     assert reader.read(b"[]") == "filtered"
+
+
+def test_a_rule_takes_events_by_any_query() -> None:
+    reader = Reader(_rule("a", where={"metrics.likes": {"$gt": 5}}))
+    assert isinstance(reader.read(b'{"a":1,"metrics":{"likes":6}}'), Taken)
+    assert isinstance(reader.read(b'{"a":1,"metrics":[{"likes":1},{"likes":7.5}]}'), Taken)
+    for value in (b'{"a":1,"metrics":{"likes":5}}', b'{"a":1,"metrics":{"likes":"6"}}', b'{"a":1}', b"6"):
+        assert reader.read(value) == "filtered"
+    with pytest.raises(QueryError, match=r"\$gtt at 'a': unknown operator"):
+        Reader(_rule("a", where={"a": {"$gtt": 1}}))
+
+
+def test_a_rule_may_ask_for_more_than_the_value() -> None:
+    assert not Reader(_rule("a")).asks_record
+    reader = Reader(_rule("a", where={"$topic": {"$in": ["posts", "jobs"]}}))
+    assert reader.asks_record
+    assert isinstance(reader.read(b'{"a":1}', Record("posts", 0, 0, 0)), Taken)
+    assert reader.read(b'{"a":1}', Record("orders", 0, 0, 0)) == "filtered"
+    assert reader.read(b'{"a":1}') == "filtered"
 
 
 def test_a_group_that_is_too_long_is_refused() -> None:
@@ -153,7 +173,7 @@ def test_a_group_lives_in_one_shard() -> None:
 
 def test_states_are_understood_while_group_and_collectors_are_the_same() -> None:
     changed = msgspec.structs.replace(
-        POSTS, name="other", windows=Windows(1, 2), where=Condition.of({"a": 1}), output="x", clock="event"
+        POSTS, name="other", windows=Windows(1, 2), where={"a": 1}, output="x", clock="event"
     )
     assert changed.definition == POSTS.definition
     for other in (_rule("account"), _rule("account_id", "b"), _rule("account.id")):
@@ -163,5 +183,5 @@ def test_states_are_understood_while_group_and_collectors_are_the_same() -> None
 
 
 def test_a_rule_is_plain_data() -> None:
-    rule = _rule("a", where=Condition.of({"a.b": True, "c": 1.5}))
+    rule = _rule("a", where={"a.b": True, "c": {"$in": [1.5, "x"]}, "$or": [{"d": {"$gt": 2**70}}, {"e": {"f": []}}]})
     assert msgspec.json.decode(msgspec.json.encode(rule), type=Rule) == rule

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.errors import QueryError
 from tailrace.model.filters import FilterSet
-from tailrace.model.filters.cover import Need, Present, Range, Text, Value, needs
+from tailrace.model.filters.needs import Need, Present, Range, Text, Value, needs
 from tailrace.model.query import Record, compile_query
 from tailrace.model.query.path import Path
 
@@ -67,6 +67,33 @@ def test_the_record_is_looked_at_where_a_query_asks_for_it() -> None:
     record = Record(topic="orders", partition=0, offset=1, time_ms=2, headers={"h": None})
     assert sorted(queries.match({"a": 1}, record)) == [0, 1]
     assert list(queries.match({"a": 1})) == [2]
+
+
+def test_what_was_given_out_does_not_change_with_the_set() -> None:
+    queries = FilterSet([{"a": 1}, {"a": 1}])
+    given = queries.match({"a": 1})
+    queries.add({"a": 1})
+    assert list(given) == [0, 1]
+    for number in queries.match({"a": 1}):
+        queries.remove(number)
+    assert len(queries) == 0
+
+
+def test_queries_that_share_very_many_conditions_are_found() -> None:
+    shared = {f"f{i}": 1 for i in range(200)}
+    queries = FilterSet({**shared, "x": {"$ne": i}} for i in range(20))
+    assert sorted(queries.match({**shared, "x": 7})) == [i for i in range(20) if i != 7]
+
+
+def test_an_element_after_a_path_that_ends_with_a_dot_is_found() -> None:
+    assert list(FilterSet([{"a.": {"$elemMatch": {"b": 1}}}]).match({"a": [{"b": 1}]})) == [0]
+
+
+def test_one_number_written_in_two_ways_is_one_member() -> None:
+    queries = FilterSet([{"a": {"$in": [2**1023, 2.0**1023]}}])
+    assert list(queries.match({"a": 2**1023})) == [0]
+    queries.remove(0)
+    assert list(queries.match({"a": 2**1023})) == []
 
 
 NEEDS: list[tuple[str, Json, list[Need]]] = [

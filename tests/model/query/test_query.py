@@ -131,6 +131,16 @@ def test_a_record_may_be_a_frame_or_any_object_with_its_names() -> None:
     assert not query.matches({})
 
 
+def test_a_header_may_have_dots_in_its_name_and_values_need_be_no_json() -> None:
+    record = Record("t", 0, 0, 0, None, {"x-trace.id": "7", "raw": b"7"})
+    assert compile_query({"$headers.x-trace.id": "7"}).matches({}, record)
+    assert not compile_query({"$headers.raw": ["7"]}).matches({}, record)
+
+
+def test_halves_of_a_letter_are_the_letter() -> None:
+    assert compile_query({"a": "\ud83d\ude00"}) == compile_query({"a": "😀"})
+
+
 def test_a_field_of_the_value_is_not_one_of_the_record() -> None:
     assert not compile_query({"$topic": "orders"}).matches({"$topic": "orders", "topic": "orders"})
 

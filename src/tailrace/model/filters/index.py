@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tailrace.model.filters.cover import Need, Needs, Present, Price, Range, Text, Value
+from tailrace.model.filters.needs import Need, Needs, Present, Price, Range, Text, Value
 from tailrace.model.filters.ranges import Ranges
 from tailrace.model.filters.texts import Texts
 from tailrace.model.query.order import MISSING, frozen
@@ -25,6 +25,9 @@ Plan: TypeAlias = Callable[[T, Price], Needs]
 
 CROWD = 8
 """Items under one value that are cheaper to ask than to look up."""
+
+DEEPEST = 4
+"""Indexes inside one another."""
 
 _SHARES: dict[type[Need], float] = {Text: 0.2, Range: 0.4, Present: 1.0}
 """The share of documents that is taken to meet a need; a quarter of it, for a range with two bounds."""
@@ -149,10 +152,11 @@ class _At(Generic[T]):
             bucket.add(number, item)
             return
         bucket[number] = item
-        if len(bucket) > CROWD:
-            inner = self._values[value] = Index(self._plan, self._met | {need})
+        if len(bucket) > CROWD and len(self._met) < DEEPEST:
+            inner: Index[T] = Index(self._plan, self._met | {need})
             for one, other in bucket.items():
                 inner.add(one, other)
+            self._values[value] = inner
 
     def drop(self, need: Need, number: int) -> None:
         match need:
@@ -192,37 +196,46 @@ class _At(Generic[T]):
         if value.__class__ is list:
             self._each([*value, value], document, known, found)
         elif value is not MISSING:
-            self._one(value, document, known, found, True)
+            self._one(value, document, known, found)
+            if self._more and value.__class__ is str:
+                self._strings.find(value, value, found)
+            elif self._more and value.__class__ in _NUMBERS and value == value:
+                self._numbers.find(value, value, found)
 
     def _each(
         self, values: Iterable[Any], document: dict[str, Any], known: dict[str, Any], found: dict[int, T]
     ) -> None:
-        seen: set[Hashable] = set()
+        different: dict[Hashable, Any] = {}
         for value in values:
             if value.__class__ is dict or value.__class__ is list:
                 found.update(self._present)
-            elif value is not MISSING and (value, value.__class__) not in seen:
-                seen.add((value, value.__class__))
-                self._one(value, document, known, found, False)
+            elif value is not MISSING:
+                different[frozen(value, 0)] = value
+        for value in different.values():
+            self._one(value, document, known, found)
+        if self._more:
+            # Bounds are asked for all elements at once: one may meet the low bound, another one the high.
+            strings: list[Any] = [value for value in different.values() if value.__class__ is str]
+            numbers: list[Any] = [
+                value for value in different.values() if value.__class__ in _NUMBERS and value == value
+            ]
+            if strings:
+                self._strings.find(min(strings), max(strings), found)
+            if numbers:
+                self._numbers.find(min(numbers), max(numbers), found)
 
-    def _one(
-        self, value: Any, document: dict[str, Any], known: dict[str, Any], found: dict[int, T], alone: bool
-    ) -> None:
-        shape = value.__class__
-        bucket = self._values.get(value if shape is not bool else frozen(value, 0)) if shape in _SCALARS else None
+    def _one(self, value: Any, document: dict[str, Any], known: dict[str, Any], found: dict[int, T]) -> None:
+        """Add what comes up for one value, but for bounds."""
+        bucket = self._values.get(value if value.__class__ is str else frozen(value, 0))
         if bucket is not None:
             if bucket.__class__ is dict:
                 found.update(bucket)
             else:
                 bucket.find(document, known, found)  # type: ignore[union-attr]
-        if not self._more:
-            return
-        if shape is str:
-            self._strings.find(value, found, alone)
-            self._texts.find(value, found)
-        elif (shape is int or shape is float) and value == value:
-            self._numbers.find(value, found, alone)
-        found.update(self._present)
+        if self._more:
+            if value.__class__ is str:
+                self._texts.find(value, found)
+            found.update(self._present)
 
 
-_SCALARS = frozenset((str, int, float, bool))
+_NUMBERS = frozenset((int, float))

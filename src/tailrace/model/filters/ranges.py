@@ -30,16 +30,13 @@ class Ranges(Generic[T]):
         else:
             del self._highs[bisect_left(self._highs, (high, number))]
 
-    def find(self, value: Any, found: dict[int, T], alone: bool) -> None:
-        """Add those within whose bounds a value lies; within whose low bound, if other values may meet the high one."""
+    def find(self, least: Any, most: Any, found: dict[int, T]) -> None:
+        """Add those whose bounds values from the least to the most may meet: one the low bound, another the high."""
         if self._lows:
-            rows = self._lows[: bisect_right(self._lows, value, key=_first)]
-            if alone:
-                found.update({number: item for _, number, high, item in rows if high is None or value <= high})
-            else:
-                found.update({number: item for _, number, _, item in rows})
+            rows = self._lows[: bisect_right(self._lows, most, key=_first)]
+            found.update({number: item for _, number, high, item in rows if high is None or least <= high})
         if self._highs:
-            above = self._highs[bisect_left(self._highs, value, key=_first) :]
+            above = self._highs[bisect_left(self._highs, least, key=_first) :]
             found.update({number: item for _, number, item in above})
 
 

@@ -102,7 +102,10 @@ def _power(base: Number, exponent: Number) -> Number:
         if exponent >= 0:
             return int(base**exponent)
         return base if exponent % 2 else 1
-    found = float(base) ** float(exponent)
+    try:
+        found = float(base) ** float(exponent)
+    except OverflowError:
+        return -math.inf if base < 0 and exponent % 2 else math.inf
     return math.nan if isinstance(found, complex) else found
 
 

@@ -33,7 +33,7 @@ def explained(
 ) -> Explanation:
     """Explain a query: ``ask`` tells whether a part of it holds, ``find`` returns what a path leads to."""
     inner = [explained(part, ask, find) for part in _apart(source)]
-    path = next(iter(source)) if len(source) == 1 and not inner else ""
+    path = next(iter(source)) if len(source) == 1 and not inner else "$and"
     found = find(path)[:MOST_FOUND] if _is_path(path) else []
     return Explanation(source, ask(source), found, inner)
 
@@ -52,7 +52,13 @@ def _apart(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     yield {name: {operator: value, "$options": operand["$options"]}}
                 elif operator != "$options":
                     yield {name: {operator: value}}
+        elif _is_path(name) and has_operators(operand):
+            [(operator, value), *_] = operand.items()
+            if operator == "$not":
+                yield {name: value}
+            elif operator == "$all" and len(value) > 1:
+                yield from ({name: {"$all": [member]}} for member in value)
 
 
 def _is_path(name: str) -> bool:
-    return name not in ("", "$and", "$or", "$nor", "$expr", "$comment")
+    return name not in ("$and", "$or", "$nor", "$expr", "$comment")

@@ -9,13 +9,16 @@ import msgspec
 
 from tailrace.errors import QueryError
 
+DEEPEST = 100
+"""What ``depth`` may be at most: nothing that is compiled may exhaust the stack."""
+
 
 class Limits(msgspec.Struct, frozen=True):
     """The most that one query may have. What is over a limit is refused when it is compiled."""
 
     depth: int = 32
     """Documents and lists inside one another."""
-    nodes: int = 500
+    nodes: int = 250
     """Operators and paths, and members of ``$all``."""
     in_members: int = 10_000
     """Values of one ``$in``, ``$nin`` or ``$all``."""
@@ -39,11 +42,13 @@ def admitted(query: Any, limits: Limits) -> dict[str, Any]:
         raise QueryError(f'a query is a document, as in {{}} or {{"field": 1}}, not {describe(query)}')
     _check_shape(query, limits)
     try:
-        text = json.dumps(query, ensure_ascii=False, separators=(",", ":"))
-        copy: dict[str, Any] = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
+        # Through ASCII, so that two halves of a letter become the letter.
+        copy: dict[str, Any] = json.loads(json.dumps(query))
+        length = len(json.dumps(copy, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass"))
+    except ValueError:
+        raise QueryError("a query is made of JSON values; one of its numbers has too many digits") from None
+    except (TypeError, RecursionError) as error:
         raise QueryError(f"a query is made of JSON values: {error}") from None
-    length = len(text.encode(errors="surrogatepass"))
     if length > limits.bytes:
         raise QueryError(f"the query has {length:,} bytes; {limits.bytes:,} are allowed")
     return copy
@@ -51,7 +56,8 @@ def admitted(query: Any, limits: Limits) -> dict[str, Any]:
 
 def _check_shape(query: Any, limits: Limits) -> None:
     level = [query]
-    for _ in range(limits.depth):
+    depth = min(limits.depth, DEEPEST)
+    for _ in range(depth):
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
@@ -65,7 +71,7 @@ def _check_shape(query: Any, limits: Limits) -> None:
             return
         if len(level) > limits.bytes:
             raise QueryError(f"the query has too many parts: {limits.bytes:,} bytes are allowed")
-    raise QueryError(f"the query is nested too deeply: at most {limits.depth} documents and lists inside one another")
+    raise QueryError(f"the query is nested too deeply: at most {depth} documents and lists inside one another")
 
 
 def describe(value: Any) -> str:

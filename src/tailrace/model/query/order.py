@@ -32,9 +32,24 @@ KINDS: Final[dict[type, int]] = {Missing: 0, type(None): 1, int: 2, float: 2, st
 NUMBER: Final = KINDS[int]
 
 
+OTHER: Final = 7
+"""The kind of what is no JSON value; it equals nothing but itself."""
+
+
 def kind(value: Any) -> int:
     """Return the number of a value's kind."""
-    return KINDS[value.__class__]
+    return KINDS.get(value.__class__, OTHER)
+
+
+def as_double(value: int) -> int | float:
+    """Return a whole number as a double if 64 bits do not hold it and a double does, exactly."""
+    if -(1 << 63) <= value < 1 << 63:
+        return value
+    try:
+        double = float(value)
+    except OverflowError:
+        return value
+    return double if double == value else value
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -81,6 +96,8 @@ def _shallow(left: Any, right: Any) -> int:
         return sign
     if of == NUMBER and (left != left or right != right):
         return int(left == left) - int(right == right)  # NaN comes before every number
+    if of == OTHER:
+        return 0 if left is right else _sign(id(left), id(right))
     return 0 if left is right else _sign(left, right)
 
 
@@ -108,7 +125,11 @@ def frozen(value: Any, depth: int) -> Hashable:
         return ("{", *[(name, frozen(item, depth - 1)) for name, item in value.items()])
     if shape is float and value != value:
         return _NAN
-    return value  # type: ignore[no-any-return]
+    if shape is int and not -(1 << 63) <= value < 1 << 63:
+        # Numbers beyond 64 bits can be chosen so that Python gives all of them one hash.
+        found = as_double(value)
+        return found if found.__class__ is float else ("int", hex(value))
+    return value if shape in KINDS else object()
 
 
 def size(value: Any, enough: float = math.inf) -> int:

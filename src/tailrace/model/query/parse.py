@@ -10,6 +10,7 @@ from tailrace.errors import BadRequest, QueryError
 from tailrace.model.cursor import parse_time
 from tailrace.model.query.expression import Expr, checked
 from tailrace.model.query.limits import Limits, describe
+from tailrace.model.query.order import as_double
 from tailrace.model.query.path import LONGEST, Path
 from tailrace.model.query.predicate import NUMBERS, TYPES, Bits, Exists, Mod, Ordered, Regex, Size, Type
 from tailrace.model.query.regex import OPTIONS, compiled
@@ -278,7 +279,7 @@ class Parser:
     def _refuse(self, operator: str, path: Path | None, what: str) -> NoReturn:
         steps = [*self._within, path.text if path is not None else ""]
         where = ".".join(step for step in steps if step)
-        raise QueryError(what, operator if len(operator) <= 60 else f"{operator[:60]}…", where[:120])
+        raise QueryError(what, _short(operator, 60), _short(where, 120))
 
 
 _OPERATORS: dict[str, Callable[[Parser, str, Path | None, Any], Node]] = {
@@ -304,9 +305,11 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63:
         return int(value)
-    if isinstance(value, int) and abs(value) >= 1 << 63 and abs(value) < 1 << 1023 and value == float(value):
-        return float(value)
-    return value
+    return as_double(value) if isinstance(value, int) else value
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _is_number(value: Any) -> bool:
@@ -320,14 +323,13 @@ def _is_whole(value: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, dict | list):
         return describe(value)
-    text = encoded(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return _short(encoded(value), 60)
 
 
 def _misplaced(operator: str) -> str:
     """Say what is wrong with a name that stands where an operator should."""
     if not operator.startswith("$"):
-        return "operators and names cannot be mixed in one document"
+        return "is no operator: those begin with a dollar, and names cannot be mixed with them"
     if operator.partition(".")[0] in _TOP:
         return "is allowed at the top level of a query only"
     return _UNSUPPORTED.get(operator) or _unknown(operator, (*_OPERATORS, "$regex"))

@@ -38,7 +38,8 @@ class Path:
 
     def __init__(self, text: str, nulls: bool = False) -> None:
         self.text, self.nulls = text, nulls
-        self.steps = tuple(text.split("."))
+        # A header's name may have dots, and its value has no parts.
+        self.steps = ("$headers", text[9:]) if text.startswith("$headers.") else tuple(text.split("."))
         self.digits = any(map(_is_index, self.steps))
         self._hash = hash((text, nulls))
 

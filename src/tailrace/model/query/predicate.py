@@ -156,7 +156,7 @@ class In(Predicate, frozen=True):
 
         def test(value: Any) -> bool:
             shape = value.__class__
-            if shape is str or shape is int:
+            if shape is str:
                 return value in members
             if shape is Missing:
                 return nothing

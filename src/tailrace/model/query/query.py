@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Any
 
+from tailrace.errors import QueryError
 from tailrace.model.query.explain import Explanation, explained
 from tailrace.model.query.expression import Expr
 from tailrace.model.query.limits import UNLIMITED, Limits, admitted
@@ -37,7 +38,7 @@ class Query:
         A value that is no JSON object has no fields.
         """
         if document.__class__ is not dict:
-            document = {}
+            document = dict(document) if isinstance(document, dict) else {}
         check = self._check
         if check is None:
             check = self._check = self.tree.check()
@@ -108,7 +109,10 @@ def compile_query(source: Any, limits: Limits = DEFAULT_LIMITS, mongo: int = 8) 
     Raises:
         QueryError: the query is refused; the message names the operator and the path.
     """
-    if mongo not in (8, 9):
+    if mongo.__class__ is not int or mongo not in (8, 9):
         raise ValueError(f"mongo is 8 or 9, not {mongo!r}")
     plain = admitted(source, limits)
-    return Query(plain, Parser(limits, nulls=mongo == 9).document(plain), mongo)
+    try:
+        return Query(plain, Parser(limits, nulls=mongo == 9).document(plain), mongo)
+    except RecursionError:  # whoever calls is deep in the stack himself
+        raise QueryError("the query is nested too deeply for what is left of the stack") from None

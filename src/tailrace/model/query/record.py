@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -36,6 +36,8 @@ def fields_of(record: Any) -> dict[str, Any]:
         found["$time"] = given["time_ms"]
     elif "time" in given:
         found["$time"] = _milliseconds(given["time"])
+    if isinstance(found.get("$key"), tuple):
+        found["$key"] = list(found["$key"])
     return found
 
 
@@ -45,9 +47,9 @@ def _attributes(record: Any) -> dict[str, Any]:
 
 
 def _milliseconds(time: Any) -> Any:
-    if isinstance(time, datetime):
-        return round(time.timestamp() * 1000)
     try:
+        if isinstance(time, datetime):
+            return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
         return parse_time(time, 0) if isinstance(time, str) else time
-    except BadRequest:
-        return time
+    except (BadRequest, ValueError, OverflowError):
+        return None

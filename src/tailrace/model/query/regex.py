@@ -9,6 +9,7 @@ A *literal* of a pattern is a text that every match contains: a string without i
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import re2
@@ -20,6 +21,7 @@ OPTIONS = "imsux"
 """Letters of ``$options``; ``u`` is taken and changes nothing."""
 
 _QUANTIFIERS = "*+?{"
+_TIMES = re.compile(r"\{\d+(,\d*)?\}", re.ASCII)
 _SPECIAL = "\\.^$|()[]{}*+?"
 _BUDGET = 1 << 20
 """Bytes of memory for one pattern's automaton; what does not fit is searched without one, more slowly."""
@@ -57,7 +59,7 @@ def searcher(pattern: str, options: str) -> One:
 def _bytes(text: str) -> bytes:
     try:
         return text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: bytes that no pattern takes for a character
+    except UnicodeEncodeError:  # a lone surrogate
         return text.encode(errors="surrogatepass")
 
 
@@ -96,10 +98,10 @@ def literal(pattern: str, options: str) -> str | None:
             while at < len(text) and text[at] in "*+?":
                 at += 1
             if text[at : at + 1] == "{":
-                end = text.find("}", at)
-                if end < 0:
-                    return None
-                at = end + 1
+                times = _TIMES.match(text, at)
+                if times is None:
+                    return None  # a brace like any other letter
+                at = times.end()
                 while at < len(text) and text[at] in "*+?":
                     at += 1
         elif fixed:

@@ -301,7 +301,14 @@ def operators(node: Node) -> dict[str, Any]:
     found: dict[str, Any] = {}
     origin: dict[str, Node] = {}
     left: list[Node] = []
-    for part in node.parts if isinstance(node, And) else (node,):
+    parts = list(node.parts) if isinstance(node, And) else [node]
+    # Several equalities, or several elements, are what $all is for.
+    for shape in (Equal, Element):
+        alike = [part for part in parts if isinstance(part, Leaf) and isinstance(part.predicate, shape)]
+        if len(alike) > 1 and "$all" not in found:
+            found["$all"] = [_member(part.predicate) for part in alike]
+            parts = [part for part in parts if part not in alike]
+    for part in parts:
         own = _operators(part)
         if own.keys() & found.keys():
             left.append(part)
@@ -313,6 +320,10 @@ def operators(node: Node) -> dict[str, Any]:
             left.append(origin["$not"])
         found["$not"] = {"$not": operators(conjunction(left))}
     return found
+
+
+def _member(predicate: Predicate) -> Any:
+    return predicate.value if isinstance(predicate, Equal) else predicate.operators()
 
 
 def _operators(part: Node) -> dict[str, Any]:

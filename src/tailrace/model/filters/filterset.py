@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tailrace.model.filters.cover import needs
 from tailrace.model.filters.index import Index
+from tailrace.model.filters.needs import needs
 from tailrace.model.query import Query, Record, compile_query
 from tailrace.model.query.expression import Expr
 from tailrace.model.query.path import Check
@@ -26,15 +26,35 @@ _DEAR = 4
 class _Standing:
     """One distinct query, and the numbers under which it was added."""
 
-    __slots__ = ("check", "number", "numbers", "query")
+    __slots__ = ("_listed", "_numbers", "check", "number", "query")
 
     def __init__(self, number: int, query: Query, check: Check) -> None:
         self.number, self.query, self.check = number, query, check
-        self.numbers: dict[int, None] = {}
+        self._numbers: dict[int, None] = {}
+        self._listed: tuple[int, ...] | None = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers, as they are now: what was given out does not change with them."""
+        if self._listed is None:
+            self._listed = tuple(self._numbers)
+        return self._listed
+
+    def add(self, number: int) -> None:
+        """Add a number."""
+        self._numbers[number] = self._listed = None
+
+    def remove(self, number: int) -> None:
+        """Remove a number."""
+        del self._numbers[number]
+        self._listed = None
 
 
 class FilterSet:
-    """Standing queries. Those given at first have the numbers 0, 1, 2, … in their order; ``add`` goes on from there."""
+    """Standing queries. Those given at first have the numbers 0, 1, 2, … in their order; ``add`` goes on from there.
+
+    For one thread at a time.
+    """
 
     def __init__(self, queries: Iterable[Query | dict[str, Any]] = ()) -> None:
         self._distinct: dict[Query, _Standing] = {}
@@ -57,14 +77,14 @@ class FilterSet:
         standing = self._distinct.get(compiled) or self._stand(compiled)
         number = self._next
         self._next += 1
-        standing.numbers[number] = None
+        standing.add(number)
         self._by_number[number] = standing
         return number
 
     def remove(self, number: int) -> None:
         """Remove the query of a number; KeyError if there is none."""
         standing = self._by_number.pop(number)
-        del standing.numbers[number]
+        standing.remove(number)
         if not standing.numbers:
             self._fall(standing)
 
@@ -78,11 +98,11 @@ class FilterSet:
 
     def fields(self) -> frozenset[str] | None:
         """Return the top-level fields that any query looks at; None if one needs them all."""
-        return None if self._fields[None] else frozenset(name for name in self._fields if name is not None)
+        return None if None in self._fields else frozenset(name for name in self._fields if name is not None)
 
     def _matching(self, document: Any, record: Any) -> list[_Standing]:
         if document.__class__ is not dict:
-            document = {}
+            document = dict(document) if isinstance(document, dict) else {}
         known = fields_of(record) if self._asking_record else {}
         found: dict[int, _Standing] = {}
         self._index.find(document, known, found)
@@ -92,18 +112,21 @@ class FilterSet:
         number = self._next_standing
         self._next_standing += 1
         standing = _Standing(number, query, query.tree.check(self._share))
+        self._index.add(number, standing)
         self._distinct[query] = standing
         self._asking_record += query.asks_record
         self._fields.update(_fields(query))
         self._uses.update(_shared(query))
-        self._index.add(number, standing)
         return standing
 
     def _fall(self, standing: _Standing) -> None:
         query = standing.query
         del self._distinct[query]
         self._asking_record -= query.asks_record
-        self._fields = +(self._fields - Counter(_fields(query)))
+        for field in _fields(query):
+            self._fields[field] -= 1
+            if not self._fields[field]:
+                del self._fields[field]
         for leaf in _shared(query):
             self._uses[leaf] -= 1
             if not self._uses[leaf]:

@@ -97,7 +97,7 @@ def _of_leaf(path: Path, predicate: Predicate, price: Price) -> Needs:
         case Regex(pattern=pattern, options=options):
             text = literal(pattern, options)
             return (Text(path, text) if text is not None and len(text) >= SHORTEST else Present(path),)
-        case Element(node=node, whole=whole) if not whole and not path.digits:
+        case Element(node=node, whole=whole) if not whole and not path.digits and path.steps[-1]:
             return _needs(node, price, path) or (Present(path),)
     return (Present(path),)
 
@@ -106,7 +106,7 @@ def _values(path: Path, values: Iterable[Any]) -> Needs:
     if any(value is None for value in values):
         return ()  # what is missing is null as well
     if all(kind(value) in _SCALARS and value == value for value in values):
-        return tuple(Value(path, frozen(value, 0)) for value in values)
+        return tuple(dict.fromkeys(Value(path, frozen(value, 0)) for value in values))
     return (Present(path),)
 
 
