@@ -10,6 +10,7 @@ import tomllib
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,9 @@ from tailrace import config
 from tailrace.errors import ConfigError
 from tailrace.settings import DEFAULTS, PATHS, Settings
 from tailrace.units import format_duration, format_size, parse_duration, parse_size
-from tailrace.values import Conditions, KeepByName
+from tailrace.values import KeepByName
+from tailrace.where import Where
+from tests.asking import written_queries
 
 SECRET = "hunter2-and-a-half"
 
@@ -161,7 +164,17 @@ def test_every_problem_is_listed_with_path_origin_got_and_wanted(
     [
         ("serve.heartbeat", "1m", "a duration of at most 15s"),
         ("days.bucket", "5m", 'a length from "1h" to "1d" that divides a day evenly, such as "1h" or "6h"'),
-        ("days.seal_when", {"a": None}, 'true or false to be found there, such as {"job.state" = "done"}'),
+        ("days.seal_when", "done", 'a query: a table, such as {"job.state" = "done"}'),
+        (
+            "days.seal_when",
+            {"a": {"$gtt": 1}},
+            "got {'a': {'$gtt': 1}}, wanted a query: $gtt at 'a': unknown operator; $gt is one",
+        ),
+        (
+            "days.seal_when",
+            {"a": {"$in": [None]}},
+            'a query: TOML has no null: ask for {"$type" = "null"}, or for {"$exists" = false}',
+        ),
         ("days.keep", "5m", 'a duration of 1h to 36500d, or "forever"'),
         ("days.keep", 30, 'a duration with its unit, such as "250ms", "15s" or "1h30m", or "forever"'),
         ("days.keep_by_name", {"x/.*": "5m"}, "for 'x/.*' a duration of 1h to 36500d, or \"forever\""),
@@ -202,10 +215,15 @@ def test_a_refusal_says_what_would_be_accepted(path: str, value: object, wanted:
         ("days.bucket", "67.5s"),
         ("days.bucket", "2d"),
         ("days.seal_when", "done"),
-        ("days.seal_when", {"state": ["done"]}),
-        ("days.seal_when", {"state": {"name": "done"}}),
-        ("days.seal_when", {"state..name": "done"}),
+        ("days.seal_when", ["done"]),
+        ("days.seal_when", {"state": {"$regex": "a("}}),
+        ("days.seal_when", {"$where": "this.done"}),
         ("days.seal_when", {"ratio": float("nan")}),
+        ("days.seal_when", {"ratio": {"$lt": float("inf")}}),
+        ("days.seal_when", {"state": {"name": "\ud800"}}),
+        ("days.seal_when", {"state": {"\udfff": 1}}),
+        ("days.seal_when", {"state": {1: 1}}),
+        ("days.seal_when", {"state": (1, 2)}),
         ("days.pack_after", "-1s"),
         ("days.keep", "59m"),
         ("days.keep", "always"),
@@ -257,7 +275,34 @@ def test_the_first_pattern_that_matches_the_whole_name_decides_how_long_it_is_ke
     assert config.load(flags={"days.keep": "forever"}).days.keep_of("any") is None
 
 
-def test_conditions_keep_the_types_of_their_values(tmp_path: Path) -> None:
+def test_a_query_may_say_all_that_toml_can(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        '[days.seal_when]\ntype = "finished"\n"exit.code" = {"$ne" = 0}\n"$or" = [{a = {b = [1, 2.5]}}, {c = true}]\n',
+    )
+    assert config.load().days.seal_when.written() == {
+        "type": "finished",
+        "exit.code": {"$ne": 0},
+        "$or": [{"a": {"b": [1, 2.5]}}, {"c": True}],
+    }
+
+
+@pytest.mark.parametrize("moment", ["2026-11-15", "2026-11-15T08:00:00Z", "08:00:00"])
+def test_a_date_in_a_query_is_refused(tmp_path: Path, moment: str) -> None:
+    text = problems(write(tmp_path, f"[days]\nseal_when = {{a = {{'$gt' = {moment}}}}}\n"))
+    assert "wanted a query: made of text, numbers, true, false, lists and tables, and no " in text
+
+
+def test_what_is_inside_a_query_cannot_be_changed() -> None:
+    given: dict[str, Any] = {"a": {"$in": [1]}}
+    where = config.load(flags={"days.seal_when": given}).days.seal_when
+    given["a"]["$in"].append(2)
+    where["a"]["$in"].append(3)
+    where.written()["a"]["$in"].append(4)
+    assert where == {"a": {"$in": [1]}}
+
+
+def test_queries_keep_the_types_of_their_values(tmp_path: Path) -> None:
     write(tmp_path, '[days.seal_when]\nstate = "1"\n"exit.code" = 1\nratio = 1.0\nlast = true\n')
     found = config.load().days.seal_when
     assert [*found.items()] == [("state", "1"), ("exit.code", 1), ("ratio", 1.0), ("last", True)]
@@ -265,9 +310,11 @@ def test_conditions_keep_the_types_of_their_values(tmp_path: Path) -> None:
 
 
 def test_tables_that_differ_in_a_type_or_in_order_are_not_the_same() -> None:
-    assert Conditions({"a": 1}) == Conditions({"a": 1}) == {"a": 1}
-    assert Conditions({"a": 1}) != Conditions({"a": True})
-    assert Conditions({"a": 1}) != Conditions({"a": 1.0})
+    assert Where({"a": 1}) == Where({"a": 1}) == {"a": 1}
+    for other in ({"a": [{"b": 1.0}]}, {"a": [{"b": True}]}, {"a": {"b": 1}}, {"a": [{"b": 1}, 2]}, {"a": [{"c": 1}]}):
+        assert Where({"a": [{"b": 1}]}) != Where(other)
+    assert Where({"a": {"b": 1, "c": 2}}) != Where({"a": {"c": 2, "b": 1}})
+    assert hash(Where({"a": [{"b": 1}]})) == hash(Where({"a": [{"b": 1}]}))
     hour = timedelta(hours=1)
     assert KeepByName({"a.*": hour, ".*b": None}) != KeepByName({".*b": None, "a.*": hour})
     assert hash(KeepByName({"a": hour})) == hash(KeepByName({"a": hour}))
@@ -280,13 +327,11 @@ def test_upkeep_may_be_without_limits_and_never_done() -> None:
     assert upkeep.buckets_per_hour == upkeep.bytes_per_second == upkeep.spark_from == 0
 
 
-_paths = st.lists(st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1), min_size=1)
-_plain = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
 _keeps = st.just("forever") | st.timedeltas(timedelta(hours=1), timedelta(days=36_500)).map(format_duration)
 
 
 @given(
-    st.dictionaries(_paths.map(".".join), _plain),
+    written_queries(),
     st.dictionaries(st.text().map(re.escape), _keeps),
     st.sampled_from(["forever", "1h", "1.5d"]),
     st.sampled_from(["never", "90s"]),
@@ -315,7 +360,7 @@ def test_settings_are_frozen_and_survive_pickling() -> None:
     settings = config.load(
         flags={
             "kafka.properties": {"sasl.password": SECRET},
-            "days.seal_when": {"last": True},
+            "days.seal_when": {"last": True, "code": {"$in": [1, 2]}},
             "days.keep_by_name": {"audit": "forever"},
         }
     )

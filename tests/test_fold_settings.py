@@ -24,6 +24,7 @@ from tailrace.fold_settings import Fold, Rules
 from tailrace.model.collect import COLLECTORS
 from tailrace.units import format_duration
 from tailrace.values import COLLECTS, collected
+from tests.asking import written_queries
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account_id"], "quiet": "3s"}
 
@@ -122,7 +123,9 @@ def test_a_problem_in_a_variable_names_the_variable(monkeypatch: pytest.MonkeyPa
         ("output", "no spaces", "a topic name of letters, digits, '.', '_' and '-', at most 249"),
         ("raw", "no spaces", "a topic name of letters, digits, '.', '_' and '-', at most 249"),
         ("raw", "folds.accounts", "another topic than that of the folded events of any rule"),
-        ("where", {"a": None}, 'true or false to be found there, such as {"job.state" = "done"}'),
+        ("where", "done", 'a query: a table, such as {"job.state" = "done"}'),
+        ("where", {"a": {"$gtt": 1}}, "a query: $gtt at 'a': unknown operator; $gt is one"),
+        ("where", {"a": None}, 'a query: TOML has no null: ask for {"$type" = "null"}, or for {"$exists" = false}'),
         ("output", "tailrace.dead-letters", "a topic that is not kafka.dead_letters"),
         ("raw", "tailrace.positions", "a topic that is not kafka.positions"),
     ],
@@ -207,7 +210,7 @@ def test_a_topic_that_is_not_read_is_accepted_with_a_warning() -> None:
 
 
 def test_rules_are_frozen_hashable_and_survive_pickling() -> None:
-    folds = with_rules(a=RULE | {"where": {"x": 1}, "collect": {"m": "keys m"}}).folds
+    folds = with_rules(a=RULE | {"where": {"x": 1, "y": {"$in": [2, {"z": 3}]}}, "collect": {"m": "keys m"}}).folds
     with pytest.raises(ValidationError):
         setattr(folds.rules["a"], "quiet", timedelta(1))  # noqa: B010
     again = pickle.loads(pickle.dumps(folds))
@@ -226,7 +229,7 @@ _rules = st.fixed_dictionaries(
     {"group": st.lists(_paths, min_size=1), "quiet": _durations.map(format_duration)},
     optional={
         "topics": st.lists(_topics) | _topics,
-        "where": st.dictionaries(_paths, st.text() | st.integers() | st.booleans()),
+        "where": written_queries(),
         "missing": st.sampled_from(["skip", "null"]),
         "collect": st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]*", fullmatch=True), _collects),
         "max_wait": st.timedeltas(timedelta(days=1), timedelta(days=9)).map(format_duration),

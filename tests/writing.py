@@ -89,7 +89,7 @@ class Writer:
             dead_letters="tailrace.dead-letters",
             name_paths=None,
             span_ms=DAY,
-            seal_when=None,
+            seal_when={},
             future_ms=600_000,
             window_bytes=256 << 10,
             window_runs=500,

@@ -16,7 +16,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from tailrace.units import format_duration
 from tailrace.values import (
     Collects,
-    Conditions,
     Delay,
     Paths,
     Pattern,
@@ -28,6 +27,7 @@ from tailrace.values import (
     durations,
     sizes,
 )
+from tailrace.where import Where
 
 REFUSED = "refused"
 """The type of a problem that values have with each other; its place is exact."""
@@ -58,7 +58,7 @@ class Fold(Section):
     """One rule: which events are folded, what makes them belong together, and what is kept of them."""
 
     topics: Pattern | tuple[Topic, ...] = ()
-    where: Conditions = Conditions()
+    where: Where = Where()
     group: Paths
     missing: Literal["skip", "null"] = "skip"
     collect: Collects = Collects()

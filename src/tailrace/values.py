@@ -7,10 +7,9 @@ what looks like a secret is hidden wherever it is written.
 from __future__ import annotations
 
 import json
-import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import timedelta
 from functools import cache
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -31,7 +30,7 @@ from pydantic_core import CoreSchema, core_schema
 from tailrace.units import format_duration, format_size, parse_duration, parse_size
 
 HIDDEN = "**********"
-VIEWS = ("days", "folds")
+VIEWS = ("days", "folds", "matches")
 COLLECTS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
 """What a fold can gather. All look at a path but the last, which takes whole events."""
 
@@ -70,7 +69,7 @@ class Table(Mapping[str, V]):
         return isinstance(other, Mapping) and _typed(self) == _typed(other)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        return hash(_typed(self))
 
     def __repr__(self) -> str:
         return repr(self.written())
@@ -102,8 +101,14 @@ def _written(table: Table[Any], info: SerializationInfo) -> object:
     return table.written() if info.mode == "json" else table
 
 
-def _typed(table: Mapping[str, object]) -> list[tuple[str, type, object]]:
-    return [(key, type(value), value) for key, value in table.items()]
+def _typed(value: object) -> Hashable:
+    """Equal for values of the same types all through: 1 is neither true nor 1.0."""
+    match value:
+        case Mapping():
+            return "{", *((key, _typed(item)) for key, item in value.items())
+        case list():
+            return "[", *map(_typed, value)
+    return type(value), value
 
 
 class Properties(Table[str]):
@@ -119,28 +124,6 @@ class Properties(Table[str]):
         if not isinstance(value, Mapping) or not all(isinstance(v, str | int | float) for v in value.values()):
             raise ValueError("a table of plain values")
         return cls({str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()})
-
-
-class Conditions(Table[str | int | float | bool]):
-    """What a record must have: dotted paths in its value, and the plain value at each, of exactly that type."""
-
-    __slots__ = ()
-
-    @classmethod
-    def read(cls, value: object) -> Self:
-        if not isinstance(value, Mapping) or not all(map(_is_condition, value.items())):
-            raise ValueError(
-                "a table of dotted paths and the text, number, true or false to be found there, "
-                'such as {"job.state" = "done"}'
-            )
-        return cls(value)
-
-
-def _is_condition(item: tuple[object, object]) -> bool:
-    path, value = item
-    if not isinstance(path, str) or not all(path.split(".")):
-        return False
-    return math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int)
 
 
 class _Limits(Generic[N]):
@@ -231,11 +214,20 @@ def compiled(pattern: str) -> Any:
     return re2.compile(pattern, options)
 
 
-def _pattern(text: str) -> str:
+def has_engine() -> bool:
+    """Whether patterns and queries can be checked; a client has no engine that would run them, and needs none."""
     try:
-        import re2  # the engine that will run it; a client has none and needs none
+        import re2  # noqa: F401
     except ImportError:
+        return False
+    return True
+
+
+def _pattern(text: str) -> str:
+    if not has_engine():
         return text
+    import re2
+
     try:
         compiled(text)
     except re2.error as error:

@@ -154,6 +154,7 @@ def test_an_answer_that_was_lost_is_no_reason_to_stop(own_valkey: EmbeddedValkey
         ({"name": "r", "group": "a"}, "quiet"),
         ({"name": "r", "group": "a", "quiet": "1s", "max_wait": "1ms"}, "max_wait"),
         ({"name": "r", "group": "a", "quiet": "1s", "collect": {"x": "guess y"}}, "collect"),
+        ({"name": "r", "group": "a", "quiet": "1s", "where": {"a": {"$gtt": 1}}}, r"where: .*\$gtt at 'a': unknown"),
     ],
 )
 def test_a_rule_that_cannot_be_used_is_refused_with_the_reason(rule: dict[str, Any], said: str) -> None:

@@ -63,6 +63,28 @@ def test_six_events_become_the_two_folds_of_the_example(any_store: StoreOptions)
     assert {v["reason"] for v in values.values()} == {"quiet"}
 
 
+@pytest.mark.parametrize(
+    ("where", "taken"),
+    [
+        ({"metrics.likes": {"$gt": 5}}, {6, 7, 8, 9}),
+        ({"id": {"$in": ["post_2", "post_3"]}}, {2, 3}),
+        ({"$offset": {"$gte": 8}, "$topic": "posts", "$partition": 0}, {8, 9}),
+        ({"$time": {"$lt": NOON + 20}, "$headers.trace": {"$exists": True}}, {0, 1}),
+        ({"$key.0": "a", "$key": 3}, {3}),
+    ],
+)
+def test_a_rule_folds_only_what_its_query_matches(store: StoreOptions, where: dict[str, Any], taken: set[int]) -> None:
+    rig = FoldRig(store, [msgspec.structs.replace(RULE, where=where)])
+    records = [
+        post(i, "account_1", 10 * i)._replace(key=b'["a",%d]' % i, headers=[("trace", b"x")] if i < 5 else [])
+        for i in range(10)
+    ]
+    rig.writer.write(records)
+    rig.settle(10**9)
+    assert rig.folds() == expected([r for r in records if r.offset in taken])
+    assert read_counts(rig.shards, "folds")["skipped:filtered"] == 10 - len(taken)
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 30), data=st.data())
 def test_folds_are_the_same_however_records_are_split_and_partitions_interleaved(

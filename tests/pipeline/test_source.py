@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from tailrace.config import Settings, load
 from tailrace.errors import ConfigError
 from tailrace.model.event import Source
-from tailrace.pipeline.source import (
-    LostRange,
-    Topic,
-    TopicPattern,
-    client_properties,
-    included_and_excluded,
-    reader_options,
-    starting_offsets,
-    topic_pattern,
-)
+from tailrace.pipeline.source import LostRange, reader_options, starting_offsets
+from tailrace.stores.broker import Topic, TopicPattern, client_properties, included_and_excluded, topic_pattern
 
 
 def _settings(monkeypatch: pytest.MonkeyPatch, **values: object) -> Settings:

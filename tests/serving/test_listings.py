@@ -13,7 +13,6 @@ import pytest
 from valkey import Valkey
 
 from tailrace.errors import Overloaded
-from tailrace.model.condition import Condition
 from tailrace.model.name import shard_of
 from tailrace.serving import largest
 from tailrace.serving.largest import Largest
@@ -66,7 +65,7 @@ def test_a_day_that_nothing_follows_stays_open_until_it_is_packed(
 
 def test_a_day_that_an_event_closed_is_sealed_until_it_is_packed(client: httpx.Client, store: StoreOptions) -> None:
     today = now_ms() - now_ms() % DAY
-    writer = Writer(store, seal_when=Condition.of({"done": True}))
+    writer = Writer(store, seal_when={"done": True})
     writer.write([Record(0, b"a", time=today), Record(1, b"a", b'{"done":true}', time=today)])
     assert states_of(client, "a") == [(2, "sealed")]
     writer.write([Record(2, b"a", time=today)])

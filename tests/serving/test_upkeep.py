@@ -9,8 +9,8 @@ import httpx
 from valkey import Valkey
 
 from tailrace.pipeline.report import Report
-from tailrace.pipeline.source import Broker
 from tailrace.pipeline.timing import Timing
+from tailrace.stores.broker import Broker
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import run_job

@@ -9,7 +9,6 @@ import pytest
 from tailrace import config
 from tailrace.config import Settings
 from tailrace.model.collect import Collect
-from tailrace.model.condition import Condition
 from tailrace.model.fold import Windows
 from tailrace.model.rule import Reader, Rule, Taken
 from tailrace.stores.rules import changed, outputs_of, reads, rules_of
@@ -23,7 +22,7 @@ def settings_of(**rules: dict[str, Any]) -> Settings:
 
 def test_a_rule_is_applied_as_it_is_configured() -> None:
     given = RULE | {
-        "where": {"type": "metrics"},
+        "where": {"type": "metrics", "metrics.likes": {"$gt": 5}},
         "missing": "null",
         "collect": {"metrics": "keys post.metrics", "all": "events"},
         "max_wait": "1m",
@@ -40,7 +39,7 @@ def test_a_rule_is_applied_as_it_is_configured() -> None:
             group=(("account", "id"),),
             collect=(Collect("metrics", "keys", ("post", "metrics")), Collect("all", "events")),
             windows=Windows(3_000, 60_000, 7, 2_048, 1_500),
-            where=Condition.of({"type": "metrics"}),
+            where={"type": "metrics", "metrics.likes": {"$gt": 5}},
             missing="null",
             clock="event",
             output="folds.accounts",

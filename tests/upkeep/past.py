@@ -20,7 +20,7 @@ from tailrace.config import Settings
 from tailrace.model.event import Source
 from tailrace.model.name import name_of_key, shard_of
 from tailrace.model.segment import Log
-from tailrace.pipeline.source import Broker
+from tailrace.stores.broker import Broker
 from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep.audit import Audit, Auditing

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tailrace.feeds.frame import Control, Frame
-from tailrace.model.condition import Condition
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.packer import STEPS
 from tests.feeds.rig import Follower, rig
@@ -47,7 +46,7 @@ class Interleaving(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.store = StoreOptions(self.options.url, prefix=f"{self.options.prefix}i{next(_fresh)}", shards=2)
-        self.writer = Writer(self.store, seal_when=Condition.of({"end": True}))
+        self.writer = Writer(self.store, seal_when={"end": True})
         self.now = NOON
         self.offsets = [0, 0]
         self.written: list[Record] = []

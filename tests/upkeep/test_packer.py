@@ -11,8 +11,8 @@ import pytest
 
 from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
 from tailrace.feeds.frame import Control, Frame
-from tailrace.model.condition import Condition
 from tailrace.model.event import iso_time
+from tailrace.model.name import name_of_key
 from tailrace.model.segment import PACKED
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.lease import Lease
@@ -175,7 +175,7 @@ def test_a_live_day_is_not_expired_when_either_clock_is_wrong(any_store: StoreOp
 def test_a_terminal_event_seals_the_day_so_that_it_can_be_packed_at_once(any_store: StoreOptions) -> None:
     now = round(time.time() * 1000)
     today = now - now % DAY
-    writer = Writer(any_store, seal_when=Condition.of({"state.kind": "finished"}))
+    writer = Writer(any_store, seal_when={"state.kind": {"$in": ["finished", "failed"]}})
     done = b'{"state":{"kind":"finished"}}'
     records = [Record(i, b"a", time=today) for i in range(3)] + [Record(3, b"a", done, time=today)]
     writer.write([*records, Record(4, b"a", time=today), Record(5, b"b", time=today)])
@@ -187,6 +187,15 @@ def test_a_terminal_event_seals_the_day_so_that_it_can_be_packed_at_once(any_sto
         assert keeper.pack(2 * DAY).segments == 0
         assert keeper.log("a").segments[-1].start_ms == today + DAY, "a seal never runs ahead of the calendar"
     assert asyncio.run(read_view(any_store))["a"] == [f"jobs:0:{i}" for i in (0, 1, 2, 3, 4, 6, 7)]
+
+
+def test_a_day_is_sealed_by_what_lies_beside_a_value_too(store: StoreOptions) -> None:
+    now = round(time.time() * 1000)
+    key = b'["a",1e400]'
+    records = [Record(i, key, time=now - now % DAY, headers=[("last", b"%d" % (i == 1))]) for i in range(3)]
+    Writer(store, seal_when={"$topic": "jobs", "$headers.last": "1"}).write(records)
+    with Keeper(store) as keeper:
+        assert [segment.events for segment in keeper.log(name_of_key(key)).segments] == [2, 1]
 
 
 def test_buckets_of_another_length_begin_where_the_current_one_ends(store: StoreOptions) -> None:

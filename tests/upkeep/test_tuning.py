@@ -163,7 +163,7 @@ def test_the_command_prints_and_draws_what_it_found(
 ) -> None:
     bursts = Bursts(kafka, partitions=1)
     bursts.produce(random.Random(2), groups=3, steps=300, begin=round(time.time() * 1000) - 3_000_000)
-    settings = bursts.settings(where={"kind": "a"})
+    settings = bursts.settings(where={"kind": {"$in": ["a", "c"]}, "$partition": {"$lt": 1}})
     for picture, opening in (("a.png", b"\x89PNG"), ("b.SVG", b"<?xml")):
         asked: dict[str, Any] = {"windows": ["1s", "1m"], "json": False, "plot": tmp_path / picture, "spark": spark}
         assert tune(settings, "accounts", since="-2h", **asked) == 0
@@ -206,6 +206,11 @@ def test_what_cannot_be_tuned_is_said_in_one_sentence(kafka: EmbeddedKafka, spar
     refused(
         r"folds none of the 40 records since .* \(38 filtered, 2 tombstone\)",
         at=bursts.settings(where={"kind": "z"}),
+        windows=["1s"],
+    )
+    refused(
+        r"folds none of the 40 records since .* \(38 filtered, 2 tombstone\)",
+        at=bursts.settings(where={"$headers.trace": "x"}),
         windows=["1s"],
     )
     refused("publishers feed it", at=bursts.settings(topics=[]))

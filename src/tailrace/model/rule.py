@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tailrace.model.collect import COLLECTORS, Collect
-from tailrace.model.condition import Condition
+from tailrace.model.filters.sieve import Sieve
 from tailrace.model.fold import Folding, Windows
 from tailrace.model.name import shard_of
+from tailrace.model.query import Record
 from tailrace.model.value import CACHED, Path, canonical, fields, follow
 
 FORMAT = 1
@@ -36,7 +37,8 @@ class Rule(msgspec.Struct, frozen=True):
     group: tuple[Path, ...]
     collect: tuple[Collect, ...]
     windows: Windows
-    where: Condition | None = None
+    where: dict[str, Any] = {}
+    """The query that an event must match; none for all."""
     missing: Literal["skip", "null"] = "skip"
     """What becomes of an event that lacks a part of the group: not folded, or as if the part were null."""
     clock: Literal["arrival", "event"] = "arrival"
@@ -80,10 +82,16 @@ class Taken(NamedTuple):
 
 
 class Reader:
-    """Looks into events for one rule, decoding only what the rule is about."""
+    """Looks into events for one rule, decoding only what the rule is about.
+
+    Raises:
+        QueryError: the rule's query is refused.
+    """
 
     def __init__(self, rule: Rule) -> None:
-        self._where, self._null = rule.where, rule.missing == "null"
+        self._where, self._null = Sieve(rule.where) if rule.where else None, rule.missing == "null"
+        self.asks_record = self._where is not None and self._where.asks_record
+        """Whether the rule's query asks for more than the event's value; if not, ``read`` needs no record."""
         paths = [*rule.group, *(collect.path for collect in rule.collect)]
         names = list(dict.fromkeys(path[0] for path in paths if path))
         self._fields = fields(names)
@@ -97,15 +105,15 @@ class Reader:
         self._share = 5 * len(rule.collect)
         self._known: dict[object, bytes | str] = {}
 
-    def read(self, value: bytes) -> Taken | str:
+    def read(self, value: bytes, record: Record | None = None) -> Taken | str:
         """Return what there is to fold of an event, or the word for why there is nothing."""
         try:
-            return self._read(value)
+            return self._read(value, record)
         except RecursionError:
             return "too-deep"
 
-    def _read(self, value: bytes) -> Taken | str:
-        if self._where is not None and not self._where.matches(value):
+    def _read(self, value: bytes, record: Record | None) -> Taken | str:
+        if self._where is not None and not self._where.matches(value, record):
             return "filtered"
         found = self._fields(value)
         key = found[self._plain] if self._plain is not None else self._parts(found)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from tailrace.model.bucket import DAY_MS, bucket_start
-from tailrace.model.condition import Condition
+from tailrace.model.event import home_of
+from tailrace.model.filters.sieve import Sieve
 from tailrace.model.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.model.run import Run, encode
 from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import View, Window, home_of
+from tailrace.pipeline.view import View, Window
 from tailrace.stores.valkey import Arg
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -35,7 +37,7 @@ class Days(View):
         *,
         paths: Sequence[str] | None = None,
         span_ms: int = DAY_MS,
-        seal_when: Condition | None = None,
+        seal_when: dict[str, Any] | None = None,
         future_ms: int = 600_000,
         window_bytes: int = 256 << 10,
         window_runs: int = 500,
@@ -43,7 +45,7 @@ class Days(View):
         self._shards = shards
         self.span_ms = span_ms
         self.future_ms = future_ms
-        self._terminal = seal_when
+        self._terminal = Sieve(seal_when) if seal_when else None
         self._paths = None if paths is None else [path.split(".") for path in paths]
         # The limit holds for what is sent; a window's raw records compress about eightfold, spread over the shards.
         self._raw_bytes = window_bytes * 8
@@ -145,7 +147,7 @@ class Days(View):
 
     def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], plain: bool) -> int:
         """Add the runs of one name: one, unless its bucket changes or is sealed inside; return how many."""
-        times, span = records.times, self.span_ms
+        times, span, terminal = records.times, self.span_ms, self._terminal
         if plain:
             newest = max(map(times.__getitem__, rows))
             items += ["A", name, bucket_start(newest, span), len(rows), newest, _encode_rows(records, rows)]
@@ -160,7 +162,8 @@ class Days(View):
                 runs, part = runs + 1, []
             newest = max(newest, time_ms)
             part.append(i)
-            if self._terminal is not None and self._terminal.matches(records.values[i] or b""):
+            record = records.record(i) if terminal is not None and terminal.asks_record else None
+            if terminal is not None and terminal.matches(records.values[i] or b"", record):
                 items += ["A", name, bucket_start(newest, span), len(part), newest, _encode_rows(records, part)]
                 items += ["S", name]
                 runs, part = runs + 1, []

@@ -85,7 +85,7 @@ class Looker:
                 continue
             why, counted = NO_RULE, False
             for n, ruling, clock in chosen:
-                taken = ruling.reader.read(value)
+                taken = ruling.reader.read(value, records.record(i) if ruling.reader.asks_record else None)
                 if isinstance(taken, str):
                     why = taken
                     continue

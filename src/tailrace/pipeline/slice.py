@@ -10,10 +10,12 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.model.event import Headers, Source
+from tailrace.model.event import Headers, Source, headers_json, key_json
 from tailrace.model.poison import poison, too_deep
+from tailrace.model.query import Record
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode
+_decode = msgspec.json.Decoder().decode
 
 
 COLUMNS = (
@@ -57,6 +59,24 @@ class Slice(msgspec.Struct, frozen=True):
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+    def record(self, row: int) -> Record:
+        """Return what queries may ask of a record beside its value, as every frame shows it."""
+        return Record(
+            self.source.topic,
+            self.source.partition,
+            self.offsets[row],
+            self.times[row],
+            _plain(key_json(self.keys[row])),
+            _plain(headers_json(self.headers[row] if self.headers is not None else None)),
+        )
+
+
+def _plain(shown: bytes) -> Any:
+    try:
+        return _decode(shown)
+    except (ValueError, RecursionError):  # a key may hold a number that no float holds, or be nested as it likes
+        return None
 
 
 def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: Limits) -> Iterator[Slice]:

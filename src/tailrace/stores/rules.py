@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from tailrace.config import Settings, wanted_by
 from tailrace.fold_settings import Fold
 from tailrace.model.collect import Collect
-from tailrace.model.condition import Condition
 from tailrace.model.fold import Windows
 from tailrace.model.rule import Rule
 from tailrace.model.value import steps
@@ -30,7 +29,7 @@ def rule_of(name: str, fold: Fold) -> Rule:
         group=tuple(map(steps, fold.group)),
         collect=tuple(_collect(output, text) for output, text in fold.collect.items()),
         windows=windows_of(fold),
-        where=Condition.of(fold.where),
+        where=fold.where.written(),
         missing=fold.missing,
         clock=fold.clock,
         output=fold.output or f"folds.{name}",

@@ -29,9 +29,10 @@ from tailrace.model.event import Source, iso_time
 from tailrace.model.fold import Windows
 from tailrace.model.replay import Figures, Trials, candidates
 from tailrace.model.rule import Reader, Rule
-from tailrace.pipeline.slice import Limits, slices
-from tailrace.pipeline.source import ANSWER_S, Broker, client_properties, reader_options
+from tailrace.pipeline.slice import COLUMNS, Limits, slices
+from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import tasks
+from tailrace.stores.broker import ANSWER_S, Broker, client_properties
 from tailrace.stores.folds import in_force
 from tailrace.stores.rules import outputs_of, reads, rules_of
 from tailrace.stores.valkey import Shards, StoreOptions
@@ -220,7 +221,10 @@ def _job(settings: Settings, spark: Any, work: Work, ranges: Sequence[Range]) ->
         starts.setdefault(each.topic, {})[str(each.partition)] = each.first
         ends.setdefault(each.topic, {})[str(each.partition)] = each.end
     options = reader_options(settings, starts)
-    del options["subscribePattern"], options["maxOffsetsPerTrigger"], options["includeHeaders"]
+    del options["subscribePattern"], options["maxOffsetsPerTrigger"]
+    asks_record = Reader(work.rule).asks_record
+    if not asks_record:
+        del options["includeHeaders"]
     options |= {
         "assign": json.dumps({topic: list(map(int, partitions)) for topic, partitions in starts.items()}),
         "endingOffsets": json.dumps(ends),
@@ -237,7 +241,7 @@ def _job(settings: Settings, spark: Any, work: Work, ranges: Sequence[Range]) ->
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from _counted(work, batches)
 
-    rows = spark.read.format("kafka").options(**options).load().selectExpr(*_COLUMNS)
+    rows = spark.read.format("kafka").options(**options).load().selectExpr(*(COLUMNS if asks_record else _COLUMNS))
     rows = rows.coalesce(most) if len(ranges) > most else rows
     in_order = (
         rows.mapInArrow(look, _INPUTS)
@@ -283,7 +287,7 @@ def _looked(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Record
                 if value is None or i in records.poison:
                     totals["tombstone" if value is None else "poison"] += 1
                     continue
-                taken = reader.read(value)
+                taken = reader.read(value, records.record(i) if reader.asks_record else None)
                 if isinstance(taken, str):
                     totals[taken] += 1
                     continue
