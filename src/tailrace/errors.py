@@ -7,6 +7,7 @@
     │   ├── CursorGone                cursor.gone          the place is gone, and the caller asked to be told
     │   ├── StreamNotFound            stream.not_found     no such stream, and the caller would not wait
     │   ├── TopicNotFound             topic.not_found      no such topic, or one that may not be written
+    │   ├── TopicNotRead              topic.not_read       a topic that the pipeline does not read
     │   ├── EventRefused              event.refused        an event that the topic would not take
     │   ├── RuleNotFound              rule.not_found       no such rule of folds
     │   ├── GroupNotFound             group.not_found      a group that holds no folds
@@ -65,6 +66,7 @@ __all__ = [
     "TailraceError",
     "TooLarge",
     "TopicNotFound",
+    "TopicNotRead",
     "Unavailable",
     "UsageError",
     "WindowsRefused",
@@ -129,6 +131,17 @@ class TopicNotFound(UsageError):
 
     code = "topic.not_found"
     status = 404
+
+
+class TopicNotRead(UsageError):
+    """A topic that the pipeline does not read, so that nothing can be searched in it."""
+
+    code = "topic.not_read"
+    status = 404
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"topic {name!r} is not read by the pipeline: see kafka.topics and kafka.exclude")
 
 
 class EventRefused(UsageError):

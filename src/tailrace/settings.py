@@ -23,7 +23,6 @@ from tailrace.units import format_duration, format_size
 from tailrace.values import (
     Brokers,
     Bucket,
-    Conditions,
     Count,
     CountOrZero,
     Delay,
@@ -51,6 +50,7 @@ from tailrace.values import (
     sizes,
     without_password,
 )
+from tailrace.where import Where
 
 PREFIX = "TAILRACE_"
 
@@ -124,7 +124,7 @@ class Spark(Section):
 class Pipeline(Section):
     """What the one pass does with each record."""
 
-    views: Views = ("days", "folds")
+    views: Views = ("days", "folds", "matches")
     window_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 256 * 2**10
     window_runs: Annotated[int, Field(ge=1, le=2_000)] = 500
     max_event_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 2**20
@@ -138,7 +138,7 @@ class Days(Section):
     name: NameRule = "key"
     future_limit: Duration = timedelta(minutes=10)
     bucket: Bucket = timedelta(days=1)
-    seal_when: Conditions = Conditions()
+    seal_when: Where = Where()
     pack_after: Delay = timedelta(days=2)
     keep: Keep = timedelta(days=30)
     keep_by_name: KeepByName = KeepByName()
@@ -152,6 +152,20 @@ class Days(Section):
             if compiled(pattern).fullmatch(name):
                 return keep
         return self.keep
+
+
+class Grep(Section):
+    """Searches, and what is kept for them."""
+
+    kept: Annotated[Size, sizes("0B", "16GiB")] = 16 * 2**20
+    memory: Annotated[Size, sizes("1MiB", "64GiB")] = 64 * 2**20
+    depth: Annotated[int, Field(ge=1, le=100)] = 32
+    nodes: Annotated[int, Field(ge=1, le=100_000)] = 250
+    in_members: Annotated[int, Field(ge=0, le=1_000_000)] = 10_000
+    regexes: Annotated[int, Field(ge=0, le=1_000)] = 20
+    regex_length: Annotated[int, Field(ge=0, le=100_000)] = 1_000
+    regex_size: Annotated[int, Field(ge=0, le=1_000_000)] = 1_500
+    bytes: Annotated[Size, sizes("1KiB", "16MiB")] = 256 * 2**10
 
 
 class Upkeep(Section):
@@ -232,6 +246,7 @@ class Settings(BaseSettings):
     pipeline: Pipeline = Pipeline()
     days: Days = Days()
     folds: Folds = Folds()
+    grep: Grep = Grep()
     upkeep: Upkeep = Upkeep()
     serve: Serve = Serve()
     embedded: Embedded = Embedded()
@@ -275,8 +290,8 @@ class Settings(BaseSettings):
 
     @property
     def log_views(self) -> tuple[str, ...]:
-        """The views that keep logs, which upkeep is about. Folded events are in day streams, like all others."""
-        return tuple(view for view in self.pipeline.views if view != "folds")
+        """The views whose logs upkeep is about: those of searches end with the searches, and folds have none."""
+        return tuple(view for view in self.pipeline.views if view not in ("folds", "matches"))
 
     def origin(self, path: str) -> str:
         """Where the value at a dotted path came from: ``default``, ``file …``, ``env …`` or ``flag …``."""

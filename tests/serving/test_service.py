@@ -181,6 +181,7 @@ def test_it_is_alive_but_not_ready_without_a_broker_and_a_pipeline(client: httpx
 
 def test_the_pipeline_is_up_while_its_report_is_fresh(client: httpx.Client, store: StoreOptions) -> None:
     report(store, "days")
+    report(store, "matches")
     status = client.get("/v1/status").json()
     assert {part["name"]: part["state"] for part in status["parts"]}["pipeline"] == "up"
     assert status["views"]["days"]["rate"] == 12.5

@@ -10,6 +10,7 @@ from base64 import b64encode
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TypeAlias
+from zlib import crc32
 
 import msgspec
 
@@ -42,6 +43,11 @@ class Source(msgspec.Struct, frozen=True):
         label, _, partition = text.rpartition(":")
         topic, _, generation = label.partition("@")
         return cls(topic, int(partition), int(generation or 0))
+
+
+def home_of(source: Source, shards: int) -> int:
+    """Return the shard that keeps what has no name of its own: dead letters, skips, counts, matched records."""
+    return crc32(str(source).encode()) % shards
 
 
 def event_id(source: Source, offset: int) -> str:

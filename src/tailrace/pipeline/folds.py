@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from tailrace.model.bucket import DAY_MS
-from tailrace.model.event import event_id
+from tailrace.model.event import event_id, home_of
 from tailrace.model.fold import NEVER, Clump, Finished, Time
 from tailrace.model.rule import Rule
 from tailrace.pipeline.looking import Inputs, Key, Looked, Looker
 from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Place, View, Window, home_of
+from tailrace.pipeline.view import Place, View, Window
 from tailrace.stores.folds import VIEW, Folds, Held, given_out, new_version
 from tailrace.stores.valkey import Arg, Shards
 

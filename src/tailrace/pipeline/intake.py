@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import msgspec
 
 from tailrace.model.bucket import DAY_MS
-from tailrace.model.event import event_id, iso_time, key_json
+from tailrace.model.event import event_id, home_of, iso_time, key_json
 from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import View, Window, home_of
+from tailrace.pipeline.view import View, Window
 from tailrace.stores.valkey import Arg
 
 MAX_QUOTED = 64 << 10

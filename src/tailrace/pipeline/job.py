@@ -31,7 +31,6 @@ from tailrace.errors import (
     StoreMismatch,
     TailraceError,
 )
-from tailrace.model.condition import Condition
 from tailrace.model.event import Source
 from tailrace.model.rule import Rule
 from tailrace.pipeline.emit import Emitter
@@ -40,13 +39,16 @@ from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
 from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
 from tailrace.pipeline.ruling import applied, asked_for, begin_at_end, frontiers
+from tailrace.pipeline.scan import Scanner
 from tailrace.pipeline.slice import COLUMNS, Limits
-from tailrace.pipeline.source import Broker, Topic, client_properties, reader_options, starting_offsets
+from tailrace.pipeline.source import reader_options, starting_offsets
 from tailrace.pipeline.timing import Timing
 from tailrace.pipeline.tune import session, tasks, warm
+from tailrace.stores.broker import Broker, Topic, client_properties
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, lowest, read_marks
 from tailrace.stores.rules import rules_of
+from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ class _Run(NamedTuple):
     """One run of the query, and what goes with it."""
 
     query: Any
-    loops: Sequence[Publisher | Emitter]
+    loops: Sequence[Publisher | Emitter | Scanner]
     shards: Shards
     report: Report
     timing: Timing
@@ -149,6 +151,7 @@ class Job:
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         publisher: Publisher | None = None
         emitter: Emitter | None = None
+        scanner: Scanner | None = None
         query: Any = None
         checkpoint = _new_checkpoint(settings.spark.checkpoint)
         try:
@@ -164,7 +167,9 @@ class Job:
             generations = self._adopt(shards, topics)
             bounds = self._broker.bounds(topics.values())
             if FOLDS in self.views and settings.folds.begin == "end":
-                begin_at_end(shards, self._epoch, generations, bounds)
+                begin_at_end(shards, FOLDS, self._epoch, generations, bounds)
+            if MATCHES in self.views:
+                begin_at_end(shards, MATCHES, self._epoch, generations, bounds)
             marks = [lowest(read_marks(shards, view)) for view in self.views]
             starts, lost = starting_offsets(topics.values(), generations, bounds, marks)
             begun = {
@@ -193,15 +198,18 @@ class Job:
                     told=publisher.wake if publisher is not None else lambda: None,
                 )
                 emitter.start()
+            if MATCHES in self.views:
+                scanner = Scanner(settings, self._spark, plan, Shards(shards.options, shards.run_ids))
+                scanner.start()
             if not topics and not self._restarts:
                 warm(self._spark)
-            loops = [loop for loop in (publisher, emitter) if loop is not None]
+            loops = [loop for loop in (publisher, emitter, scanner) if loop is not None]
             self._watch(stopping, _Run(query, loops, shards, report, timing, generations, wanted), topics)
         finally:
             if query is not None:
                 with suppress(Exception):  # it did not stop in time, or its process is gone; its epoch ends with us
                     query.stop()
-            for loop in (emitter, publisher):
+            for loop in (scanner, emitter, publisher):
                 if loop is not None:
                     loop.stop()
             shards.close()
@@ -309,12 +317,13 @@ def make_plan(
         dead_letters=settings.kafka.dead_letters,
         name_paths=None if settings.days.name == "key" else tuple(settings.days.name),
         span_ms=round(settings.days.bucket.total_seconds() * 1000),
-        seal_when=Condition.of(settings.days.seal_when),
+        seal_when=settings.days.seal_when.written(),
         future_ms=round(settings.days.future_limit.total_seconds() * 1000),
         window_bytes=settings.pipeline.window_bytes,
         window_runs=settings.pipeline.window_runs,
         tail_length=settings.valkey.tail_length,
         rules=tuple((rules_of(settings) if rules is None else rules).values()),
+        kept_bytes=settings.grep.kept,
     )
 
 

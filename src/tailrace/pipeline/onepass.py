@@ -13,16 +13,17 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 
 from tailrace.errors import PipelineError, StaleDriver, StoreError
-from tailrace.model.condition import Condition
 from tailrace.model.rule import Rule
 from tailrace.pipeline.days import Days
 from tailrace.pipeline.folds import FoldView
 from tailrace.pipeline.intake import Intake
+from tailrace.pipeline.matches import Matches
 from tailrace.pipeline.slice import Limits, Slice, slices
 from tailrace.pipeline.view import Place, View, Window
 from tailrace.stores.marks import NOTHING, parse_time
@@ -54,12 +55,15 @@ class Plan(msgspec.Struct, frozen=True):
     name_paths: tuple[str, ...] | None
     span_ms: int
     """Length of the buckets of day streams."""
-    seal_when: Condition | None
+    seal_when: dict[str, Any]
+    """The query of records that close their bucket; none if there are none."""
     future_ms: int
     window_bytes: int
     window_runs: int
     tail_length: int
     rules: tuple[Rule, ...] = ()
+    kept_bytes: int = 0
+    """How much of what matched records say is kept, for each source."""
 
     def make_views(self) -> list[View]:
         """Make the views of this plan."""
@@ -82,10 +86,17 @@ def _folds(plan: Plan) -> View:
     return FoldView(plan.store.shards, plan.rules, window_bytes=plan.window_bytes, window_groups=plan.window_runs)
 
 
+def _matches(plan: Plan) -> View:
+    return Matches(
+        plan.store.shards, future_ms=plan.future_ms, kept_bytes=plan.kept_bytes, window_runs=plan.window_runs
+    )
+
+
 VIEWS: Mapping[str, Callable[[Plan], View]] = {
     "intake": lambda plan: Intake(plan.store.shards, plan.dead_letters),
     "days": _days,
     "folds": _folds,
+    "matches": _matches,
 }
 """Every view that the pipeline can write, by name."""
 

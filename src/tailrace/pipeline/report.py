@@ -18,6 +18,7 @@ from tailrace.pipeline.source import LostRange
 from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, conserved, read_counts, read_times
+from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ class Report:
         self._restarts, self._generations, self._timing = restarts, generations, timing
         self._failure = failure
         """Why the query was started again, if it was."""
+        # Every view but that of searches knows how far time has come.
+        timed = [view for view in views if view != MATCHES] or list(views)
+        self._timed = FOLDS if FOLDS in views else timed[-1]
         self._doubted: dict[str, tuple[int, int]] = {}
         self._ends: dict[Source, int] = {}
         self._told: dict[Source, int] = {}
@@ -57,7 +61,7 @@ class Report:
         """Take a progress report of Spark's and store ours."""
         batch = Batch.read(progress, self._generations)
         # The times first: what they hold up to may be completed by what comes next, and not the other way round.
-        self._timing.passed(read_times(self._shards, FOLDS if FOLDS in self._views else self._views[-1]))
+        self._timing.passed(read_times(self._shards, self._timed))
         self._timing.completed(batch)
         self._advance(batch.ends)
         self._ends.update(batch.ends)

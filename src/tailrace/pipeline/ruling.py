@@ -38,12 +38,16 @@ def applied(settings: Settings, wanted: Mapping[str, bytes]) -> dict[str, Rule]:
 
 
 def begin_at_end(
-    shards: Shards, epoch: int, generations: Mapping[str, int], bounds: Mapping[tuple[str, int], tuple[int, int]]
+    shards: Shards,
+    view: str,
+    epoch: int,
+    generations: Mapping[str, int],
+    bounds: Mapping[tuple[str, int], tuple[int, int]],
 ) -> None:
     """Let a view that has never begun begin with what comes from now on."""
-    if not lowest(read_marks(shards, VIEW)):
+    if not lowest(read_marks(shards, view)):
         ends = {Source(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
-        advance(shards, VIEW, epoch, ends)
+        advance(shards, view, epoch, ends)
 
 
 def frontiers(

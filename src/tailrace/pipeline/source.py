@@ -7,34 +7,18 @@ what was clipped is reported as a gap. One partition is read by one task, in ord
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
-import re2
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tailrace.config import Settings
-from tailrace.errors import BrokerUnavailable, ConfigError
 from tailrace.model.event import Source
+from tailrace.stores.broker import Topic, included_and_excluded
 from tailrace.stores.marks import NOTHING
-
-ANSWER_S = 3.0
-"""How long the broker has to answer the driver, which does nothing else meanwhile."""
 
 FETCH_BUDGET = 128 << 20
 LEAST_FETCHED, MOST_FETCHED = 1 << 20, 16 << 20
 """What one consumer fetches ahead; a larger record is fetched all the same."""
-
-
-class Topic(msgspec.Struct, frozen=True):
-    """A topic as the broker describes it; another id under the same name is another topic."""
-
-    name: str
-    id: str
-    partitions: tuple[int, ...]
 
 
 class LostRange(msgspec.Struct, frozen=True):
@@ -43,107 +27,6 @@ class LostRange(msgspec.Struct, frozen=True):
     source: str
     first: int
     until: int
-
-
-class Broker:
-    """What the driver asks Kafka: topics with their ids, and the ends of their partitions."""
-
-    def __init__(self, settings: Settings) -> None:
-        try:
-            self._admin = AdminClient(client_properties(settings) | {"socket.timeout.ms": 10_000})
-        except KafkaException as error:
-            raise ConfigError(f"kafka.properties or kafka.bootstrap: {error.args[0].str()}") from error
-        self._included = topic_pattern(settings)
-
-    def topics(self) -> dict[str, Topic]:
-        """Return the topics that the pipeline reads."""
-        try:
-            listed = self._admin.list_topics(timeout=ANSWER_S).topics
-            names = [name for name in listed if self._included.fullmatch(name)]
-            if not names:
-                return {}
-            answers = self._admin.describe_topics(TopicCollection(names), request_timeout=ANSWER_S)
-            return {name: topic for name, answer in answers.items() if (topic := _described(name, answer)) is not None}
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not answer: {error}; is kafka.bootstrap right?") from error
-
-    def bounds(self, topics: Iterable[Topic]) -> dict[tuple[str, int], tuple[int, int]]:
-        """Return the earliest offset and the end of every partition."""
-        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
-        if not wanted:
-            return {}
-        try:
-            firsts = self._offsets(wanted, OffsetSpec.earliest())
-            ends = self._offsets(wanted, OffsetSpec.latest())
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
-        return {place: (firsts[place], ends[place]) for place in firsts if place in ends}
-
-    def ends(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
-        """Return the end of every partition."""
-        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
-        if not wanted:
-            return {}
-        try:
-            return self._offsets(wanted, OffsetSpec.latest())
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
-
-    def _offsets(self, wanted: Sequence[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
-        answers = self._admin.list_offsets(
-            dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
-        )
-        return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
-
-
-def _described(name: str, answer: Any) -> Topic | None:
-    try:
-        described = answer.result()
-    except KafkaException as error:
-        if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-            return None  # deleted between the two calls
-        raise
-    return Topic(name, str(described.topic_id), tuple(sorted(p.id for p in described.partitions)))
-
-
-def client_properties(settings: Settings) -> dict[str, Any]:
-    """Return the properties of the driver's own Kafka clients. What their library would print, we raise or log."""
-    return {"log_level": 2, **settings.kafka.client()}
-
-
-def included_and_excluded(settings: Settings) -> tuple[str, str]:
-    """Return two regular expressions: the topics wanted, and those never read (our own and the configured ones).
-
-    Folded events are read, whatever the topics are, since their feed is a day stream. Events that a rule passes on are
-    not: they are in their streams already.
-    """
-    topics, rules = settings.kafka.topics, settings.folds.rules
-    listed = (topics,) if isinstance(topics, str) else tuple(map(re.escape, topics))
-    wanted = "|".join((*(f"(?:{each})" for each in listed), *(re.escape(rules.output(name)) for name in rules)))
-    passed_on = (fold.raw for fold in rules.values() if fold.raw)
-    own = map(re.escape, (settings.kafka.dead_letters, settings.kafka.positions, *passed_on))
-    return f"(?:{wanted})", "|".join(f"(?:{pattern})" for pattern in (*own, *settings.kafka.exclude))
-
-
-class TopicPattern:
-    """The topics that the pipeline reads, by name."""
-
-    def __init__(self, wanted: str, excluded: str) -> None:
-        options = re2.Options()
-        options.log_errors = False
-        try:
-            self._wanted, self._excluded = re2.compile(wanted, options), re2.compile(excluded, options)
-        except re2.error as error:
-            raise ConfigError(f"kafka.topics or kafka.exclude is no regular expression (RE2): {error}") from None
-
-    def fullmatch(self, name: str) -> bool:
-        """Return whether a topic is read."""
-        return bool(self._wanted.fullmatch(name)) and not self._excluded.fullmatch(name)
-
-
-def topic_pattern(settings: Settings) -> TopicPattern:
-    """Return the pattern of the topics that the pipeline reads."""
-    return TopicPattern(*included_and_excluded(settings))
 
 
 def starting_offsets(

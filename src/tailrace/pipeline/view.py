@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
-from zlib import crc32
 
 import msgspec
 
-from tailrace.model.event import Source
 from tailrace.pipeline.slice import Slice
 from tailrace.stores.valkey import Arg, Shards
 
@@ -58,8 +56,3 @@ class View(Protocol):
         write in all does not.
         """
         ...
-
-
-def home_of(source: Source, shards: int) -> int:
-    """Return the shard that keeps what has no name of its own: dead letters, skips, the count of what came in."""
-    return crc32(str(source).encode()) % shards

@@ -19,6 +19,17 @@ from tailrace.serving import listings
 from tailrace.serving.encodings import choose
 from tailrace.serving.flush import GivenOut, give_out
 from tailrace.serving.folds import Folds, known, list_folds
+from tailrace.serving.grep import (
+    EXPLAIN_BODY,
+    GREP_BODY,
+    ExplainBody,
+    Explained,
+    GrepBody,
+    GrepQuery,
+    explain,
+    limits_of,
+    read_body,
+)
 from tailrace.serving.health import Health, Readiness, Status
 from tailrace.serving.largest import Largest
 from tailrace.serving.openapi import FEED, GROUP_BODY, PUT_BODY, WINDOWS_BODY, Responses, problems
@@ -118,7 +129,8 @@ def _feed(
     wanted = query.request(names, last_event_id)
     if wanted is None:
         return Response(status_code=204)
-    return FeedResponse(service, wanted, choose(request.headers.get("accept", ""), query.format))
+    encoding = choose(request.headers.get("accept", ""), query.format)
+    return FeedResponse(service, lambda: service.feeds.open(wanted), encoding, wanted.resumed)
 
 
 async def list_rules(service: Here, query: Annotated[NoQuery, Query()]) -> Folds:
@@ -161,6 +173,36 @@ async def set_windows(request: Request, service: Here, name: RuleName, query: An
     """Change the windows of a rule while it runs; pending folds get their new due time."""
     async with body_of(service, request) as body:
         return await change_windows(service, name, body)
+
+
+async def search(
+    request: Request, service: Here, query: Annotated[GrepQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Search topics, from any time in the past on, then live; resumable after every event."""
+    refuse_repeats(request)
+    return _grep(request, service, query, last_event_id)
+
+
+async def search_by_body(
+    request: Request, service: Here, query: Annotated[NoQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Search topics as `GET /v1/grep` does, with the same parameters in a JSON body; `q` is the query itself."""
+    async with body_of(service, request) as body:
+        return _grep(request, service, read_body(GrepBody, body), last_event_id)
+
+
+def _grep(request: Request, service: Service, query: GrepQuery, last_event_id: str | None) -> Response:
+    wanted = query.request(limits_of(service.settings), last_event_id)
+    if wanted is None:
+        return Response(status_code=204)
+    encoding = choose(request.headers.get("accept", ""), query.format)
+    return FeedResponse(service, lambda: service.grep.open(wanted), encoding, wanted.resumed)
+
+
+async def explain_search(request: Request, service: Here, query: Annotated[NoQuery, Query()]) -> Explained:
+    """Try a search on samples: which of them it finds, and which part of the query each passes or fails."""
+    async with body_of(service, request) as body:
+        return explain(read_body(ExplainBody, body), limits_of(service.settings))
 
 
 async def put_events(request: Request, service: Here, topic: Topic, query: Annotated[NoQuery, Query()]) -> Response:
@@ -249,6 +291,9 @@ ROUTES = (
         _CHANGE | problems(422),
         {"openapi_extra": WINDOWS_BODY},
     ),
+    Route("GET", "/v1/grep", search, "grep", _FEED, _STREAMING),
+    Route("POST", "/v1/grep", search_by_body, "grep", _FEED, {**_STREAMING, "openapi_extra": GREP_BODY}),
+    Route("POST", "/v1/grep/explain", explain_search, "grep", problems(400, 413, 503), {"openapi_extra": EXPLAIN_BODY}),
     Route(
         "POST",
         "/v1/topics/{topic}",

@@ -14,13 +14,20 @@ from typing import Protocol
 
 from tailrace.config import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TailraceError
+from tailrace.feeds.grep import Grep
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.log import LogFeeds
 from tailrace.metrics import Metrics
+from tailrace.model.event import home_of
+from tailrace.stores.broker import client_properties
 from tailrace.stores.kafka import Topics
 from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
+from tailrace.stores.payloads import Payloads
 from tailrace.stores.rules import rules_of
+from tailrace.stores.searched import Searched
+from tailrace.stores.searches import VIEW as MATCHES
+from tailrace.stores.searches import Searches
 from tailrace.stores.valkey import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -44,12 +51,20 @@ class Service:
         self.metrics = Metrics()
         self.nodes = Nodes(StoreOptions.of(settings.valkey))
         self.days = Logs(self.nodes, "days")
+        self.matches = Logs(self.nodes, MATCHES)
+        self.payloads = Payloads(
+            self.nodes,
+            client_properties(settings),
+            lambda source: home_of(source, settings.valkey.shards),
+            settings.grep.memory,
+        )
         self.topics = Topics(settings, self.nodes)
         self.rules = rules_of(settings)
         """The rules of folds as they are configured; the pipeline may apply them with other windows."""
         self.started = time.time()
         self.hub: Hub | None = None
         self._feeds: LogFeeds | None = None
+        self._grep: Grep | None = None
         self._open: set[Stoppable] = set()
         self._bodies = 0
         self._draining = False
@@ -62,6 +77,13 @@ class Service:
         return self._feeds
 
     @property
+    def grep(self) -> Grep:
+        """The feeds of searches; StoreUnavailable until Valkey has answered once."""
+        if self._grep is None:
+            raise StoreUnavailable("valkey has not answered since the service started; is it running?")
+        return self._grep
+
+    @property
     def connections(self) -> int:
         """How many feeds are open."""
         return len(self._open)
@@ -72,6 +94,7 @@ class Service:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.nodes.close)
             stack.push_async_callback(self.topics.close)
+            stack.push_async_callback(self.payloads.close)
             self.topics.open()
             connecting = asyncio.create_task(self._connect(stack), name="connect to valkey")
             await asyncio.wait({connecting}, timeout=1.0)
@@ -85,13 +108,17 @@ class Service:
     async def _connect(self, stack: AsyncExitStack) -> None:
         while True:
             hub = Hub(self.nodes, self.days, self.settings.serve.ring_bytes)
+            matches = Hub(self.nodes, self.matches, self.settings.serve.ring_bytes)
             try:
                 self.hub = await stack.enter_async_context(hub)
+                await stack.enter_async_context(matches)
             except TailraceError as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(0.5)
             else:
                 self._feeds = LogFeeds(self.hub, self.days, now_ms)
+                searched = Searched(self.settings, self.nodes)
+                self._grep = Grep(matches, self.matches, Searches(self.nodes), searched, self.payloads, now_ms)
                 return
 
     def drain(self) -> None:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tailrace.errors import TailraceError
+from tailrace.feeds.grep import GrepFeed
 from tailrace.feeds.log import Feed
-from tailrace.feeds.request import Request
 from tailrace.serving.encodings import Encoding
 from tailrace.serving.problems import problem_json
 from tailrace.serving.service import Service
@@ -41,23 +41,29 @@ class FeedResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, request: Request, encoding: Encoding) -> None:
+    def __init__(
+        self,
+        service: Service,
+        open_feed: Callable[[], Awaitable[Feed | GrepFeed]],
+        encoding: Encoding,
+        resumed: bool = False,
+    ) -> None:
         self.status_code = 200
         self.background = None
-        self._service, self._request, self._encoding = service, request, encoding
+        self._service, self._open, self._encoding, self._resumed = service, open_feed, encoding, resumed
         self.init_headers({"Content-Type": encoding.media_type, **_HEADERS})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery = _Delivery(self._service, self._encoding, send)
         with self._service.admitted(delivery):
-            feed = await self._service.feeds.open(self._request)
+            feed = await self._open()
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if scope["method"] == "HEAD":
                     await send({"type": "http.response.body", "body": b""})
                 else:
                     abort = scope.get("state", {}).get(ABORT)
-                    await delivery.run(feed, None if self._request.resumed else feed.cursor, receive, abort)
+                    await delivery.run(feed, None if self._resumed else feed.cursor, receive, abort)
             finally:
                 await feed.aclose()
 
@@ -89,7 +95,9 @@ class _Delivery:
         if not self._over:
             self._last(self._encoding.farewell(self._retry_ms))
 
-    async def run(self, feed: Feed, cursor: str | None, receive: Receive, abort: Callable[[], None] | None) -> None:
+    async def run(
+        self, feed: Feed | GrepFeed, cursor: str | None, receive: Receive, abort: Callable[[], None] | None
+    ) -> None:
         """Deliver until the feed ends, the client goes, or the service stops."""
         pulling = asyncio.create_task(self._pull(feed))
         listening = asyncio.create_task(self._listen(receive))
@@ -108,7 +116,7 @@ class _Delivery:
                     task.cancel()
                     await asyncio.wait({task}, timeout=0.5)
 
-    async def _pull(self, feed: Feed) -> None:
+    async def _pull(self, feed: Feed | GrepFeed) -> None:
         try:
             async for frames in feed:
                 if self._over:

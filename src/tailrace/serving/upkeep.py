@@ -19,7 +19,6 @@ from tailrace.stores.valkey import mapping
 
 PERIODIC = ("pack", "sweep", "audit")
 """The jobs that run by themselves, each every so often."""
-KEEPS_NOTHING = "folds"
 """The view without logs: there is nothing of it to pack, sweep or audit."""
 LATE = 2
 """Intervals without a run after which a job is overdue."""
@@ -65,7 +64,7 @@ class Upkeep:
 
     @property
     def _views(self) -> tuple[str, ...]:
-        return tuple(view for view in self._service.settings.pipeline.views if view != KEEPS_NOTHING)
+        return self._service.settings.log_views
 
     def _every(self, job: str) -> timedelta | None:
         found: timedelta | None = getattr(self._service.settings.upkeep, f"{job}_every") if job in PERIODIC else None

@@ -31,6 +31,18 @@ name, which may be any text, comes last and no two names share a key.
     <prefix>:{0}:upkeep          hash    job -> report of its last run
     <prefix>:{0}:rules           hash    fold rule -> as it is applied, and its counters when its windows changed
     <prefix>:{0}:wanted          hash    fold rule -> windows that were asked for while it runs
+    <prefix>:{0}:searches        hash    search id -> number of its life, ms when it began, the search
+    <prefix>:{0}:searches:version  string  rises whenever that changes
+    <prefix>:{0}:lives           string  the last number given to a life or a stretch
+    <prefix>:{0}:past            hash    number of a life -> search id, also when it is over
+    <prefix>:{0}:used            zset    search id -> when someone last asked for it
+    <prefix>:{0}:pins            hash    life -> source -> the offset at which its live matches begin
+    <prefix>:{0}:stretches:<life>  list  ranges of the past that were asked for, each with its number
+    <prefix>:{0}:scanned:<life>  set     the numbers of those that are done
+    <prefix>:{0}:scanning        zset    life and number of those that are not -> when they were asked for
+    …:kept:<shelf>               stream  <last offset>-<records> -> r: run of matched records, for all searches; a shelf
+                                         is a source, or the source of a stretch; expires
+    …:kept                       hash    shelf -> bytes of that
     <prefix>:{0}:gaps            stream  ranges that Kafka no longer had when they were to be read, capped
 """
 
@@ -113,3 +125,27 @@ class Keys(msgspec.Struct, frozen=True):
 
     def gaps(self) -> str:
         return f"{self.tag(0)}:gaps"
+
+    def searches(self) -> str:
+        return f"{self.tag(0)}:searches"
+
+    def searches_version(self) -> str:
+        return f"{self.tag(0)}:searches:version"
+
+    def past(self) -> str:
+        return f"{self.tag(0)}:past"
+
+    def pins(self) -> str:
+        return f"{self.tag(0)}:pins"
+
+    def stretches(self, life: str) -> str:
+        return f"{self.tag(0)}:stretches:{life}"
+
+    def scanned(self, life: str) -> str:
+        return f"{self.tag(0)}:scanned:{life}"
+
+    def scanning(self) -> str:
+        return f"{self.tag(0)}:scanning"
+
+    def kept(self, shard: int, shelf: str) -> str:
+        return f"{self.tag(shard)}:kept:{shelf}"

@@ -15,13 +15,19 @@ from tailrace.stores.valkey import Shards, mapping
 NOTHING = -1
 """The mark of a source of which nothing is applied."""
 
+SCANNED = b"~"
+"""What the marks of scans begin with; they lie beside those of sources."""
+
 
 def read_marks(shards: Shards, view: str) -> list[dict[Source, int]]:
     """Return the marks of every shard."""
     answers = shards.run_all(
         [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)],
     )
-    return [{Source.parse(field.decode()): int(mark) for field, mark in mapping(answer).items()} for answer in answers]
+    return [
+        {Source.parse(field.decode()): int(mark) for field, mark in mapping(answer).items() if field[:1] != SCANNED}
+        for answer in answers
+    ]
 
 
 def lowest(marks: Sequence[Mapping[Source, int]]) -> dict[Source, int]:

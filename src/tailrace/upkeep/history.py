@@ -28,8 +28,9 @@ from tailrace.pipeline.days import Days
 from tailrace.pipeline.job import make_plan
 from tailrace.pipeline.onepass import Plan
 from tailrace.pipeline.slice import COLUMNS, Slice, slices
-from tailrace.pipeline.source import ANSWER_S, Broker, Topic, client_properties, reader_options
+from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import tasks
+from tailrace.stores.broker import ANSWER_S, Broker, Topic, client_properties
 from tailrace.stores.marks import NOTHING, read_marks
 from tailrace.stores.valkey import Shards, mapping
 from tailrace.upkeep.job import matcher

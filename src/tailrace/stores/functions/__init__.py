@@ -9,8 +9,8 @@ from __future__ import annotations
 from hashlib import sha256
 from importlib.resources import files
 
-# One library, so one text: the second part uses what the first defines.
-_SOURCE = "\n".join((files(__package__) / name).read_text() for name in ("tailrace.lua", "upkeep.lua"))
+# One library, so one text: the later parts use what the first defines.
+_SOURCE = "\n".join((files(__package__) / name).read_text() for name in ("tailrace.lua", "upkeep.lua", "searches.lua"))
 
 VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]
 LIBRARY = f"tailrace_{VERSION}"

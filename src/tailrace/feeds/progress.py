@@ -1,0 +1,41 @@
+"""How far the scan of a stretch of the past is: told at most once a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tailrace.model.search import Stretch
+
+EVERY_MS = 1000
+
+
+class Progress:
+    """The progress of one scan as one reader is told of it."""
+
+    def __init__(self, stretch: Stretch, clock: Callable[[], int]) -> None:
+        self.stretch, self._clock = stretch, clock
+        self._told_ms = 0
+        self._began: tuple[int, int] | None = None
+
+    def tell(self, marks: Mapping[str, int], matches: int) -> dict[str, Any] | None:
+        """Return what there is to tell: percent, records scanned and in all, matches shown, seconds left."""
+        now = self._clock()
+        if now - self._told_ms < EVERY_MS:
+            return None
+        self._told_ms = now
+        scanned = 0
+        for source, (first, until) in self.stretch.ranges.items():
+            scanned += max(0, min(until, marks.get(source, -1) + 1) - first)
+        whole = self.stretch.records
+        self._began = self._began or (now, scanned)
+        told: dict[str, Any] = {
+            "percent": round(100 * scanned / whole, 1) if whole else 100.0,
+            "records": scanned,
+            "of": whole,
+            "matches": matches,
+        }
+        done, took = scanned - self._began[1], now - self._began[0]
+        if done and took:
+            told["seconds_left"] = round((whole - scanned) * took / done / 1000, 1)
+        return told

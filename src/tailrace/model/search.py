@@ -1,0 +1,148 @@
+"""Searches: which topics, which keys, which events; and the identity that equal searches share.
+
+A search is plain data. Its key filter is a part of its query, under ``$key``, so that two searches are the same exactly
+if their topics and the canonical forms of their queries are.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from tailrace.errors import BadRequest, QueryError
+from tailrace.model.event import Source
+from tailrace.model.query import Limits, Query, compile_query
+from tailrace.model.query.regex import compiled
+
+ALL = ".*"
+"""The topics of a search that names none."""
+
+_NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)
+
+
+class Search(msgspec.Struct, frozen=True):
+    """What is searched for. ``topics`` is a regular expression for the whole name, or names in their order."""
+
+    topics: str | tuple[str, ...]
+    query: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        """The same for all searches that mean the same."""
+        topics = msgspec.json.encode(self.topics).decode()
+        return sha256(f"{topics} {self.compiled().digest}".encode()).hexdigest()[:24]
+
+    def compiled(self) -> Query:
+        """Return the query, compiled. It was admitted when the search was made."""
+        return compile_query(self.query, _ADMITTED)
+
+    def topic_pattern(self) -> TopicFilter:
+        """Return what tells its topics."""
+        return TopicFilter(self.topics)
+
+
+_ADMITTED = Limits(depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24)
+
+
+class TopicFilter:
+    """Tells which topics a search is over."""
+
+    def __init__(self, topics: str | tuple[str, ...]) -> None:
+        self._names = frozenset(topics) if not isinstance(topics, str) else None
+        self._pattern = compiled(topics, "s") if isinstance(topics, str) else None
+
+    def __contains__(self, topic: str) -> bool:
+        if self._names is not None:
+            return topic in self._names
+        return self._pattern.fullmatch(topic.encode()) is not None  # type: ignore[union-attr]
+
+
+def make_search(topics: str, query: Any, key: str | None = None, limits: Limits | None = None) -> Search:
+    """Check and make a search.
+
+    Args:
+        topics: names with commas between, or a regular expression (RE2) for the whole name; empty for all.
+        query: a query, decoded.
+        key: the first elements of the key as a JSON array, or a regular expression (RE2) for one of them.
+        limits: how large the query may be.
+
+    Raises:
+        QueryError: The query cannot be compiled.
+        BadRequest: The topics or the key cannot be read.
+    """
+    limits = limits or Limits()
+    compile_query(query, limits)
+    wanted = [query, _key_query(key)] if key else [query]
+    whole = query if len(wanted) == 1 else {"$and": wanted}
+    if key:
+        compile_query(whole, _ADMITTED)
+    return Search(_topics(topics), whole)
+
+
+def _topics(text: str) -> str | tuple[str, ...]:
+    text = text.strip() or ALL
+    if _NAMES.fullmatch(text):
+        return tuple(sorted({name for name in text.split(",") if name}))
+    try:
+        compiled(text, "s")
+    except QueryError as error:
+        raise BadRequest(
+            f"topics={text[:80]!r} {error.what}: names with commas between, or a regular expression"
+        ) from None
+    return text
+
+
+def _key_query(text: str) -> dict[str, Any]:
+    if text.lstrip().startswith("["):
+        try:
+            elements = msgspec.json.decode(text, type=list[Any])
+        except ValueError as error:
+            raise BadRequest(f"key={text[:80]!r} is no JSON array: {error}") from None
+        if not elements:
+            raise BadRequest("key=[]: name the first elements of the key, or leave it out")
+        return {f"$key.{place}": {"$eq": element} for place, element in enumerate(elements)}
+    try:
+        compiled(text, "")
+    except QueryError as error:
+        raise BadRequest(f"key={text[:80]!r} {error.what}: a JSON array, or a regular expression") from None
+    return {"$key": {"$regex": text}}
+
+
+class Life(msgspec.Struct, frozen=True):
+    """One registration of a search: from its first subscriber until it is forgotten. Lives are numbered for ever."""
+
+    search: Search
+    number: int
+    since_ms: int
+
+    @property
+    def name(self) -> str:
+        """The name of its log of live matches."""
+        return f"{self.search.id}.{self.number}"
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """A range of the past that is scanned for a life: of each source the offsets from ``first`` up to ``until``.
+
+    ``number`` is one of the numbers of lives, so that no two logs share a name.
+    """
+
+    number: int
+    since_ms: int
+    ranges: dict[str, tuple[int, int]]
+
+    @property
+    def records(self) -> int:
+        """How many offsets there are to scan."""
+        return sum(until - first for first, until in self.ranges.values())
+
+    def name(self, life: Life) -> str:
+        """The name of its log."""
+        return f"{life.search.id}.{life.number}.{self.number}"
+
+    def mark(self, source: Source | str) -> str:
+        """The name under which a shard keeps how far a source is scanned; no source has a tilde in its name."""
+        return f"~{self.number}~{source}"

@@ -1,0 +1,169 @@
+"""Matches: every record goes to the log of each search that it matches, as its coordinates and its size.
+
+A match is an event of its own: it has the record's place and time, and for a value the record's size. What the record
+says is kept beside, once for all searches (``stores/searches.py``, ``keep``), and in Kafka.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tailrace.model.bucket import DAY_MS, bucket_start
+from tailrace.model.event import home_of
+from tailrace.model.filters import FilterSet
+from tailrace.model.name import shard_of
+from tailrace.model.query.document import reader_of
+from tailrace.model.run import Run, encode
+from tailrace.model.search import Life, TopicFilter
+from tailrace.pipeline.slice import Slice
+from tailrace.pipeline.view import Place, View, Window
+from tailrace.stores.searches import VIEW, Kept, Registry, keep
+from tailrace.stores.valkey import Arg, Shards
+
+KEPT_MS = 3_600_000
+"""How long what matched records say is kept, at most; then it is read from Kafka."""
+MOST_ROWS = 20_000
+"""Matches that one call carries, about."""
+
+
+class Standing:
+    """The searches that are over one topic, as one set."""
+
+    def __init__(self, lives: Sequence[Life]) -> None:
+        self._set = FilterSet()
+        self._names: dict[int, str] = {}
+        for life in lives:
+            self._names[self._set.add(life.search.compiled())] = life.name
+        self._read = reader_of(self._set.fields())
+        self._asks_record = any(life.search.compiled().asks_record for life in lives)
+
+    def find(self, records: Slice) -> dict[str, list[int]]:
+        """Return the rows that each search matches, by the name of its log. Tombstones and poison match nothing."""
+        found: dict[str, list[int]] = {}
+        if not self._names:
+            return found
+        names, match, read = self._names, self._set.match, self._read
+        for i, value in enumerate(records.values):
+            if value is None or (records.poison and i in records.poison):
+                continue
+            try:
+                document = read(value)
+            except ValueError:  # a number beyond all measure
+                continue
+            for number in match(document, records.record(i) if self._asks_record else None):
+                rows = found.get(names[number])
+                if rows is None:
+                    found[names[number]] = [i]
+                else:
+                    rows.append(i)
+        return found
+
+
+class Matches(View):
+    """One log per search that is alive."""
+
+    name = VIEW
+    span_ms = DAY_MS
+
+    def __init__(self, shards: int, *, future_ms: int, kept_bytes: int, window_runs: int = 500) -> None:
+        self._shards, self._kept_bytes, self._runs = shards, kept_bytes, window_runs
+        self.future_ms = future_ms
+        self._registry = Registry()
+        self._topics: dict[str, TopicFilter] = {}
+        self._standing: dict[str, Standing] = {}
+        self._found: dict[int, tuple[Slice, dict[str, list[int]]]] = {}
+
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+        """Read which searches are alive now that these records are here, and ask them; keep what was matched."""
+        known = {id(records) for records, _ in work} & self._found.keys()
+        if len(known) == len(work):
+            return  # the same records again: what was found stays found
+        if self._registry.refresh(shards):
+            self._standing.clear()
+            self._topics = {name: life.search.topic_pattern() for name, life in self._registry.lives.items()}
+        self._found = {id(records): (records, self.over(records.source.topic).find(records)) for records, _ in work}
+        kept = [
+            shelved(records, found, home_of(records.source, self._shards), str(records.source))
+            for records, found in self._found.values()
+            if found
+        ]
+        if kept and self._kept_bytes:
+            keep(shards, kept, self._kept_bytes, KEPT_MS)
+
+    def over(self, topic: str) -> Standing:
+        """Return the searches over a topic."""
+        standing = self._standing.get(topic)
+        if standing is None:
+            lives = [self._registry.lives[name] for name, topics in self._topics.items() if topic in topics]
+            standing = self._standing[topic] = Standing(lives)
+        return standing
+
+    def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
+        """Return the windows of a slice; only shards with matches get any."""
+        _, found = self._found[id(records)]
+        windows: list[Window] = []
+        by_shard: dict[int, dict[str, list[int]]] = {}
+        for name, rows in found.items():
+            by_shard.setdefault(shard_of(name, self._shards), {})[name] = rows
+        for shard, names in by_shard.items():
+            windows += appended(shard, records, names, marks[shard], self.span_ms, self._runs)
+        return windows
+
+
+def shelved(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: str) -> Kept:
+    """Return all records that anybody matched, as they are kept."""
+    rows = sorted(set().union(*found.values()))
+    run = Run.of(
+        records.source,
+        [records.offsets[i] for i in rows],
+        [records.times[i] for i in rows],
+        [records.keys[i] for i in rows],
+        None if records.headers is None else [records.headers[i] for i in rows],
+        [records.values[i] or b"" for i in rows],
+    )
+    return Kept(shard, shelf, records.offsets[rows[-1]], len(rows), encode(run))
+
+
+def appended(
+    shard: int, records: Slice, names: Mapping[str, list[int]], mark: int, span_ms: int, most: int
+) -> Iterator[Window]:
+    """Yield the windows that append matches to the logs of one shard: cut by offset, so that none is too large."""
+    begin, end = 0, len(records)
+    while begin < end:
+        rows = {
+            name: [i for i in each if begin <= i < end and records.offsets[i] > mark] for name, each in names.items()
+        }
+        rows = {name: each for name, each in rows.items() if each}
+        if not rows:
+            return
+        if end - begin > 1 and (len(rows) > most or sum(map(len, rows.values())) > MOST_ROWS):
+            end = (begin + end) // 2
+            continue
+        items: list[Arg] = ["C", "in", sum(map(len, rows.values()))]
+        for name, each in rows.items():
+            for part in _buckets(records.times, each, span_ms):
+                newest = max(records.times[i] for i in part)
+                items += ["A", name, bucket_start(newest, span_ms), len(part), newest, encode(pointers(records, part))]
+        yield Window(shard, records.offsets[end - 1], items)
+        begin, end = end, len(records)
+
+
+def pointers(records: Slice, rows: Sequence[int]) -> Run:
+    """Return matches as a run: the coordinates and times of records, and their sizes for values."""
+    values: list[Any] = [b"%d" % len(records.values[i] or b"") for i in rows]
+    return Run.of(
+        records.source, [records.offsets[i] for i in rows], [records.times[i] for i in rows], [None], None, values
+    )
+
+
+def _buckets(times: Sequence[int], rows: Sequence[int], span_ms: int) -> Iterator[list[int]]:
+    part: list[int] = []
+    newest = times[rows[0]]
+    for i in rows:
+        if part and times[i] > newest and times[i] // span_ms != newest // span_ms:
+            yield part
+            part = []
+        newest = max(newest, times[i])
+        part.append(i)
+    yield part

@@ -1,0 +1,249 @@
+"""Scans: what searches ask of the past, read from Kafka by Spark batch jobs, chunk by chunk, the oldest first.
+
+A chunk is a range of offsets of each source, read once for all stretches that are due there. Each stretch keeps a mark
+for each of its sources, as a view does: a chunk that is read again, by whomever, changes nothing. Invariant: matches of
+a source are appended to a stretch's log in the order of their offsets, each once; when a stretch is said to be scanned,
+its log has all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from tailrace.config import Settings
+from tailrace.errors import PipelineError, StaleDriver, StoreError, TailraceError
+from tailrace.model.bucket import DAY_MS
+from tailrace.model.event import Source, home_of
+from tailrace.model.name import shard_of
+from tailrace.model.search import Life, Stretch
+from tailrace.pipeline.matches import KEPT_MS, Standing, appended, shelved
+from tailrace.pipeline.onepass import COUNTED, MAX_REFUSALS, Plan
+from tailrace.pipeline.slice import COLUMNS, Slice, slices
+from tailrace.pipeline.source import reader_options
+from tailrace.stores.marks import NOTHING
+from tailrace.stores.searches import VIEW, finish, keep, scanning
+from tailrace.stores.valkey import Shards
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 200_000
+"""Records of a chunk, over all sources: about a second's work, so that what is live is not held up for long."""
+PAUSE_S = 0.2
+POOL = "scans"
+
+Range = tuple[int, int]
+
+
+class Due(msgspec.Struct, frozen=True):
+    """What a stretch takes of a chunk: of each source, the offsets from the first up to the second."""
+
+    life: Life
+    stretch: Stretch
+    ranges: dict[str, Range]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """What one job reads, and who takes what of it."""
+
+    ranges: dict[str, Range]
+    dues: list[Due]
+
+
+def next_chunk(waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]], most: int = CHUNK) -> Chunk:
+    """Return the next chunk of the first stretch; the others take of it what comes next for them.
+
+    Each stretch comes with its marks. All sources go forward in proportion to what is left of them, so that they come
+    to the end together, and what was written at about the same time is found at about the same time.
+    """
+    _, stretch, marks = waiting[0]
+    left = _left(stretch, marks)
+    whole = sum(until - first for first, until in left.values())
+    ranges: dict[str, Range] = {}
+    for source, (first, until) in left.items():
+        share = max(1, most * (until - first) // whole) if whole > most else until - first
+        ranges[source] = first, min(until, first + share)
+    dues: list[Due] = []
+    for life, each, known in waiting:
+        taken: dict[str, Range] = {}
+        for source, (first, until) in _left(each, known).items():
+            if source in ranges and ranges[source][0] <= first < ranges[source][1]:
+                taken[source] = first, min(until, ranges[source][1])
+        if taken:
+            dues.append(Due(life, each, taken))
+    return Chunk(ranges, dues)
+
+
+def _left(stretch: Stretch, marks: Mapping[str, int]) -> dict[str, Range]:
+    found: dict[str, Range] = {}
+    for source, (first, until) in stretch.ranges.items():
+        begin = max(first, marks.get(source, NOTHING) + 1)
+        if begin < until:
+            found[source] = begin, until
+    return found
+
+
+class Scanner(threading.Thread):
+    """The driver's loop over what is to be scanned. It ends with the query whose driver epoch it has."""
+
+    def __init__(self, settings: Settings, spark: Any, plan: Plan, shards: Shards) -> None:
+        super().__init__(name="scanner", daemon=True)
+        self._settings, self._spark, self._plan, self._shards = settings, spark, plan, shards
+        self._stopping = threading.Event()
+        self.failure: TailraceError | None = None
+
+    def stop(self) -> None:
+        """End soon; a chunk under way is given up, and read again by the next driver."""
+        self._stopping.set()
+        self._spark.sparkContext.cancelJobGroup(POOL)
+        self.join(10)
+        self._shards.close()
+
+    def run(self) -> None:
+        context = self._spark.sparkContext
+        context.setLocalProperty("spark.scheduler.pool", POOL)
+        context.setJobGroup(POOL, "scan of the past for searches", interruptOnCancel=True)
+        try:
+            while not self._stopping.wait(PAUSE_S):
+                while not self._stopping.is_set() and self.step():
+                    pass
+        except TailraceError as error:
+            self.failure = error
+        except Exception as error:
+            if not self._stopping.is_set():
+                self.failure = PipelineError(f"a scan failed: {str(error).strip().splitlines()[0]}")
+
+    def step(self) -> bool:
+        """Scan one chunk; return whether there was anything to scan."""
+        waiting = []
+        for life, stretch in scanning(self._shards):
+            marks = self._marks(life, stretch)
+            if _left(stretch, marks):
+                waiting.append((life, stretch, marks))
+            else:
+                finish(self._shards, life, stretch)
+        if not waiting:
+            return False
+        chunk = next_chunk(waiting)
+        began = time.monotonic()
+        self._read(chunk)
+        self._advance(chunk)
+        records = sum(until - first for first, until in chunk.ranges.values())
+        logger.info(
+            "scanned %d offsets for %d search(es) in %.1f s", records, len(chunk.dues), time.monotonic() - began
+        )
+        return True
+
+    def _marks(self, life: Life, stretch: Stretch) -> dict[str, int]:
+        shard = shard_of(stretch.name(life), self._plan.store.shards)
+        sources = list(stretch.ranges)
+        key = self._shards.keys.marks(shard, VIEW)
+        [stored] = self._shards.run_all([(shard, ("HMGET", key, *map(stretch.mark, sources)))])
+        return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
+
+    def _read(self, chunk: Chunk) -> None:
+        starts: dict[str, dict[str, int]] = {}
+        ends: dict[str, dict[str, int]] = {}
+        for label, (first, until) in chunk.ranges.items():
+            source = Source.parse(label)
+            if self._plan.generations.get(source.topic, 0) != source.generation:
+                continue  # deleted, and perhaps created again: there is nothing of it any more
+            starts.setdefault(source.topic, {})[str(source.partition)] = first
+            ends.setdefault(source.topic, {})[str(source.partition)] = until
+        if not starts:
+            return
+        options = reader_options(self._settings, starts)
+        del options["subscribePattern"], options["maxOffsetsPerTrigger"]
+        options["assign"] = json.dumps({topic: sorted(map(int, each)) for topic, each in starts.items()})
+        options["endingOffsets"] = json.dumps(ends)
+        rows = self._spark.read.format("kafka").options(**options).load().selectExpr(*COLUMNS)
+        rows.mapInArrow(scan(self._plan, chunk), COUNTED).write.format("noop").mode("overwrite").save()
+
+    def _advance(self, chunk: Chunk) -> None:
+        """Move the marks to the ends of what was read: the last offsets of a range may have no record."""
+        calls = []
+        for due in chunk.dues:
+            shard = shard_of(due.stretch.name(due.life), self._plan.store.shards)
+            parts = [
+                part for source, (_, until) in due.ranges.items() for part in (due.stretch.mark(source), until - 1, "")
+            ]
+            calls.append((shard, "advance", (VIEW, self._plan.epoch, *parts)))
+        for answer in self._shards.call_all(calls):
+            if answer[0] == b"stale":
+                raise StaleDriver(VIEW, self._plan.epoch, int(answer[1]))
+
+
+def scan(plan: Plan, chunk: Chunk) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return the function that Spark runs in every task of a chunk."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        task = _Task(plan, chunk)
+        try:
+            total = sum(task.take(batch) for batch in batches)
+        finally:
+            task.close()
+        yield pa.RecordBatch.from_arrays([pa.array([total], pa.int64())], names=["records"])
+
+    return run
+
+
+class _Task:
+    """The stretches of one chunk in one task."""
+
+    def __init__(self, plan: Plan, chunk: Chunk) -> None:
+        self._plan, self._dues = plan, chunk.dues
+        self._shards = Shards(plan.store, dict(plan.run_ids))
+        self._marks: dict[tuple[int, str], int] = {}
+        self._standing = {due.stretch.number: Standing([due.life]) for due in chunk.dues}
+
+    def close(self) -> None:
+        self._shards.close()
+
+    def take(self, batch: pa.RecordBatch) -> int:
+        for records in slices(batch, self._plan.generations, self._plan.limits):
+            label = str(records.source)
+            for due in self._dues:
+                if label in due.ranges:
+                    self._match(due, records, due.ranges[label])
+        return int(batch.num_rows)
+
+    def _match(self, due: Due, records: Slice, wanted: Range) -> None:
+        found = self._standing[due.stretch.number].find(records)
+        rows = [i for each in found.values() for i in each if wanted[0] <= records.offsets[i] < wanted[1]]
+        if not rows:
+            return
+        name = due.stretch.name(due.life)
+        shard = shard_of(name, self._plan.store.shards)
+        if self._plan.kept_bytes:
+            home = home_of(records.source, self._plan.store.shards)
+            shelf = due.stretch.mark(records.source)
+            keep(self._shards, [shelved(records, {name: rows}, home, shelf)], self._plan.kept_bytes, KEPT_MS)
+        for _ in range(MAX_REFUSALS):
+            if self._append(due, records, shard, {name: rows}):
+                return
+        raise StoreError("marks keep moving under this scan: is another driver of the same epoch at work?")
+
+    def _append(self, due: Due, records: Slice, shard: int, names: Mapping[str, list[int]]) -> bool:
+        """Append what is not appended yet; False if another one was faster, and it must be cut again."""
+        plan, source = self._plan, due.stretch.mark(records.source)
+        mark = self._marks.get((shard, source))
+        if mark is None:
+            [stored] = self._shards.run_all([(shard, ("HGET", self._shards.keys.marks(shard, VIEW), source))])
+            mark = self._marks[shard, source] = NOTHING if stored is None else int(stored)
+        for window in appended(shard, records, names, mark, DAY_MS, plan.window_runs):
+            head = (VIEW, plan.epoch, source, mark, window.end, DAY_MS, plan.future_ms, plan.tail_length)
+            answer = self._shards.call(shard, "apply", *head, *window.items)
+            if answer[0] == b"stale":
+                raise StaleDriver(VIEW, plan.epoch, int(answer[1]))
+            if answer[0] != b"ok":
+                del self._marks[shard, source]
+                return False
+            mark = self._marks[shard, source] = window.end
+        return True

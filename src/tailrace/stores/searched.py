@@ -1,0 +1,82 @@
+"""What a search is over: the topics that the pipeline reads now, as sources, and where they stand in Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from tailrace.config import Settings
+from tailrace.errors import TopicNotFound, TopicNotRead
+from tailrace.model.event import Source
+from tailrace.model.search import Search
+from tailrace.stores.broker import Broker, Topic, topic_pattern
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.valkey import mapping
+
+
+class Searched:
+    """Asks Kafka, in threads, and the store for the generations of topics."""
+
+    def __init__(self, settings: Settings, nodes: Nodes) -> None:
+        self._settings, self._nodes = settings, nodes
+        self._broker: Broker | None = None
+        self._read = topic_pattern(settings)
+
+    async def topics(self, search: Search, missing: str = "wait") -> list[Topic]:
+        """Return the topics of a search that exist.
+
+        Raises:
+            TopicNotRead: It names a topic that the pipeline does not read.
+            TopicNotFound: It names one that does not exist, and the caller would not wait.
+        """
+        named = () if isinstance(search.topics, str) else search.topics
+        for name in named:
+            if not self._read.fullmatch(name):
+                raise TopicNotRead(name)
+        found = await self._ask(lambda broker: broker.topics())
+        for name in named:
+            if name not in found and missing == "fail":
+                raise TopicNotFound(f"no topic is called {name!r}: see the topics of the broker, or wait for it")
+        wanted = search.topic_pattern()
+        return [topic for name, topic in found.items() if name in wanted]
+
+    async def ends(self, topics: list[Topic]) -> dict[str, int]:
+        """Return where each source ends."""
+        return await self._labelled(topics, lambda broker: broker.ends(topics))
+
+    async def at_time(self, topics: list[Topic], time_ms: int) -> dict[str, int]:
+        """Return, for each source, the offset behind which every record of this time, or a later one, is."""
+        return await self._labelled(topics, lambda broker: broker.at_time(topics, time_ms))
+
+    async def generations(self) -> dict[str, tuple[int, str]]:
+        """Return the generation and the id of every topic that was ever read."""
+        stored = mapping(await self._nodes.read(0, "HGETALL", self._nodes.keys.topics()))
+        found: dict[str, tuple[int, str]] = {}
+        for name, value in stored.items():
+            generation, _, topic_id = value.decode().partition(" ")
+            found[name.decode()] = int(generation), topic_id
+        return found
+
+    async def is_current(self, source: Source) -> bool:
+        """Return whether a source is what Kafka has under its name, as far as the pipeline knows."""
+        return (await self.generations()).get(source.topic, (0, ""))[0] == source.generation
+
+    async def _labelled(
+        self, topics: list[Topic], ask: Callable[[Broker], Mapping[tuple[str, int], int]]
+    ) -> dict[str, int]:
+        offsets = await self._ask(ask)
+        known = await self.generations()
+        found: dict[str, int] = {}
+        for topic in topics:
+            generation, topic_id = known.get(topic.name, (0, topic.id))
+            # One that was created again, and that the pipeline has not noticed yet, gets the next generation.
+            generation += topic_id != topic.id
+            for partition in topic.partitions:
+                if (topic.name, partition) in offsets:
+                    found[str(Source(topic.name, partition, generation))] = offsets[topic.name, partition]
+        return found
+
+    async def _ask(self, ask: Callable[[Broker], Mapping]) -> Mapping:  # type: ignore[type-arg]
+        if self._broker is None:
+            self._broker = await asyncio.to_thread(Broker, self._settings)
+        return await asyncio.to_thread(ask, self._broker)

@@ -1,0 +1,156 @@
+"""The registry of searches: which are alive, where their live matches begin, and which past is scanned for them.
+
+Invariant: a search is registered before the ends of the partitions are listed, and what is listed is where its live
+matches begin. A record beyond that was appended after the search was registered, so every task that is given the record
+reads the search in the registry first; what lies before it is the business of stretches. Both are said once and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tailrace.model.search import Life, Search, Stretch
+from tailrace.stores.functions import function
+from tailrace.stores.marks import NOTHING
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.valkey import Arg, Shards, mapping
+
+VIEW = "matches"
+
+_encode = msgspec.json.Encoder().encode
+_search = msgspec.json.Decoder(Search).decode
+_pins = msgspec.json.Decoder(dict[str, int]).decode
+_ranges = msgspec.json.Decoder(tuple[int, dict[str, tuple[int, int]]]).decode
+
+
+def read_life(stored: bytes) -> Life:
+    """Read what the registry has under a search's id."""
+    number, since, search = stored.split(b" ", 2)
+    return Life(_search(search), int(number), int(since))
+
+
+def read_stretch(stored: bytes) -> Stretch:
+    """Read an element of a life's list."""
+    number, _, body = stored.split(b" ", 2)
+    since_ms, ranges = _ranges(body)
+    return Stretch(int(number), since_ms, ranges)
+
+
+class Searches:
+    """The registry as the service uses it."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes, self._keys = nodes, nodes.keys
+
+    async def register(self, search: Search, now_ms: int) -> Life:
+        """Return the life of a search; it begins now if it has none."""
+        number, since, _ = await self._call("register", search.id, _encode(search), now_ms)
+        return Life(search, int(number), int(since))
+
+    async def pins(self, life: Life) -> dict[str, int] | None:
+        """Return where the live matches of a life begin; None if nobody has said so yet."""
+        stored = await self._nodes.read(0, "HGET", self._keys.pins(), life.name)
+        return None if stored is None else _pins(stored)
+
+    async def pin(self, life: Life, ends: Mapping[str, int]) -> dict[str, int]:
+        """Say where the live matches of a life begin: where sources ended after it was registered."""
+        return _pins(await self._call("pin", life.name, _encode(ends)))
+
+    async def stretches(self, life: Life) -> tuple[list[Stretch], set[int]]:
+        """Return what was asked for of the past, in the order in which it was, and the numbers of what is scanned."""
+        listed, done = await self._nodes.read_all(
+            [
+                (0, ("LRANGE", self._keys.stretches(life.name), 0, -1)),
+                (0, ("SMEMBERS", self._keys.scanned(life.name))),
+            ]
+        )
+        return [read_stretch(stored) for stored in listed], {int(number) for number in done}
+
+    async def extend(
+        self, life: Life, seen: int, now_ms: int, since_ms: int, ranges: Mapping[str, tuple[int, int]]
+    ) -> bool:
+        """Ask for a stretch of the past; False if another was asked for since ``seen`` of them were."""
+        answer = await self._call("extend", life.name, seen, now_ms, _encode((since_ms, ranges)))
+        return bool(answer[0] == b"ok")
+
+    async def past(self, number: int) -> str | None:
+        """Return whose life had a number, whether it is over or not."""
+        stored = await self._nodes.read(0, "HGET", self._keys.past(), number)
+        return None if stored is None else stored.decode()
+
+    async def marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
+        """Return the last offset scanned of each source of a stretch."""
+        sources = list(stretch.ranges)
+        stored = await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *map(stretch.mark, sources))
+        return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
+
+    async def live_marks(self, shard: int, sources: Sequence[str]) -> dict[str, int]:
+        """Return the last offset of each source up to which a shard has all live matches."""
+        if not sources:
+            return {}
+        stored = await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *sources)
+        return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
+
+    async def _call(self, name: str, *args: Arg) -> Any:
+        return await self._nodes.read(0, "FCALL", function(name), 1, self._keys.tag(0), *args)
+
+
+class Registry:
+    """The registry as a task uses it: what is alive, read again when it has changed."""
+
+    def __init__(self) -> None:
+        self._version: bytes | None = None
+        self.lives: dict[str, Life] = {}
+        """By the names of their logs."""
+
+    def refresh(self, shards: Shards) -> bool:
+        """Read what is alive; return whether it changed. Costs one small read when it did not."""
+        keys = shards.keys
+        [version] = shards.run_all([(0, ("GET", keys.searches_version()))])
+        if version == self._version:
+            return False
+        # The version is read before: what changes between the two reads is read again next time.
+        [stored] = shards.run_all([(0, ("HGETALL", keys.searches()))])
+        self._version = version
+        lives = [read_life(value) for value in mapping(stored).values()]
+        self.lives = {life.name: life for life in lives}
+        return True
+
+
+def scanning(shards: Shards) -> list[tuple[Life, Stretch]]:
+    """Return the stretches that are to be scanned, the first asked for first; none of a life that is over."""
+    keys = shards.keys
+    [listed, stored] = shards.run_all([(0, ("ZRANGE", keys.scanning(), 0, -1)), (0, ("HGETALL", keys.searches()))])
+    lives = {life.name: life for life in map(read_life, mapping(stored).values())}
+    wanted = [entry.decode().split(" ") for entry in listed]
+    names = list(dict.fromkeys(name for name, _ in wanted if name in lives))
+    lists = shards.run_all([(0, ("LRANGE", keys.stretches(name), 0, -1)) for name in names])
+    found = {
+        (name, stretch.number): stretch
+        for name, stored in zip(names, lists, strict=True)
+        for stretch in map(read_stretch, stored)
+    }
+    return [(lives[name], found[name, int(n)]) for name, n in wanted if (name, int(n)) in found]
+
+
+def finish(shards: Shards, life: Life, stretch: Stretch) -> None:
+    """Say that a stretch is scanned."""
+    shards.call(0, "scanned", life.name, stretch.number)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A run of matched records that is kept for those who follow. ``shelf``: a source, or the mark of a stretch's."""
+
+    shard: int
+    shelf: str
+    last: int
+    records: int
+    run: bytes
+
+
+def keep(shards: Shards, kept: Sequence[Kept], most_bytes: int, for_ms: int) -> None:
+    """Keep what matched records say, up to so many bytes of each source."""
+    shards.call_all([(k.shard, "keep", (k.shelf, most_bytes, for_ms, k.last, k.records, k.run)) for k in kept])
