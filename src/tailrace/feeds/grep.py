@@ -25,6 +25,7 @@ from tailrace.model.cursor import Cursor, FromEnd, FromTime, Position
 from tailrace.model.event import Source
 from tailrace.model.search import Life, Stretch
 from tailrace.model.segment import Gap
+from tailrace.stores.leases import Leases
 from tailrace.stores.logs import Logs
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.searched import Searched
@@ -47,10 +48,11 @@ class Grep:
         searches: Searches,
         searched: Searched,
         payloads: Payloads,
+        leases: Leases,
         clock: Callable[[], int],
     ) -> None:
         self.hub, self.logs, self.searches, self.searched, self.payloads = hub, logs, searches, searched, payloads
-        self.clock = clock
+        self.leases, self.clock = leases, clock
 
     async def open(self, request: GrepRequest) -> GrepFeed:
         """Register the search, pin it, ask for the past that it needs, and find the start. Raises before all else."""
@@ -155,6 +157,7 @@ class GrepFeed:
         self._wake = asyncio.Event()
         self._following = AsyncExitStack()
         self._reader: Reader
+        self._lease = 0
         self._progress: Progress | None = None
 
     @property
@@ -163,13 +166,15 @@ class GrepFeed:
         return str(self._place())
 
     async def begin(self) -> None:
-        """Follow the log of the part that it begins with."""
+        """Lease the search, and follow the log of the part that it begins with."""
+        self._lease = await self._grep.leases.take(self._life.search.id)
         await self._open(self._part, self._position)
 
     async def aclose(self) -> None:
         """Stop following."""
         self._ended = True
         await self._following.aclose()
+        await self._grep.leases.give_up(self._lease)
 
     def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
         return self._batches()

@@ -43,7 +43,7 @@ from tailrace.pipeline.scan import Scanner
 from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import reader_options, starting_offsets
 from tailrace.pipeline.timing import Timing
-from tailrace.pipeline.tune import session, tasks, warm
+from tailrace.pipeline.tune import LIVE, session, tasks, warm
 from tailrace.stores.broker import Broker, Topic, client_properties
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, lowest, read_marks
@@ -264,6 +264,7 @@ class Job:
         from pyspark.errors import PySparkException
 
         settings = self._settings
+        self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", LIVE)
         try:
             rows = (
                 self._spark.readStream.format("kafka")

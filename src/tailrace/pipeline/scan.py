@@ -28,6 +28,8 @@ from tailrace.pipeline.matches import KEPT_MS, Standing, appended, shelved
 from tailrace.pipeline.onepass import COUNTED, MAX_REFUSALS, Plan
 from tailrace.pipeline.slice import COLUMNS, Slice, slices
 from tailrace.pipeline.source import reader_options
+from tailrace.pipeline.tune import SCANS
+from tailrace.stores.leases import Watchdog
 from tailrace.stores.marks import NOTHING
 from tailrace.stores.searches import VIEW, finish, keep, scanning
 from tailrace.stores.valkey import Shards
@@ -37,7 +39,8 @@ logger = logging.getLogger(__name__)
 CHUNK = 200_000
 """Records of a chunk, over all sources: about a second's work, so that what is live is not held up for long."""
 PAUSE_S = 0.2
-POOL = "scans"
+WATCH_S = 5.0
+"""How often it is looked for what nobody has a use for any more."""
 
 Range = tuple[int, int]
 
@@ -96,22 +99,27 @@ class Scanner(threading.Thread):
     def __init__(self, settings: Settings, spark: Any, plan: Plan, shards: Shards) -> None:
         super().__init__(name="scanner", daemon=True)
         self._settings, self._spark, self._plan, self._shards = settings, spark, plan, shards
+        self._watchdog = Watchdog(shards, round(settings.grep.keep.total_seconds() * 1000))
         self._stopping = threading.Event()
         self.failure: TailraceError | None = None
 
     def stop(self) -> None:
         """End soon; a chunk under way is given up, and read again by the next driver."""
         self._stopping.set()
-        self._spark.sparkContext.cancelJobGroup(POOL)
+        self._spark.sparkContext.cancelJobGroup(SCANS)
         self.join(10)
         self._shards.close()
 
     def run(self) -> None:
         context = self._spark.sparkContext
-        context.setLocalProperty("spark.scheduler.pool", POOL)
-        context.setJobGroup(POOL, "scan of the past for searches", interruptOnCancel=True)
+        context.setLocalProperty("spark.scheduler.pool", SCANS)
+        context.setJobGroup(SCANS, "scan of the past for searches", interruptOnCancel=True)
         try:
+            watched = 0.0
             while not self._stopping.wait(PAUSE_S):
+                if time.monotonic() - watched >= WATCH_S:
+                    watched = time.monotonic()
+                    self._watchdog.look()
                 while not self._stopping.is_set() and self.step():
                     pass
         except TailraceError as error:

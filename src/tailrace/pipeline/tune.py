@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,17 @@ _REFUSED = {
 }
 
 
+LIVE, SCANS = "live", "scans"
+"""The pools of Spark's tasks: those of the query go before those of scans."""
+
+_POOLS = f"""<?xml version="1.0"?>
+<allocations>
+  <pool name="{LIVE}"><schedulingMode>FIFO</schedulingMode><weight>100</weight><minShare>64</minShare></pool>
+  <pool name="{SCANS}"><schedulingMode>FIFO</schedulingMode><weight>1</weight><minShare>0</minShare></pool>
+</allocations>
+"""
+
+
 def session(settings: Settings, jars: Sequence[Path]) -> Any:
     """Start the Spark session of the pipeline."""
     # The executors' Python is this one: the same packages, the same version.
@@ -68,6 +81,8 @@ def session(settings: Settings, jars: Sequence[Path]) -> Any:
         "spark.driver.memory": settings.spark.driver_memory,
         "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Dlog4j2.level=warn",
         "spark.jars": ",".join(map(str, jars)),
+        "spark.scheduler.mode": "FAIR",
+        "spark.scheduler.allocation.file": _pools().as_uri(),
     }
     if settings.spark.master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -78,6 +93,14 @@ def session(settings: Settings, jars: Sequence[Path]) -> Any:
     for name, value in {**conf, **settings.spark.conf}.items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
+
+
+def _pools() -> Path:
+    """Write what Spark reads of its pools when it starts."""
+    with tempfile.NamedTemporaryFile("w", prefix="tailrace-pools-", suffix=".xml", delete=False) as file:
+        file.write(_POOLS)
+    atexit.register(Path(file.name).unlink, missing_ok=True)
+    return Path(file.name)
 
 
 def tasks(settings: Settings, spark: Any) -> int:

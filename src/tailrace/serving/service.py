@@ -21,6 +21,7 @@ from tailrace.metrics import Metrics
 from tailrace.model.event import home_of
 from tailrace.stores.broker import client_properties
 from tailrace.stores.kafka import Topics
+from tailrace.stores.leases import Leases
 from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.payloads import Payloads
@@ -52,6 +53,7 @@ class Service:
         self.nodes = Nodes(StoreOptions.of(settings.valkey))
         self.days = Logs(self.nodes, "days")
         self.matches = Logs(self.nodes, MATCHES)
+        self.leases = Leases(self.nodes)
         self.payloads = Payloads(
             self.nodes,
             client_properties(settings),
@@ -118,7 +120,11 @@ class Service:
             else:
                 self._feeds = LogFeeds(self.hub, self.days, now_ms)
                 searched = Searched(self.settings, self.nodes)
-                self._grep = Grep(matches, self.matches, Searches(self.nodes), searched, self.payloads, now_ms)
+                self._grep = Grep(
+                    matches, self.matches, Searches(self.nodes), searched, self.payloads, self.leases, now_ms
+                )
+                beating = asyncio.create_task(self.leases.run(), name="heartbeat")
+                stack.callback(beating.cancel)
                 return
 
     def drain(self) -> None:

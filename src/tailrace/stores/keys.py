@@ -40,6 +40,13 @@ name, which may be any text, comes last and no two names share a key.
     <prefix>:{0}:stretches:<life>  list  ranges of the past that were asked for, each with its number
     <prefix>:{0}:scanned:<life>  set     the numbers of those that are done
     <prefix>:{0}:scanning        zset    life and number of those that are not -> when they were asked for
+    <prefix>:{0}:processes       zset    service process -> its last heartbeat, by the store's clock
+    <prefix>:{0}:process         hash    service process -> what it said of itself
+    <prefix>:{0}:leases:<process>  hash  connection -> search id that it follows
+    <prefix>:{0}:followers       hash    search id -> how many connections follow it
+    <prefix>:{0}:buried          set     processes whose leases were ended; what they say counts no more
+    <prefix>:{0}:popular:<window>  hash  search id -> connections in a window of ten minutes; expires
+    <prefix>:{0}:positions       hash    search id and client's name -> where the client is; see stores/leases.py
     …:kept:<shelf>               stream  <last offset>-<records> -> r: run of matched records, for all searches; a shelf
                                          is a source, or the source of a stretch; expires
     …:kept                       hash    shelf -> bytes of that
@@ -149,3 +156,18 @@ class Keys(msgspec.Struct, frozen=True):
 
     def kept(self, shard: int, shelf: str) -> str:
         return f"{self.tag(shard)}:kept:{shelf}"
+
+    def used(self) -> str:
+        return f"{self.tag(0)}:used"
+
+    def processes(self) -> str:
+        return f"{self.tag(0)}:processes"
+
+    def process(self) -> str:
+        return f"{self.tag(0)}:process"
+
+    def followers(self) -> str:
+        return f"{self.tag(0)}:followers"
+
+    def positions(self) -> str:
+        return f"{self.tag(0)}:positions"
