@@ -9,6 +9,8 @@ Nobody who uses it needs to know that connections break.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, Unpack
@@ -18,9 +20,20 @@ from weakref import WeakSet
 import httpx
 import msgspec
 
-from tailrace.errors import BadRequest, Unavailable
+from tailrace.errors import BadRequest, QueryError, Unavailable
 from tailrace.following import Asked, Feed, Query
-from tailrace.wire import Control, Coordinates, Day, FoldRule, FoldWindows, GivenOut, PendingGroup, Stream, error_of
+from tailrace.wire import (
+    Control,
+    Coordinates,
+    Day,
+    Explained,
+    FoldRule,
+    FoldWindows,
+    GivenOut,
+    PendingGroup,
+    Stream,
+    error_of,
+)
 
 __all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "River", "connect"]
 
@@ -28,8 +41,12 @@ DEFAULT_URL = "http://127.0.0.1:7070"
 BATCH_EVENTS = 1_000
 BATCH_BYTES = 2**20
 LARGEST_PAGE = 1_000
+LONGEST_ADDRESS = 4_096
+"""Bytes of parameters that go into the address of a search; proxies take not many more, so longer ones go in a body."""
 LONGEST_SEARCH = 600.0
 """Seconds to wait for the largest of very many streams, and for a flush of very many groups."""
+
+_TOPIC = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
 Group: TypeAlias = str | Sequence[object] | Mapping[str, object] | msgspec.Raw
 """What makes events belong together: its parts in the order of the rule, or by their paths; a text is the only part."""
@@ -125,7 +142,58 @@ class River:
         """Follow the folded events of a rule; takes what ``tail`` takes."""
         return self._feed(f"/v1/folds/{_segment(rule)}/events", [], **asked)
 
-    def _feed(self, path: str, query: Query, **given: Unpack[Asked]) -> Feed:
+    def grep(
+        self,
+        topics: str | Sequence[str] = "",
+        query: Mapping[str, object] | None = None,
+        *,
+        key: str | Sequence[object] | None = None,
+        count: bool = False,
+        window: int | None = None,
+        since: str | None = None,
+        **asked: Unpack[Asked],
+    ) -> Feed:
+        """Search topics: what the past has, from ``start`` on, then what comes. Takes what ``tail`` takes, and more.
+
+        Args:
+            topics: a regular expression (RE2) for their whole names, or names; ``""`` for all.
+            query: MongoDB's, as ``docs/query.md`` says; all events without it. Times in it may be ``datetime``.
+            key: the first elements of the key, or a regular expression (RE2) for one of them.
+            count: send no events, only their number: ``await feed.count()``.
+            window: bytes of events that the service fetches at once.
+            since: the same as ``start``.
+            asked: see ``tail``. There is no ``-N`` in ``start``, and ``missing`` is about topics that are named.
+        """
+        if since is not None and asked.get("start") is not None:
+            raise BadRequest("since= and start= are the same: give one of them")
+        if since is not None:
+            asked["start"] = since
+        document = _document(query or {})
+        words: Query = [("topics", _topics(topics)), ("q", document)]
+        words += [] if key is None else [("key", _key(key))]
+        words += [("count", True)] if count else []
+        words += [] if window is None else [("window", window)]
+        return self._feed("/v1/grep", words, document, **asked)
+
+    async def explain(
+        self,
+        query: Mapping[str, object],
+        samples: Iterable[object] = (),
+        *,
+        topics: str | Sequence[str] = "",
+        key: str | Sequence[object] | None = None,
+    ) -> Explained:
+        """Try a search on samples: how it is understood, and which part of it each sample passes or fails.
+
+        A sample is an event of a feed or a bare value.
+        """
+        body = {"topics": _topics(topics), "q": msgspec.Raw(_document(query).encode()), "samples": list(samples)}
+        body |= {} if key is None else {"key": _key(key)}
+        answer = await self._call("POST", "/v1/grep/explain", content=msgspec.json.encode(body))
+        return msgspec.json.decode(answer, type=Explained)
+
+    def _feed(self, path: str, query: Query, document: str | None = None, **given: Unpack[Asked]) -> Feed:
+        """Make a feed. ``document`` is what ``query`` has as ``q``: such a request may go in a body, if it is long."""
         after, start = given.get("after"), given.get("start")
         if after is not None and start is not None:
             raise BadRequest("give either after= (a cursor) or start=, not both")
@@ -133,7 +201,10 @@ class River:
         query += [(key, value) for key, value in asked.items() if value is not None]
         query += [("follow", given.get("follow", True)), ("missing", given.get("missing", "wait"))]
         query += [("on_gap", given.get("on_gap", "skip"))]
-        feed = Feed(self, path, query, cursor=after, on_control=given.get("on_control"))
+        body = None
+        if document is not None and len(str(httpx.QueryParams(query))) > LONGEST_ADDRESS:
+            body, query = msgspec.json.encode({**dict(query), "q": msgspec.Raw(document.encode())}), []
+        feed = Feed(self, path, query, body=body, cursor=after, on_control=given.get("on_control"))
         self._feeds.add(feed)
         return feed
 
@@ -317,6 +388,32 @@ async def _each(
     else:
         for event in events:
             yield event
+
+
+def _topics(topics: str | Sequence[str]) -> str:
+    if isinstance(topics, str):
+        return topics
+    if not topics:
+        raise BadRequest('no topic is named: give "" to search all of them')
+    if odd := next((name for name in topics if not _TOPIC.fullmatch(name)), None):
+        raise BadRequest(f"{odd!r} is no name of a topic: give a regular expression as one text, not in a list")
+    return ",".join(topics)
+
+
+def _key(key: str | Sequence[object]) -> str:
+    return key if isinstance(key, str) else msgspec.json.encode(key).decode()
+
+
+def _document(query: Mapping[str, object]) -> str:
+    """A query as JSON. What JSON cannot say is refused, since anything else in its place would mean something else."""
+    try:
+        text = json.dumps(
+            query, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=msgspec.to_builtins
+        )
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise QueryError(f"the query cannot be written as JSON: {error}") from None
+    return text
 
 
 def _parts(group: Group) -> object:

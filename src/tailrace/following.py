@@ -57,13 +57,16 @@ class Feed:
         path: str,
         query: Query,
         *,
+        body: bytes | None = None,
         cursor: str | None = None,
         on_control: Callable[[Control], None] | None = None,
     ) -> None:
         self.cursor = cursor
         """The place after the last event handed out: resume there with ``after=``."""
+        self.total: int | None = None
+        """How many events there were, as the service said at the end; None before."""
         self.on_control = on_control
-        self._river, self._path, self._query = river, path, query
+        self._river, self._path, self._query, self._body = river, path, query, body
         self._reached: str | None = None  # what has been read, which may be ahead of what was handed out
         self._waiting: deque[Frame] = deque()
         self._response: httpx.Response | None = None
@@ -118,8 +121,16 @@ class Feed:
             if frame is not None:
                 self._control(frame)
 
+    async def count(self) -> int:
+        """Read to the end and return how many events there were; a feed with ``count=True`` has only the number."""
+        async for _ in self.frames():
+            pass
+        return self.total or 0
+
     def _control(self, frame: Frame) -> Control:
         control = Control.of(frame)
+        if control.kind == "end":
+            self.total = control.data.get("events")
         if control.kind == "gap":
             logger.warning("gap: %s", control.data)
         if self.on_control is not None:
@@ -172,7 +183,15 @@ class Feed:
         headers = {"Accept": "text/event-stream", "Accept-Encoding": "identity", "Cache-Control": "no-store"}
         if self._reached is not None:
             headers["Last-Event-ID"] = self._reached
-        request = self._river._http.build_request("GET", self._path, params=self._query, headers=headers)
+        if self._body is not None:
+            headers["Content-Type"] = "application/json"
+        request = self._river._http.build_request(
+            "GET" if self._body is None else "POST",
+            self._path,
+            params=self._query or None,
+            headers=headers,
+            content=self._body,
+        )
         response = self._response = await self._river._http.send(request, stream=True)
         if response.status_code == 204:
             self._ended = True

@@ -210,6 +210,36 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 0
 
 
+class Explanation(msgspec.Struct, frozen=True):
+    """A part of a query, and whether it held for a sample."""
+
+    part: Any
+    matched: bool = False
+    found: list[Any] = []
+    """What its path led to, at most some of it."""
+    parts: list[Explanation] = []
+    """What it is made of."""
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """What a search makes of one sample."""
+
+    matched: bool
+    explanation: Explanation
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """A search as the service understands it, and what it makes of samples."""
+
+    id: str
+    """The same for all searches that mean the same."""
+    topics: str | list[str] = ""
+    """A regular expression, or names."""
+    canonical: dict[str, Any] = {}
+    """A query of the same meaning, and the same for all that mean the same."""
+    samples: list[Tried] = []
+
+
 _decode = msgspec.json.Decoder(Event).decode
 
 

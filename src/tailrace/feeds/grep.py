@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 
 import msgspec
 
-from tailrace.errors import CursorError, CursorGone
+from tailrace.errors import CursorError, CursorGone, TailraceError
 from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
 from tailrace.feeds.hub import Hub, Piece
 from tailrace.feeds.progress import Progress
@@ -34,6 +34,8 @@ from tailrace.stores.searches import Searches
 WAIT_S = 0.5
 """How long a feed waits before it looks whether a scan is done, or the end is reached."""
 UNTIL_GRACE_MS = 1000
+KEEP_MS = 1000
+"""How often the place of a client that has a name is kept."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -56,6 +58,7 @@ class Grep:
 
     async def open(self, request: GrepRequest) -> GrepFeed:
         """Register the search, pin it, ask for the past that it needs, and find the start. Raises before all else."""
+        request = await self._known(request)
         topics = await self.searched.topics(request.search, request.missing)
         life = await self.searches.register(request.search, self.clock())
         pins = await self.searches.pins(life)
@@ -74,6 +77,16 @@ class Grep:
         feed = GrepFeed(self, request, life, pins, ends, part, position, gap)
         await feed.begin()
         return feed
+
+    async def _known(self, request: GrepRequest) -> GrepRequest:
+        """Return the request of a client that has a name as one that begins where the client was, if it is known."""
+        if request.client is None or isinstance(request.start, Place):
+            return request
+        stored = await self.searches.position(request.search.id, request.client)
+        if stored is None:
+            return request
+        place = Place.parse(stored)
+        return msgspec.structs.replace(request, start=place, since_ms=place.cursor.since_ms)
 
     async def _resumed(self, life: Life, place: Place) -> tuple[int, Position, Gap | None]:
         position = place.cursor.positions[0]
@@ -158,6 +171,7 @@ class GrepFeed:
         self._following = AsyncExitStack()
         self._reader: Reader
         self._lease = 0
+        self._behind, self._kept_ms = "", 0
         self._progress: Progress | None = None
 
     @property
@@ -174,6 +188,9 @@ class GrepFeed:
         """Stop following."""
         self._ended = True
         await self._following.aclose()
+        with suppress(TailraceError):
+            if self._behind:
+                await self._keep("", at_last=True)
         await self._grep.leases.give_up(self._lease)
 
     def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
@@ -181,8 +198,22 @@ class GrepFeed:
 
     async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
         while not self._ended:
+            before = self.cursor
             if frames := await self._next():
                 yield frames
+                # Whoever asks for more has taken this batch, but has perhaps not sent it all: who comes back by his
+                # name gets it again rather than not at all.
+                await self._keep(before)
+
+    async def _keep(self, cursor: str, at_last: bool = False) -> None:
+        """Keep where a client that has a name is, now and then."""
+        client, now = self._request.client, self._grep.clock()
+        if client is None:
+            return
+        self._behind = cursor or self._behind
+        if at_last or now - self._kept_ms >= KEEP_MS:
+            self._kept_ms = now
+            await self._grep.searches.keep_position(self._life.search.id, client, self._behind)
 
     async def _next(self) -> list[AnyFrame]:
         request = self._request

@@ -19,6 +19,7 @@ LIVE = 0
 """The part of a search that is no stretch of the past."""
 LEAST_WINDOW, WINDOW, MOST_WINDOW = 1 << 10, 256 << 10, 16 << 20
 
+_CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _PLACE = re.compile(r"(\d{1,12})-(\d{1,12})-(.+)", re.ASCII | re.DOTALL)
 
 
@@ -57,6 +58,8 @@ class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
     window: int = WINDOW
     """Bytes of events that are fetched at once; one is always."""
     resumed: bool = False
+    client: str | None = None
+    """A name under which the reader's place is kept."""
 
 
 def make_grep_request(
@@ -73,6 +76,7 @@ def make_grep_request(
     missing: str = "wait",
     on_gap: str = "skip",
     window: int = WINDOW,
+    client: str | None = None,
 ) -> GrepRequest | None:
     """Read the parameters. None when the request has ended before (HTTP answers 204)."""
     if limit is not None and limit < 0:
@@ -83,6 +87,8 @@ def make_grep_request(
         raise BadRequest(f"on_gap={on_gap!r}: skip or fail")
     if not LEAST_WINDOW <= window <= MOST_WINDOW:
         raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
+    if client is not None and not _CLIENT.fullmatch(client):
+        raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
     begin: FromStart | FromEnd | FromTime | Place
     sent, since_ms, resumed = 0, None, False
     if last_event_id:
@@ -117,4 +123,5 @@ def make_grep_request(
         on_gap=on_gap,  # type: ignore[arg-type]
         window=window,
         resumed=resumed,
+        client=client,
     )

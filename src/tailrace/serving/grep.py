@@ -49,6 +49,11 @@ class GrepQuery(NoQuery):
     missing: Literal["wait", "fail"] = Field("wait", description="What to do about a topic that does not exist yet.")
     on_gap: Literal["skip", "fail"] = Field("skip", description="What to do about events that are gone.")
     window: int = Field(WINDOW, description="Bytes of events that are fetched at once; one always is.")
+    client: str | None = Field(
+        None,
+        description="A name for the reader: its place is kept, and it goes on there when it comes without a cursor. "
+        "Some events may come again; `Last-Event-ID` is exact.",
+    )
     format: Literal["sse", "ndjson"] | None = Field(None, description="Overrides the header Accept.")
 
     def query(self) -> Any:
@@ -75,6 +80,7 @@ class GrepQuery(NoQuery):
             missing=self.missing,
             on_gap=self.on_gap,
             window=self.window,
+            client=self.client,
         )
 
 

@@ -46,7 +46,7 @@ name, which may be any text, comes last and no two names share a key.
     <prefix>:{0}:followers       hash    search id -> how many connections follow it
     <prefix>:{0}:buried          set     processes whose leases were ended; what they say counts no more
     <prefix>:{0}:popular:<window>  hash  search id -> connections in a window of ten minutes; expires
-    <prefix>:{0}:positions       hash    search id and client's name -> where the client is; see stores/leases.py
+    <prefix>:{0}:positions:<search>  hash  name of a client -> where it is; goes with the search
     …:kept:<shelf>               stream  <last offset>-<records> -> r: run of matched records, for all searches; a shelf
                                          is a source, or the source of a stretch; expires
     …:kept                       hash    shelf -> bytes of that
@@ -169,5 +169,5 @@ class Keys(msgspec.Struct, frozen=True):
     def followers(self) -> str:
         return f"{self.tag(0)}:followers"
 
-    def positions(self) -> str:
-        return f"{self.tag(0)}:positions"
+    def positions(self, search: str) -> str:
+        return f"{self.tag(0)}:positions:{search}"

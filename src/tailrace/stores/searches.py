@@ -81,6 +81,15 @@ class Searches:
         stored = await self._nodes.read(0, "HGET", self._keys.past(), number)
         return None if stored is None else stored.decode()
 
+    async def position(self, search: str, client: str) -> str | None:
+        """Return where a client that has a name was in a search."""
+        stored = await self._nodes.read(0, "HGET", self._keys.positions(search), client)
+        return None if stored is None else stored.decode()
+
+    async def keep_position(self, search: str, client: str, cursor: str) -> None:
+        """Keep where a client is in a search."""
+        await self._nodes.read(0, "HSET", self._keys.positions(search), client, cursor)
+
     async def marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
         """Return the last offset scanned of each source of a stretch."""
         sources = list(stretch.ranges)

@@ -148,7 +148,7 @@ local function forget(keys, args)
   end
   redis.call('HDEL', tag .. ':searches', id)
   redis.call('HDEL', tag .. ':pins', life)
-  redis.call('DEL', tag .. ':stretches:' .. life, tag .. ':scanned:' .. life)
+  redis.call('DEL', tag .. ':stretches:' .. life, tag .. ':scanned:' .. life, tag .. ':positions:' .. id)
   redis.call('INCR', tag .. ':searches:version')
   return answer
 end
