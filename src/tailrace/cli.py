@@ -1,7 +1,7 @@
 """The command ``tailrace``: names and options only, so that ``--help`` is quick; what they do is in ``commands``.
 
 Data goes to standard output and everything else to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage,
-130 stopped with Ctrl-C.
+130 stopped with Ctrl-C; ``grep`` has those of grep(1).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Most = Annotated[int | None, typer.Option("-n", "--max", min=1, help="So many at
 Ends = Annotated[bool, typer.Option("-e", "--exit", help="End at the last event there is.")]
 Until = Annotated[str | None, typer.Option("--until", metavar="TIME", help="End after this time.")]
 OnGap = Annotated[str, typer.Option("--on-gap", help="What to do when events are gone: skip or fail.")]
-Missing = Annotated[str, typer.Option("--missing", help="What to do when there is no such stream: wait or fail.")]
+Missing = Annotated[str, typer.Option("--missing", help="What to do when there is no such name: wait or fail.")]
 Rule = Annotated[str, typer.Argument(metavar="NAME", help="The rule, as `tailrace folds ls` lists it.")]
 GroupText = Annotated[
     str, typer.Argument(metavar="GROUP", help="A JSON array or object; any other text is the group's only part.")
@@ -226,6 +226,39 @@ def tail(
 
     asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(follow.tail(asked, json=json))
+
+
+@app.command()
+def grep(
+    topics: Annotated[
+        str, typer.Argument(metavar="TOPICS", help="Names, with commas between, or an expression (RE2); '' for all.")
+    ],
+    query: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="QUERY", help="JSON in single quotes, - for standard input, or @FILE. Default: {}"),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", help="Its first elements as a JSON array, or an expression (RE2) for one.")
+    ] = None,
+    start: Start = None,
+    after: After = None,
+    limit: Most = None,
+    ends: Ends = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="With -l: go on with what comes.")] = False,
+    count: Annotated[bool, typer.Option("-c", "--count", help="Only how many events there are.")] = False,
+    invert: Annotated[bool, typer.Option("-v", "--invert-match", help="What the query does not match.")] = False,
+    names: Annotated[bool, typer.Option("-l", "--topics", help="Only the topics that have a match.")] = False,
+    until: Until = None,
+    json: Json = False,
+    on_gap: OnGap = "skip",
+    missing: Missing = "wait",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Search topics: the past from any time on, then what comes. Exits like grep(1): 0 found, 1 not, 2 failed."""
+    from tailrace.commands import grep
+
+    given = (query or [], key, start, after, limit, until, ends, follow, count, invert, names, missing, on_gap)
+    raise typer.Exit(grep.grep(grep.Request(topics, *given, json, url)))
 
 
 @streams.command("ls")

@@ -168,7 +168,7 @@ class River:
             raise BadRequest("since= and start= are the same: give one of them")
         if since is not None:
             asked["start"] = since
-        document = _document(query or {})
+        document = _document({} if query is None else query)
         words: Query = [("topics", _topics(topics)), ("q", document)]
         words += [] if key is None else [("key", _key(key))]
         words += [("count", True)] if count else []

@@ -3,7 +3,7 @@
 Queues hold jobsets, a jobset runs a few jobs, and a job goes from submitted over queued, leased and running to
 succeeded or failed, with retries and preemptions between; when all its jobs are done the jobset finishes and later
 starts again. The stories are a pure function of the random numbers and the clock. Sending them goes on over restarts
-of the service, and so does sending the other sample beside them, ``posts``.
+of the service, and so does sending the other samples beside them, ``posts`` and ``shop``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.posts import posts, steps
 from tailrace.settings import Demo
+from tailrace.shop import Shop, Told
+from tailrace.shop import steps as shop_steps
 
 logger = logging.getLogger(__name__)
 
@@ -173,40 +175,64 @@ def bursts(random: Random, rate: float) -> Iterator[tuple[float, int]]:
         yield wait, count
 
 
-def _jobs(settings: Demo, random: Random) -> Iterator[tuple[float, Iterable[dict[str, object]]]]:
-    """Say how long to wait, and which stories to send then; they are told when they are asked for."""
-    told = stories(random, lambda: datetime.now(UTC), queues=settings.queues, jobsets=settings.jobsets)
+Plan = Iterable[tuple[float, Iterable[Told]]]
+"""Again and again: how long to wait, and what to send then, which is told when it is asked for."""
+
+
+def _jobs(settings: Demo, random: Random) -> Plan:
+    told = stories(random, _now, queues=settings.queues, jobsets=settings.jobsets)
     for wait, count in bursts(random, settings.rate):
-        yield wait, islice(told, count)
+        yield wait, ((settings.topic, event) for event in islice(told, count))
+
+
+def _posts(settings: Demo, random: Random) -> Plan:
+    for wait, events in steps(posts(random, settings.accounts)):
+        yield wait, [(settings.posts_topic, event) for event in events]
+
+
+def _orders(settings: Demo, random: Random) -> Plan:
+    return shop_steps(Shop(random, _now, settings.orders)) if settings.orders else ()
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 async def send(settings: Settings, random: Random) -> None:
-    """Send stories and posts to the service until cancelled."""
+    """Send all samples to the service until cancelled."""
     demo, serve = settings.demo, settings.serve
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serve.host, serve.host)
-    others = Random(random.getrandbits(64))
+    others, third = Random(random.getrandbits(64)), Random(random.getrandbits(64))
     async with connect(f"http://{host}:{serve.port}") as river:
-        await asyncio.gather(
-            _deliver(river, demo.topic, _jobs(demo, random)),
-            _deliver(river, demo.posts_topic, steps(posts(others, demo.accounts))),
-        )
+        plans = _jobs(demo, random), _posts(demo, others), _orders(demo, third)
+        await asyncio.gather(*(_deliver(river, plan) for plan in plans))
 
 
-async def _deliver(river: River, topic: str, plan: Iterable[tuple[float, Iterable[dict[str, object]]]]) -> None:
-    """Send what is planned, at its time; a batch that may not have arrived is sent again."""
-    for wait, events in plan:
+async def _deliver(river: River, plan: Plan) -> None:
+    """Send what is planned, at its time."""
+    for wait, told in plan:
         await asyncio.sleep(wait)
-        batch, again = list(events), 0.25
-        while batch:
-            try:
-                await river.put(topic, batch)
-                break
-            except TailraceError as error:
-                if not error.retryable:
-                    raise
-                logger.warning("%s; trying again in %.1f s", error, again)
-                await asyncio.sleep(again)
-                again = min(2 * again, LONGEST_RETRY)
+        batches: dict[str, list[dict[str, object]]] = {}
+        for topic, event in told:
+            batches.setdefault(topic, []).append(event)
+        for topic, batch in batches.items():
+            await _put(river, topic, batch)
+
+
+async def _put(river: River, topic: str, batch: list[dict[str, object]]) -> None:
+    """Send a batch; one that may not have arrived is sent again."""
+    again = 0.25
+    while True:
+        try:
+            await river.put(topic, batch)
+        except TailraceError as error:
+            if not error.retryable:
+                raise
+            logger.warning("%s; trying again in %.1f s", error, again)
+            await asyncio.sleep(again)
+            again = min(2 * again, LONGEST_RETRY)
+        else:
+            return
 
 
 async def _run(settings: Settings) -> None:

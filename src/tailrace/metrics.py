@@ -46,6 +46,15 @@ class FoldFigures(NamedTuple):
     frontier_ms: int | None
 
 
+class SearchFigures(NamedTuple):
+    """What there is of searches."""
+
+    alive: int = 0
+    followers: int = 0
+    scanning: int = 0
+    processes: int = 0
+
+
 class Metrics:
     """The metrics of one service, in a registry of their own."""
 
@@ -62,8 +71,8 @@ class Metrics:
             "tailrace_put_seconds", "From the last byte of a request to the acknowledgement of its events", **given
         )
         self.errors = Counter("tailrace_http_errors", "Problems answered, by their code", ["code"], **given)
-        self._pipeline, self._upkeep, self._folds = _Pipeline(), _Upkeep(), _Folds()
-        for shown in (self._pipeline, self._upkeep, self._folds):
+        self._pipeline, self._upkeep, self._folds, self._searches = _Pipeline(), _Upkeep(), _Folds(), _Searches()
+        for shown in (self._pipeline, self._upkeep, self._folds, self._searches):
             self.registry.register(shown)
         ProcessCollector(registry=self.registry)
 
@@ -73,11 +82,13 @@ class Metrics:
         reports: Mapping[str, Report],
         runs: Sequence[Run] = (),
         folds: Sequence[FoldFigures] = (),
+        searches: SearchFigures | None = None,
     ) -> bytes:
-        """Return everything in Prometheus's text format, with these reports of the pipeline, of upkeep and of folds."""
+        """Return everything in Prometheus's text format, with these reports of pipeline, upkeep, folds and searches."""
         self._pipeline.views, self._pipeline.reports = tuple(views), reports
         self._upkeep.runs = runs
         self._folds.figures = folds
+        self._searches.figures = searches
         return generate_latest(self.registry)
 
 
@@ -255,3 +266,25 @@ class _Folds(Collector):
             for reason, count in figures.reasons.items():
                 emitted.add_metric([figures.rule, reason], count)
         yield emitted
+
+
+_OF_SEARCHES = {
+    "alive": ("tailrace_searches", "Searches that the pipeline asks of every record"),
+    "followers": ("tailrace_search_followers", "Connections that follow a search, of all service processes"),
+    "scanning": ("tailrace_search_scans", "Stretches of the past that are still to be scanned"),
+    "processes": ("tailrace_service_processes", "Service processes that have said lately that they are alive"),
+}
+
+
+class _Searches(Collector):
+    """What there is of searches; nothing is shown while it is not known."""
+
+    def __init__(self) -> None:
+        self.figures: SearchFigures | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        for field, (name, about) in _OF_SEARCHES.items():
+            family = GaugeMetricFamily(name, about)
+            if self.figures is not None:
+                family.add_metric([], getattr(self.figures, field))
+            yield family

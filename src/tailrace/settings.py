@@ -224,6 +224,7 @@ class Demo(Section):
     topic: Topic = "jobs"
     accounts: Annotated[int, Field(ge=0, le=10_000)] = 8
     posts_topic: Topic = "posts"
+    orders: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = 2.0
 
 
 class Shown(NamedTuple):

@@ -90,6 +90,10 @@ def status(*, json: bool, url: str) -> None:
             ("upkeep", "view", "last run", "took", "state", ""),
             [(text(job, "job"), text(job, "view"), *_run(job)) for job in jobs],
         )
+    searches = answer.get("searches") or {}
+    if searches.get("alive"):
+        row = tuple(text(searches, key) for key in ("alive", "followers", "scanning"))
+        table(("searches", "followers", "scans waiting"), [row])
     rules = [rule for rule in answer.get("folds", ()) if isinstance(rule, dict)]
     if rules:
         rows = [(text(rule, "rule"), text(rule, "pending"), percent(rule.get("ratio"))) for rule in rules]

@@ -20,7 +20,8 @@ LIVE = 0
 LEAST_WINDOW, WINDOW, MOST_WINDOW = 1 << 10, 256 << 10, 16 << 20
 
 _CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
-_PLACE = re.compile(r"(\d{1,12})-(\d{1,12})-(.+)", re.ASCII | re.DOTALL)
+# The point tells it from a date.
+_PLACE = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -7,12 +7,14 @@ says is kept beside, once for all searches (``stores/searches.py``, ``keep``), a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tailrace.model.bucket import DAY_MS, bucket_start
 from tailrace.model.event import home_of
 from tailrace.model.filters import FilterSet
 from tailrace.model.name import shard_of
+from tailrace.model.query import Query, Record
 from tailrace.model.query.document import reader_of
 from tailrace.model.run import Run, encode
 from tailrace.model.search import Life, TopicFilter
@@ -28,15 +30,19 @@ MOST_ROWS = 20_000
 
 
 class Standing:
-    """The searches that are over one topic, as one set."""
+    """Searches that are asked together, each once: those over one topic, or those that a chunk is scanned for."""
 
     def __init__(self, lives: Sequence[Life]) -> None:
         self._set = FilterSet()
         self._names: dict[int, str] = {}
-        for life in lives:
-            self._names[self._set.add(life.search.compiled())] = life.name
+        self._queries: dict[int, Query] = {}
+        self._asks_record = False
+        for name, life in {life.name: life for life in lives}.items():
+            query = life.search.compiled()
+            number = self._set.add(query)
+            self._names[number], self._queries[number] = name, query
+            self._asks_record |= query.asks_record
         self._read = reader_of(self._set.fields())
-        self._asks_record = any(life.search.compiled().asks_record for life in lives)
 
     def find(self, records: Slice) -> dict[str, list[int]]:
         """Return the rows that each search matches, by the name of its log. Tombstones and poison match nothing."""
@@ -47,17 +53,30 @@ class Standing:
         for i, value in enumerate(records.values):
             if value is None or (records.poison and i in records.poison):
                 continue
+            record = records.record(i) if self._asks_record else None
             try:
                 document = read(value)
-            except ValueError:  # a number beyond all measure
-                continue
-            for number in match(document, records.record(i) if self._asks_record else None):
+            except ValueError:
+                numbers = self._one_by_one(value, record)
+            else:
+                numbers = match(document, record)
+            for number in numbers:
                 rows = found.get(names[number])
                 if rows is None:
                     found[names[number]] = [i]
                 else:
                     rows.append(i)
         return found
+
+    def _one_by_one(self, value: bytes, record: Record | None) -> Iterator[int]:
+        """Ask each search for itself about a value that holds a number beyond all measure.
+
+        Those that do not ask for the field it is in are not concerned, whatever others ask for.
+        """
+        for number, query in self._queries.items():
+            with suppress(ValueError):
+                if query.matches(reader_of(query.fields())(value), record):
+                    yield number
 
 
 class Matches(View):
@@ -136,7 +155,8 @@ def appended(
         }
         rows = {name: each for name, each in rows.items() if each}
         if not rows:
-            return
+            begin, end = end, len(records)
+            continue
         if end - begin > 1 and (len(rows) > most or sum(map(len, rows.values())) > MOST_ROWS):
             end = (begin + end) // 2
             continue

@@ -209,7 +209,7 @@ class _Task:
         self._plan, self._dues = plan, chunk.dues
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self._marks: dict[tuple[int, str], int] = {}
-        self._standing = {due.stretch.number: Standing([due.life]) for due in chunk.dues}
+        self._standing = Standing([due.life for due in chunk.dues])
 
     def close(self) -> None:
         self._shards.close()
@@ -217,14 +217,14 @@ class _Task:
     def take(self, batch: pa.RecordBatch) -> int:
         for records in slices(batch, self._plan.generations, self._plan.limits):
             label = str(records.source)
+            found = self._standing.find(records)
             for due in self._dues:
-                if label in due.ranges:
-                    self._match(due, records, due.ranges[label])
+                if label in due.ranges and due.life.name in found:
+                    self._take(due, records, found[due.life.name], due.ranges[label])
         return int(batch.num_rows)
 
-    def _match(self, due: Due, records: Slice, wanted: Range) -> None:
-        found = self._standing[due.stretch.number].find(records)
-        rows = [i for each in found.values() for i in each if wanted[0] <= records.offsets[i] < wanted[1]]
+    def _take(self, due: Due, records: Slice, matched: Sequence[int], wanted: Range) -> None:
+        rows = [i for i in matched if wanted[0] <= records.offsets[i] < wanted[1]]
         if not rows:
             return
         name = due.stretch.name(due.life)

@@ -20,6 +20,7 @@ from tailrace.metrics import FoldFigures, Run
 from tailrace.serving.folds import figures
 from tailrace.serving.service import Service, now_ms
 from tailrace.serving.upkeep import Job, Upkeep
+from tailrace.stores.searches import Searches
 
 VERSION = version("tailrace")
 LIMIT_S = 3.0
@@ -58,6 +59,15 @@ class Folding(BaseModel):
     ratio: float | None = Field(description="1 - emitted / input; null before the first event.")
 
 
+class Searching(BaseModel):
+    """Searches at a glance."""
+
+    alive: int = Field(description="Searches that the pipeline asks of every record.")
+    followers: int = Field(description="Connections that follow one.")
+    scanning: int = Field(description="Stretches of the past that are still to be scanned.")
+    processes: int = Field(description="Service processes that are alive.")
+
+
 class Status(BaseModel):
     """The whole installation at a glance."""
 
@@ -66,6 +76,7 @@ class Status(BaseModel):
     views: dict[str, dict[str, Any]] = Field(description="The last report of each view's driver.")
     upkeep: list[Job] = Field(description="The last run of each upkeep job; empty while valkey does not answer.")
     folds: list[Folding] = Field(description="The rules of folds; empty while valkey does not answer.")
+    searches: Searching | None = Field(description="Searches; null while valkey does not answer.")
 
 
 class Health:
@@ -74,6 +85,7 @@ class Health:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._upkeep = Upkeep(service)
+        self._searches = Searches(service.nodes)
         self._asked: tuple[float, asyncio.Task[tuple[list[Part], dict[str, dict[str, Any]]]]] | None = None
 
     async def readiness(self) -> Readiness:
@@ -84,10 +96,11 @@ class Health:
     async def status(self) -> Status:
         """Return everything that is known."""
         service = self._service
-        (parts, reports), jobs, folds = await asyncio.gather(
+        (parts, reports), jobs, folds, searches = await asyncio.gather(
             self._look(),
             _or_nothing(self._upkeep.jobs(), list[Job]()),
             _or_nothing(figures(service), list[FoldFigures]()),
+            _or_nothing(self._searches.figures(), None),
         )
         facts = {
             "version": VERSION,
@@ -98,18 +111,20 @@ class Health:
             "views": list(service.settings.pipeline.views),
         }
         rules = [Folding(rule=each.rule, pending=each.pending, ratio=each.ratio) for each in folds]
-        return Status(service=facts, parts=parts, views=reports, upkeep=jobs, folds=rules)
+        searching = None if searches is None else Searching(**searches._asdict())
+        return Status(service=facts, parts=parts, views=reports, upkeep=jobs, folds=rules, searches=searching)
 
     async def metrics(self) -> bytes:
         """Return all metrics."""
-        reports, runs, folds = await asyncio.gather(
+        reports, runs, folds, searches = await asyncio.gather(
             _or_nothing(self._reports(), dict[str, dict[str, Any]]()),
             _or_nothing(self._upkeep.runs(), list[Run]()),
             _or_nothing(figures(self._service), list[FoldFigures]()),
+            _or_nothing(self._searches.figures(), None),
         )
         metrics, hub = self._service.metrics, self._service.hub
         metrics.streams_followed.set(hub.followed if hub else 0)
-        return metrics.text(self._views, reports, runs, folds)
+        return metrics.text(self._views, reports, runs, folds, searches)
 
     @property
     def _wanted(self) -> tuple[str, ...]:

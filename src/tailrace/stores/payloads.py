@@ -117,6 +117,8 @@ class Payloads:
                     "enable.partition.eof": True,
                     "auto.offset.reset": "earliest",
                     "isolation.level": "read_committed",
+                    # A fetch that finds nothing, at the end or of what was read before, is waited for by the next one.
+                    "fetch.wait.max.ms": 10,
                 }
             )
         )
@@ -125,6 +127,7 @@ class Payloads:
         except KafkaException as error:
             raise BrokerUnavailable(f"kafka does not answer: {error}") from error
         finally:
+            consumer.unassign()  # else it goes on fetching for nobody
             self._idle.append(consumer)
         if not found:
             return None

@@ -7,11 +7,13 @@ reads the search in the registry first; what lies before it is the business of s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from tailrace.metrics import SearchFigures
 from tailrace.model.search import Life, Search, Stretch
 from tailrace.stores.functions import function
 from tailrace.stores.marks import NOTHING
@@ -21,15 +23,19 @@ from tailrace.stores.valkey import Arg, Shards, mapping
 VIEW = "matches"
 
 _encode = msgspec.json.Encoder().encode
-_search = msgspec.json.Decoder(Search).decode
 _pins = msgspec.json.Decoder(dict[str, int]).decode
 _ranges = msgspec.json.Decoder(tuple[int, dict[str, tuple[int, int]]]).decode
+
+
+def write_search(search: Search) -> str:
+    """Return a search as the registry has it: exact also where JSON is not, since a query may ask for NaN."""
+    return json.dumps(msgspec.to_builtins(search))
 
 
 def read_life(stored: bytes) -> Life:
     """Read what the registry has under a search's id."""
     number, since, search = stored.split(b" ", 2)
-    return Life(_search(search), int(number), int(since))
+    return Life(msgspec.convert(json.loads(search), Search), int(number), int(since))
 
 
 def read_stretch(stored: bytes) -> Stretch:
@@ -47,7 +53,7 @@ class Searches:
 
     async def register(self, search: Search, now_ms: int) -> Life:
         """Return the life of a search; it begins now if it has none."""
-        number, since, _ = await self._call("register", search.id, _encode(search), now_ms)
+        number, since, _ = await self._call("register", search.id, write_search(search), now_ms)
         return Life(search, int(number), int(since))
 
     async def pins(self, life: Life) -> dict[str, int] | None:
@@ -80,6 +86,18 @@ class Searches:
         """Return whose life had a number, whether it is over or not."""
         stored = await self._nodes.read(0, "HGET", self._keys.past(), number)
         return None if stored is None else stored.decode()
+
+    async def figures(self) -> SearchFigures:
+        """Return how much there is of everything."""
+        keys = self._keys
+        commands: list[tuple[Arg, ...]] = [
+            ("HLEN", keys.searches()),
+            ("HVALS", keys.followers()),
+            ("ZCARD", keys.scanning()),
+            ("ZCARD", keys.processes()),
+        ]
+        alive, followers, scanned, processes = await self._nodes.read_all([(0, command) for command in commands])
+        return SearchFigures(alive, sum(map(int, followers)), scanned, processes)
 
     async def position(self, search: str, client: str) -> str | None:
         """Return where a client that has a name was in a search."""
@@ -161,5 +179,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def keep(shards: Shards, kept: Sequence[Kept], most_bytes: int, for_ms: int) -> None:
-    """Keep what matched records say, up to so many bytes of each source."""
-    shards.call_all([(k.shard, "keep", (k.shelf, most_bytes, for_ms, k.last, k.records, k.run)) for k in kept])
+    """Keep what matched records say, up to so many bytes of each source; a run that is larger is left in Kafka."""
+    # It would push out all others and then itself: a stream that has become empty refuses what comes again.
+    fitting = [k for k in kept if len(k.run) <= most_bytes]
+    shards.call_all([(k.shard, "keep", (k.shelf, most_bytes, for_ms, k.last, k.records, k.run)) for k in fitting])

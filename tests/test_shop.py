@@ -1,0 +1,164 @@
+"""The shop of the demo: orders, payments and log lines that belong together, and searches that find some of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from tailrace import config
+from tailrace.model.query import Record
+from tailrace.model.search import make_search
+from tailrace.shop import (
+    ACCOUNTS,
+    EU,
+    HOSTS,
+    LOGS,
+    NUMBERS,
+    PAYMENTS,
+    SEARCHES,
+    STEP,
+    TOPICS,
+    US,
+    Shop,
+    Told,
+    searches,
+    steps,
+)
+
+MINUTES = 60.0
+BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
+
+
+def shop(seed: int, orders: float = 2.0) -> Shop:
+    return Shop(Random(seed), lambda: BEGAN, orders)
+
+
+def told(seed: int, seconds: float, orders: float = 2.0) -> list[tuple[str, dict[str, Any]]]:
+    return list(shop(seed, orders).until(seconds))
+
+
+def by_order(events: list[tuple[str, dict[str, Any]]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    for topic, event in events:
+        found[event["value"]["order"]].append((topic, event["value"]))
+    return found
+
+
+def test_the_same_seed_tells_the_same_events() -> None:
+    assert told(7, 60) == told(7, 60)
+    assert told(7, 60) != told(8, 60)
+    assert told(7, 10 * MINUTES, orders=0) == []
+
+
+def test_what_is_told_does_not_depend_on_how_often_it_is_asked_for() -> None:
+    asked = shop(1)
+    assert [event for _, sent in islice(steps(asked), 600) for event in sent] == told(1, 600 * STEP)
+
+
+def test_an_event_tells_the_time_at_which_it_is_asked_for() -> None:
+    times = itertools.count()
+    asked = Shop(Random(1), lambda: BEGAN + timedelta(seconds=next(times)), 2.0)
+    first, second = islice(asked.until(60), 2)
+    assert [event["value"]["at"] for _, event in (first, second)] == [  # type: ignore[index]
+        "2026-11-15T08:00:00.000Z",
+        "2026-11-15T08:00:01.000Z",
+    ]
+
+
+def test_the_rate_is_that_of_orders() -> None:
+    for rate in (0.5, 2.0, 50.0):
+        placed = [topic for topic, _ in told(2, 3_000 / rate, orders=rate) if topic in (EU, US)]
+        assert abs(len(placed) - 3_000) < 300
+
+
+def test_an_order_is_placed_then_paid_for_and_each_failure_is_logged_as_an_error() -> None:
+    failed = tried_again = 0
+    # Of about 2,400 orders the last ones may still go on.
+    for lines in list(by_order(told(3, 20 * MINUTES)).values())[:2_000]:
+        (where, placed), *rest = lines
+        assert where in (EU, US)
+        assert placed["type"] == "order.placed"
+        assert placed["total"] == round(sum(item["quantity"] * item["price"] for item in placed["items"]), 2)
+        payments = [value for topic, value in rest if topic == PAYMENTS]
+        assert 1 <= len(payments) <= 2
+        assert [payment["attempt"] for payment in payments] == [1, 2][: len(payments)]
+        assert all(payment["amount"] == placed["total"] for payment in payments)
+        assert all(payment["status"] == "failed" for payment in payments[:-1])
+        refusals = [payment["reason"] for payment in payments if payment["status"] == "failed"]
+        errors = [v["message"] for _, v in rest if v.get("level") == "ERROR" and v["service"] == "billing"]
+        assert len(errors) == len(refusals)
+        assert all(reason in message for reason, message in zip(refusals, errors, strict=True))
+        assert {value["trace"] for _, value in lines} == {placed["trace"]}
+        failed += len(refusals)
+        tried_again += len(payments) == 2
+    assert failed > 50
+    assert tried_again > 20
+
+
+def test_keys_are_lists_of_strings_that_are_bounded_in_number() -> None:
+    keys: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    owners: dict[str, str] = {}
+    for topic, event in told(4, 1.1 * len(NUMBERS) / 100, orders=100):
+        assert all(isinstance(part, str) for part in event["key"])
+        keys["logs" if topic == LOGS else "orders"].add(tuple(event["key"]))
+        if topic != LOGS:
+            account, order = event["key"]
+            assert (account, order) == (event["value"]["account"], event["value"]["order"])
+            assert owners.setdefault(order, account) == account
+    assert len(keys["orders"]) == len(NUMBERS)
+    assert len(set(owners.values())) == ACCOUNTS
+    assert keys["logs"] == {(service, host) for service, hosts in HOSTS.items() for host in hosts}
+
+
+def test_log_lines_mention_orders_and_hosts() -> None:
+    hosts = {host for each in HOSTS.values() for host in each}
+    lines = [event["value"] for topic, event in told(5, 10 * MINUTES) if topic == LOGS]
+    assert {line["level"] for line in lines} == {"INFO", "WARN", "ERROR"}
+    assert all(line["order"] in line["message"] for line in lines)
+    assert sum(any(host in line["message"] for host in hosts) for line in lines) > len(lines) / 2
+
+
+def test_events_are_of_a_likely_size_and_all_topics_have_some() -> None:
+    events = told(6, 10 * MINUTES)
+    sizes = [len(msgspec.json.encode(event["value"])) for _, event in events]
+    assert 300 < sum(sizes) / len(sizes) < 360
+    assert {topic for topic, _ in events} == set(TOPICS)
+
+
+@pytest.mark.parametrize("line", SEARCHES)
+def test_each_search_to_try_finds_something_in_minutes_but_not_everything(line: str) -> None:
+    command, topics, query, *options = shlex.split(line)
+    assert command == "grep"
+    assert options[-2:] == ["-o", "@-1h"]
+    key = options[options.index("--key") + 1] if "--key" in options else None
+    search = make_search(topics, msgspec.json.decode(query), key)
+    compiled, over = search.compiled(), search.topic_pattern()
+
+    def matches(given: Told) -> bool:
+        topic, event = given
+        record = Record(topic, 0, 0, 0, event["key"], {})  # type: ignore[arg-type]
+        return topic in over and compiled.matches(event["value"], record)
+
+    events = told(7, 5 * MINUTES)
+    assert 3 <= sum(map(matches, events)) < len(events) / 10
+
+
+def test_searches_are_named_only_where_they_would_find_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
+        monkeypatch.delenv(name)
+    assert searches(config.load()) == SEARCHES
+    assert searches(config.load(flags={"demo.orders": 0})) == ()
+    assert searches(config.load(flags={"pipeline.views": ["days", "folds"]})) == ()
