@@ -24,8 +24,8 @@ from tailrace.feeds.frame import AnyFrame, Control, Frame
 from tailrace.feeds.grep import Grep, GrepFeed
 from tailrace.feeds.searching import make_grep_request
 from tailrace.model.event import Source
-from tailrace.model.search import Search
-from tailrace.pipeline.scan import Chunk, Scanner, scan
+from tailrace.model.search import Life, Search, Stretch
+from tailrace.pipeline.scan import Chunk, Due, Scanner, scan
 from tailrace.serving.service import Service, now_ms
 from tailrace.stores.broker import Broker
 from tailrace.stores.marks import advance
@@ -210,6 +210,12 @@ class HandScanner(Scanner):
         records = self._site.records(starts, ends)
         list(scan(self._plan, chunk)(iter([batch(records)] if records else [])))
 
+    def take(self, life: Life, stretch: Stretch, ranges: dict[str, tuple[int, int]]) -> None:
+        """Scan a part of a stretch."""
+        chunk = Chunk(ranges, [Due(life, stretch, ranges)])
+        self._read(chunk)
+        self._advance(chunk)
+
 
 class Serving:
     """A service process and what its feeds say."""
@@ -220,6 +226,10 @@ class Serving:
     @property
     def grep(self) -> Grep:
         return self.service.grep
+
+    async def deafen(self) -> None:
+        """Let the hub hear nothing any more; its channels stay as they are."""
+        await self.grep.hub.__aexit__(None, None, None)
 
     async def open(self, search: Search, **parameters: Any) -> GrepFeed:
         request = make_grep_request(search, now_ms=now_ms(), **{"follow": False, **parameters})
@@ -314,6 +324,7 @@ def _consume(kafka: str, topic: str, partition: int, first: int, end: int) -> li
         {
             "bootstrap.servers": kafka,
             "group.id": "offline",
+            "fetch.wait.max.ms": 10,
             "enable.partition.eof": True,
             "enable.auto.commit": False,
             "auto.offset.reset": "earliest",

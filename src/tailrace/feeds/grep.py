@@ -23,7 +23,7 @@ from tailrace.feeds.reader import Reader, end_of
 from tailrace.feeds.searching import LIVE, GrepRequest, Place
 from tailrace.model.cursor import Cursor, FromEnd, FromTime, Position
 from tailrace.model.event import Source
-from tailrace.model.search import Life, Stretch
+from tailrace.model.search import Life, Search, Stretch
 from tailrace.model.segment import Gap
 from tailrace.stores.leases import Leases
 from tailrace.stores.logs import Logs
@@ -63,7 +63,8 @@ class Grep:
         life = await self.searches.register(request.search, self.clock())
         pins = await self.searches.pins(life)
         if pins is None:
-            pins = await self.searches.pin(life, await self.searched.ends(topics))
+            # Listed again: what was created and read before the search was registered must be among them.
+            pins = await self.searches.pin(life, await self.ends(request.search))
         gap = None
         if isinstance(request.start, Place):
             part, position, gap = await self._resumed(life, request.start)
@@ -77,6 +78,10 @@ class Grep:
         feed = GrepFeed(self, request, life, pins, ends, part, position, gap)
         await feed.begin()
         return feed
+
+    async def ends(self, search: Search) -> dict[str, int]:
+        """Return where each source of a search ends now."""
+        return await self.searched.ends(await self.searched.topics(search))
 
     async def _known(self, request: GrepRequest) -> GrepRequest:
         """Return the request of a client that has a name as one that begins where the client was, if it is known."""
@@ -166,6 +171,7 @@ class GrepFeed:
         self._sent = request.sent
         self._shown = 0
         self._announced = request.resumed
+        self._reached = self._closing = False
         self._ended = False
         self._wake = asyncio.Event()
         self._following = AsyncExitStack()
@@ -182,7 +188,11 @@ class GrepFeed:
     async def begin(self) -> None:
         """Lease the search, and follow the log of the part that it begins with."""
         self._lease = await self._grep.leases.take(self._life.search.id)
-        await self._open(self._part, self._position)
+        try:
+            await self._open(self._part, self._position)
+        except BaseException:
+            await self.aclose()
+            raise
 
     async def aclose(self) -> None:
         """Stop following."""
@@ -225,6 +235,10 @@ class GrepFeed:
         # Whether more may come is asked before it is looked: what came in between is seen by the look.
         last = await self._is_last()
         pieces = await self._reader.next()
+        if last and not pieces and (self._part != LIVE or not self._announced or self._is_closing()):
+            # What the hub holds may be older than the answer: only the store knows whether this is the end.
+            await self._open(self._part, self._reader.position)
+            pieces = await self._reader.next()
         if pieces:
             for piece in pieces:
                 self._take(piece)
@@ -239,9 +253,14 @@ class GrepFeed:
         if not self._announced:
             self._announced = True
             frames.append(Control("caught-up", self.cursor))
-        if not request.follow or self._past_until():
-            return [*frames, *self._end("until" if request.until_ms is not None else "caught-up")]
-        return frames or await self._wait()
+        if not self._is_closing():
+            return frames or await self._wait()
+        if request.follow and not self._closing:
+            # What was written by then may still be on its way.
+            self._closing, self._reached = True, False
+            self._ends = await self._grep.ends(request.search)
+            return frames
+        return [*frames, *self._end("until" if request.until_ms is not None else "caught-up")]
 
     async def _is_last(self) -> bool:
         """Whether all that is to come in this part, of what there was when the feed began, is in its log by now."""
@@ -249,11 +268,12 @@ class GrepFeed:
             stretch, done = await self._grep.stretch(self._life, self._part)
             self._progress = self._progress or Progress(stretch, self._grep.clock)
             return done
-        if self._announced:
+        if self._reached:
             return True
         shard = self._grep.logs.shard_of(self._life.name)
         marks = await self._grep.searches.live_marks(shard, list(self._ends))
-        return all(marks[source] >= end - 1 for source, end in self._ends.items())
+        self._reached = all(marks[source] >= end - 1 for source, end in self._ends.items())
+        return self._reached
 
     async def _wait(self) -> list[AnyFrame]:
         with suppress(TimeoutError):
@@ -318,7 +338,11 @@ class GrepFeed:
         shown = {} if request.count else await self._fetch([match for match in taken if match.wanted])
         frames: list[AnyFrame] = []
         moved = False
-        for match in taken:
+        for at, match in enumerate(taken):
+            data = shown.get((match.source, match.offset))
+            if match.wanted and data is None and frames and request.on_gap == "fail" and not request.count:
+                self._ahead.extendleft(reversed(taken[at:]))  # what precedes the gap goes out first
+                return frames
             self._position = match.position
             moved = not match.wanted or request.count
             if not match.wanted:
@@ -327,7 +351,6 @@ class GrepFeed:
             if request.count:
                 self._sent += 1
                 continue
-            data = shown.get((match.source, match.offset))
             if data is None:
                 frames.append(self._gap("gone", None, match))
                 continue
@@ -366,9 +389,10 @@ class GrepFeed:
         ended = Place(place.life, place.part, msgspec.structs.replace(place.cursor, ended=True))
         return [Control("end", str(ended), _encode({"reason": reason, "events": self._sent}))]
 
-    def _past_until(self) -> bool:
+    def _is_closing(self) -> bool:
+        """Whether the feed ends once everything that is there was shown."""
         until = self._request.until_ms
-        return until is not None and self._grep.clock() >= until + UNTIL_GRACE_MS
+        return not self._request.follow or (until is not None and self._grep.clock() >= until + UNTIL_GRACE_MS)
 
     def _place(self) -> Place:
         sent = self._sent if self._request.limit is not None or self._request.count else None

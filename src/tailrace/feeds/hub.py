@@ -148,7 +148,7 @@ class Hub:
                     self._touch(self._channels)
                 streams: list[Arg] = [*seen, *seen.values()]
                 command = ("XREAD", "COUNT", 1000, "BLOCK", BLOCK_MS, "STREAMS", *streams)
-                answer = await self._nodes.block(shards[0], command, BLOCK_MS / 1000)
+                answer = await self._nodes.block(shards[0], self._logs.view, command, BLOCK_MS / 1000)
                 for key, entries in answer.items() if isinstance(answer, dict) else answer or ():
                     seen[key.decode()] = entries[-1][0].decode()
                     for _, fields in entries:

@@ -99,8 +99,10 @@ def make_grep_request(
         sent, since_ms, resumed = begin.cursor.sent or 0, begin.cursor.since_ms, True
     elif after:
         begin = Place.parse(after)
+        since_ms = begin.cursor.since_ms
     elif start and _PLACE.fullmatch(start):
         begin = Place.parse(start)
+        since_ms = begin.cursor.since_ms
     elif start:
         found = parse_start(start, 1, now_ms)
         if not isinstance(found, FromStart | FromEnd | FromTime):

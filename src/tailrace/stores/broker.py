@@ -48,6 +48,14 @@ class Broker:
         except KafkaException as error:
             raise BrokerUnavailable(f"kafka does not answer: {error}; is kafka.bootstrap right?") from error
 
+    def topic(self, name: str) -> Topic | None:
+        """Return a topic as it is now, read by the pipeline or not."""
+        try:
+            answers = self._admin.describe_topics(TopicCollection([name]), request_timeout=ANSWER_S)
+            return _described(name, answers[name])
+        except KafkaException as error:
+            raise BrokerUnavailable(f"kafka does not describe {name!r}: {error}") from error
+
     def bounds(self, topics: Iterable[Topic]) -> dict[tuple[str, int], tuple[int, int]]:
         """Return the earliest offset and the end of every partition."""
         wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]

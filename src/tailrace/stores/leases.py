@@ -63,11 +63,14 @@ class Leases:
 
     async def run(self) -> None:
         """Say again and again that the process is alive."""
+        met = False
         while True:
             try:
                 await self.beat()
+                met = True
             except TailraceError as error:
-                logger.warning("heartbeat: %s", error)
+                if met:  # before, nobody has prepared the store yet
+                    logger.warning("heartbeat: %s", error)
             await asyncio.sleep(BEAT_S)
 
     async def beat(self) -> None:

@@ -22,7 +22,7 @@ class Nodes:
         self.keys: Keys = options.keys
         self._limit = connections
         self._clients: dict[Address | None, valkey.asyncio.Valkey] = {}
-        self._blocking: dict[int, valkey.asyncio.Valkey] = {}
+        self._blocking: dict[tuple[int, str], valkey.asyncio.Valkey] = {}
         self._homes: list[Address | None] = []
 
     async def open(self) -> Nodes:
@@ -74,21 +74,21 @@ class Nodes:
         _heed_cancellation()
         return answers
 
-    async def block(self, shard: int, command: tuple[Arg, ...], timeout_s: float) -> Any:
-        """Run a blocking command for a shard on a connection of its own, with time to block."""
+    async def block(self, shard: int, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
+        """Run a blocking command for a shard, with time to block, on the connection of whoever blocks."""
         if not self._homes:
             await self.open()
         with translated():
-            client = self._blocking.get(shard)
+            client = self._blocking.get((shard, who))
             if client is None:
                 given = self.options.connection(self._homes[shard])
                 given["socket_timeout"] = timeout_s + self.options.timeout_s
-                client = self._blocking[shard] = _plain(given, 1)
+                client = self._blocking[shard, who] = _plain(given, 1)
             try:
                 answer = await client.execute_command(*command)
             except ValkeyError:
                 self._homes = []
-                await self._blocking.pop(shard).aclose()
+                await self._blocking.pop((shard, who)).aclose()
                 raise
         _heed_cancellation()
         return answer

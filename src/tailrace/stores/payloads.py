@@ -66,7 +66,10 @@ class Payloads:
                 found |= await self._kept(source, missing, shelf)
                 missing = [offset for offset in missing if offset not in found]
             if missing and await is_current(source):
-                found |= await self._fetched(source, missing)
+                fetched = await self._fetched(source, missing)
+                # Asked again: if it is what it was, then so it was meanwhile.
+                if fetched is not None and await is_current(source):
+                    found |= self._remember(source, fetched, set(missing))
         return found
 
     async def _kept(self, source: Source, offsets: Sequence[int], shelf: str) -> dict[int, bytes]:
@@ -97,12 +100,10 @@ class Payloads:
             self._size -= len(self._memory.popitem(last=False)[1])
         return found
 
-    async def _fetched(self, source: Source, offsets: Sequence[int]) -> dict[int, bytes]:
+    async def _fetched(self, source: Source, offsets: Sequence[int]) -> Run | None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS, "payloads")
-        loop = asyncio.get_running_loop()
-        run = await loop.run_in_executor(self._pool, self._read, source, offsets)
-        return {} if run is None else self._remember(source, run, set(offsets))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, source, offsets)
 
     def _read(self, source: Source, offsets: Sequence[int]) -> Run | None:
         """Read records from Kafka, in a thread."""
@@ -159,6 +160,8 @@ def _messages(consumer: Consumer, source: Source, offsets: Sequence[int]) -> lis
                     return found  # nothing behind: what is left was dropped
                 raise KafkaException(error)
             offset: int = message.offset()  # type: ignore[assignment]
+            if offset < reached:
+                return found  # what was asked for lies beyond the end, so Kafka began at the start
             reached = offset + 1
             while at < len(offsets) and offsets[at] < offset:
                 at += 1  # dropped by compaction, or expired

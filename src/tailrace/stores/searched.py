@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from tailrace.config import Settings
 from tailrace.errors import TopicNotFound, TopicNotRead
@@ -12,6 +13,8 @@ from tailrace.model.search import Search
 from tailrace.stores.broker import Broker, Topic, topic_pattern
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping
+
+T = TypeVar("T")
 
 
 class Searched:
@@ -58,8 +61,13 @@ class Searched:
         return found
 
     async def is_current(self, source: Source) -> bool:
-        """Return whether a source is what Kafka has under its name, as far as the pipeline knows."""
-        return (await self.generations()).get(source.topic, (0, ""))[0] == source.generation
+        """Return whether a source is what Kafka has under its name now."""
+        generation, topic_id = (await self.generations()).get(source.topic, (0, ""))
+        if generation != source.generation:
+            return False
+        # The pipeline may not have noticed yet that the topic was deleted, or created again.
+        found = await self._ask(lambda broker: broker.topic(source.topic))
+        return found is not None and topic_id in ("", found.id)
 
     async def _labelled(
         self, topics: list[Topic], ask: Callable[[Broker], Mapping[tuple[str, int], int]]
@@ -76,7 +84,7 @@ class Searched:
                     found[str(Source(topic.name, partition, generation))] = offsets[topic.name, partition]
         return found
 
-    async def _ask(self, ask: Callable[[Broker], Mapping]) -> Mapping:  # type: ignore[type-arg]
+    async def _ask(self, ask: Callable[[Broker], T]) -> T:
         if self._broker is None:
             self._broker = await asyncio.to_thread(Broker, self._settings)
         return await asyncio.to_thread(ask, self._broker)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tailrace.errors import StoreError, StoreUnavailable
 from tailrace.metrics import SearchFigures
 from tailrace.model.search import Life, Search, Stretch
 from tailrace.stores.functions import function
@@ -122,7 +123,12 @@ class Searches:
         return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
 
     async def _call(self, name: str, *args: Arg) -> Any:
-        return await self._nodes.read(0, "FCALL", function(name), 1, self._keys.tag(0), *args)
+        try:
+            return await self._nodes.read(0, "FCALL", function(name), 1, self._keys.tag(0), *args)
+        except StoreError as error:
+            if "unction not found" not in str(error):
+                raise
+            raise StoreUnavailable("no pipeline of this version has prepared the store yet: is one running?") from None
 
 
 class Registry:
@@ -148,9 +154,18 @@ class Registry:
 
 
 def scanning(shards: Shards) -> list[tuple[Life, Stretch]]:
-    """Return the stretches that are to be scanned, the first asked for first; none of a life that is over."""
+    """Return the stretches that are to be scanned; none of a life that is over.
+
+    Those that somebody waits for come first, and of them the first asked for.
+    """
     keys = shards.keys
-    [listed, stored] = shards.run_all([(0, ("ZRANGE", keys.scanning(), 0, -1)), (0, ("HGETALL", keys.searches()))])
+    [listed, stored, followed] = shards.run_all(
+        [
+            (0, ("ZRANGE", keys.scanning(), 0, -1)),
+            (0, ("HGETALL", keys.searches())),
+            (0, ("HKEYS", keys.followers())),
+        ]
+    )
     lives = {life.name: life for life in map(read_life, mapping(stored).values())}
     wanted = [entry.decode().split(" ") for entry in listed]
     names = list(dict.fromkeys(name for name, _ in wanted if name in lives))
@@ -160,7 +175,9 @@ def scanning(shards: Shards) -> list[tuple[Life, Stretch]]:
         for name, stored in zip(names, lists, strict=True)
         for stretch in map(read_stretch, stored)
     }
-    return [(lives[name], found[name, int(n)]) for name, n in wanted if (name, int(n)) in found]
+    awaited = {search.decode() for search in followed}
+    waiting = [(lives[name], found[name, int(n)]) for name, n in wanted if (name, int(n)) in found]
+    return sorted(waiting, key=lambda each: each[0].search.id not in awaited)
 
 
 def finish(shards: Shards, life: Life, stretch: Stretch) -> None:
