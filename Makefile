@@ -10,7 +10,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
-	clean lock java
+	bench-grep clean lock java
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 faults: setup ## Kill the driver at random points, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
-bench: bench-ingest bench-pack bench-folds bench-query ## Run all measurements
+bench: bench-ingest bench-pack bench-folds bench-query bench-grep ## Run all measurements
 
 bench-ingest: setup ## Measure events per second, CPU-seconds per million events, and latency
 	$(BIN)/python bench/ingest.py $(ARGS)
@@ -54,6 +54,9 @@ bench-folds: setup $(PEERS)/.stamp ## Measure folding beside the algorithm it fo
 
 bench-query: setup $(PEERS)/.stamp $(NODE)/node_modules/.stamp ## Measure queries beside four others
 	$(BIN)/python bench/query.py $(ARGS)
+
+bench-grep: setup ## Measure searches over the past and live, beside kcat with grep and jq if they are there
+	$(BIN)/python bench/grep.py $(ARGS)
 
 lock: $(STAMPS)/uv ## Renew requirements/*.txt and the lock of the peers in Node
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from typing import Any
 
@@ -44,8 +44,8 @@ _sites = count()
 class Site:
     """One installation. Nothing goes on in it by itself unless ``at_work`` is entered."""
 
-    def __init__(self, kafka: str, store: StoreOptions, seed: int = 0, **flags: object) -> None:
-        self.kafka, self.store, self.chance = kafka, store, random.Random(seed)
+    def __init__(self, kafka: str, store: StoreOptions, seed: int = 0, spark: Any = None, **flags: object) -> None:
+        self.kafka, self.store, self.chance, self.spark = kafka, store, random.Random(seed), spark
         self.name = f"g{os.getpid()}x{next(_sites)}"
         given: dict[str, object] = {
             "kafka.bootstrap": kafka,
@@ -103,7 +103,7 @@ class Site:
             source = Source(topic, partition, self.generations.get(topic, 0))
             first = max(first, starts.get(source, end) if starts is not None else first)
             end = min(end, ends.get(source, first) if ends is not None else end)
-            found += _consume(self.kafka, topic, partition, first, end)
+            found += consume(self.kafka, topic, partition, first, end)
         return found
 
     def offline(self, search: Search, since_ms: int | None = None, until_ms: int | None = None) -> list[Record]:
@@ -130,7 +130,7 @@ class Site:
         self.generations |= {name: int(answer) for name, answer in zip(topics, answers, strict=True)}
         kept = self.settings.grep.kept
         self.writer = Writer(self.store, VIEWS, generations=self.generations, kept_bytes=kept)
-        self.scanner = HandScanner(self)
+        self.scanner = HandScanner(self) if self.spark is None else CountedScanner(self)
 
     def live(self) -> int:
         """Do what the query does: read what is new, in batches of any size, then move the marks."""
@@ -193,28 +193,35 @@ class Site:
             yield Serving(service)
 
 
-class HandScanner(Scanner):
-    """The driver's scanner, which reads by itself instead of by Spark."""
+class CountedScanner(Scanner):
+    """The driver's scanner, and what it has read."""
 
     def __init__(self, site: Site) -> None:
         plan = site.writer.plan
-        super().__init__(site.settings, None, plan, Shards(plan.store, dict(plan.run_ids)))
+        super().__init__(site.settings, site.spark, plan, Shards(plan.store, dict(plan.run_ids)))
         self._site = site
-        self.offsets = 0
-        """How many were read."""
+        self.chunks: list[Chunk] = []
 
     def _read(self, chunk: Chunk) -> None:
-        starts = {Source.parse(source): first for source, (first, _) in chunk.ranges.items()}
-        ends = {Source.parse(source): until for source, (_, until) in chunk.ranges.items()}
-        self.offsets += sum(ends.values()) - sum(starts.values())
-        records = self._site.records(starts, ends)
-        list(scan(self._plan, chunk)(iter([batch(records)] if records else [])))
+        self.chunks.append(chunk)
+        super()._read(chunk)
 
     def take(self, life: Life, stretch: Stretch, ranges: dict[str, tuple[int, int]]) -> None:
         """Scan a part of a stretch."""
         chunk = Chunk(ranges, [Due(life, stretch, ranges)])
         self._read(chunk)
         self._advance(chunk)
+
+
+class HandScanner(CountedScanner):
+    """One that reads by itself instead of by Spark."""
+
+    def _read(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        starts = {Source.parse(source): first for source, (first, _) in chunk.ranges.items()}
+        ends = {Source.parse(source): until for source, (_, until) in chunk.ranges.items()}
+        records = self._site.records(starts, ends)
+        list(scan(self._plan, chunk)(iter([batch(records)] if records else [])))
 
 
 class Serving:
@@ -285,8 +292,7 @@ class Following:
 
     async def close(self) -> None:
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.gather(self._task, return_exceptions=True)
         await self._feed.aclose()
 
 
@@ -317,7 +323,8 @@ def assert_same(found: Sequence[str], wanted: Sequence[str]) -> None:
     assert split(found) == split(wanted)
 
 
-def _consume(kafka: str, topic: str, partition: int, first: int, end: int) -> list[Record]:
+def consume(kafka: str, topic: str, partition: int, first: int = 0, end: int = 1 << 62) -> list[Record]:
+    """Read what Kafka has of a partition, from an offset up to another or the end."""
     if first >= end:
         return []
     consumer = Consumer(

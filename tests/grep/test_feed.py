@@ -13,7 +13,8 @@ from tailrace.feeds.frame import Frame
 from tailrace.feeds.searching import LIVE, Place, make_grep_request
 from tailrace.model.cursor import Cursor, Position
 from tailrace.model.event import iso_time
-from tailrace.model.search import make_search
+from tailrace.model.search import Life, Search, make_search
+from tailrace.serving.service import now_ms
 from tailrace.stores.valkey import StoreOptions
 from tests.grep.rig import random_records, random_search
 from tests.grep.site import Following, Site, assert_same, controls, facts, ids, split
@@ -124,6 +125,7 @@ async def test_a_stream_of_several_stretches_and_live_resumed_at_every_id_gives_
         assert_same(ids(timed), site.ids(site.offline(search, NOON + 500)))
         for at, frame in enumerate(timed[:-1]):
             assert ids(await serving.all(search, last_event_id=frame.cursor)) == ids(timed[at + 1 :])
+            assert ids(await serving.all(search, after=frame.cursor)) == ids(timed[at + 1 :])
 
 
 async def test_counting_sends_no_events_and_the_right_number(site: Site) -> None:
@@ -186,7 +188,7 @@ async def test_the_end_is_where_the_store_says_it_is_and_not_where_the_hub_has_c
     count(site, topic, 0, 20)
     async with site.serving() as serving:
         following = Following(await serving.open(search, start="start"))
-        life = await serving.grep.searches.register(search, 0)
+        life = await serving.grep.searches.register(search, now_ms())
         stretches, _ = await serving.grep.searches.stretches(life)
         site.scanner.take(life, stretches[0], {f"{topic}:0": (0, 10)})
         await following.until(10)
@@ -198,6 +200,23 @@ async def test_the_end_is_where_the_store_says_it_is_and_not_where_the_hub_has_c
         await following.saw("end")
         assert ids(following.frames) == [f"{topic}:0:{offset}" for offset in range(20)]
         await following.close()
+
+
+async def test_a_topic_that_is_read_before_the_search_is_registered_belongs_to_the_past(site: Site) -> None:
+    """It was not there yet when the request looked which topics there are."""
+    search = make_search(".*", {})
+    async with site.serving() as serving:
+        register = serving.grep.searches.register
+
+        async def late(search: Search, now_ms: int) -> Life:
+            count(site, site.topic("new"), 0, 3)
+            site.live()
+            return await register(search, now_ms)
+
+        serving.grep.searches.register = late  # type: ignore[method-assign]
+        with site.at_work():
+            found = ids(await serving.all(search, start="start"))
+        assert found == [f"{site.name}.new:0:{offset}" for offset in range(3)]
 
 
 # What is gone.
@@ -272,12 +291,11 @@ async def test_events_before_a_gap_are_sent_before_the_feed_fails_of_it(
         behind = whole[5].split(":")
         site.forget(topic, int(behind[1]), 1)
     async with site.serving() as serving:
-        feed = await serving.open(search, start="start", on_gap="fail")
-        seen: list[str] = []
+        following = Following(await serving.open(search, start="start", on_gap="fail"))
         with pytest.raises(CursorGone):
-            async for some in feed:
-                seen += ids(some)
-        await feed.aclose()
+            await following.until(10)
+        seen = ids(following.frames)
+        await following.close()
         assert seen == whole[:5]
 
 
@@ -338,8 +356,8 @@ async def test_an_event_is_the_same_whether_it_was_kept_or_comes_from_kafka(
         await following.close()
     kept = [frame.data for frame in following.frames if isinstance(frame, Frame)]
     for shard in range(store.shards):
-        for key in site.shards.client(shard).keys(f"{site.shards.keys.tag(shard)}:kept:*"):
-            site.shards.client(shard).delete(key)
+        for source in (f"{topic}:0", f"{topic}:1"):
+            site.shards.run_all([(shard, ("DEL", site.shards.keys.kept(shard, source)))])
     async with site.serving() as serving:
         begin = Place(Place.parse(following.frames[0].cursor).life, LIVE, Cursor((Position.START,)))
         frames = await serving.all(search, after=str(begin))

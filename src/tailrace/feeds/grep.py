@@ -59,12 +59,13 @@ class Grep:
     async def open(self, request: GrepRequest) -> GrepFeed:
         """Register the search, pin it, ask for the past that it needs, and find the start. Raises before all else."""
         request = await self._known(request)
-        topics = await self.searched.topics(request.search, request.missing)
+        await self.searched.topics(request.search, request.missing)
         life = await self.searches.register(request.search, self.clock())
+        # Listed again: what was created, and read, before the search was registered belongs to the past.
+        topics = await self.searched.topics(request.search)
         pins = await self.searches.pins(life)
         if pins is None:
-            # Listed again: what was created and read before the search was registered must be among them.
-            pins = await self.searches.pin(life, await self.ends(request.search))
+            pins = await self.searches.pin(life, await self.searched.ends(topics))
         gap = None
         if isinstance(request.start, Place):
             part, position, gap = await self._resumed(life, request.start)
