@@ -158,7 +158,7 @@ class Grep(Section):
     """Searches, and what is kept for them."""
 
     keep: Annotated[Delay, durations("1m", "365d")] = timedelta(days=1)
-    kept: Annotated[Size, sizes("0B", "16GiB")] = 16 * 2**20
+    kept: SizeOrZero = 16 * 2**20
     memory: Annotated[Size, sizes("1MiB", "64GiB")] = 64 * 2**20
     depth: Annotated[int, Field(ge=1, le=100)] = 32
     nodes: Annotated[int, Field(ge=1, le=100_000)] = 250

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -20,6 +20,7 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.config import load
+from tailrace.errors import BrokerUnavailable
 from tailrace.feeds.frame import AnyFrame, Control, Frame
 from tailrace.feeds.grep import Grep, GrepFeed
 from tailrace.feeds.searching import make_grep_request
@@ -68,12 +69,18 @@ class Site:
     # What Kafka has.
 
     def topic(self, name: str, partitions: int = 1, **config: str) -> str:
-        """Create a topic, and wait until the broker lists it."""
+        """Create a topic, and wait until the broker knows where it ends."""
         topic = f"{self.name}.{name}"
         self.admin.create_topics([NewTopic(topic, partitions, 1, config=KEPT | config)])[topic].result(30)
-        while topic not in self.broker.topics():
+        while not self._has_leaders(topic):
             time.sleep(0.02)
         return topic
+
+    def _has_leaders(self, topic: str) -> bool:
+        found = self.broker.topics().get(topic)
+        with suppress(BrokerUnavailable):
+            return found is not None and bool(self.broker.bounds([found]))
+        return False
 
     def delete(self, topic: str) -> None:
         """Delete a topic, and wait until it is gone."""

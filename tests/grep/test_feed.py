@@ -17,7 +17,7 @@ from tailrace.model.search import Life, Search, make_search
 from tailrace.serving.service import now_ms
 from tailrace.stores.valkey import StoreOptions
 from tests.grep.rig import random_records, random_search
-from tests.grep.site import Following, Site, assert_same, controls, facts, ids, split
+from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, ids, split
 from tests.writing import NOON, Record
 
 
@@ -75,6 +75,74 @@ async def test_a_feed_shows_what_a_program_finds_that_reads_everything(
                         assert (end["reason"], len(found)) == ("limit", limit)
                         whole = split(wanted)
                         assert all(offsets == whole[s][: len(offsets)] for s, offsets in split(found).items())
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_readers_that_come_and_go_while_records_topics_and_drivers_do_get_each_match_once(
+    kafka: EmbeddedKafka, store: StoreOptions, seed: int
+) -> None:
+    site = Site(kafka.address, store, seed, grep__kept=5_000)
+    chance = site.chance
+    topics = [site.topic("a", 2)]
+    fill(site, topics, 10)
+    searches = [random_search(chance) for _ in range(3)]
+    readers: list[Reader] = []
+    async with site.serving() as serving:
+        for _ in range(40):
+            action = chance.choice(("put", "put", "live", "live", "scan", "drive", "topic", "open", "open", "resume"))
+            if action == "put":
+                site.put(random_records(chance, chance.choice(topics), chance.randrange(2), 8))
+            elif action == "live":
+                await asyncio.to_thread(site.live)
+            elif action == "scan":
+                await asyncio.to_thread(site.scan, 1)
+            elif action == "drive":
+                site.drive()
+            elif action == "topic" and len(topics) < 3:
+                topics.append(site.topic(f"more{len(topics)}", 2))
+            elif action == "open" and len(readers) < 10:
+                since = chance.choice((None, NOON + chance.randrange(-3_000, 3_000)))
+                readers.append(Reader(serving, chance.choice(searches), since))
+                await readers[-1].open()
+            elif action == "resume" and readers:
+                reader = chance.choice(readers)
+                await reader.close()
+                await reader.open()
+            await asyncio.sleep(chance.choice((0, 0, 0.02)))
+        with site.at_work():
+            for reader in readers:
+                wanted = site.ids(site.offline(reader.search, reader.since))
+                assert_same(await reader.until(len(wanted)), wanted)
+                await reader.close()
+                assert ids(await serving.all(reader.search, last_event_id=reader.cursor)) == []
+
+
+class Reader:
+    """Who follows a search, and goes on where it was when it comes back."""
+
+    def __init__(self, serving: Serving, search: Search, since: int | None) -> None:
+        self.search, self.since = search, since
+        self.cursor: str | None = None
+        self._serving = serving
+        self._seen: list[str] = []
+        self._following: Following | None = None
+
+    async def open(self) -> None:
+        start = "start" if self.since is None else iso_time(self.since)
+        feed = await self._serving.open(self.search, start=start, last_event_id=self.cursor, follow=True)
+        self.cursor = self.cursor or feed.cursor
+        self._following = Following(feed)
+
+    async def close(self) -> None:
+        assert self._following is not None
+        await self._following.close()
+        self._seen += ids(self._following.frames)
+        if self._following.frames:
+            self.cursor = self._following.frames[-1].cursor
+
+    async def until(self, count: int) -> list[str]:
+        assert self._following is not None
+        return self._seen + await self._following.until(count - len(self._seen))
 
 
 async def test_who_follows_from_the_end_sees_what_is_written_from_then_on(site: Site) -> None:

@@ -59,12 +59,14 @@ def stack(settings: Settings, *, demo: bool) -> int:
         raise lacking(error, "embedded") from None
     from tailrace.demo import example
     from tailrace.posts import with_rule
+    from tailrace.shop import searches
 
     return run_stack(
         with_rule(settings) if demo else settings,
         demo=demo,
         console=Console(),
         example=example(settings.demo.queues, settings.demo.jobsets),
+        searches=searches(settings),
     )
 
 

@@ -11,6 +11,7 @@ import http.client
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -32,7 +33,9 @@ PORTS_FILE: Final = "ports.json"
 _SERVICE_TIMEOUT: Final = 180.0
 
 
-def run_stack(settings: Settings, *, demo: bool, console: Console, example: str = "NAME") -> int:
+def run_stack(
+    settings: Settings, *, demo: bool, console: Console, example: str = "NAME", searches: Sequence[str] = ()
+) -> int:
     """Run everything until a signal, and return the exit code.
 
     Args:
@@ -40,6 +43,7 @@ def run_stack(settings: Settings, *, demo: bool, console: Console, example: str 
         demo: Run the sample source too.
         console: Where the addresses are printed; what happens to the parts goes to standard error.
         example: A stream to name in what to try next.
+        searches: Searches to name there, as arguments of ``tailrace``.
 
     Raises:
         DirectoryInUse: Another process runs the stack of this folder.
@@ -74,7 +78,7 @@ def run_stack(settings: Settings, *, demo: bool, console: Console, example: str 
         def ready() -> None:
             _say(console, f"READY {url}", f"  kafka   {kafka.address}", f"  valkey  {valkey.url}")
             if demo:
-                _say(console, "", *_next_steps(url, example))
+                _say(console, "", *_next_steps(url, example, searches))
 
         async def supervise() -> int:
             return await Supervisor(folder, parts, events).run(ready)
@@ -156,7 +160,7 @@ def _log(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.log"
 
 
-def _next_steps(url: str, example: str) -> list[str]:
+def _next_steps(url: str, example: str, searches: Sequence[str]) -> list[str]:
     script = Path(sys.executable).with_name("tailrace")
     if shutil.which("tailrace") == str(script):
         command = "tailrace"
@@ -166,9 +170,10 @@ def _next_steps(url: str, example: str) -> list[str]:
     elsewhere = "" if url == usual else f" --url {url}"
     return [
         "Try, in another terminal:",
-        f"  {command} streams ls{elsewhere}",
+        f"  {command} streams ls --top 10{elsewhere}",
         f"  {command} tail '{example}' --from start{elsewhere}",
         f"  curl -N '{url}/v1/streams/{quote(example, safe='')}/events?from=start'",
+        *(f"  {command} {search}{elsewhere}" for search in searches),
         "Ctrl-C here stops everything; the data stays.",
     ]
 

@@ -38,7 +38,7 @@ from tailrace.pipeline.enforce import enforce
 from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
 from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
-from tailrace.pipeline.ruling import applied, asked_for, begin_at_end, frontiers
+from tailrace.pipeline.ruling import applied, asked_for, begin_at_end, begin_matches, frontiers
 from tailrace.pipeline.scan import Scanner
 from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import reader_options, starting_offsets
@@ -169,7 +169,7 @@ class Job:
             if FOLDS in self.views and settings.folds.begin == "end":
                 begin_at_end(shards, FOLDS, self._epoch, generations, bounds)
             if MATCHES in self.views:
-                begin_at_end(shards, MATCHES, self._epoch, generations, bounds)
+                begin_matches(shards, self._epoch, generations, bounds)
             marks = [lowest(read_marks(shards, view)) for view in self.views]
             starts, lost = starting_offsets(topics.values(), generations, bounds, marks)
             begun = {

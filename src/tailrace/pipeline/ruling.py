@@ -14,6 +14,7 @@ from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW
 from tailrace.stores.marks import advance, lowest, read_marks, read_times
 from tailrace.stores.rules import changed, outputs_of, rules_of
+from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,20 @@ def begin_at_end(
     if not lowest(read_marks(shards, view)):
         ends = {Source(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
         advance(shards, view, epoch, ends)
+
+
+def begin_matches(
+    shards: Shards,
+    epoch: int,
+    generations: Mapping[str, int],
+    bounds: Mapping[tuple[str, int], tuple[int, int]],
+) -> None:
+    """Let the view of searches begin at the end, unless somebody waits for what has come meanwhile.
+
+    The bounds are older than this look: a search that is registered after it begins behind them.
+    """
+    if not shards.run_all([(0, ("HLEN", shards.keys.searches()))])[0]:
+        begin_at_end(shards, MATCHES, epoch, generations, bounds)
 
 
 def frontiers(

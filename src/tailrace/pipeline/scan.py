@@ -115,13 +115,12 @@ class Scanner(threading.Thread):
         context.setLocalProperty("spark.scheduler.pool", SCANS)
         context.setJobGroup(SCANS, "scan of the past for searches", interruptOnCancel=True)
         try:
-            watched = 0.0
-            while not self._stopping.wait(PAUSE_S):
+            watched, pause = 0.0, PAUSE_S
+            while not self._stopping.wait(pause):
                 if time.monotonic() - watched >= WATCH_S:
                     watched = time.monotonic()
                     self._watchdog.look()
-                while not self._stopping.is_set() and self.step():
-                    pass
+                pause = 0.0 if self.step() else PAUSE_S
         except TailraceError as error:
             self.failure = error
         except Exception as error:

@@ -27,7 +27,7 @@ FAR = 2_000
 TAKEN = 1_000
 PATIENCE_S = 5.0
 KEPT_ENTRIES = 64
-"""Runs of kept records that are read at once."""
+"""Runs of kept records that are read at once, at most."""
 
 
 class Payloads:
@@ -77,15 +77,16 @@ class Payloads:
         shard, wanted = self._home(source), set(offsets)
         key = self._nodes.keys.kept(shard, shelf)
         found: dict[int, bytes] = {}
-        after = offsets[0]
+        after, count = offsets[0], 1
         while after <= offsets[-1]:
-            entries = await self._nodes.read(shard, "XRANGE", key, f"{after}-0", "+", "COUNT", KEPT_ENTRIES)
+            entries = await self._nodes.read(shard, "XRANGE", key, f"{after}-0", "+", "COUNT", count)
             for _, fields in entries:
                 run = decode(mapping(fields)[b"r"])
                 found |= self._remember(source, run, wanted)
-            if len(entries) < KEPT_ENTRIES:
+            if len(entries) < count:
                 break
             after = int(entries[-1][0].partition(b"-")[0]) + 1
+            count = min(2 * count, KEPT_ENTRIES)  # runs may be small, or hold more than is wanted
         return found
 
     def _remember(self, source: Source, run: Run, wanted: set[int]) -> dict[int, bytes]:
