@@ -186,7 +186,7 @@ def test_the_process_is_stopped_soon_while_spark_works_for_it(store: StoreOption
     view = written(store, some_days(names=30))
     slow = {"upkeep__pack_every": "1s", "upkeep__spark_from": "0B", "upkeep__buckets_per_hour": "600"}
     with upkeep(store, tmp_path / "log", **slow) as process:
-        wait_for("something packed", lambda: _count_packed(store) > 0, 60)
+        wait_for("something packed", lambda: _count_packed(store) > 0, 150)
         family = psutil.Process(process.pid).children(recursive=True)
     wait_for("the end of Spark", lambda: not any(child.is_running() for child in family), 10)
     assert 0 < _count_packed(store) < 90
