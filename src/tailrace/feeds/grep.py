@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 
 import msgspec
 
-from tailrace.errors import CursorError, CursorGone, TailraceError
+from tailrace.errors import BrokerUnavailable, CursorError, CursorGone, TailraceError
 from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
 from tailrace.feeds.hub import Hub, Piece
 from tailrace.feeds.progress import Progress
@@ -34,6 +34,8 @@ from tailrace.stores.searches import Searches
 WAIT_S = 0.5
 """How long a feed waits before it looks whether a scan is done, or the end is reached."""
 UNTIL_GRACE_MS = 1000
+LOOK_MS = 5000
+"""How often a feed that waits for the end of a topic looks whether the topic is still there."""
 KEEP_MS = 1000
 """How often the place of a client that has a name is kept."""
 
@@ -173,6 +175,7 @@ class GrepFeed:
         self._shown = 0
         self._announced = request.resumed
         self._reached = self._closing = False
+        self._looked_ms = grep.clock()
         self._ended = False
         self._wake = asyncio.Event()
         self._following = AsyncExitStack()
@@ -273,7 +276,13 @@ class GrepFeed:
             return True
         shard = self._grep.logs.shard_of(self._life.name)
         marks = await self._grep.searches.live_marks(shard, list(self._ends))
-        self._reached = all(marks[source] >= end - 1 for source, end in self._ends.items())
+        self._ends = {source: end for source, end in self._ends.items() if marks[source] < end - 1}
+        if self._ends and self._grep.clock() - self._looked_ms >= LOOK_MS:
+            self._looked_ms = self._grep.clock()
+            with suppress(BrokerUnavailable):
+                current = await self._grep.ends(self._request.search)
+                self._ends = {source: end for source, end in self._ends.items() if source in current}
+        self._reached = not self._ends
         return self._reached
 
     async def _wait(self) -> list[AnyFrame]:
