@@ -29,7 +29,7 @@ from tests.grep.site import consume
 from tests.writing import Record
 
 PARTITIONS = 3
-PAST = 60_000
+PAST = 40_000
 
 
 class Follower:
@@ -110,7 +110,9 @@ def test_a_pipeline_that_is_killed_while_it_matches_and_scans_loses_nothing_and_
     in_the_middle = 0
     with ExitStack() as stack:
         load = stack.enter_context(Load(installation, topic, partitions=PARTITIONS))
-        pipeline = stack.enter_context(Pipeline(installation))
+        pipeline = Pipeline(installation)
+        stack.push(pipeline)
+        pipeline.start(wait=False)
         followers: list[Follower] = []
         for kill in range(kills):
             before = _written(installation)

@@ -32,8 +32,8 @@ from tailrace.stores.broker import Broker
 from tailrace.stores.marks import advance
 from tailrace.stores.valkey import Shards, StoreOptions, prepare
 from tests.faults.rig import QUICK_JAVA
-from tests.grep.rig import finds
-from tests.writing import Record, Writer, batch
+from tests.grep.rig import finds, random_records
+from tests.writing import NOON, Record, Writer, batch
 
 VIEWS = ("intake", "matches")
 PATIENCE_S = 60.0
@@ -63,7 +63,6 @@ class Site:
         self.shards = Shards(store).open()
         prepare(self.shards)
         self._read: dict[Source, int] = {}
-        self._working = threading.Lock()
         self.drive()
 
     # What Kafka has.
@@ -198,6 +197,19 @@ class Site:
         service = Service(self.settings)
         async with service.running():
             yield Serving(service)
+
+
+def fill(site: Site, topics: list[str], each: int, first: int = 0) -> None:
+    """Write random records to both partitions of topics."""
+    for topic in topics:
+        for partition in range(2):
+            site.put(random_records(site.chance, topic, partition, each, first))
+
+
+def numbered(site: Site, topic: str, first: int, until: int, partition: int = 0) -> None:
+    """Write records that have a number, one a second."""
+    values = [(n, json.dumps({"n": n}).encode()) for n in range(first, until)]
+    site.put([Record(n, b"k", value, NOON + 1000 * n, partition, topic) for n, value in values])
 
 
 class CountedScanner(Scanner):

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.errors import CursorError, CursorGone, TopicNotFound, TopicNotRead
+from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.feeds.frame import Frame
 from tailrace.feeds.searching import LIVE, Place, make_grep_request
 from tailrace.model.cursor import Cursor, Position
@@ -17,27 +17,8 @@ from tailrace.model.search import Life, Search, make_search
 from tailrace.serving.service import now_ms
 from tailrace.stores.valkey import StoreOptions
 from tests.grep.rig import random_records, random_search
-from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, ids, split
+from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split
 from tests.writing import NOON, Record
-
-
-@pytest.fixture
-def site(kafka: EmbeddedKafka, store: StoreOptions) -> Site:
-    return Site(kafka.address, store)
-
-
-def fill(site: Site, topics: list[str], each: int, first: int = 0) -> None:
-    """Write random records to both partitions of topics."""
-    for topic in topics:
-        for partition in range(2):
-            site.put(random_records(site.chance, topic, partition, each, first))
-
-
-def count(site: Site, topic: str, first: int, until: int, partition: int = 0) -> None:
-    """Write records that have a number, one a second."""
-    values = [(n, json.dumps({"n": n}).encode()) for n in range(first, until)]
-    site.put([Record(n, b"k", value, NOON + 1000 * n, partition, topic) for n, value in values])
-
 
 # The whole, against another program.
 
@@ -217,12 +198,12 @@ async def test_counting_sends_no_events_and_the_right_number(site: Site) -> None
 
 async def test_a_request_that_is_continued_waits_for_what_exists_as_the_first_one_did(site: Site) -> None:
     topic, search = site.topic("a"), make_search(".*", {})
-    count(site, topic, 0, 5)
+    numbered(site, topic, 0, 5)
     async with site.serving() as serving:
         with site.at_work():
             frames = await serving.all(search, start="start")
         last = [frame for frame in frames if isinstance(frame, Frame)][-1]
-        count(site, topic, 5, 10)
+        numbered(site, topic, 5, 10)
         waiting = asyncio.create_task(serving.all(search, last_event_id=last.cursor))
         done, _ = await asyncio.wait({waiting}, timeout=1.0)
         assert not done
@@ -232,14 +213,14 @@ async def test_a_request_that_is_continued_waits_for_what_exists_as_the_first_on
 
 async def test_a_feed_that_ends_at_a_time_has_what_was_written_by_then(site: Site) -> None:
     topic, search = site.topic("a"), make_search(".*", {})
-    count(site, topic, 0, 3)
+    numbered(site, topic, 0, 3)
     async with site.serving() as serving:
         now = [NOON + 4_000]
         serving.grep.clock = lambda: now[0]
         following = Following(await serving.open(search, start="start", follow=True, until=iso_time(NOON + 7_000)))
         with site.at_work():
             await following.saw("caught-up")
-        count(site, topic, 3, 10)
+        numbered(site, topic, 3, 10)
         now[0] += 60_000
         await asyncio.sleep(1.0)
         assert "end" not in controls(following.frames)
@@ -253,7 +234,7 @@ async def test_a_feed_that_ends_at_a_time_has_what_was_written_by_then(site: Sit
 async def test_the_end_is_where_the_store_says_it_is_and_not_where_the_hub_has_come_to(site: Site) -> None:
     """A hub that hears nothing any more holds what it heard last; the scan goes on meanwhile, and is done."""
     topic, search = site.topic("a"), make_search(".*", {})
-    count(site, topic, 0, 20)
+    numbered(site, topic, 0, 20)
     async with site.serving() as serving:
         following = Following(await serving.open(search, start="start"))
         life = await serving.grep.searches.register(search, now_ms())
@@ -277,123 +258,17 @@ async def test_a_topic_that_is_read_before_the_search_is_registered_belongs_to_t
         register = serving.grep.searches.register
 
         async def late(search: Search, now_ms: int) -> Life:
-            count(site, site.topic("new"), 0, 3)
+            numbered(site, site.topic("new"), 0, 3)
             site.live()
             return await register(search, now_ms)
 
         serving.grep.searches.register = late  # type: ignore[method-assign]
+        following = Following(await serving.open(search, start="start"))
         with site.at_work():
-            found = ids(await serving.all(search, start="start"))
-        assert found == [f"{site.name}.new:0:{offset}" for offset in range(3)]
-
-
-# What is gone.
-
-
-async def test_a_cursor_of_another_search_or_of_no_part_is_refused(site: Site) -> None:
-    topic = site.topic("a")
-    count(site, topic, 0, 3)
-    one, other = make_search(".*", {}), make_search(".*", {"n": 1})
-    async with site.serving() as serving:
-        with site.at_work():
-            [cursor, *_] = [frame.cursor for frame in await serving.all(one, start="start")]
-            await serving.all(other, start="start")
-        for given in ({"after": cursor}, {"last_event_id": cursor}, {"start": cursor}):
-            with pytest.raises(CursorError, match="another search"):
-                await serving.open(other, **given)
-        place = Place.parse(cursor)
-        with pytest.raises(CursorError, match="no such part"):
-            await serving.open(one, after=str(Place(place.life, place.part + 100, place.cursor)))
-
-
-async def test_who_comes_back_after_the_search_was_forgotten_is_told_so_and_goes_on_live(site: Site) -> None:
-    topic, search = site.topic("a"), make_search(".*", {})
-    count(site, topic, 0, 3)
-    async with site.serving() as serving:
-        with site.at_work():
-            frames = await serving.all(search, start="start")
-            site.forget_search(search)
-            count(site, topic, 3, 5)
-            resumed = await serving.all(search, last_event_id=frames[1].cursor)
-            assert [fact["reason"] for fact in facts(resumed, "gap")] == ["expired"]
-            assert ids(resumed) == []
-            count(site, topic, 5, 8)
-            again = await serving.all(search, last_event_id=resumed[0].cursor)
-            assert (controls(again), ids(again)) == (["end"], [f"{topic}:0:{offset}" for offset in (5, 6, 7)])
-            with pytest.raises(CursorGone):
-                await serving.all(search, last_event_id=frames[1].cursor, on_gap="fail")
-            assert_same(ids(await serving.all(search, start="start")), site.ids(site.offline(search)))
-
-
-async def test_matches_whose_records_kafka_has_dropped_are_gaps(kafka: EmbeddedKafka, store: StoreOptions) -> None:
-    site = Site(kafka.address, store, grep__kept=1, grep__memory=1 << 20)
-    topic, search = site.topic("a"), make_search(".*", {})
-    count(site, topic, 0, 10)
-    async with site.serving() as serving:
-        with site.at_work():
-            assert len(ids(await serving.all(search, start="start"))) == 10
-        site.forget(topic, 0, 4)
-    async with site.serving() as serving:  # another process: it remembers nothing
-        frames = await serving.all(search, start="start")
-        assert facts(frames, "gap") == [{"id": f"{topic}:0:{offset}", "reason": "gone"} for offset in range(4)]
-        assert ids(frames) == [f"{topic}:0:{offset}" for offset in range(4, 10)]
-        site.forget(topic, 0, 6)
-        resumed = await serving.all(search, last_event_id=frames[1].cursor)
-        assert len(facts(resumed, "gap")) == 2, "what was remembered is not gone"
-    async with site.serving() as serving:
-        with pytest.raises(CursorGone) as gone:
-            await serving.all(search, start="start", on_gap="fail")
-        assert f"{topic}:0:0" in str(gone.value)
-
-
-async def test_events_before_a_gap_are_sent_before_the_feed_fails_of_it(
-    kafka: EmbeddedKafka, store: StoreOptions
-) -> None:
-    site = Site(kafka.address, store, grep__kept=1)
-    topic, search = site.topic("a", 2), make_search(".*", {})
-    count(site, topic, 0, 5)
-    count(site, topic, 0, 5, partition=1)
-    async with site.serving() as serving:
-        with site.at_work():
-            whole = ids(await serving.all(search, start="start"))
-        behind = whole[5].split(":")
-        site.forget(topic, int(behind[1]), 1)
-    async with site.serving() as serving:
-        following = Following(await serving.open(search, start="start", on_gap="fail"))
-        with pytest.raises(CursorGone):
-            await following.until(10)
-        seen = ids(following.frames)
+            await following.saw("end")
+        found = ids(following.frames)
         await following.close()
-        assert seen == whole[:5]
-
-
-async def test_a_topic_that_is_created_again_shows_nothing_of_itself_under_old_ids(
-    kafka: EmbeddedKafka, store: StoreOptions
-) -> None:
-    site = Site(kafka.address, store, grep__kept=1)
-    topic, search = site.topic("a"), make_search(".*", {})
-    count(site, topic, 0, 8)
-    site.drive()  # the driver has seen it
-    async with site.serving() as serving:
-        with site.at_work():
-            old = ids(await serving.all(search, start="start"))
-    site.delete(topic)
-    async with site.serving() as serving:
-        frames = await serving.all(search, start="start")
-        assert (ids(frames), len(facts(frames, "gap"))) == ([], 8)
-    site.topic("a")
-    count(site, topic, 100, 103)
-    async with site.serving() as serving:
-        # The pipeline has not noticed yet; what is new is waited for, and comes under ids of its own.
-        waiting = asyncio.create_task(serving.all(search, start="start"))
-        done, _ = await asyncio.wait({waiting}, timeout=1.0)
-        assert not done
-        site.drive()
-        site.live()
-        frames = await waiting
-        assert [fact["id"] for fact in facts(frames, "gap")] == old
-        assert ids(frames) == [f"{topic}@1:0:{offset}" for offset in range(3)]
-        assert [json.loads(frame.data)["data"]["n"] for frame in frames if isinstance(frame, Frame)] == [100, 101, 102]
+        assert found == [f"{site.name}.new:0:{offset}" for offset in range(3)]
 
 
 # How events are fetched.
@@ -443,7 +318,7 @@ async def test_topics_that_are_not_read_or_not_there_are_refused_or_waited_for(s
             await serving.open(make_search(f"{site.name}.later", {}), missing="fail")
         following = Following(await serving.open(make_search(f"{site.name}.later", {}), start="start", follow=True))
         topic = site.topic("later")
-        count(site, topic, 0, 3)
+        numbered(site, topic, 0, 3)
         with site.at_work():
             assert await following.until(3) == [f"{topic}:0:{offset}" for offset in range(3)]
         await following.close()

@@ -91,6 +91,16 @@ async def test_stretches_are_scanned_in_the_order_they_were_asked_for_until_they
         assert set(await searches.marks(asked[0][1], 2)) == {"posts:0"}
 
 
+async def test_what_somebody_waits_for_is_scanned_first(shards: Shards) -> None:
+    async with _services(shards, 1) as (searches,):
+        a, b = [await searches.register(search, 1) for search in (A, B)]
+        for life, ms in ((a, 10), (b, 20)):
+            assert await searches.extend(life, 0, ms, 0, {"posts:0": (0, 5)})
+        assert [life for life, _ in scanning(shards)] == [a, b]
+        assert shards.call(0, "follow", "process", 1, b.search.id) == b"ok"
+        assert [life for life, _ in scanning(shards)] == [b, a]
+
+
 async def test_a_task_sees_every_search_that_was_registered_before_it_looked(shards: Shards) -> None:
     registry = Registry()
     assert not registry.refresh(shards)
