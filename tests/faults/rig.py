@@ -42,12 +42,12 @@ IDLE_SHARD = 3
 _installations = count()
 
 
-def wait_for(what: str, condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
+def wait_for(what: str, condition: Callable[[], Any], patience_s: float = PATIENCE_S, pause_s: float = 0.1) -> Any:
     """Wait until a condition holds; return what it returned."""
     deadline = time.monotonic() + patience_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
-        time.sleep(0.1)
+        time.sleep(pause_s)
     return found
 
 
@@ -232,7 +232,7 @@ class Pipeline:
 
     def workers(self) -> list[psutil.Process]:
         """Return the Python workers, not the daemon they were forked from."""
-        return [p for p in self.family() if lives(p) and "fork" in _command(p) and "fork" in _command(p.parent())]
+        return [p for p in self.family() if lives(p) and _is_python_of_spark(p) and _is_python_of_spark(p.parent())]
 
     def jvm(self) -> psutil.Process:
         """Return Spark's own process."""
@@ -272,6 +272,11 @@ def lives(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _is_python_of_spark(process: psutil.Process | None) -> bool:
+    # Spark's own command names the module too, among its settings.
+    return "-m tailrace.pipeline.fork" in _command(process)
 
 
 def _command(process: psutil.Process | None) -> str:
