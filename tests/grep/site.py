@@ -22,7 +22,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tailrace.config import load
 from tailrace.errors import BrokerUnavailable
 from tailrace.feeds.frame import AnyFrame, Control, Frame
-from tailrace.feeds.grep import Grep, GrepFeed
+from tailrace.feeds.grep import Grep
+from tailrace.feeds.matches import GrepFeed
 from tailrace.feeds.searching import make_grep_request
 from tailrace.model.event import Source
 from tailrace.model.search import Life, Search, Stretch
@@ -255,7 +256,7 @@ class Serving:
 
     async def deafen(self) -> None:
         """Let the hub hear nothing any more; its channels stay as they are."""
-        await self.grep.hub.__aexit__(None, None, None)
+        await self.grep.parts.hub.__aexit__(None, None, None)
 
     async def open(self, search: Search, **parameters: Any) -> GrepFeed:
         request = make_grep_request(search, now_ms=now_ms(), **{"follow": False, **parameters})

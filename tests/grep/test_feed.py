@@ -216,7 +216,7 @@ async def test_a_feed_that_ends_at_a_time_has_what_was_written_by_then(site: Sit
     numbered(site, topic, 0, 3)
     async with site.serving() as serving:
         now = [NOON + 4_000]
-        serving.grep.clock = lambda: now[0]
+        serving.grep.parts.clock = lambda: now[0]
         following = Following(await serving.open(search, start="start", follow=True, until=iso_time(NOON + 7_000)))
         with site.at_work():
             await following.saw("caught-up")
@@ -237,8 +237,8 @@ async def test_the_end_is_where_the_store_says_it_is_and_not_where_the_hub_has_c
     numbered(site, topic, 0, 20)
     async with site.serving() as serving:
         following = Following(await serving.open(search, start="start"))
-        life = await serving.grep.searches.register(search, now_ms())
-        stretches, _ = await serving.grep.searches.stretches(life)
+        life = await serving.grep.parts.searches.register(search, now_ms())
+        stretches, _ = await serving.grep.parts.searches.stretches(life)
         site.scanner.take(life, stretches[0], {f"{topic}:0": (0, 10)})
         await following.until(10)
         await asyncio.sleep(0.3)
@@ -255,14 +255,14 @@ async def test_a_topic_that_is_read_before_the_search_is_registered_belongs_to_t
     """It was not there yet when the request looked which topics there are."""
     search = make_search(".*", {})
     async with site.serving() as serving:
-        register = serving.grep.searches.register
+        register = serving.grep.parts.searches.register
 
         async def late(search: Search, now_ms: int) -> Life:
             numbered(site, site.topic("new"), 0, 3)
             site.live()
             return await register(search, now_ms)
 
-        serving.grep.searches.register = late  # type: ignore[method-assign]
+        serving.grep.parts.searches.register = late  # type: ignore[method-assign]
         following = Following(await serving.open(search, start="start"))
         with site.at_work():
             await following.saw("end")

@@ -130,7 +130,7 @@ async def test_nobody_waits_for_the_end_of_a_topic_that_is_deleted_before_it_is_
         numbered(site, topic, 0, 3)
     async with site.serving() as serving:
         now = [NOON]
-        serving.grep.clock = lambda: now[0]
+        serving.grep.parts.clock = lambda: now[0]
         following = Following(await serving.open(make_search(".*", {}), start="end"))
         site.delete(topics[0])
         now[0] += 60_000

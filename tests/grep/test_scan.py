@@ -74,8 +74,8 @@ async def asked_for(site: Site, search: Search, since_ms: int = 0) -> tuple[Life
     async with site.serving() as serving:
         feed = await serving.open(search, start=iso_time(since_ms) if since_ms else "start")
         await feed.aclose()
-        life = await serving.grep.searches.register(search, now_ms())
-        stretches, _ = await serving.grep.searches.stretches(life)
+        life = await serving.grep.parts.searches.register(search, now_ms())
+        stretches, _ = await serving.grep.parts.searches.stretches(life)
         return life, stretches
 
 

@@ -17,6 +17,7 @@ from tailrace.errors import Overloaded, StoreUnavailable, TailraceError
 from tailrace.feeds.grep import Grep
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.log import LogFeeds
+from tailrace.feeds.parts import Parts
 from tailrace.metrics import Metrics
 from tailrace.model.event import home_of
 from tailrace.stores.broker import client_properties
@@ -121,7 +122,7 @@ class Service:
                 self._feeds = LogFeeds(self.hub, self.days, now_ms)
                 searched = Searched(self.settings, self.nodes)
                 self._grep = Grep(
-                    matches, self.matches, Searches(self.nodes), searched, self.payloads, self.leases, now_ms
+                    Parts(matches, self.matches, Searches(self.nodes), searched, self.payloads, self.leases, now_ms)
                 )
                 beating = asyncio.create_task(self.leases.run(), name="heartbeat")
                 stack.callback(beating.cancel)

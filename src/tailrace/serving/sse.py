@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tailrace.errors import TailraceError
-from tailrace.feeds.grep import GrepFeed
 from tailrace.feeds.log import Feed
+from tailrace.feeds.matches import GrepFeed
 from tailrace.serving.encodings import Encoding
 from tailrace.serving.problems import problem_json
 from tailrace.serving.service import Service

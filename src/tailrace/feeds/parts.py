@@ -1,0 +1,76 @@
+"""The parts of a search's life: the stretches of the past that were asked for, oldest first, and what is live.
+
+Ranges of stretches abut, so that nothing is scanned twice; the last of them ends where live matches begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tailrace.feeds.hub import Hub
+from tailrace.feeds.searching import LIVE
+from tailrace.model.search import Life, Search, Stretch
+from tailrace.stores.broker import Topic
+from tailrace.stores.leases import Leases
+from tailrace.stores.logs import Logs
+from tailrace.stores.payloads import Payloads
+from tailrace.stores.searched import Searched
+from tailrace.stores.searches import Searches
+
+
+class Parts:
+    """What feeds of searches are made from, and what they ask of the parts of a life."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        logs: Logs,
+        searches: Searches,
+        searched: Searched,
+        payloads: Payloads,
+        leases: Leases,
+        clock: Callable[[], int],
+    ) -> None:
+        self.hub, self.logs, self.searches, self.searched, self.payloads = hub, logs, searches, searched, payloads
+        self.leases, self.clock = leases, clock
+
+    async def ends(self, search: Search) -> dict[str, int]:
+        """Return where each source of a search ends now."""
+        return await self.searched.ends(await self.searched.topics(search))
+
+    async def reach(self, life: Life, pins: Mapping[str, int], topics: Sequence[Topic], since_ms: int) -> None:
+        """Ask for what is not scanned yet of the time since then; ranges abut, so nothing is scanned twice."""
+        wanted: dict[str, int] | None = None
+        while True:
+            stretches, _ = await self.searches.stretches(life)
+            if any(stretch.since_ms <= since_ms for stretch in stretches):
+                return
+            wanted = wanted if wanted is not None else await self.searched.at_time(list(topics), since_ms)
+            lowest = dict(pins)
+            for stretch in stretches:
+                lowest |= {source: first for source, (first, _) in stretch.ranges.items()}
+            ranges = {s: (wanted[s], until) for s, until in lowest.items() if s in wanted and wanted[s] < until}
+            if not ranges or await self.searches.extend(life, len(stretches), self.clock(), since_ms, ranges):
+                return
+
+    async def oldest(self, life: Life, since_ms: int) -> int:
+        """Return the part that a request since a time begins with: the last one that ends after it."""
+        stretches, _ = await self.searches.stretches(life)
+        part, until_ms = LIVE, None
+        for stretch in stretches:
+            if until_ms is not None and until_ms <= since_ms:
+                break
+            part, until_ms = stretch.number, stretch.since_ms
+        return part
+
+    async def after(self, life: Life, part: int) -> int:
+        """Return the part that follows another one."""
+        stretches, _ = await self.searches.stretches(life)
+        numbers = [LIVE, *(stretch.number for stretch in stretches)]
+        return numbers[numbers.index(part) - 1]
+
+    async def stretch(self, life: Life, part: int) -> tuple[Stretch, bool]:
+        """Return a stretch, and whether it is scanned."""
+        stretches, done = await self.searches.stretches(life)
+        [found] = [stretch for stretch in stretches if stretch.number == part]
+        return found, part in done
