@@ -8,6 +8,8 @@
     │   ├── StreamNotFound            stream.not_found     no such stream, and the caller would not wait
     │   ├── TopicNotFound             topic.not_found      no such topic, or one that may not be written
     │   ├── TopicNotRead              topic.not_read       a topic that the pipeline does not read
+    │   ├── AccessDenied              access.denied        a user who may not do this, or whom nobody named
+    │   │   └── TopicForbidden        topic.forbidden      a topic that the user may not search
     │   ├── EventRefused              event.refused        an event that the topic would not take
     │   ├── RuleNotFound              rule.not_found       no such rule of folds
     │   ├── GroupNotFound             group.not_found      a group that holds no folds
@@ -40,6 +42,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AccessDenied",
     "ArtifactError",
     "BadRequest",
     "BrokerUnavailable",
@@ -65,6 +68,7 @@ __all__ = [
     "StreamNotFound",
     "TailraceError",
     "TooLarge",
+    "TopicForbidden",
     "TopicNotFound",
     "TopicNotRead",
     "Unavailable",
@@ -142,6 +146,23 @@ class TopicNotRead(UsageError):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"topic {name!r} is not read by the pipeline: see kafka.topics and kafka.exclude")
+
+
+class AccessDenied(UsageError):
+    """A user may not do this, or no user was named where one is asked for."""
+
+    code = "access.denied"
+    status = 403
+
+
+class TopicForbidden(AccessDenied):
+    """A topic that the user may not search."""
+
+    code = "topic.forbidden"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"topic {name!r} is not among those that you may search: see serve.topics_by_user")
 
 
 class EventRefused(UsageError):

@@ -42,6 +42,7 @@ from tailrace.values import (
     SizeOrZero,
     SparkConf,
     Topic,
+    TopicsByUser,
     ValkeyUrl,
     Views,
     as_toml,
@@ -197,9 +198,13 @@ class Serve(Section):
     connections: Count = 10_000
     max_body: Size = 16 * 2**20
     ring_bytes: Size = 64 * 2**20
+    user_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{0,100}$")] = ""
+    topics_by_user: TopicsByUser = TopicsByUser()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if bool(self.user_header) != bool(self.topics_by_user):
+            raise ValueError("user_header and topics_by_user together, or neither")
         if self.coalesce_bytes > self.client_bytes:
             raise ValueError("coalesce_bytes of at most client_bytes")
         return self
@@ -325,7 +330,7 @@ class Settings(BaseSettings):
                 f"spark.master = {self.spark.master!r} allows one attempt per task, so a killed Python worker ends the "
                 "query: write local[N,4]"
             )
-        if self.serve.host not in ("127.0.0.1", "localhost", "::1"):
+        if self.serve.host not in ("127.0.0.1", "localhost", "::1") and not self.serve.user_header:
             found.append(
                 f"serve.host = {self.serve.host!r} opens the service to the network, and it asks nobody who they are"
             )

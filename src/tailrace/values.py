@@ -199,6 +199,27 @@ class KeepByName(Table[timedelta | None]):
         return cls(found)
 
 
+class TopicsByUser(Table[str]):
+    """Patterns of users in the order in which they are tried, and a pattern of the topics that each may search."""
+
+    __slots__ = ()
+
+    def written(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        if not isinstance(value, Mapping):
+            raise ValueError('a table of patterns for users and for topics, such as {"anna|ben" = "orders-.*"}')
+        found: dict[str, str] = {}
+        for pattern, topics in value.items():
+            try:
+                found[_pattern(str(pattern))] = _pattern(topics)
+            except ValueError as error:
+                raise ValueError(f"for {pattern!r} {error}") from None
+        return cls(found)
+
+
 @cache
 def compiled(pattern: str) -> Any:
     """The RE2 expression of a pattern, made once. Its dot matches the end of a line too, which a name may hold.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.errors import BadRequest, CursorError, QueryError
+from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.feeds.progress import EVERY_MS, Progress
 from tailrace.feeds.searching import GrepRequest, Place, make_grep_request
 from tailrace.model.cursor import Cursor, FromEnd, FromStart, FromTime, Position
@@ -283,3 +283,28 @@ def test_a_scan_of_nothing_is_done() -> None:
     told = Progress(Stretch(1, 0, {}), lambda: NOW).tell({}, 0)
     assert told is not None
     assert told["percent"] == 100.0
+
+
+# Who may search some topics only.
+
+
+def test_a_search_over_a_pattern_is_narrowed_to_what_is_allowed() -> None:
+    search = make_search(".*-eu", {}).narrowed("orders-.*")
+    assert _over(search, "orders-eu", "payments-eu", "orders-us") == [True, False, False]
+
+
+def test_a_narrowed_search_is_another_one_than_the_whole_and_the_same_for_all_with_these_topics() -> None:
+    whole = make_search(".*", {"a": 1})
+    assert whole.narrowed("orders-.*").id != whole.id
+    assert whole.narrowed("orders-.*").id == make_search(".*", {"a": {"$eq": 1}}).narrowed("orders-.*").id
+    assert whole.narrowed("orders-.*").id != whole.narrowed("payments").id
+
+
+def test_a_search_by_names_is_the_same_for_all_who_may_search_them() -> None:
+    search = make_search("orders-eu,orders-us", {})
+    assert search.narrowed("orders-.*") == search
+
+
+def test_a_search_that_names_a_topic_which_is_not_allowed_is_refused() -> None:
+    with pytest.raises(TopicForbidden, match="'payments'"):
+        make_search("orders-eu,payments", {}).narrowed("orders-.*")

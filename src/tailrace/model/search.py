@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.errors import BadRequest, QueryError
+from tailrace.errors import BadRequest, QueryError, TopicForbidden
 from tailrace.model.event import Source
 from tailrace.model.query import Limits, Query, compile_query
 from tailrace.model.query.regex import compiled
@@ -28,11 +28,13 @@ class Search(msgspec.Struct, frozen=True):
 
     topics: str | tuple[str, ...]
     query: dict[str, Any]
+    within: str = ""
+    """A regular expression for topics, too: those that who asks may search; empty for all."""
 
     @property
     def id(self) -> str:
         """The same for all searches that mean the same."""
-        topics = msgspec.json.encode(self.topics).decode()
+        topics = msgspec.json.encode((self.topics, self.within) if self.within else self.topics).decode()
         return sha256(f"{topics} {self.compiled().digest}".encode()).hexdigest()[:24]
 
     def compiled(self) -> Query:
@@ -41,7 +43,19 @@ class Search(msgspec.Struct, frozen=True):
 
     def topic_pattern(self) -> TopicFilter:
         """Return what tells its topics."""
-        return TopicFilter(self.topics)
+        return TopicFilter(self.topics, self.within)
+
+    def narrowed(self, within: str) -> Search:
+        """Return the search over those of its topics that match a regular expression.
+
+        Raises:
+            TopicForbidden: It names another one.
+        """
+        allowed = TopicFilter(within)
+        for name in () if isinstance(self.topics, str) else self.topics:
+            if name not in allowed:
+                raise TopicForbidden(name)
+        return Search(self.topics, self.query, within if isinstance(self.topics, str) else "")
 
 
 _ADMITTED = Limits(depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24)
@@ -50,14 +64,15 @@ _ADMITTED = Limits(depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 2
 class TopicFilter:
     """Tells which topics a search is over."""
 
-    def __init__(self, topics: str | tuple[str, ...]) -> None:
+    def __init__(self, topics: str | tuple[str, ...], within: str = "") -> None:
         self._names = frozenset(topics) if not isinstance(topics, str) else None
-        self._pattern = compiled(topics, "s") if isinstance(topics, str) else None
+        patterns = [topics] if isinstance(topics, str) else []
+        self._patterns = [compiled(pattern, "s") for pattern in (*patterns, within) if pattern]
 
     def __contains__(self, topic: str) -> bool:
-        if self._names is not None:
-            return topic in self._names
-        return self._pattern.fullmatch(topic.encode()) is not None  # type: ignore[union-attr]
+        if self._names is not None and topic not in self._names:
+            return False
+        return all(pattern.fullmatch(topic.encode()) is not None for pattern in self._patterns)
 
 
 def make_search(topics: str, query: Any, key: str | None = None, limits: Limits | None = None) -> Search:

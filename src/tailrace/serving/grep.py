@@ -63,12 +63,13 @@ class GrepQuery(NoQuery):
         except ValueError as error:
             raise BadRequest(f"q={self.q[:80]!r} is no JSON: {error}") from None
 
-    def request(self, limits: Limits, last_event_id: str | None) -> GrepRequest | None:
-        """Return the request to the feed; None when it has ended before."""
+    def request(self, limits: Limits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
+        """Return the request to the feed, over topics that match ``within``; None when it has ended before."""
         if self.start is not None and self.since is not None:
             raise BadRequest("from and since are the same parameter: give one of them")
+        search = make_search(self.topics, self.query(), self.key, limits)
         return make_grep_request(
-            make_search(self.topics, self.query(), self.key, limits),
+            search.narrowed(within) if within else search,
             now_ms=now_ms(),
             start=self.since if self.start is None else self.start,
             after=self.after,
@@ -96,11 +97,11 @@ class GrepBody(GrepQuery):
     def query(self) -> Any:
         return self.q
 
-    def request(self, limits: Limits, last_event_id: str | None) -> GrepRequest | None:
+    def request(self, limits: Limits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
         topics = ",".join(self.topics) if isinstance(self.topics, list) else self.topics
         key = msgspec.json.encode(self.key).decode() if isinstance(self.key, list) else self.key
         plain = self.model_copy(update={"topics": topics, "key": key})
-        return GrepQuery.request(plain, limits, last_event_id)
+        return GrepQuery.request(plain, limits, last_event_id, within)
 
 
 class ExplainBody(BaseModel):

@@ -148,6 +148,7 @@ def problems(*statuses: int) -> Responses:
     """Return the documentation of the problems that a route may answer with."""
     said = {
         400: "A parameter, a cursor or a body that cannot be read.",
+        403: "The user may not do this: see `serve.topics_by_user`.",
         404: "No such stream, topic or rule, or a group that holds nothing.",
         410: "Events are gone, and the request said `on_gap=fail`.",
         413: "Larger than a request may be.",

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from tailrace.metrics import CONTENT_TYPE
 from tailrace.model.folded import stream_of
 from tailrace.serving import listings
+from tailrace.serving.access import everything, topics_of
 from tailrace.serving.encodings import choose
 from tailrace.serving.flush import GivenOut, give_out
 from tailrace.serving.folds import Folds, known, list_folds
@@ -192,7 +193,8 @@ async def search_by_body(
 
 
 def _grep(request: Request, service: Service, query: GrepQuery, last_event_id: str | None) -> Response:
-    wanted = query.request(limits_of(service.settings), last_event_id)
+    within = topics_of(service.settings, request)
+    wanted = query.request(limits_of(service.settings), last_event_id, within)
     if wanted is None:
         return Response(status_code=204)
     encoding = choose(request.headers.get("accept", ""), query.format)
@@ -261,11 +263,17 @@ class Route(NamedTuple):
     more: Mapping[str, Any] = MappingProxyType({})
 
     @property
+    def dependencies(self) -> list[Any]:
+        """What is asked before the handler: who may do everything, but for searches, which are narrowed, and probes."""
+        return [] if self.tag == "operations" or self.endpoint in _SEARCHES else [Depends(everything)]
+
+    @property
     def summary(self) -> str:
         """The first line of what the handler says of itself."""
         return (self.endpoint.__doc__ or "").partition("\n")[0].strip()
 
 
+_SEARCHES = (search, search_by_body, explain_search)
 _STREAMING = {"response_class": FeedResponse, "status_code": 200}
 _FEED = FEED | problems(400, 404, 410, 503)
 _PENDING: Responses = {200: {"model": Pending}, **problems(400, 404, 503)}
@@ -321,10 +329,16 @@ def install(app: FastAPI) -> None:
             name=route.endpoint.__name__,
             operation_id=route.endpoint.__name__,
             summary=route.summary,
-            responses=route.responses,
+            responses=route.responses if route.tag == "operations" else route.responses | problems(403),
+            dependencies=route.dependencies,
             **route.more,
         )
         if route.method == "GET":
             app.add_api_route(
-                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                include_in_schema=False,
+                response_model=None,
+                dependencies=route.dependencies,
             )
