@@ -16,14 +16,14 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import Any
 
+import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from tailrace.config import load
 from tailrace.errors import BrokerUnavailable
-from tailrace.feeds.frame import AnyFrame, Control, Frame
+from tailrace.feeds.frame import AnyFeed, AnyFrame, Control, Frame
 from tailrace.feeds.grep import Grep
-from tailrace.feeds.matches import GrepFeed
 from tailrace.feeds.searching import make_grep_request
 from tailrace.model.event import Source
 from tailrace.model.search import Life, Search, Stretch
@@ -75,6 +75,12 @@ class Site:
         while not self._has_leaders(topic):
             time.sleep(0.02)
         return topic
+
+    def grow(self, topic: str, partitions: int) -> None:
+        """Give a topic more partitions, and wait until the broker knows where they end."""
+        self.admin.create_partitions([NewPartitions(topic, partitions)])[topic].result(30)
+        while len(self.broker.topics()[topic].partitions) < partitions or not self._has_leaders(topic):
+            time.sleep(0.02)
 
     def _has_leaders(self, topic: str) -> bool:
         found = self.broker.topics().get(topic)
@@ -137,13 +143,15 @@ class Site:
         self.generations |= {name: int(answer) for name, answer in zip(topics, answers, strict=True)}
         kept = self.settings.grep.kept
         self.writer = Writer(self.store, VIEWS, generations=self.generations, kept_bytes=kept)
+        self._ids = {topic.name: topic.id for topic in topics.values()}
         self.scanner = HandScanner(self) if self.spark is None else CountedScanner(self)
 
     def live(self) -> int:
         """Do what the query does: read what is new, in batches of any size, then move the marks."""
         ends: dict[Source, int] = {}
-        topics = self.broker.topics()
-        for (topic, partition), (first, end) in self.broker.bounds(topics.values()).items():
+        # One that was created again is left alone until a driver has noticed it.
+        topics = [t for t in self.broker.topics().values() if self._ids.setdefault(t.name, t.id) == t.id]
+        for (topic, partition), (first, end) in self.broker.bounds(topics).items():
             source = Source(topic, partition, self.generations.get(topic, 0))
             self._read[source] = max(first, self._read.get(source, 0))
             if end > self._read[source]:
@@ -236,12 +244,26 @@ class CountedScanner(Scanner):
 class HandScanner(CountedScanner):
     """One that reads by itself instead of by Spark."""
 
+    stop_after: int | None = None
+    """How many batches are read before it stops in the middle."""
+
     def _read(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         starts = {Source.parse(source): first for source, (first, _) in chunk.ranges.items()}
         ends = {Source.parse(source): until for source, (_, until) in chunk.ranges.items()}
         records = self._site.records(starts, ends)
-        list(scan(self._plan, chunk)(iter([batch(records)] if records else [])))
+        list(scan(self._plan, chunk)(self._batches(records)))
+
+    def _batches(self, records: list[Record]) -> Iterator[pa.RecordBatch]:
+        size = self._site.chance.choice((1, 7, 50, 1000))
+        for n, begin in enumerate(range(0, len(records), size)):
+            if n == self.stop_after:
+                raise Stopped
+            yield batch(records[begin : begin + size])
+
+
+class Stopped(Exception):
+    """A scan was stopped in the middle."""
 
 
 class Serving:
@@ -258,7 +280,7 @@ class Serving:
         """Let the hub hear nothing any more; its channels stay as they are."""
         await self.grep.parts.hub.__aexit__(None, None, None)
 
-    async def open(self, search: Search, **parameters: Any) -> GrepFeed:
+    async def open(self, search: Search, **parameters: Any) -> AnyFeed:
         request = make_grep_request(search, now_ms=now_ms(), **{"follow": False, **parameters})
         assert request is not None
         return await self.grep.open(request)
@@ -279,7 +301,7 @@ class Serving:
 class Following:
     """A feed that is read in the background."""
 
-    def __init__(self, feed: GrepFeed) -> None:
+    def __init__(self, feed: AnyFeed) -> None:
         self.frames: list[AnyFrame] = []
         self._feed = feed
         self._more = asyncio.Event()

@@ -6,12 +6,14 @@ import msgspec
 
 from tailrace.errors import CursorError
 from tailrace.feeds.matches import GrepFeed
+from tailrace.feeds.newest import NewestFeed
 from tailrace.feeds.parts import Parts
 from tailrace.feeds.reader import end_of
 from tailrace.feeds.searching import LIVE, GrepRequest, Place
-from tailrace.model.cursor import FromEnd, FromTime, Position
+from tailrace.model.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.model.search import Life
 from tailrace.model.segment import Gap
+from tailrace.stores.broker import Topic
 
 
 class Grep:
@@ -20,7 +22,7 @@ class Grep:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    async def open(self, request: GrepRequest) -> GrepFeed:
+    async def open(self, request: GrepRequest) -> GrepFeed | NewestFeed:
         """Register the search, pin it, ask for the past that it needs, and find the start. Raises before all else."""
         parts = self.parts
         request = await self._known(request)
@@ -31,6 +33,22 @@ class Grep:
         pins = await parts.searches.pins(life)
         if pins is None:
             pins = await parts.searches.pin(life, await parts.searched.ends(topics))
+        if isinstance(request.start, FromLast):
+            newest = NewestFeed(
+                parts,
+                life,
+                pins,
+                topics,
+                request.start.count,
+                lambda ms: self._feed(since(request, ms), life, pins, topics),
+            )
+            await newest.begin()
+            return newest
+        return await self._feed(request, life, pins, topics)
+
+    async def _feed(self, request: GrepRequest, life: Life, pins: dict[str, int], topics: list[Topic]) -> GrepFeed:
+        """Open the feed of a search that is registered and pinned."""
+        parts = self.parts
         gap = None
         if isinstance(request.start, Place):
             part, position, gap = await self._resumed(life, request.start)
@@ -66,3 +84,9 @@ class Grep:
             raise CursorError(f"cursor {place} is of another search")
         # The search was forgotten and has begun anew: what matched in between is not known.
         return LIVE, Position.START, Gap(position, Position.START, "expired")
+
+
+def since(request: GrepRequest, time_ms: int) -> GrepRequest:
+    """Return a request as one that begins at a time; 0 is the start."""
+    start = FromTime(time_ms) if time_ms else FromStart()
+    return msgspec.structs.replace(request, start=start, since_ms=time_ms or None)

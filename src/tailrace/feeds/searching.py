@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.model.cursor import Cursor, FromEnd, FromStart, FromTime, parse_start, parse_time
+from tailrace.model.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start, parse_time
 from tailrace.model.search import Search
 
 LIVE = 0
@@ -47,7 +47,7 @@ class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A feed of one search. Times are milliseconds."""
 
     search: Search
-    start: FromStart | FromEnd | FromTime | Place
+    start: FromStart | FromEnd | FromLast | FromTime | Place
     since_ms: int | None = None
     until_ms: int | None = None
     limit: int | None = None
@@ -90,7 +90,7 @@ def make_grep_request(
         raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
     if client is not None and not _CLIENT.fullmatch(client):
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
-    begin: FromStart | FromEnd | FromTime | Place
+    begin: FromStart | FromEnd | FromLast | FromTime | Place
     sent, since_ms, resumed = 0, None, False
     if last_event_id:
         begin = Place.parse(last_event_id)
@@ -105,11 +105,12 @@ def make_grep_request(
         since_ms = begin.cursor.since_ms
     elif start:
         found = parse_start(start, 1, now_ms)
-        if not isinstance(found, FromStart | FromEnd | FromTime):
+        if isinstance(found, FromCursor):
             raise BadRequest(
-                f"from={start[:80]!r}: a search begins at start, end, a time, an age like -1h, or a cursor"
+                f"from={start[:80]!r}: a search begins at start, end, a time, an age like -1h, -N for the last N, or a "
+                "cursor of its own"
             )
-        begin = found
+        begin = FromEnd() if found == FromLast(0) else found
         since_ms = found.time_ms if isinstance(found, FromTime) else None
     else:
         begin = FromEnd() if follow else FromStart()

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from tailrace.feeds.frame import AnyFrame, Control, Frame
+from tailrace.feeds.frame import AnyFrame, Batch, Control, Frame
 
 
 class Encoding(Protocol):
@@ -47,13 +47,16 @@ class EventStream:
         return b"retry: %d\n\n%b" % (retry_ms, start)
 
     def frames(self, frames: Sequence[AnyFrame]) -> bytes:
+        if isinstance(frames, Batch):
+            return _written(frames, self.media_type, b"id: ", b"\ndata: ", b"\n\n")
         out: list[bytes] = []
         for frame in frames:
             cursor = frame.cursor.encode("ascii")
             if isinstance(frame, Frame):
                 out.append(b"id: %b\ndata: %b\n\n" % (cursor, one_line(frame.data)))
             elif isinstance(frame, Control):
-                out.append(b"id: %b\nevent: %b\ndata: %b\n\n" % (cursor, frame.name.encode(), one_line(frame.data)))
+                place = b"id: %b\n" % cursor if cursor else b""
+                out.append(b"%bevent: %b\ndata: %b\n\n" % (place, frame.name.encode(), one_line(frame.data)))
             else:
                 out.append(b"id: %b\n\n" % cursor)
         return b"".join(out)
@@ -79,13 +82,16 @@ class Lines:
         return b""
 
     def frames(self, frames: Sequence[AnyFrame]) -> bytes:
+        if isinstance(frames, Batch):
+            return _written(frames, self.media_type, b'{"cursor":"', b'",', b"\n", 1)
         out: list[bytes] = []
         for frame in frames:
             cursor = frame.cursor.encode("ascii")
             if isinstance(frame, Frame):
                 out.append(b'{"cursor":"%b",%b\n' % (cursor, one_line(frame.data)[1:]))
             elif isinstance(frame, Control):
-                out.append(b'{"event":"%b","cursor":"%b"%b\n' % (frame.name.encode(), cursor, _more(frame.data)))
+                place = b',"cursor":"%b"' % cursor if cursor else b""
+                out.append(b'{"event":"%b"%b%b\n' % (frame.name.encode(), place, _more(frame.data)))
             else:
                 out.append(b'{"event":"moved","cursor":"%b"}\n' % cursor)
         return b"".join(out)
@@ -95,6 +101,19 @@ class Lines:
 
     def farewell(self, retry_ms: int) -> bytes:
         return b""
+
+
+def _written(batch: Batch, form: str, before: bytes, between: bytes, behind: bytes, skip: int = 0) -> bytes:
+    """Return a batch in one of the forms; it is written once, whoever sends it."""
+    written = batch.written.get(form)
+    if written is None:
+        head, tail = before + batch.head.encode("ascii"), batch.tail.encode("ascii") + between
+        out = [
+            b"%b%d%b%b%b" % (head, number, tail, one_line(data)[skip:], behind)
+            for number, data in enumerate(batch.data, batch.first)
+        ]
+        written = batch.written[form] = b"".join(out)
+    return written
 
 
 def one_line(document: bytes) -> bytes:

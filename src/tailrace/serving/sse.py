@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tailrace.errors import TailraceError
-from tailrace.feeds.log import Feed
-from tailrace.feeds.matches import GrepFeed
+from tailrace.feeds.frame import AnyFeed
 from tailrace.serving.encodings import Encoding
 from tailrace.serving.problems import problem_json
 from tailrace.serving.service import Service
@@ -44,7 +43,7 @@ class FeedResponse(Response):
     def __init__(
         self,
         service: Service,
-        open_feed: Callable[[], Awaitable[Feed | GrepFeed]],
+        open_feed: Callable[[], Awaitable[AnyFeed]],
         encoding: Encoding,
         resumed: bool = False,
     ) -> None:
@@ -63,7 +62,7 @@ class FeedResponse(Response):
                     await send({"type": "http.response.body", "body": b""})
                 else:
                     abort = scope.get("state", {}).get(ABORT)
-                    await delivery.run(feed, None if self._resumed else feed.cursor, receive, abort)
+                    await delivery.run(feed, None if self._resumed else feed.cursor or None, receive, abort)
             finally:
                 await feed.aclose()
 
@@ -95,9 +94,7 @@ class _Delivery:
         if not self._over:
             self._last(self._encoding.farewell(self._retry_ms))
 
-    async def run(
-        self, feed: Feed | GrepFeed, cursor: str | None, receive: Receive, abort: Callable[[], None] | None
-    ) -> None:
+    async def run(self, feed: AnyFeed, cursor: str | None, receive: Receive, abort: Callable[[], None] | None) -> None:
         """Deliver until the feed ends, the client goes, or the service stops."""
         pulling = asyncio.create_task(self._pull(feed))
         listening = asyncio.create_task(self._listen(receive))
@@ -116,7 +113,7 @@ class _Delivery:
                     task.cancel()
                     await asyncio.wait({task}, timeout=0.5)
 
-    async def _pull(self, feed: Feed | GrepFeed) -> None:
+    async def _pull(self, feed: AnyFeed) -> None:
         try:
             async for frames in feed:
                 if self._over:
