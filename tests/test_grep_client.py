@@ -200,7 +200,7 @@ def test_what_is_asked_is_sent(service: ScriptedSearches) -> None:
     asked = {"until": "2027-01-01T00:00:00Z", "limit": 5, "follow": False, "on_gap": "fail", "window": 4_096}
     grep(service.url, ["orders-1", "b.c"], {"total": {"$gt": 1}}, key=["acc-7", 1], start="@-1h", count=True, **asked)
     grep(service.url, "orders-.*", key="^acc", since="-1h", follow=False)
-    grep(service.url, after=f"{LIFE}.3", follow=False)
+    grep(service.url, after=f"{LIFE}.3", client="reader-1", follow=False)
     first, second, third = service.asked
     assert first == {
         "topics": "orders-1,b.c",
@@ -218,7 +218,7 @@ def test_what_is_asked_is_sent(service: ScriptedSearches) -> None:
         "last-event-id": None,
     }
     assert (second["topics"], second["key"], second["from"], second["q"]) == ("orders-.*", "^acc", "-1h", {})
-    assert (third["topics"], third["after"], "from" in third) == ("", f"{LIFE}.3", False)
+    assert (third["topics"], third["after"], third["client"], "from" in third) == ("", f"{LIFE}.3", "reader-1", False)
 
 
 def test_a_query_too_long_for_an_address_goes_in_a_body_also_when_it_connects_again(service: ScriptedSearches) -> None:

@@ -248,6 +248,10 @@ def grep(
     count: Annotated[bool, typer.Option("-c", "--count", help="Only how many events there are.")] = False,
     invert: Annotated[bool, typer.Option("-v", "--invert-match", help="What the query does not match.")] = False,
     names: Annotated[bool, typer.Option("-l", "--topics", help="Only the topics that have a match.")] = False,
+    client: Annotated[
+        str | None,
+        typer.Option("--client", help="A name: the place is kept, and the next one by this name goes on there."),
+    ] = None,
     until: Until = None,
     json: Json = False,
     on_gap: OnGap = "skip",
@@ -257,7 +261,7 @@ def grep(
     """Search topics: the past from any time on, then what comes. Exits like grep(1): 0 found, 1 not, 2 failed."""
     from tailrace.commands import grep
 
-    given = (query or [], key, start, after, limit, until, ends, follow, count, invert, names, missing, on_gap)
+    given = (query or [], key, start, after, limit, until, ends, follow, count, invert, names, client, missing, on_gap)
     raise typer.Exit(grep.grep(grep.Request(topics, *given, json, url)))
 
 

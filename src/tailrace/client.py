@@ -150,6 +150,7 @@ class River:
         key: str | Sequence[object] | None = None,
         count: bool = False,
         window: int | None = None,
+        client: str | None = None,
         since: str | None = None,
         **asked: Unpack[Asked],
     ) -> Feed:
@@ -161,8 +162,9 @@ class River:
             key: the first elements of the key, or a regular expression (RE2) for one of them.
             count: send no events, only their number: ``await feed.count()``.
             window: bytes of events that the service fetches at once.
+            client: a name under which the service keeps the reader's place: without ``after`` it goes on there.
             since: the same as ``start``.
-            asked: see ``tail``. There is no ``-N`` in ``start``, and ``missing`` is about topics that are named.
+            asked: see ``tail``. Here ``missing`` is about topics that are named.
         """
         if since is not None and asked.get("start") is not None:
             raise BadRequest("since= and start= are the same: give one of them")
@@ -173,6 +175,7 @@ class River:
         words += [] if key is None else [("key", _key(key))]
         words += [("count", True)] if count else []
         words += [] if window is None else [("window", window)]
+        words += [] if client is None else [("client", client)]
         return self._feed("/v1/grep", words, document, **asked)
 
     async def explain(

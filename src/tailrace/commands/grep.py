@@ -51,6 +51,7 @@ class Request(NamedTuple):
     only_count: bool
     invert: bool
     only_topics: bool
+    client: str | None
     missing: str
     on_gap: str
     json: bool
@@ -148,6 +149,7 @@ class _Search:
                 {"$nor": [self.query]} if asked.invert else self.query,
                 key=asked.key,
                 count=asked.only_count,
+                client=asked.client,
                 after=asked.after,
                 start=asked.start,
                 until=asked.until,
@@ -239,6 +241,7 @@ class _Search:
         asked = self.asked
         words = ["tailrace", "grep", asked.topics, *([] if query is None else [query])]
         words += ["--key", asked.key] if asked.key is not None else []
+        words += ["--client", asked.client] if asked.client is not None else []
         if self.cursor is not None:
             # How many were found is counted anew; at what time the search began is not.
             words += ["--after", re.sub(r"~(end|\d*)", "~", self.cursor).rstrip("~")]

@@ -37,8 +37,8 @@ class GrepQuery(NoQuery):
     start: str | None = Field(
         None,
         alias="from",
-        description="Where to begin: `start`, `end`, a time, an age like `-1h`, or a cursor. Default: `end` when "
-        "following, else `start`.",
+        description="Where to begin: `start`, `end`, `-N` (the last N), a time, an age like `-1h`, or a cursor. "
+        "Default: `end` when following, else `start`.",
     )
     since: str | None = Field(None, description="The same as `from`.")
     after: str | None = Field(None, description="A cursor: a new request that begins after it.")
