@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from tailrace.errors import TailraceError
-
-DEFAULT_URL = "http://127.0.0.1:7070"
+from tailrace.options import DEFAULT_URL, Json, Most, Url
+from tailrace.searches_cli import searches
 
 app = typer.Typer(
     help="Follow Kafka's JSON events as streams that can be resumed exactly.",
@@ -28,14 +28,13 @@ folds = typer.Typer(help="Bursts of events that became one: the rules, and what 
 settings = typer.Typer(help="What is configured, and why.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 app.add_typer(folds, name="folds")
+app.add_typer(searches, name="searches")
 app.add_typer(settings, name="config")
 
 Config = Annotated[Path | None, typer.Option("--config", help="The configuration file.", metavar="FILE")]
 Port = Annotated[int | None, typer.Option("--port", help="The port of the service.")]
 Folder = Annotated[Path | None, typer.Option("--dir", help="The folder for data and logs.", metavar="DIR")]
-Url = Annotated[str, typer.Option("--url", envvar="TAILRACE_URL", help="Where the service is.")]
-Json = Annotated[bool, typer.Option("-J", "--json", help="JSON, one object per line, also on a terminal.")]
-View = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days.")]
+View = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days, or matches.")]
 NamePattern = Annotated[
     str | None, typer.Option("--name", metavar="PATTERN", help="Only streams whose whole name matches, in RE2 syntax.")
 ]
@@ -54,7 +53,6 @@ Start = Annotated[
     ),
 ]
 After = Annotated[str | None, typer.Option("--after", metavar="CURSOR", help="Begin after this cursor.")]
-Most = Annotated[int | None, typer.Option("-n", "--max", min=1, help="So many at most.")]
 Ends = Annotated[bool, typer.Option("-e", "--exit", help="End at the last event there is.")]
 Until = Annotated[str | None, typer.Option("--until", metavar="TIME", help="End after this time.")]
 OnGap = Annotated[str, typer.Option("--on-gap", help="What to do when events are gone: skip or fail.")]

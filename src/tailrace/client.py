@@ -192,7 +192,7 @@ class River:
         """
         body = {"topics": _topics(topics), "q": msgspec.Raw(_document(query).encode()), "samples": list(samples)}
         body |= {} if key is None else {"key": _key(key)}
-        answer = await self._call("POST", "/v1/grep/explain", content=msgspec.json.encode(body))
+        answer = await self.call("POST", "/v1/grep/explain", content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=Explained)
 
     def _feed(self, path: str, query: Query, document: str | None = None, **given: Unpack[Asked]) -> Feed:
@@ -240,7 +240,7 @@ class River:
     async def put_lines(self, topic: str, lines: Iterable[bytes]) -> bytes:
         """Write one batch of events that are JSON already; return the answer as it came."""
         headers = {"Content-Type": "application/x-ndjson"}
-        return await self._call(
+        return await self.call(
             "POST", f"/v1/topics/{_segment(topic)}", content=b"\n".join(lines) + b"\n", headers=headers
         )
 
@@ -262,12 +262,12 @@ class River:
         query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
         if top is not None:
             query |= {"top": top} | ({"memory": "true"} if memory else {})
-            answer = await self._call("GET", "/v1/streams", patience=LONGEST_SEARCH, params=query)
+            answer = await self.call("GET", "/v1/streams", patience=LONGEST_SEARCH, params=query)
             return msgspec.json.decode(answer, type=_Streams).streams
         found: list[Stream] = []
         while limit is None or len(found) < limit:
             query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
-            page = msgspec.json.decode(await self._call("GET", "/v1/streams", params=query), type=_Streams)
+            page = msgspec.json.decode(await self.call("GET", "/v1/streams", params=query), type=_Streams)
             found += page.streams
             if page.next is None:
                 break
@@ -276,12 +276,12 @@ class River:
 
     async def days(self, name: str) -> list[Day]:
         """List the days of a stream, the oldest first."""
-        answer = await self._call("GET", f"/v1/streams/{_segment(name)}/days")
+        answer = await self.call("GET", f"/v1/streams/{_segment(name)}/days")
         return msgspec.json.decode(answer, type=_Days).days
 
     async def fold_rules(self) -> list[FoldRule]:
         """List the rules of folds with their windows, what they hold and how much they fold."""
-        return msgspec.json.decode(await self._call("GET", "/v1/folds"), type=_Rules).folds
+        return msgspec.json.decode(await self.call("GET", "/v1/folds"), type=_Rules).folds
 
     async def pending(self, rule: str, limit: int | None = None) -> list[PendingGroup]:
         """List the groups of a rule that hold folds, the first due first; so many at most."""
@@ -289,7 +289,7 @@ class River:
         query: dict[str, str | int] = {}
         while limit is None or len(found) < limit:
             query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
-            page = await self._call("GET", f"/v1/folds/{_segment(rule)}/pending", params=query)
+            page = await self.call("GET", f"/v1/folds/{_segment(rule)}/pending", params=query)
             read = msgspec.json.decode(page, type=_Pending)
             found += read.groups
             if read.next is None:
@@ -324,20 +324,21 @@ class River:
 
     async def _give_out(self, rule: str, what: str, body: Mapping[str, object]) -> GivenOut:
         path = f"/v1/folds/{_segment(rule)}/{what}"
-        answer = await self._call("POST", path, patience=LONGEST_SEARCH, content=msgspec.json.encode(body))
+        answer = await self.call("POST", path, patience=LONGEST_SEARCH, content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=GivenOut)
 
     async def _windows(self, rule: str, body: Mapping[str, object]) -> FoldWindows:
         path = f"/v1/folds/{_segment(rule)}/windows"
-        answer = await self._call("POST", path, content=msgspec.json.encode(body))
+        answer = await self.call("POST", path, content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=_Windows).windows
 
     async def status(self) -> dict[str, Any]:
         """Rates, lag, batch time and health of every part."""
-        answer: dict[str, Any] = msgspec.json.decode(await self._call("GET", "/v1/status"))
+        answer: dict[str, Any] = msgspec.json.decode(await self.call("GET", "/v1/status"))
         return answer
 
-    async def _call(self, method: str, path: str, patience: float = 30.0, **options: Any) -> bytes:
+    async def call(self, method: str, path: str, patience: float = 30.0, **options: Any) -> bytes:
+        """Ask anything of the service; return the body of the answer. What it refuses is raised as its error."""
         timeout = httpx.Timeout(max(self.timeout, 30.0), read=max(self.timeout, patience))
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)

@@ -15,11 +15,16 @@
     │   ├── GroupNotFound             group.not_found      a group that holds no folds
     │   ├── WindowsRefused            windows.refused      windows of folds that the settings would not take
     │   ├── QueryError                query.invalid        a query that cannot be compiled
+    │   ├── SearchNotFound            search.not_found     no search that is alive has this id
+    │   ├── SearchFollowed            search.followed      a search that somebody follows is not ended
+    │   ├── SearchEnded               search.ended         a search was ended while it was followed
+    │   ├── TooFarBack                search.too_far       more of the past than a search may ask for
     │   └── TooLarge                  request.too_large    over a limit of the configuration
     ├── ConfigError                   config.invalid       a setting, with its path and where it came from
     ├── Unavailable                   part.unavailable     a part does not answer now; try again
     │   ├── StoreUnavailable          store.unavailable
     │   ├── BrokerUnavailable         broker.unavailable
+    │   ├── TooManySearches           search.too_many      as many searches are alive as may be
     │   └── Overloaded                service.overloaded
     ├── StoreError                    the store answered, and said no
     │   ├── StoreChanged              store.changed        another server process than the one the marks were read from
@@ -59,6 +64,9 @@ __all__ = [
     "PrerequisiteMissing",
     "QueryError",
     "RuleNotFound",
+    "SearchEnded",
+    "SearchFollowed",
+    "SearchNotFound",
     "StaleDriver",
     "StaleUpkeep",
     "StoreChanged",
@@ -67,7 +75,9 @@ __all__ = [
     "StoreUnavailable",
     "StreamNotFound",
     "TailraceError",
+    "TooFarBack",
     "TooLarge",
+    "TooManySearches",
     "TopicForbidden",
     "TopicNotFound",
     "TopicNotRead",
@@ -215,6 +225,49 @@ class QueryError(UsageError):
         return type(self), (self.what, self.operator, self.path)
 
 
+class SearchNotFound(UsageError):
+    """A search that never was, or that was forgotten."""
+
+    code = "search.not_found"
+    status = 404
+
+    def __init__(self, search: str) -> None:
+        self.search = search
+        super().__init__(f"no search that is alive has the id {search!r}: see the list of searches")
+
+
+class SearchFollowed(UsageError):
+    """A search that was to be ended while somebody follows it; it goes on."""
+
+    code = "search.followed"
+    status = 409
+
+    def __init__(self, search: str, connections: int) -> None:
+        self.search, self.connections = search, connections
+        super().__init__(f"{connections} connection(s) follow the search {search}: force=true (--force) ends it")
+
+
+class SearchEnded(UsageError):
+    """A search that was ended by hand while it was followed, or about to be."""
+
+    code = "search.ended"
+    status = 410
+
+    def __init__(self, search: str) -> None:
+        self.search = search
+        super().__init__(f"the search {search} was ended by hand: ask again to begin it anew, from any time on")
+
+
+class TooFarBack(UsageError):
+    """A search that asks for more of the past than ``grep.reach`` allows."""
+
+    code = "search.too_far"
+
+    def __init__(self, asked: str, reach: str) -> None:
+        self.asked, self.reach = asked, reach
+        super().__init__(f"from={asked} is further back than searches may go, {reach} (grep.reach): begin later")
+
+
 class TooLarge(UsageError):
     """Over a limit of the configuration."""
 
@@ -249,6 +302,22 @@ class BrokerUnavailable(Unavailable):
     """Kafka does not answer."""
 
     code = "broker.unavailable"
+
+
+class TooManySearches(Unavailable):
+    """As many searches are alive as may be, and each is followed, or was until lately."""
+
+    code = "search.too_many"
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        super().__init__(
+            f"{most} searches are alive, as many as may be (grep.searches): share one of them, end one "
+            "(`tailrace searches ls`), or try again when one was forgotten"
+        )
+
+    def __reduce__(self) -> tuple[type[TooManySearches], tuple[int]]:
+        return type(self), (self.most,)
 
 
 class Overloaded(Unavailable):

@@ -37,6 +37,7 @@ from tailrace.values import (
     Period,
     Port,
     Properties,
+    Reach,
     Section,
     Size,
     SizeOrZero,
@@ -159,6 +160,12 @@ class Grep(Section):
     """Searches, and what is kept for them."""
 
     keep: Annotated[Delay, durations("1m", "365d")] = timedelta(days=1)
+    idle: CountOrZero = 100
+    keep_popular: Annotated[Delay, durations(most="365d")] = timedelta(days=7)
+    searches: Count = 10_000
+    reach: Reach = None
+    retention: Keep = timedelta(days=7)
+    pack_after: Delay = timedelta(hours=1)
     kept: SizeOrZero = 16 * 2**20
     memory: Annotated[Size, sizes("1MiB", "64GiB")] = 64 * 2**20
     depth: Annotated[int, Field(ge=1, le=100)] = 32
@@ -168,6 +175,15 @@ class Grep(Section):
     regex_length: Annotated[int, Field(ge=0, le=100_000)] = 1_000
     regex_size: Annotated[int, Field(ge=0, le=1_000_000)] = 1_500
     bytes: Annotated[Size, sizes("1KiB", "16MiB")] = 256 * 2**10
+
+    def keep_of(self, name: str) -> timedelta | None:
+        """How long the matches of a log are kept after their bucket's end; None is for as long as the search lives.
+
+        That is the case for what was found in a stretch of the past, whose name has a third part. It does not grow once
+        it is scanned; and stretches abut, so nobody would scan it again, and all who ask for that time later would find
+        a hole where Kafka may still have the records.
+        """
+        return None if name.count(".") > 1 else self.retention
 
 
 class Upkeep(Section):
@@ -297,8 +313,13 @@ class Settings(BaseSettings):
 
     @property
     def log_views(self) -> tuple[str, ...]:
-        """The views whose logs upkeep is about: those of searches end with the searches, and folds have none."""
-        return tuple(view for view in self.pipeline.views if view not in ("folds", "matches"))
+        """The views whose logs upkeep packs and sweeps: folds have none."""
+        return tuple(view for view in self.pipeline.views if view != "folds")
+
+    @property
+    def copied_views(self) -> tuple[str, ...]:
+        """Those of them that hold what Kafka has, and can be compared with it and made again from it."""
+        return tuple(view for view in self.log_views if view != "matches")
 
     def origin(self, path: str) -> str:
         """Where the value at a dotted path came from: ``default``, ``file …``, ``env …`` or ``flag …``."""
@@ -338,6 +359,11 @@ class Settings(BaseSettings):
             found.append(
                 f"days.keep = {format_duration(self.days.keep)!r} removes a bucket before it is packed, "
                 f"{format_duration(self.days.pack_after)} after its end: keep longer, or pack sooner"
+            )
+        if self.grep.retention is not None and self.grep.retention < self.grep.keep:
+            found.append(
+                f"grep.retention = {format_duration(self.grep.retention)!r} removes matches that a reader may come "
+                f"back for, within grep.keep = {format_duration(self.grep.keep)!r}: make it as long, or longer"
             )
         return found + self._unfed()
 

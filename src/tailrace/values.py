@@ -176,6 +176,7 @@ class _OrWord:
 
 _FOREVER = _OrWord("forever", "1h")
 _NEVER = _OrWord("never", "1s")
+_UNBOUNDED = _OrWord("", "1m")
 
 
 class KeepByName(Table[timedelta | None]):
@@ -412,6 +413,10 @@ Keep = Annotated[timedelta | None, BeforeValidator(_FOREVER.read), PlainSerializ
 """How long something stays; None is for ever."""
 Period = Annotated[timedelta | None, BeforeValidator(_NEVER.read), PlainSerializer(_NEVER.write, when_used="json")]
 """How often something is done; None is never."""
+Reach = Annotated[
+    timedelta | None, BeforeValidator(_UNBOUNDED.read), PlainSerializer(_UNBOUNDED.write, when_used="json")
+]
+"""How far something goes back; None, written as ``""``, is without an end."""
 Bucket = Annotated[Duration, AfterValidator(_bucket)]
 Size = Annotated[int, BeforeValidator(parse_size), sizes("1B"), _as_size]
 SizeOrZero = Annotated[int, BeforeValidator(parse_size), sizes(), _as_size]

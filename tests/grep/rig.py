@@ -96,7 +96,8 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
-def _beside(record: Record) -> dict[str, Any]:
+def headers_of(record: Record) -> dict[str, Any]:
+    """The headers of a record as an event shows them."""
     headers: dict[str, Any] = {}
     for name, value in record.headers or ():
         text = None if value is None else value.decode()
@@ -105,17 +106,22 @@ def _beside(record: Record) -> dict[str, Any]:
             headers[name] = [*known, text]
         else:
             headers[name] = text
+    return headers
+
+
+def _beside(record: Record) -> dict[str, Any]:
     return {
         "topic": record.topic,
         "partition": record.partition,
         "offset": record.offset,
         "time_ms": record.time,
-        "key": _elements(record.key),
-        "headers": headers,
+        "key": elements(record.key),
+        "headers": headers_of(record),
     }
 
 
-def _elements(key: bytes | None) -> Any:
+def elements(key: bytes | None) -> Any:
+    """A key as an event shows it."""
     if key is None:
         return None
     try:

@@ -27,7 +27,9 @@ from tailrace.feeds.grep import Grep
 from tailrace.feeds.searching import make_grep_request
 from tailrace.model.event import Source
 from tailrace.model.search import Life, Search, Stretch
+from tailrace.pipeline.ranges import Passes
 from tailrace.pipeline.scan import Chunk, Due, Scanner, scan
+from tailrace.pipeline.slice import Slice, slices
 from tailrace.serving.service import Service, now_ms
 from tailrace.stores.broker import Broker
 from tailrace.stores.marks import advance
@@ -81,6 +83,7 @@ class Site:
         self.admin.create_partitions([NewPartitions(topic, partitions)])[topic].result(30)
         while len(self.broker.topics()[topic].partitions) < partitions or not self._has_leaders(topic):
             time.sleep(0.02)
+        self.producer.list_topics(topic)  # which it would find out later
 
     def _has_leaders(self, topic: str) -> bool:
         found = self.broker.topics().get(topic)
@@ -148,15 +151,16 @@ class Site:
 
     def live(self) -> int:
         """Do what the query does: read what is new, in batches of any size, then move the marks."""
+        starts: dict[Source, int] = {}
         ends: dict[Source, int] = {}
         # One that was created again is left alone until a driver has noticed it.
-        topics = [t for t in self.broker.topics().values() if self._ids.setdefault(t.name, t.id) == t.id]
+        found = [t for t in self.broker.topics().values() if self.generations.get(t.name, 0) >= 0]
+        topics = [topic for topic in found if self._ids.setdefault(topic.name, topic.id) == topic.id]
         for (topic, partition), (first, end) in self.broker.bounds(topics).items():
             source = Source(topic, partition, self.generations.get(topic, 0))
-            self._read[source] = max(first, self._read.get(source, 0))
-            if end > self._read[source]:
-                ends[source] = end
-        new = self.records({source: self._read[source] for source in ends}, ends)
+            if end > self._read.get(source, 0):
+                starts[source], ends[source] = max(first, self._read.get(source, 0)), end
+        new = self.records(starts, ends)
         while new:
             n = self.chance.choice((1, 7, 50, 1000))
             self.writer.write(new[:n])
@@ -197,7 +201,7 @@ class Site:
 
     def forget_search(self, search: Search) -> None:
         """Let the watchdog end its life: nobody follows it."""
-        assert self.shards.call(0, "forget", search.id, -1)
+        assert self.shards.call(0, "end", search.id, 0)[0] == b"ok"
 
     # What the service does.
 
@@ -224,15 +228,18 @@ def numbered(site: Site, topic: str, first: int, until: int, partition: int = 0)
 class CountedScanner(Scanner):
     """The driver's scanner, and what it has read."""
 
+    stop_after: int | None = None
+    """How many batches are read before it stops in the middle, where that can be told."""
+
     def __init__(self, site: Site) -> None:
         plan = site.writer.plan
         super().__init__(site.settings, site.spark, plan, Shards(plan.store, dict(plan.run_ids)))
         self._site = site
         self.chunks: list[Chunk] = []
 
-    def _read(self, chunk: Chunk) -> None:
+    def _read(self, chunk: Chunk) -> int:
         self.chunks.append(chunk)
-        super()._read(chunk)
+        return super()._read(chunk)
 
     def take(self, life: Life, stretch: Stretch, ranges: dict[str, tuple[int, int]]) -> None:
         """Scan a part of a stretch."""
@@ -244,15 +251,29 @@ class CountedScanner(Scanner):
 class HandScanner(CountedScanner):
     """One that reads by itself instead of by Spark."""
 
-    stop_after: int | None = None
-    """How many batches are read before it stops in the middle."""
-
-    def _read(self, chunk: Chunk) -> None:
+    def _read(self, chunk: Chunk) -> int:
         self.chunks.append(chunk)
         starts = {Source.parse(source): first for source, (first, _) in chunk.ranges.items()}
         ends = {Source.parse(source): until for source, (_, until) in chunk.ranges.items()}
         records = self._site.records(starts, ends)
-        list(scan(self._plan, chunk)(self._batches(records)))
+        return sum(scan(self._plan, chunk, self._slices)(self._batches(records)))
+
+    def _slices(self, given: pa.RecordBatch, passes: Passes | None) -> Iterator[tuple[Slice, int]]:
+        for r in slices(given, self._plan.generations, self._plan.limits):
+            size = sum(len(key or b"") + len(value or b"") for key, value in zip(r.keys, r.values, strict=True))
+            rows = [i for i, v in enumerate(r.values) if v is not None and (passes is None or passes(r.keys[i], v))]
+            yield (
+                Slice(
+                    r.source,
+                    [r.offsets[i] for i in rows],
+                    [r.times[i] for i in rows],
+                    [r.keys[i] for i in rows],
+                    [r.values[i] for i in rows],
+                    None if r.headers is None else [r.headers[i] for i in rows],
+                    {},
+                ),
+                size,
+            )
 
     def _batches(self, records: list[Record]) -> Iterator[pa.RecordBatch]:
         size = self._site.chance.choice((1, 7, 50, 1000))

@@ -271,6 +271,17 @@ async def test_a_topic_that_is_read_before_the_search_is_registered_belongs_to_t
         assert found == [f"{site.name}.new:0:{offset}" for offset in range(3)]
 
 
+async def test_a_client_that_has_a_name_and_got_nothing_yet_misses_nothing_when_it_comes_back(site: Site) -> None:
+    topic, search = site.topic("a"), make_search(".*", {})
+    numbered(site, topic, 0, 3)
+    site.live()
+    async with site.serving() as serving:
+        await (await serving.open(search, start="end", follow=True, client="me")).aclose()
+        numbered(site, topic, 3, 6)
+        site.live()
+        assert ids(await serving.all(search, start="end", client="me")) == [f"{topic}:0:{n}" for n in (3, 4, 5)]
+
+
 # How events are fetched.
 
 

@@ -11,7 +11,10 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorError, CursorGone
 from tailrace.feeds.frame import Frame
 from tailrace.feeds.searching import Place
-from tailrace.model.search import make_search
+from tailrace.model.search import Life, Stretch, make_search
+from tailrace.stores import leases
+from tailrace.stores.leases import Watchdog
+from tailrace.stores.searches import VIEW, Registry
 from tailrace.stores.valkey import StoreOptions
 from tests.grep.site import Following, Site, assert_same, controls, facts, ids, numbered
 from tests.writing import NOON
@@ -123,7 +126,9 @@ async def test_a_topic_that_is_created_again_shows_nothing_of_itself_under_old_i
         assert [json.loads(frame.data)["data"]["n"] for frame in frames if isinstance(frame, Frame)] == [100, 101, 102]
 
 
-async def test_nobody_waits_for_the_end_of_a_topic_that_is_deleted_before_it_is_read(site: Site) -> None:
+@pytest.mark.parametrize("step", [60_000, -3_600_000])
+async def test_nobody_waits_for_the_end_of_a_topic_that_is_deleted_before_it_is_read(site: Site, step: int) -> None:
+    """Nor if the clock is set back meanwhile."""
     topics = [site.topic(name) for name in ("a", "b")]
     site.drive()
     for topic in topics:
@@ -133,8 +138,60 @@ async def test_nobody_waits_for_the_end_of_a_topic_that_is_deleted_before_it_is_
         serving.grep.parts.clock = lambda: now[0]
         following = Following(await serving.open(make_search(".*", {}), start="end"))
         site.delete(topics[0])
-        now[0] += 60_000
+        now[0] += step
         site.drive()
         with site.at_work():
             await following.saw("end")
         await following.close()
+
+
+async def test_the_place_of_a_client_that_has_a_name_is_not_kept_for_a_search_that_is_forgotten(site: Site) -> None:
+    topic, search = site.topic("a"), make_search(".*", {})
+    numbered(site, topic, 0, 3)
+    async with site.serving() as serving:
+        with site.at_work():
+            await serving.all(search, start="start", client="me")
+        searches = serving.grep.parts.searches
+        assert await searches.position(search.id, "me") is not None
+        site.forget_search(search)
+        await searches.keep_position(search.id, "me", "late")
+        assert await searches.position(search.id, "me") is None
+
+
+async def test_what_a_task_appends_to_a_search_that_was_forgotten_does_not_stay(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It read the registry before; and a scan was under way."""
+    topic, search = site.topic("a"), make_search(".*", {})
+    numbered(site, topic, 0, 5)
+    watchdog = Watchdog(site.shards, 1 << 50, 1 << 50, 1 << 30)
+    async with site.serving() as serving:
+        with site.at_work():
+            await serving.all(search, start="start")
+        life = await serving.grep.parts.searches.register(search, NOON)
+        [stretch], _ = await serving.grep.parts.searches.stretches(life)
+        site.forget_search(search)
+        watchdog.look()
+        assert _of_life(site, life, stretch) == []
+        monkeypatch.setattr(Registry, "refresh", lambda *_: False)
+        numbered(site, topic, 5, 8)
+        site.live()
+        site.scanner.take(life, stretch, stretch.ranges)
+        assert len(_of_life(site, life, stretch)) > 1
+        watchdog.look()
+        assert len(_of_life(site, life, stretch)) > 1, "there may be more to come"
+        monkeypatch.setattr(leases, "AGAIN_MS", 0)
+        watchdog.look()
+        assert _of_life(site, life, stretch) == []
+        assert site.shards.run_all([(0, ("HLEN", site.shards.keys.dropped()))]) == [0]
+
+
+def _of_life(site: Site, life: Life, stretch: Stretch) -> list[bytes]:
+    """Return the keys, marks and shelves that there are of a life."""
+    keys, shards = site.shards.keys, range(site.store.shards)
+    pattern = f"{keys.prefix}:*{life.name}*"
+    found = [key for node in site.shards.primaries() for key in node.execute_command("KEYS", pattern)]
+    fields = site.shards.run_all([(s, ("HKEYS", keys.marks(s, VIEW))) for s in shards])
+    fields += site.shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])
+    begins = stretch.mark("").encode()
+    return found + [field for some in fields for field in some if field.startswith(begins)]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from tailrace.errors import SearchEnded, SearchFollowed, SearchNotFound
 from tailrace.model.name import shard_of
 from tailrace.model.search import Life, Stretch, make_search
 from tailrace.stores import leases as module
-from tailrace.stores.leases import Leases, Watchdog
+from tailrace.stores.leases import Asked, Leases, Watchdog
 from tailrace.stores.nodes import Nodes
-from tailrace.stores.searches import Registry, Searches
+from tailrace.stores.searches import Registry, Searches, scanning
 from tailrace.stores.valkey import Shards, StoreOptions, mapping, prepare
 
 DAY_MS = 86_400_000
@@ -35,6 +38,17 @@ async def registered(nodes: Nodes, topic: str = "orders") -> Life:
     life = await Searches(nodes).register(make_search(topic, {"a": 1}), 1)
     await Searches(nodes).pin(life, {f"{topic}:0": 5})
     return life
+
+
+def age(shards: Shards, search: str, ms: int) -> None:
+    """Let it be so long ago that somebody followed a search."""
+    shards.run_all([(0, ("ZINCRBY", shards.keys.idle(), -ms, search))])
+
+
+def connections(shards: Shards, search: str) -> dict[str, dict[str, object]]:
+    """Return what is kept of each connection of a search."""
+    found = mapping(shards.run_all([(0, ("HGETALL", shards.keys.connections(search)))])[0])
+    return {place.decode(): msgspec.json.decode(facts) for place, facts in found.items()}
 
 
 def followers(shards: Shards) -> dict[bytes, bytes]:
@@ -86,9 +100,102 @@ async def test_a_paused_process_that_returns_takes_another_name_and_its_old_one_
     assert followers(shards) == {life.search.id.encode(): b"1"}
     await paused.give_up(number)
     assert followers(shards) == {}
-    assert shards.call(0, "follow", old, 1, life.search.id) == b"buried"
-    assert shards.call(0, "heartbeat", old, b"{}") == b"buried"
+    assert shards.call(0, "follow", old, 1, life.search.id) == [b"buried"]
+    assert shards.call(0, "heartbeat", old, b"{}", 0) == [b"buried"]
     assert followers(shards) == {}
+
+
+async def test_a_lease_says_what_its_connection_asks_for_also_after_its_process_took_another_name(
+    nodes: Nodes, shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = await registered(nodes)
+    held = Leases(nodes)
+    await held.beat()
+    asked = Asked(life.number, "-1h", 4096, "me")
+    numbers = [await held.take(life.search.id, asked), await held.take(life.search.id)]
+    found = connections(shards, life.search.id)
+    assert found.keys() == {f"{held.process} {number}" for number in numbers}
+    said = found[f"{held.process} {numbers[0]}"]
+    since = said.pop("since_ms")
+    assert said == {"life": life.number, "start": "-1h", "window": 4096, "client": "me"}
+    monkeypatch.setattr(module, "SILENT_MS", 0)
+    Watchdog(shards, DAY_MS).look()
+    assert connections(shards, life.search.id) == {}
+    await held.beat()
+    assert connections(shards, life.search.id)[f"{held.process} {numbers[0]}"] == {**said, "since_ms": since}
+    for number in numbers:
+        await held.give_up(number)
+    assert connections(shards, life.search.id) == {}
+
+
+async def test_the_first_lease_of_a_process_need_not_wait_for_its_first_heartbeat(nodes: Nodes, shards: Shards) -> None:
+    life = await registered(nodes)
+    held = Leases(nodes)
+    await asyncio.gather(*(held.take(life.search.id) for _ in range(20)))
+    assert followers(shards) == {life.search.id.encode(): b"20"}
+    [names] = shards.run_all([(0, ("ZRANGE", shards.keys.processes(), 0, -1))])
+    assert names == [held.process.encode()]
+
+
+async def test_a_lease_that_is_given_up_while_a_process_begins_anew_does_not_stay(
+    nodes: Nodes, shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = await registered(nodes)
+    held = Leases(nodes)
+    numbers = [await held.take(life.search.id) for _ in range(30)]
+    monkeypatch.setattr(module, "SILENT_MS", 0)
+    Watchdog(shards, DAY_MS).look()
+    await asyncio.gather(held.beat(), *(held.give_up(number) for number in numbers[:20]))
+    assert followers(shards) == {life.search.id.encode(): b"10"}
+    assert len(connections(shards, life.search.id)) == len(held) == 10
+
+
+# Ended by hand.
+
+
+async def test_a_search_that_is_followed_is_ended_by_force_only_and_its_connections_are_told(
+    nodes: Nodes, shards: Shards
+) -> None:
+    life, other = await registered(nodes), await registered(nodes, "payments")
+    one, two = Leases(nodes), Leases(nodes)
+    mine = [await one.take(life.search.id), await two.take(life.search.id), await two.take(other.search.id)]
+    searches = Searches(nodes)
+    assert await searches.extend(life, 0, 1, 0, {"orders:0": (0, 5)})
+    with pytest.raises(SearchFollowed, match="2 connection"):
+        await searches.end(life.search.id, False)
+    assert await searches.end(life.search.id, True) == (life.name, 2)
+    with pytest.raises(SearchNotFound):
+        await searches.end(life.search.id, True)
+    assert scanning(shards) == []
+    again = await searches.register(life.search, 5)  # somebody asks for the same at once
+    await one.beat()
+    await two.beat()
+    assert [mine[0] in one, mine[1] in two, mine[2] in two] == [False, False, True]
+    assert followers(shards) == {other.search.id.encode(): b"1"}
+    with pytest.raises(SearchEnded):
+        await one.take(life.search.id, Asked(life.number))
+    await one.take(life.search.id, Asked(again.number))
+    assert await searches.pin(life, {"orders:0": 9}) == {"orders:0": 9}
+    assert await searches.extend(life, 0, 1, 0, {"orders:0": (0, 5)})
+    assert (await searches.pins(life), (await searches.stretches(life))[0]) == (None, [])
+
+
+async def test_what_an_ended_search_leaves_is_dropped_once_and_for_all(nodes: Nodes, shards: Shards) -> None:
+    life = await registered(nodes)
+    write(shards, life.name, "orders:0")
+    await Searches(nodes).end(life.search.id, False)
+    assert leftovers(shards, life)
+    assert Watchdog(shards, DAY_MS).look() == ([], [])
+    assert leftovers(shards, life) == []
+    # As if it had been killed before it could say that it was done.
+    shards.run_all([(0, ("HSET", shards.keys.dropping(), life.name, "77"))])
+    write(shards, f"{life.name}.77", "~77~orders:0")
+    assert Watchdog(shards, DAY_MS).look() == ([], [])
+    assert leftovers(shards, life) == []
+    assert shards.run_all([(0, ("HLEN", shards.keys.dropping()))]) == [0]
+
+
+# Forgotten.
 
 
 async def test_a_search_that_nobody_asks_for_is_forgotten_with_its_logs(nodes: Nodes, shards: Shards) -> None:
@@ -96,19 +203,17 @@ async def test_a_search_that_nobody_asks_for_is_forgotten_with_its_logs(nodes: N
     searches = Searches(nodes)
     assert await searches.extend(life, 0, 1, 0, {"orders:0": (0, 5)})
     [stretch], _ = await searches.stretches(life)
-    epoch = int(shards.call(0, "enlist", 1))
     for name, source in ((life.name, "orders:0"), (stretch.name(life), stretch.mark("orders:0"))):
-        shard = shard_of(name, shards.options.shards)
-        head = ("matches", epoch, source, -1, 4, DAY_MS, 0, 100)
-        assert shards.call(shard, "apply", *head, "A", name, 0, 1, 5, b"run")[0] == b"ok"
-    assert Watchdog(shards, DAY_MS).look() == ([], [life.name])  # it was asked for in 1970
+        write(shards, name, source)
+    assert Watchdog(shards, DAY_MS).look() == ([], [])
+    age(shards, life.search.id, DAY_MS)
+    assert Watchdog(shards, DAY_MS).look() == ([], [life.name])
     registry = Registry()
     registry.refresh(shards)
     assert registry.lives == {}
     assert await searches.pins(life) is None
     assert await searches.past(life.number) == life.search.id
-    for node in shards.primaries():
-        assert node.execute_command("KEYS", f"{shards.keys.prefix}:*{life.search.id}*") == []
+    assert leftovers(shards, life) == []
     assert not [field for s in range(shards.options.shards) for field in _marks(shards, s) if field.startswith(b"~")]
     again = await searches.register(life.search, 2)
     assert again.number > stretch.number > life.number
@@ -119,10 +224,23 @@ async def test_a_search_that_is_followed_or_was_lately_is_not_forgotten(nodes: N
     held = Leases(nodes)
     await held.beat()
     number = await held.take(life.search.id)
-    assert Watchdog(shards, 0).look() == ([], [])
+    assert Watchdog(shards, -1).look() == ([], [])
     await held.give_up(number)
     assert Watchdog(shards, DAY_MS).look() == ([], [])
     assert Watchdog(shards, -1).look() == ([], [life.name])
+
+
+def write(shards: Shards, name: str, source: str) -> None:
+    """Append something to a log of matches."""
+    shard = shard_of(name, shards.options.shards)
+    head = ("matches", int(shards.call(0, "enlist", 1)), source, -1, 4, DAY_MS, 0, 100)
+    assert shards.call(shard, "apply", *head, "A", name, 0, 1, 5, b"run")[0] == b"ok"
+
+
+def leftovers(shards: Shards, life: Life) -> list[bytes]:
+    """Return the keys that are named after a search."""
+    found = [node.execute_command("KEYS", f"{shards.keys.prefix}:*{life.search.id}*") for node in shards.primaries()]
+    return [key for keys in found for key in keys]
 
 
 def _marks(shards: Shards, shard: int) -> list[bytes]:

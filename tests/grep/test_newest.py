@@ -8,6 +8,7 @@ import random
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.errors import TooFarBack
 from tailrace.feeds.frame import Frame
 from tailrace.model.search import make_search
 from tailrace.serving.service import now_ms
@@ -95,3 +96,20 @@ async def test_the_last_none_are_what_is_to_come(site: Site) -> None:
     async with site.serving() as serving:
         with site.at_work():
             assert ids(await serving.all(make_search(topic, {}), start="-0")) == []
+
+
+async def test_the_last_n_are_looked_for_no_further_back_than_a_search_may_go(
+    kafka: EmbeddedKafka, store: StoreOptions
+) -> None:
+    site = Site(kafka.address, store, grep__reach="1h")
+    topic, now = site.topic("a"), now_ms()
+    ages = [9_000_000, 3_000_000, 10_000]
+    site.put([Record(n, b"k", b"{}", now - age, 0, topic) for n, age in enumerate(ages)])
+    search = make_search(topic, {})
+    async with site.serving() as serving:
+        with site.at_work():
+            assert ids(await serving.all(search, start="-5")) == [f"{topic}:0:1", f"{topic}:0:2"]
+            assert ids(await serving.all(search, start="-55m")) == [f"{topic}:0:1", f"{topic}:0:2"]
+        for start in ("start", "-2h", "2020-01-01"):
+            with pytest.raises(TooFarBack, match=r"1h \(grep\.reach\)"):
+                await serving.open(search, start=start)

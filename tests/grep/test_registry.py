@@ -97,7 +97,8 @@ async def test_what_somebody_waits_for_is_scanned_first(shards: Shards) -> None:
         for life, ms in ((a, 10), (b, 20)):
             assert await searches.extend(life, 0, ms, 0, {"posts:0": (0, 5)})
         assert [life for life, _ in scanning(shards)] == [a, b]
-        assert shards.call(0, "follow", "process", 1, b.search.id) == b"ok"
+        assert shards.call(0, "heartbeat", "process", b"{}", 1)[0] == b"ok"
+        assert shards.call(0, "follow", "process", 1, b.search.id)[0] == b"ok"
         assert [life for life, _ in scanning(shards)] == [b, a]
 
 
@@ -113,8 +114,7 @@ async def test_a_task_sees_every_search_that_was_registered_before_it_looked(sha
             assert not registry.refresh(shards), "nothing has changed since"
         await searches.register(lives[3].search, 99)
         assert not registry.refresh(shards), "one that is known is no change"
-        # Forgotten as the watchdog does it: nobody follows it, and nobody has asked for it since.
-        shards.call(0, "forget", lives[3].search.id, -1)
+        assert (await searches.end(lives[3].search.id, False)) == (lives[3].name, 0)
         assert registry.refresh(shards)
         assert lives[3].name not in registry.lives
         again = await searches.register(lives[3].search, 100)

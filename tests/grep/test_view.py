@@ -171,7 +171,7 @@ async def test_a_search_that_is_forgotten_gets_nothing_more_and_its_next_life_be
     search = make_search("posts", {"x": 1})
     first = register(writer.shards, search)
     writer.write(_last_matches(3))
-    writer.shards.call(0, "forget", search.id, -1)
+    assert writer.shards.call(0, "end", search.id, 0)[0] == b"ok"
     writer.write(_last_matches(3, 3))
     second = register(writer.shards, search)
     writer.write(_last_matches(3, 6))

@@ -266,21 +266,24 @@ def test_a_request_that_makes_no_sense_is_refused(given: dict[str, Any]) -> None
 def test_progress_is_told_at_most_once_a_second_and_counts_nothing_outside_the_ranges() -> None:
     now = [NOW]
     progress = Progress(Stretch(1, 0, {"a:0": (100, 200), "b:0": (0, 300)}), lambda: now[0])
-    told = [progress.tell({"a:0": -1, "b:0": -1}, 0)]
-    assert progress.tell({"a:0": 149}, 1) is None
+    told = [progress.tell({"a:0": -1, "b:0": -1}, 0, 0)]
+    assert progress.tell({"a:0": 149}, 1, 10) is None
     now[0] += EVERY_MS
-    told.append(progress.tell({"a:0": 149, "b:0": 49}, 1))
+    told.append(progress.tell({"a:0": 149, "b:0": 49}, 1, 10))
     now[0] += 2 * EVERY_MS
-    told.append(progress.tell({"a:0": 1000, "b:0": 1000}, 7))
+    told.append(progress.tell({"a:0": 1000, "b:0": 1000}, 7, 40))
+    now[0] -= 86_400_000
+    told.append(progress.tell({"a:0": 1000, "b:0": 1000}, 7, 40))  # the clock was set back
     assert told == [
-        {"percent": 0.0, "records": 0, "of": 400, "matches": 0},
-        {"percent": 25.0, "records": 100, "of": 400, "matches": 1, "seconds_left": 3.0},
-        {"percent": 100.0, "records": 400, "of": 400, "matches": 7, "seconds_left": 0.0},
+        {"percent": 0.0, "records": 0, "of": 400, "bytes": 0, "matches": 0},
+        {"percent": 25.0, "records": 100, "of": 400, "bytes": 10, "matches": 1, "seconds_left": 3.0},
+        {"percent": 100.0, "records": 400, "of": 400, "bytes": 40, "matches": 7, "seconds_left": 0.0},
+        {"percent": 100.0, "records": 400, "of": 400, "bytes": 40, "matches": 7},
     ]
 
 
 def test_a_scan_of_nothing_is_done() -> None:
-    told = Progress(Stretch(1, 0, {}), lambda: NOW).tell({}, 0)
+    told = Progress(Stretch(1, 0, {}), lambda: NOW).tell({}, 0, 0)
     assert told is not None
     assert told["percent"] == 100.0
 

@@ -38,7 +38,8 @@ def left_by_pack(store: StoreOptions, **facts: object) -> int:
 
 
 def jobs_of(client: httpx.Client) -> dict[str, dict[str, Any]]:
-    return {job["job"]: job for job in client.get("/v1/status").json()["upkeep"]}
+    found = client.get("/v1/status").json()["upkeep"]
+    return {job["job"]: job for job in found if job["view"] == "days"}
 
 
 def metrics_of(client: httpx.Client) -> dict[str, float]:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import msgspec
 
-from tailrace.errors import CursorError
+from tailrace.errors import CursorError, TooFarBack
 from tailrace.feeds.matches import GrepFeed
 from tailrace.feeds.newest import NewestFeed
-from tailrace.feeds.parts import Parts
+from tailrace.feeds.parts import Parts, asked_by
 from tailrace.feeds.reader import end_of
 from tailrace.feeds.searching import LIVE, GrepRequest, Place
 from tailrace.model.cursor import FromEnd, FromLast, FromStart, FromTime, Position
+from tailrace.model.event import iso_time
 from tailrace.model.search import Life
 from tailrace.model.segment import Gap
 from tailrace.stores.broker import Topic
+from tailrace.units import format_duration
 
 
 class Grep:
     """Opens feeds of searches."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, reach: timedelta | None = None) -> None:
+        """``reach`` is how far back a search may go."""
+        self.parts, self._reach = parts, reach
 
     async def open(self, request: GrepRequest) -> GrepFeed | NewestFeed:
         """Register the search, pin it, ask for the past that it needs, and find the start. Raises before all else."""
         parts = self.parts
         request = await self._known(request)
+        floor_ms = self._floor_ms(request)
         await parts.searched.topics(request.search, request.missing)
         life = await parts.searches.register(request.search, parts.clock())
         # Listed again: what was created, and read, before the search was registered belongs to the past.
@@ -39,12 +45,29 @@ class Grep:
                 life,
                 pins,
                 topics,
+                asked_by(request, life),
                 request.start.count,
+                floor_ms,
                 lambda ms: self._feed(since(request, ms), life, pins, topics),
             )
             await newest.begin()
             return newest
         return await self._feed(request, life, pins, topics)
+
+    def _floor_ms(self, request: GrepRequest) -> int:
+        """Return the earliest time that a search may ask for; 0 for the start.
+
+        Raises:
+            TooFarBack: This one begins earlier.
+        """
+        if self._reach is None:
+            return 0
+        floor_ms = self.parts.clock() - round(self._reach.total_seconds() * 1000)
+        if isinstance(request.start, FromStart):
+            raise TooFarBack("start", format_duration(self._reach))
+        if isinstance(request.start, FromTime) and request.start.time_ms < floor_ms:
+            raise TooFarBack(iso_time(request.start.time_ms), format_duration(self._reach))
+        return floor_ms
 
     async def _feed(self, request: GrepRequest, life: Life, pins: dict[str, int], topics: list[Topic]) -> GrepFeed:
         """Open the feed of a search that is registered and pinned."""

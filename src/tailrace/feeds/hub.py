@@ -63,7 +63,13 @@ class Channel:
         """Return what is held after a place; None when the place is not held and must be read from the store."""
         if epoch != self.epoch or key < self.base:
             return None
-        return [piece for piece in self._pieces if piece.key > key]
+        found: list[Piece] = []
+        for piece in reversed(self._pieces):  # a reader is near the end, and much may be held before
+            if piece.key <= key:
+                break
+            found.append(piece)
+        found.reverse()
+        return found
 
     def restart(self, epoch: int, base: Key) -> None:
         """Hold nothing; begin after ``base``."""

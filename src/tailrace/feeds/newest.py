@@ -19,6 +19,7 @@ from tailrace.feeds.progress import Progress
 from tailrace.feeds.searching import LIVE
 from tailrace.model.search import Life, Stretch
 from tailrace.stores.broker import Topic
+from tailrace.stores.leases import Asked
 from tailrace.stores.logs import Logs
 
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
@@ -30,7 +31,8 @@ STEP = 50
 class NewestFeed:
     """A feed of the last ``count`` matches and of what follows them, as ``GrepFeed`` is one.
 
-    Until it is known where they begin it has no cursor: who is cut off before asks anew.
+    Until it is known where they begin it has no cursor: who is cut off before asks anew. It looks no further back than
+    ``floor_ms``.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class NewestFeed:
         life: Life,
         pins: Mapping[str, int],
         topics: Sequence[Topic],
+        asked: Asked,
         count: int,
+        floor_ms: int,
         open_since: Callable[[int], Awaitable[GrepFeed]],
     ) -> None:
-        self._parts, self._life, self._pins, self._topics = parts, life, pins, topics
-        self._count, self._open_since = count, open_since
+        self._parts, self._life, self._pins, self._topics, self._asked = parts, life, pins, topics, asked
+        self._count, self._floor_ms, self._open_since = count, floor_ms, open_since
         self._now_ms, self._tried_ms = parts.clock(), life.since_ms
         self._found: GrepFeed | None = None
         self._lease = 0
@@ -55,7 +59,7 @@ class NewestFeed:
 
     async def begin(self) -> None:
         """Lease the search."""
-        self._lease = await self._parts.leases.take(self._life.search.id)
+        self._lease = await self._parts.leases.take(self._life.search.id, self._asked)
 
     async def aclose(self) -> None:
         """Stop looking, and following."""
@@ -69,10 +73,10 @@ class NewestFeed:
             if progress is None or progress.stretch.number != stretch.number:
                 progress = Progress(stretch, self._parts.clock)
             await asyncio.sleep(WAIT_S)
-            shard = self._parts.logs.shard_of(stretch.name(self._life))
-            if told := progress.tell(await self._parts.searches.marks(stretch, shard), 0):
+            if told := await self._parts.progress(self._life, progress):
                 yield [Control("progress", "", msgspec.json.encode(told))]
         self._found = await self._open_since(stretch)
+        await self._parts.leases.give_up(self._lease)  # the feed has one of its own
         yield [Moved(self._found.cursor)]
         async for frames in self._found:
             yield frames
@@ -89,10 +93,11 @@ class NewestFeed:
             times = await self._times(stretches, reached_ms)
             if len(times) >= self._count:
                 return times[0]
-            if reached_ms <= 0:
-                return 0
+            if reached_ms <= self._floor_ms:
+                return self._floor_ms
             ages = (self._now_ms - age_ms for age_ms in AGES_MS)
-            self._tried_ms = next((since_ms for since_ms in ages if 0 < since_ms < reached_ms), 0)
+            floor_ms = self._floor_ms
+            self._tried_ms = next((since_ms for since_ms in ages if floor_ms < since_ms < reached_ms), floor_ms)
             await parts.reach(life, self._pins, self._topics, self._tried_ms)
 
     async def _times(self, stretches: Sequence[Stretch], since_ms: int) -> list[int]:

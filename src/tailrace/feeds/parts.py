@@ -6,12 +6,19 @@ Ranges of stretches abut, so that nothing is scanned twice; the last of them end
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from tailrace.errors import SearchEnded
+from tailrace.feeds.batches import Batches
 from tailrace.feeds.hub import Hub
-from tailrace.feeds.searching import LIVE
+from tailrace.feeds.progress import Progress
+from tailrace.feeds.searching import LIVE, GrepRequest, Place
+from tailrace.model.cursor import FromEnd, FromLast, FromTime, Position
+from tailrace.model.event import iso_time
 from tailrace.model.search import Life, Search, Stretch
+from tailrace.model.segment import Gap
 from tailrace.stores.broker import Topic
-from tailrace.stores.leases import Leases
+from tailrace.stores.leases import Asked, Leases
 from tailrace.stores.logs import Logs
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.searched import Searched
@@ -33,6 +40,7 @@ class Parts:
     ) -> None:
         self.hub, self.logs, self.searches, self.searched, self.payloads = hub, logs, searches, searched, payloads
         self.leases, self.clock = leases, clock
+        self.batches = Batches(payloads.memory_bytes // 4)
 
     async def ends(self, search: Search) -> dict[str, int]:
         """Return where each source of a search ends now."""
@@ -67,10 +75,50 @@ class Parts:
         """Return the part that follows another one."""
         stretches, _ = await self.searches.stretches(life)
         numbers = [LIVE, *(stretch.number for stretch in stretches)]
+        if part not in numbers:
+            raise SearchEnded(life.search.id)
         return numbers[numbers.index(part) - 1]
+
+    async def swept(self, life: Life, since_ms: int | None) -> Gap | None:
+        """Return what retention has removed of the live matches since a time, if it may have removed any of them."""
+        log = await self.logs.log(life.name)
+        if log.segments:
+            gone, to = log.segments[0].index > 0, log.segments[0].before
+            until_ms = log.segments[0].start_ms
+        else:
+            gone, to = log.expired != Position.START, log.expired
+            until_ms = await self.logs.floor(life.name)
+        if not gone or (since_ms is not None and since_ms >= until_ms):
+            return None
+        return Gap(Position.START, to, "expired")
 
     async def stretch(self, life: Life, part: int) -> tuple[Stretch, bool]:
         """Return a stretch, and whether it is scanned."""
         stretches, done = await self.searches.stretches(life)
-        [found] = [stretch for stretch in stretches if stretch.number == part]
-        return found, part in done
+        for found in stretches:
+            if found.number == part:
+                return found, part in done
+        raise SearchEnded(life.search.id)  # they only go with their life
+
+    async def progress(self, life: Life, progress: Progress) -> dict[str, Any] | None:
+        """Return what there is to tell of a scan; None if its reader was told lately."""
+        if not progress.is_due():
+            return None
+        stretch, name = progress.stretch, progress.stretch.name(life)
+        marks = await self.searches.marks(stretch, self.logs.shard_of(name))
+        matches = sum(segment.events for segment in (await self.logs.log(name)).segments)
+        return progress.tell(marks, matches, await self.searches.read_bytes(life, stretch.number))
+
+
+def asked_by(request: GrepRequest, life: Life) -> Asked:
+    """Return what a request asks for, as it is kept beside its lease."""
+    start = request.start
+    if isinstance(start, FromTime):
+        text = iso_time(start.time_ms)
+    elif isinstance(start, FromLast):
+        text = f"-{start.count}"
+    elif isinstance(start, Place):
+        text = str(start)
+    else:
+        text = "end" if isinstance(start, FromEnd) else "start"
+    return Asked(life.number, text, request.window, request.client or "")

@@ -18,12 +18,15 @@ class Progress:
         self._told_ms = 0
         self._began: tuple[int, int] | None = None
 
-    def tell(self, marks: Mapping[str, int], matches: int) -> dict[str, Any] | None:
-        """Return what there is to tell: percent, records scanned and in all, matches shown, seconds left."""
-        now = self._clock()
-        if now - self._told_ms < EVERY_MS:
+    def is_due(self) -> bool:
+        """Whether it is time to tell; also if the clock was set back."""
+        return not 0 <= self._clock() - self._told_ms < EVERY_MS
+
+    def tell(self, marks: Mapping[str, int], matches: int, read_bytes: int) -> dict[str, Any] | None:
+        """Return what there is to tell: percent, records scanned and in all, their bytes, matches, seconds left."""
+        if not self.is_due():
             return None
-        self._told_ms = now
+        now = self._told_ms = self._clock()
         scanned = 0
         for source, (first, until) in self.stretch.ranges.items():
             scanned += max(0, min(until, marks.get(source, -1) + 1) - first)
@@ -33,9 +36,10 @@ class Progress:
             "percent": round(100 * scanned / whole, 1) if whole else 100.0,
             "records": scanned,
             "of": whole,
+            "bytes": read_bytes,
             "matches": matches,
         }
         done, took = scanned - self._began[1], now - self._began[0]
-        if done and took:
+        if done > 0 and took > 0:
             told["seconds_left"] = round((whole - scanned) * took / done / 1000, 1)
         return told

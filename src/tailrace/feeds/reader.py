@@ -60,6 +60,8 @@ class Reader:
             self.position = place.position
         elif not log.segments and self.position == Position.START:
             self.position = log.expired  # all there ever was is gone, and the start is behind it
+        if not log.segments:
+            self._index = self._index or 0  # from here on the channel tells when there is something
         for segment in log.segments[place.at :]:
             if segment.epoch != self.position.epoch or segment.first > self.position.number:
                 after = segment.first - 1

@@ -19,6 +19,9 @@ from tailrace.model.name import Literal, key_elements
 Headers: TypeAlias = list[tuple[str, bytes | None]]
 """Kafka's headers of one record, in order; a name may occur several times."""
 
+SHORT_KEY = 64
+"""Bytes up to which what a key is shown as is remembered: keys come again, and to read one costs more than all else."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -74,6 +77,10 @@ def key_json(key: bytes | None) -> bytes:
     """Return the key as a JSON array of its elements, ``null`` without one; bytes that are no text as base64."""
     if key is None:
         return b"null"
+    return _short_key(key) if len(key) <= SHORT_KEY else _key_json(key)
+
+
+def _key_json(key: bytes) -> bytes:
     elements = key_elements(key)
     if elements is None:
         return _encode({"base64": b64encode(key).decode()})
@@ -81,6 +88,9 @@ def key_json(key: bytes | None) -> bytes:
         return _encode(elements)
     shown = (e.encode() if isinstance(e, Literal) else _encode(e) for e in elements)
     return b"[" + b",".join(shown).translate(None, b"\r\n") + b"]"
+
+
+_short_key = lru_cache(10_000)(_key_json)
 
 
 def headers_json(headers: Headers | None) -> bytes:

@@ -55,16 +55,17 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Pack).decode
 
 
-def pieces(entries: Iterable[Entry], raw_bytes: int) -> Iterator[list[Entry]]:
-    """Group entries into pieces of about so many bytes; an entry is never divided."""
+def pieces(entries: Iterable[Entry], raw_bytes: int, most: int = 1 << 62) -> Iterator[list[Entry]]:
+    """Group entries into pieces of about so many bytes and at most so many events; an entry is never divided."""
     piece: list[Entry] = []
-    size = 0
+    size = events = 0
     for entry in entries:
-        if piece and size + entry.size > raw_bytes:
+        if piece and (size + entry.size > raw_bytes or events + len(entry.run.values) > most):
             yield piece
-            piece, size = [], 0
+            piece, size, events = [], 0, 0
         piece.append(entry)
         size += entry.size
+        events += len(entry.run.values)
     if piece:
         yield piece
 

@@ -161,3 +161,13 @@ class Stretch(msgspec.Struct, frozen=True):
     def mark(self, source: Source | str) -> str:
         """The name under which a shard keeps how far a source is scanned; no source has a tilde in its name."""
         return f"~{self.number}~{source}"
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """Offsets of a stretch that Kafka no longer had when the scan came to them: from ``first`` up to ``until``."""
+
+    source: str
+    first: int
+    until: int
+    reason: str
+    """``expired``, or ``deleted`` with the topic."""

@@ -13,6 +13,7 @@ import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
 
 import tailrace.pipeline.onepass  # noqa: F401
+import tailrace.pipeline.scan  # noqa: F401
 
 if __name__ == "__main__":
     gc.collect()

@@ -1,7 +1,9 @@
 """Matches: every record goes to the log of each search that it matches, as its coordinates and its size.
 
 A match is an event of its own: it has the record's place and time, and for a value the record's size. What the record
-says is kept beside, once for all searches (``stores/searches.py``, ``keep``), and in Kafka.
+says is kept beside, once for all searches (``stores/searches.py``, ``keep``), and in Kafka. The bucket of a match is
+the day in which it was found, by the store's clock, and not that of the record: matches are kept for readers that come
+back, and what was found in records of last year is as new to them as all else.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tailrace.model.bucket import DAY_MS, bucket_start
+from tailrace.model.bucket import DAY_MS
 from tailrace.model.event import home_of
 from tailrace.model.filters import FilterSet
 from tailrace.model.name import shard_of
@@ -25,6 +27,12 @@ from tailrace.stores.valkey import Arg, Shards
 
 KEPT_MS = 3_600_000
 """How long what matched records say is kept, at most; then it is read from Kafka."""
+FOUND_NOW = 1 << 53
+"""The start of a bucket that is later than all: ``apply`` takes the latest that it allows."""
+MERGE_FROM = 1_000
+MERGE_MS = 3_600_000
+"""A log with so many entries begins another segment with the next hour, so that upkeep need not wait for the day's end
+to merge them. One with fewer keeps to one segment a day: a segment takes more memory than a few entries do."""
 MOST_ROWS = 20_000
 """Matches that one call carries, about."""
 
@@ -49,6 +57,8 @@ class Standing:
         found: dict[str, list[int]] = {}
         if not self._names:
             return found
+        if len(self._queries) == 1:
+            return self._find_one(records, *self._queries.items())
         names, match, read = self._names, self._set.match, self._read
         for i, value in enumerate(records.values):
             if value is None or (records.poison and i in records.poison):
@@ -56,7 +66,7 @@ class Standing:
             record = records.record(i) if self._asks_record else None
             try:
                 document = read(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 numbers = self._one_by_one(value, record)
             else:
                 numbers = match(document, record)
@@ -68,13 +78,28 @@ class Standing:
                     rows.append(i)
         return found
 
+    def _find_one(self, records: Slice, asked: tuple[int, Query]) -> dict[str, list[int]]:
+        """Ask the only search there is: what tells many apart costs more than asking one."""
+        number, query = asked
+        matches, read, poison, asks_record = query.matches, self._read, records.poison, self._asks_record
+        rows: list[int] = []
+        for i, value in enumerate(records.values):
+            if value is None or (poison and i in poison):
+                continue
+            try:
+                if matches(read(value), records.record(i) if asks_record else None):
+                    rows.append(i)
+            except (ValueError, RecursionError):
+                continue  # a number beyond all measure, in a field that it asks for
+        return {self._names[number]: rows} if rows else {}
+
     def _one_by_one(self, value: bytes, record: Record | None) -> Iterator[int]:
         """Ask each search for itself about a value that holds a number beyond all measure.
 
         Those that do not ask for the field it is in are not concerned, whatever others ask for.
         """
         for number, query in self._queries.items():
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 if query.matches(reader_of(query.fields())(value), record):
                     yield number
 
@@ -126,7 +151,7 @@ class Matches(View):
         for name, rows in found.items():
             by_shard.setdefault(shard_of(name, self._shards), {})[name] = rows
         for shard, names in by_shard.items():
-            windows += appended(shard, records, names, marks[shard], self.span_ms, self._runs)
+            windows += appended(shard, records, names, marks[shard], self._runs)
         return windows
 
 
@@ -144,9 +169,7 @@ def shelved(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: s
     return Kept(shard, shelf, records.offsets[rows[-1]], len(rows), encode(run))
 
 
-def appended(
-    shard: int, records: Slice, names: Mapping[str, list[int]], mark: int, span_ms: int, most: int
-) -> Iterator[Window]:
+def appended(shard: int, records: Slice, names: Mapping[str, list[int]], mark: int, most: int) -> Iterator[Window]:
     """Yield the windows that append matches to the logs of one shard: cut by offset, so that none is too large."""
     begin, end = 0, len(records)
     while begin < end:
@@ -160,11 +183,10 @@ def appended(
         if end - begin > 1 and (len(rows) > most or sum(map(len, rows.values())) > MOST_ROWS):
             end = (begin + end) // 2
             continue
-        items: list[Arg] = ["C", "in", sum(map(len, rows.values()))]
+        items: list[Arg] = ["C", "in", sum(map(len, rows.values())), "R", MERGE_FROM, MERGE_MS]
         for name, each in rows.items():
-            for part in _buckets(records.times, each, span_ms):
-                newest = max(records.times[i] for i in part)
-                items += ["A", name, bucket_start(newest, span_ms), len(part), newest, encode(pointers(records, part))]
+            newest = max(records.times[i] for i in each)
+            items += ["A", name, FOUND_NOW, len(each), newest, encode(pointers(records, each))]
         yield Window(shard, records.offsets[end - 1], items)
         begin, end = end, len(records)
 
@@ -175,15 +197,3 @@ def pointers(records: Slice, rows: Sequence[int]) -> Run:
     return Run.of(
         records.source, [records.offsets[i] for i in rows], [records.times[i] for i in rows], [None], None, values
     )
-
-
-def _buckets(times: Sequence[int], rows: Sequence[int], span_ms: int) -> Iterator[list[int]]:
-    part: list[int] = []
-    newest = times[rows[0]]
-    for i in rows:
-        if part and times[i] > newest and times[i] // span_ms != newest // span_ms:
-            yield part
-            part = []
-        newest = max(newest, times[i])
-        part.append(i)
-    yield part

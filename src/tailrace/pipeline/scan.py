@@ -3,41 +3,45 @@
 A chunk is a range of offsets of each source, read once for all stretches that are due there. Each stretch keeps a mark
 for each of its sources, as a view does: a chunk that is read again, by whomever, changes nothing. Invariant: matches of
 a source are appended to a stretch's log in the order of their offsets, each once; when a stretch is said to be scanned,
-its log has all of them.
+its log has all of them that Kafka still had, and what Kafka had dropped is noted.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.errors import PipelineError, StaleDriver, StoreError, TailraceError
+from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.model.bucket import DAY_MS
 from tailrace.model.event import Source, home_of
 from tailrace.model.name import shard_of
+from tailrace.model.poison import poison
 from tailrace.model.search import Life, Stretch
 from tailrace.pipeline.matches import KEPT_MS, Standing, appended, shelved
-from tailrace.pipeline.onepass import COUNTED, MAX_REFUSALS, Plan
-from tailrace.pipeline.slice import COLUMNS, Slice, slices
-from tailrace.pipeline.source import reader_options
+from tailrace.pipeline.onepass import MAX_REFUSALS, Plan
+from tailrace.pipeline.present import GONE, LATER, Present, lost
+from tailrace.pipeline.presift import sift
+from tailrace.pipeline.ranges import Ranges, shared_out
+from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.tune import SCANS
+from tailrace.stores.broker import Broker, client_properties
 from tailrace.stores.leases import Watchdog
 from tailrace.stores.marks import NOTHING
-from tailrace.stores.searches import VIEW, finish, keep, scanning
+from tailrace.stores.searches import VIEW, discard, finish, keep, note, scanning
 from tailrace.stores.valkey import Shards
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 200_000
 """Records of a chunk, over all sources: about a second's work, so that what is live is not held up for long."""
+DENSE = 4
+"""Offsets for each match, below which what the records say is not kept."""
 PAUSE_S = 0.2
 WATCH_S = 5.0
 """How often it is looked for what nobody has a use for any more."""
@@ -99,8 +103,9 @@ class Scanner(threading.Thread):
     def __init__(self, settings: Settings, spark: Any, plan: Plan, shards: Shards) -> None:
         super().__init__(name="scanner", daemon=True)
         self._settings, self._spark, self._plan, self._shards = settings, spark, plan, shards
-        self._watchdog = Watchdog(shards, round(settings.grep.keep.total_seconds() * 1000))
+        self._watchdog = Watchdog.of(shards, settings)
         self._stopping = threading.Event()
+        self._present: Present | None = None
         self.failure: TailraceError | None = None
 
     def stop(self) -> None:
@@ -136,17 +141,64 @@ class Scanner(threading.Thread):
                 waiting.append((life, stretch, marks))
             else:
                 finish(self._shards, life, stretch)
-        if not waiting:
+        try:
+            return bool(waiting) and self._scan(waiting)
+        except BrokerUnavailable as error:
+            logger.warning("a scan waits: %s", error)  # the query knows best whether it can go on without the broker
             return False
-        chunk = next_chunk(waiting)
+
+    def _scan(self, waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]]) -> bool:
+        """Scan one chunk of what can be scanned now; return whether there was anything."""
+        before = self._begins({source for _, stretch, marks in waiting for source in _left(stretch, marks)})
+        ready, passed = [], False
+        for life, stretch, marks in waiting:
+            gone = {s: (f, min(u, before[s])) for s, (f, u) in _left(stretch, marks).items() if before[s] > f}
+            if gone:
+                self._pass_over(Chunk(gone, [Due(life, stretch, gone)]), before)
+                passed = True
+            known = {**marks, **{source: until - 1 for source, (_, until) in gone.items()}}
+            ranges = {s: each for s, each in stretch.ranges.items() if before.get(s) != LATER}
+            if _left(stretch := msgspec.structs.replace(stretch, ranges=ranges), known):
+                ready.append((life, stretch, known))
+        if not ready:
+            return passed
         began = time.monotonic()
-        self._read(chunk)
+        chunk = next_chunk(ready)
+        read_bytes = self._read(chunk)
+        self._note(chunk, before, read_bytes, self._begins(chunk.ranges))
         self._advance(chunk)
         records = sum(until - first for first, until in chunk.ranges.values())
         logger.info(
             "scanned %d offsets for %d search(es) in %.1f s", records, len(chunk.dues), time.monotonic() - began
         )
         return True
+
+    def _begins(self, sources: Iterable[str]) -> dict[str, int]:
+        if self._present is None:
+            self._present = Present(Broker(self._settings), self._shards, self._plan.generations)
+        return self._present.begins(sources)
+
+    def _pass_over(self, chunk: Chunk, before: Mapping[str, int]) -> None:
+        """Be done with what Kafka no longer has."""
+        self._note(chunk, before, 0, before)
+        self._advance(chunk)
+
+    def _note(self, chunk: Chunk, before: Mapping[str, int], read_bytes: int, after: Mapping[str, int]) -> None:
+        """Note what was read and what Kafka had dropped; before the marks move, so that it is never forgotten."""
+        offsets = sum(until - first for first, until in chunk.ranges.values())
+        for due in chunk.dues:
+            taken = sum(until - first for first, until in due.ranges.values())
+            gone = [
+                each
+                for source, wanted in due.ranges.items()
+                for each in lost(source, wanted, before[source], after[source])
+            ]
+            note(self._shards, self._plan.epoch, due.life, due.stretch, read_bytes * taken // offsets, gone)
+            for source in due.ranges:
+                if before[source] < after[source] == GONE:
+                    # What was read last may be of another topic by this name; from Kafka it is not taken for this one.
+                    home = home_of(Source.parse(source), self._plan.store.shards)
+                    discard(self._shards, home, due.stretch.mark(source))
 
     def _marks(self, life: Life, stretch: Stretch) -> dict[str, int]:
         shard = shard_of(stretch.name(life), self._plan.store.shards)
@@ -155,23 +207,12 @@ class Scanner(threading.Thread):
         [stored] = self._shards.run_all([(shard, ("HMGET", key, *map(stretch.mark, sources)))])
         return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
 
-    def _read(self, chunk: Chunk) -> None:
-        starts: dict[str, dict[str, int]] = {}
-        ends: dict[str, dict[str, int]] = {}
-        for label, (first, until) in chunk.ranges.items():
-            source = Source.parse(label)
-            if self._plan.generations.get(source.topic, 0) != source.generation:
-                continue  # deleted, and perhaps created again: there is nothing of it any more
-            starts.setdefault(source.topic, {})[str(source.partition)] = first
-            ends.setdefault(source.topic, {})[str(source.partition)] = until
-        if not starts:
-            return
-        options = reader_options(self._settings, starts)
-        del options["subscribePattern"], options["maxOffsetsPerTrigger"]
-        options["assign"] = json.dumps({topic: sorted(map(int, each)) for topic, each in starts.items()})
-        options["endingOffsets"] = json.dumps(ends)
-        rows = self._spark.read.format("kafka").options(**options).load().selectExpr(*COLUMNS)
-        rows.mapInArrow(scan(self._plan, chunk), COUNTED).write.format("noop").mode("overwrite").save()
+    def _read(self, chunk: Chunk) -> int:
+        """Let tasks of Spark read a chunk; return how many bytes its records' keys and values have."""
+        context = self._spark.sparkContext
+        parts = shared_out(chunk.ranges, 2 * context.defaultParallelism)
+        read = Ranges(client_properties(self._settings))
+        return int(context.parallelize(parts, len(parts)).mapPartitions(scan(self._plan, chunk, read)).sum())
 
     def _advance(self, chunk: Chunk) -> None:
         """Move the marks to the ends of what was read: the last offsets of a range may have no record."""
@@ -187,16 +228,27 @@ class Scanner(threading.Thread):
                 raise StaleDriver(VIEW, self._plan.epoch, int(answer[1]))
 
 
-def scan(plan: Plan, chunk: Chunk) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function that Spark runs in every task of a chunk."""
+Read = Callable[[Any, Callable[[bytes | None, bytes], bool] | None], Iterator[tuple[Slice | None, int]]]
 
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        task = _Task(plan, chunk)
+
+def scan(plan: Plan, chunk: Chunk, read: Read) -> Callable[[Iterable[Any]], Iterator[int]]:
+    """Return the function that Spark runs in every task of a chunk.
+
+    ``read`` makes slices of what the task is given, of records that may match; their poison is looked for here. The
+    function yields how many bytes were read.
+    """
+
+    def run(parts: Iterable[Any]) -> Iterator[int]:
+        task, total = _Task(plan, chunk), 0
         try:
-            total = sum(task.take(batch) for batch in batches)
+            for part in parts:
+                for records, read_bytes in read(part, task.passes):
+                    total += read_bytes
+                    if records is not None:
+                        task.take(records)
         finally:
             task.close()
-        yield pa.RecordBatch.from_arrays([pa.array([total], pa.int64())], names=["records"])
+        yield total
 
     return run
 
@@ -209,26 +261,28 @@ class _Task:
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self._marks: dict[tuple[int, str], int] = {}
         self._standing = Standing([due.life for due in chunk.dues])
+        self.passes = sift(due.life.search.compiled() for due in chunk.dues)
 
     def close(self) -> None:
         self._shards.close()
 
-    def take(self, batch: pa.RecordBatch) -> int:
-        for records in slices(batch, self._plan.generations, self._plan.limits):
-            label = str(records.source)
-            found = self._standing.find(records)
-            for due in self._dues:
-                if label in due.ranges and due.life.name in found:
-                    self._take(due, records, found[due.life.name], due.ranges[label])
-        return int(batch.num_rows)
+    def take(self, records: Slice) -> None:
+        label, limits = str(records.source), self._plan.limits
+        found = self._standing.find(records)
+        for due in self._dues:
+            if label in due.ranges and due.life.name in found:
+                first, until = due.ranges[label]
+                rows = [i for i in found[due.life.name] if first <= records.offsets[i] < until]
+                if rows := [
+                    i for i in rows if not poison(records.values[i] or b"", limits.max_bytes, limits.max_depth)
+                ]:
+                    self._take(due, records, rows)
 
-    def _take(self, due: Due, records: Slice, matched: Sequence[int], wanted: Range) -> None:
-        rows = [i for i in matched if wanted[0] <= records.offsets[i] < wanted[1]]
-        if not rows:
-            return
+    def _take(self, due: Due, records: Slice, rows: list[int]) -> None:
         name = due.stretch.name(due.life)
         shard = shard_of(name, self._plan.store.shards)
-        if self._plan.kept_bytes:
+        # Matches that are close together are read from Kafka as well as from here.
+        if self._plan.kept_bytes and records.offsets[rows[-1]] - records.offsets[rows[0]] >= DENSE * (len(rows) - 1):
             home = home_of(records.source, self._plan.store.shards)
             shelf = due.stretch.mark(records.source)
             keep(self._shards, [shelved(records, {name: rows}, home, shelf)], self._plan.kept_bytes, KEPT_MS)
@@ -244,7 +298,7 @@ class _Task:
         if mark is None:
             [stored] = self._shards.run_all([(shard, ("HGET", self._shards.keys.marks(shard, VIEW), source))])
             mark = self._marks[shard, source] = NOTHING if stored is None else int(stored)
-        for window in appended(shard, records, names, mark, DAY_MS, plan.window_runs):
+        for window in appended(shard, records, names, mark, plan.window_runs):
             head = (VIEW, plan.epoch, source, mark, window.end, DAY_MS, plan.future_ms, plan.tail_length)
             answer = self._shards.call(shard, "apply", *head, *window.items)
             if answer[0] == b"stale":

@@ -20,7 +20,6 @@ from tailrace.metrics import FoldFigures, Run
 from tailrace.serving.folds import figures
 from tailrace.serving.service import Service, now_ms
 from tailrace.serving.upkeep import Job, Upkeep
-from tailrace.stores.searches import Searches
 
 VERSION = version("tailrace")
 LIMIT_S = 3.0
@@ -85,7 +84,7 @@ class Health:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._upkeep = Upkeep(service)
-        self._searches = Searches(service.nodes)
+        self._searches = service.searches
         self._asked: tuple[float, asyncio.Task[tuple[list[Part], dict[str, dict[str, Any]]]]] | None = None
 
     async def readiness(self) -> Readiness:

@@ -149,8 +149,9 @@ def problems(*statuses: int) -> Responses:
     said = {
         400: "A parameter, a cursor or a body that cannot be read.",
         403: "The user may not do this: see `serve.topics_by_user`.",
-        404: "No such stream, topic or rule, or a group that holds nothing.",
-        410: "Events are gone, and the request said `on_gap=fail`.",
+        404: "No such stream, topic, rule or search, or a group that holds nothing.",
+        409: "Somebody follows the search; `force=true` ends it all the same.",
+        410: "Events are gone, and the request said `on_gap=fail`; or the search was ended.",
         413: "Larger than a request may be.",
         422: "Events or windows that were refused; nothing was changed.",
         503: "A part does not answer, or too many feeds are open; `Retry-After` says when to try again.",

@@ -33,6 +33,7 @@ Name = Annotated[
 ]
 RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
 Topic = Annotated[str, Path(description="Name of a topic."), AfterValidator(decoded)]
+SearchId = Annotated[str, Path(description="Id of a search, as the list of searches has it."), AfterValidator(decoded)]
 
 
 class NoQuery(BaseModel):

@@ -41,12 +41,24 @@ from tailrace.serving.parameters import (
     NoQuery,
     PendingQuery,
     RuleName,
+    SearchId,
     SeveralQuery,
     Topic,
     refuse_repeats,
 )
 from tailrace.serving.pending import Pending, list_pending
 from tailrace.serving.puts import body_of, read_events
+from tailrace.serving.searches import (
+    EndedSearch,
+    EndQuery,
+    SearchDetails,
+    SearchesPage,
+    SearchesQuery,
+    SearchQuery,
+    end_search,
+    list_searches,
+    show_search,
+)
 from tailrace.serving.service import Service
 from tailrace.serving.sse import FeedResponse
 from tailrace.serving.windows import Changed, change_windows
@@ -207,6 +219,24 @@ async def explain_search(request: Request, service: Here, query: Annotated[NoQue
         return explain(read_body(ExplainBody, body), limits_of(service.settings))
 
 
+async def searches(service: Here, query: Annotated[SearchesQuery, Query()]) -> SearchesPage:
+    """List the searches that are alive, in the order of their ids: who follows them, and how far their past is."""
+    return await list_searches(service, query.after, query.limit)
+
+
+async def one_search(service: Here, id: SearchId, query: Annotated[SearchQuery, Query()]) -> SearchDetails:
+    """Show a search that is alive, with the connections that follow it."""
+    return await show_search(service, id, query.limit)
+
+
+async def end_one_search(service: Here, id: SearchId, query: Annotated[EndQuery, Query()]) -> EndedSearch:
+    """End a search and its scans, and forget what it found; refused while somebody follows it, unless forced.
+
+    Those who followed it get a `problem` with the code `search.ended`. Whoever asks for it again begins it anew.
+    """
+    return await end_search(service, id, query.force)
+
+
 async def put_events(request: Request, service: Here, topic: Topic, query: Annotated[NoQuery, Query()]) -> Response:
     """Write events to a topic; answers when the broker has acknowledged all of them.
 
@@ -302,6 +332,9 @@ ROUTES = (
     Route("GET", "/v1/grep", search, "grep", _FEED, _STREAMING),
     Route("POST", "/v1/grep", search_by_body, "grep", _FEED, {**_STREAMING, "openapi_extra": GREP_BODY}),
     Route("POST", "/v1/grep/explain", explain_search, "grep", problems(400, 413, 503), {"openapi_extra": EXPLAIN_BODY}),
+    Route("GET", "/v1/grep/searches", searches, "grep", problems(400, 503)),
+    Route("GET", "/v1/grep/searches/{id}", one_search, "grep", problems(400, 404, 503)),
+    Route("DELETE", "/v1/grep/searches/{id}", end_one_search, "grep", problems(400, 404, 409, 503)),
     Route(
         "POST",
         "/v1/topics/{topic}",

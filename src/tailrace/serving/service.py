@@ -55,6 +55,7 @@ class Service:
         self.days = Logs(self.nodes, "days")
         self.matches = Logs(self.nodes, MATCHES)
         self.leases = Leases(self.nodes)
+        self.searches = Searches(self.nodes, settings.grep.searches, round(settings.grep.keep.total_seconds() * 1000))
         self.payloads = Payloads(
             self.nodes,
             client_properties(settings),
@@ -122,7 +123,8 @@ class Service:
                 self._feeds = LogFeeds(self.hub, self.days, now_ms)
                 searched = Searched(self.settings, self.nodes)
                 self._grep = Grep(
-                    Parts(matches, self.matches, Searches(self.nodes), searched, self.payloads, self.leases, now_ms)
+                    Parts(matches, self.matches, self.searches, searched, self.payloads, self.leases, now_ms),
+                    self.settings.grep.reach,
                 )
                 beating = asyncio.create_task(self.leases.run(), name="heartbeat")
                 stack.callback(beating.cancel)

@@ -19,7 +19,6 @@ from tailrace.stores.valkey import mapping
 
 PERIODIC = ("pack", "sweep", "audit")
 """The jobs that run by themselves, each every so often."""
-"""The view without logs: there is nothing of it to pack, sweep or audit."""
 LATE = 2
 """Intervals without a run after which a job is overdue."""
 
@@ -49,7 +48,7 @@ class Upkeep:
     async def jobs(self) -> list[Job]:
         """Return every job that has run or that should run, by view and name."""
         runs = {(run.job, run.view): run.report for run in await self.runs()}
-        wanted = {(job, view) for job in PERIODIC for view in self._views if self._every(job) is not None}
+        wanted = {(job, view) for job in PERIODIC for view in self._views(job) if self._every(job) is not None}
         return [
             self._job(job, view, runs.get((job, view), {}))
             for job, view in sorted(wanted | runs.keys(), key=lambda key: key[::-1])
@@ -62,9 +61,9 @@ class Upkeep:
         pairs = mapping(answer).items()
         return [run for field, stored in sorted(pairs) if (run := _run(field, stored))]
 
-    @property
-    def _views(self) -> tuple[str, ...]:
-        return self._service.settings.log_views
+    def _views(self, job: str) -> tuple[str, ...]:
+        settings = self._service.settings
+        return settings.copied_views if job == "audit" else settings.log_views
 
     def _every(self, job: str) -> timedelta | None:
         found: timedelta | None = getattr(self._service.settings.upkeep, f"{job}_every") if job in PERIODIC else None
@@ -72,7 +71,7 @@ class Upkeep:
 
     def _job(self, job: str, view: str, report: Mapping[str, Any]) -> Job:
         started, ended = report.get("started_ms"), report.get("ended_ms")
-        every = self._every(job) if view in self._views else None
+        every = self._every(job) if view in self._views(job) else None
         since = ended or started or round(self._service.started * 1000)
         return Job(
             job=job,

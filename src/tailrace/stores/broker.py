@@ -80,6 +80,16 @@ class Broker:
             raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
         return {place: offset if offset >= 0 else ends[place] for place, offset in found.items()}
 
+    def firsts(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
+        """Return the earliest offset of every partition; its end if it has no record."""
+        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
+        if not wanted:
+            return {}
+        try:
+            return self._offsets(wanted, OffsetSpec.earliest())
+        except KafkaException as error:
+            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+
     def ends(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
         """Return the end of every partition."""
         wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]

@@ -35,17 +35,24 @@ name, which may be any text, comes last and no two names share a key.
     <prefix>:{0}:searches:version  string  rises whenever that changes
     <prefix>:{0}:lives           string  the last number given to a life or a stretch
     <prefix>:{0}:past            hash    number of a life -> search id, also when it is over
-    <prefix>:{0}:used            zset    search id -> when someone last asked for it
+    <prefix>:{0}:idle            zset    search id that nobody follows -> since when, by the store's clock
+    <prefix>:{0}:uses            zset    search id -> logarithm of how much it is used, over all windows, decaying
+    <prefix>:{0}:dropping        hash    life that is over -> numbers of its stretches, until their logs are dropped
+    <prefix>:{0}:dropped         hash    the same -> ms when they were dropped, numbers; until they are looked for again
     <prefix>:{0}:pins            hash    life -> source -> the offset at which its live matches begin
     <prefix>:{0}:stretches:<life>  list  ranges of the past that were asked for, each with its number
     <prefix>:{0}:scanned:<life>  set     the numbers of those that are done
     <prefix>:{0}:scanning        zset    life and number of those that are not -> when they were asked for
+    <prefix>:{0}:read:<life>     hash    number of a stretch -> bytes that were read for it
+    <prefix>:{0}:lost:<life>     hash    number of a stretch, source and first offset -> end and reason of what
+                                         Kafka had dropped before it was scanned
     <prefix>:{0}:processes       zset    service process -> its last heartbeat, by the store's clock
     <prefix>:{0}:process         hash    service process -> what it said of itself
-    <prefix>:{0}:leases:<process>  hash  connection -> search id that it follows
+    <prefix>:{0}:leases:<process>  hash  connection -> search id that it follows, and the window it began in
+    <prefix>:{0}:lapsed:<process>  list  connections whose search was ended, until the process is told
+    <prefix>:{0}:connections:<search>  hash  process and connection -> what was asked for, since when
     <prefix>:{0}:followers       hash    search id -> how many connections follow it
-    <prefix>:{0}:buried          set     processes whose leases were ended; what they say counts no more
-    <prefix>:{0}:popular:<window>  hash  search id -> connections in a window of ten minutes; expires
+    <prefix>:{0}:popular:<window>  hash  search id -> different connections in a window of ten minutes; expires
     <prefix>:{0}:positions:<search>  hash  name of a client -> where it is; goes with the search
     …:kept:<shelf>               stream  <last offset>-<records> -> r: run of matched records, for all searches; a shelf
                                          is a source, or the source of a stretch; expires
@@ -154,17 +161,41 @@ class Keys(msgspec.Struct, frozen=True):
     def scanning(self) -> str:
         return f"{self.tag(0)}:scanning"
 
+    def read(self, life: str) -> str:
+        return f"{self.tag(0)}:read:{life}"
+
+    def lost(self, life: str) -> str:
+        return f"{self.tag(0)}:lost:{life}"
+
     def kept(self, shard: int, shelf: str) -> str:
         return f"{self.tag(shard)}:kept:{shelf}"
 
-    def used(self) -> str:
-        return f"{self.tag(0)}:used"
+    def kept_sizes(self, shard: int) -> str:
+        return f"{self.tag(shard)}:kept"
+
+    def idle(self) -> str:
+        return f"{self.tag(0)}:idle"
+
+    def uses(self) -> str:
+        return f"{self.tag(0)}:uses"
+
+    def popular(self, window: int) -> str:
+        return f"{self.tag(0)}:popular:{window}"
+
+    def dropping(self) -> str:
+        return f"{self.tag(0)}:dropping"
+
+    def dropped(self) -> str:
+        return f"{self.tag(0)}:dropped"
 
     def processes(self) -> str:
         return f"{self.tag(0)}:processes"
 
     def process(self) -> str:
         return f"{self.tag(0)}:process"
+
+    def connections(self, search: str) -> str:
+        return f"{self.tag(0)}:connections:{search}"
 
     def followers(self) -> str:
         return f"{self.tag(0)}:followers"

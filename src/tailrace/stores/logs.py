@@ -24,6 +24,10 @@ PACKED_BYTES = 1 << 20
 """About how much of a packed piece one read returns, so that a reader's memory does not depend on the piece's size."""
 
 
+MATCH_RUNS = 8
+"""One packed piece of matches, which has about a thousand, stands for so many runs."""
+
+
 class Logs:
     """The logs of one view."""
 
@@ -49,6 +53,11 @@ class Logs:
             commands.append((shard, ("HGETALL", self._keys.log(shard, self.view, name))))
         return [read_log(answer) for answer in await self._nodes.read_all(commands)]
 
+    async def floor(self, name: str) -> int:
+        """Return the time before which no bucket of a log begins any more: what is packed or expired ends there."""
+        shard = self.shard_of(name)
+        return int(await self._nodes.read(shard, "HGET", self._keys.log(shard, self.view, name), "o") or 0)
+
     async def read(self, name: str, segment: Segment, after: int, count: int) -> list[Entry]:
         """Return up to ``count`` stored runs, or some runs of a packed piece, with events numbered above ``after``.
 
@@ -63,8 +72,9 @@ class Logs:
         for name, segment, after in places:
             shard = self.shard_of(name)
             key = self._keys.segment(shard, self.view, segment.index, name)
-            # A packed piece is large, and one is enough.
-            most = 1 if segment.state == PACKED else count
+            # A packed piece is large, and one is enough; those of matches are not much larger than other runs.
+            packed = max(1, count // MATCH_RUNS) if self.view == "matches" else 1
+            most = packed if segment.state == PACKED else count
             commands.append((shard, ("XRANGE", key, f"{max(0, after) + 1}-0", "+", "COUNT", most)))
         answers = await self._nodes.read_all(commands)
         return [_some(answer, after) for answer, (_, _, after) in zip(answers, places, strict=True)]

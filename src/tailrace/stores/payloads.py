@@ -7,8 +7,8 @@ no longer has with the next one, and for a topic that was created again with ano
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,8 +37,10 @@ class Payloads:
         self, nodes: Nodes, properties: Mapping[str, Any], home: Callable[[Source], int], memory_bytes: int
     ) -> None:
         self._nodes, self._properties, self._home = nodes, dict(properties), home
-        self._memory: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._size, self._most = 0, memory_bytes
+        self._memory: dict[str, dict[int, bytes]] = {}
+        self._order: deque[tuple[str, list[int], int]] = deque()
+        """What came into memory together: of which source, which offsets, and how many bytes; the oldest first."""
+        self._size, self.memory_bytes = 0, memory_bytes
         self._locks: dict[str, asyncio.Lock] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._idle: list[Consumer] = []
@@ -51,30 +53,50 @@ class Payloads:
             await asyncio.to_thread(consumer.close)
 
     async def frames(
-        self, source: Source, offsets: Sequence[int], shelf: str, is_current: Callable[[Source], Awaitable[bool]]
-    ) -> dict[int, bytes]:
+        self,
+        source: Source,
+        offsets: Sequence[int],
+        shelf: str,
+        is_current: Callable[[Source], Awaitable[bool]],
+        ahead: Callable[[], Iterable[int]] = tuple,
+    ) -> Mapping[int, bytes]:
         """Return the frames of records of one source, whose offsets rise; those that are gone are left out.
 
-        ``shelf`` is where they may be kept; ``is_current`` tells whether Kafka has the source itself under its name.
+        ``shelf`` is where they may be kept; ``is_current`` tells whether Kafka has the source itself under its name;
+        ``ahead`` which offsets the caller will ask for next: they are fetched together with what is missing.
         """
         label = str(source)
-        lock = self._locks.setdefault(label, asyncio.Lock())
-        async with lock:  # who waits finds in memory what the other one fetched
-            found = {o: frame for o in offsets if (frame := self._memory.get((label, o))) is not None}
+        found = self._remembered(label, offsets)
+        if len(found) == len(offsets):
+            return found
+        async with self._locks.setdefault(label, asyncio.Lock()):
+            found = self._remembered(label, offsets)  # who has waited finds what the other one fetched
             missing = [offset for offset in offsets if offset not in found]
-            if missing:
-                found |= await self._kept(source, missing, shelf)
-                missing = [offset for offset in missing if offset not in found]
+            if not missing:
+                return found
+            known = self._memory.get(label, {})
+            wanted = {*missing, *(offset for offset in ahead() if offset not in known)}
+            found |= await self._kept(source, missing, wanted, shelf)
+            missing = [offset for offset in missing if offset not in found]
             if missing and await is_current(source):
-                fetched = await self._fetched(source, missing)
+                try:
+                    fetched = await self._fetched(source, sorted(offset for offset in wanted if offset not in found))
+                except BrokerUnavailable:
+                    if await is_current(source):
+                        raise
+                    fetched = None  # it was deleted while it was read
                 # Asked again: if it is what it was, then so it was meanwhile.
                 if fetched is not None and await is_current(source):
-                    found |= self._remember(source, fetched, set(missing))
+                    found |= self._remember(source, fetched, wanted)
         return found
 
-    async def _kept(self, source: Source, offsets: Sequence[int], shelf: str) -> dict[int, bytes]:
+    def _remembered(self, label: str, offsets: Sequence[int]) -> dict[int, bytes]:
+        known = self._memory.get(label)
+        return {} if known is None else {o: frame for o in offsets if (frame := known.get(o)) is not None}
+
+    async def _kept(self, source: Source, offsets: Sequence[int], wanted: set[int], shelf: str) -> dict[int, bytes]:
         """Read what the pipeline kept. A run that holds an offset ends at it or behind it."""
-        shard, wanted = self._home(source), set(offsets)
+        shard = self._home(source)
         key = self._nodes.keys.kept(shard, shelf)
         found: dict[int, bytes] = {}
         after, count = offsets[0], 1
@@ -82,36 +104,49 @@ class Payloads:
             entries = await self._nodes.read(shard, "XRANGE", key, f"{after}-0", "+", "COUNT", count)
             for _, fields in entries:
                 run = decode(mapping(fields)[b"r"])
-                found |= self._remember(source, run, wanted)
+                # What is kept live matched some search: those who follow the others ask for the rest of it.
+                found |= self._remember(source, run, None if shelf == str(source) else wanted)
             if len(entries) < count:
                 break
             after = int(entries[-1][0].partition(b"-")[0]) + 1
             count = min(2 * count, KEPT_ENTRIES)  # runs may be small, or hold more than is wanted
         return found
 
-    def _remember(self, source: Source, run: Run, wanted: set[int]) -> dict[int, bytes]:
-        label, found = str(source), dict[int, bytes]()
-        for offset, frame in zip(run.offsets, run.frames(0), strict=True):
-            if offset in wanted:
-                found[offset] = frame
-                if (label, offset) not in self._memory:
-                    self._memory[label, offset] = frame
-                    self._size += len(frame)
-        while self._size > self._most and self._memory:
-            self._size -= len(self._memory.popitem(last=False)[1])
+    def _remember(self, source: Source, run: Run, wanted: set[int] | None) -> dict[int, bytes]:
+        """Hold what is wanted of a run, or all of it, in memory, and return it."""
+        label = str(source)
+        found = dict(zip(run.offsets, run.frames(0), strict=True))
+        if wanted is not None:
+            found = {offset: frame for offset, frame in found.items() if offset in wanted}
+        memory = self._memory.setdefault(label, {})
+        new = {offset: frame for offset, frame in found.items() if offset not in memory}
+        if new:
+            size = sum(map(len, new.values()))
+            memory.update(new)
+            self._order.append((label, list(new), size))
+            self._size += size
+        while self._size > self.memory_bytes and self._order:
+            self._forget(*self._order.popleft())
         return found
+
+    def _forget(self, label: str, offsets: Sequence[int], size: int) -> None:
+        self._size -= size
+        memory = self._memory[label]
+        for offset in offsets:
+            del memory[offset]
+        if not memory:
+            del self._memory[label]
 
     async def _fetched(self, source: Source, offsets: Sequence[int]) -> Run | None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS, "payloads")
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, source, offsets)
 
-    def _read(self, source: Source, offsets: Sequence[int]) -> Run | None:
-        """Read records from Kafka, in a thread."""
-        consumer = (
-            self._idle.pop()
-            if self._idle
-            else Consumer(
+    def _consumer(self) -> Consumer:
+        try:
+            return self._idle.pop()  # not looked before: another thread may take the last one in between
+        except IndexError:
+            return Consumer(
                 {
                     **self._properties,
                     "group.id": "tailrace-payloads",
@@ -121,9 +156,15 @@ class Payloads:
                     "isolation.level": "read_committed",
                     # A fetch that finds nothing, at the end or of what was read before, is waited for by the next one.
                     "fetch.wait.max.ms": 10,
+                    # What is fetched ahead of what was asked for is thrown away.
+                    "queued.max.messages.kbytes": 4 << 10,
+                    "fetch.queue.backoff.ms": 2,
                 }
             )
-        )
+
+    def _read(self, source: Source, offsets: Sequence[int]) -> Run | None:
+        """Read records from Kafka, in a thread."""
+        consumer = self._consumer()
         try:
             found = _messages(consumer, source, offsets)
         except KafkaException as error:

@@ -13,15 +13,19 @@ from typing import Any
 
 import msgspec
 
-from tailrace.errors import StoreError, StoreUnavailable
+from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, StoreError, StoreUnavailable, TooManySearches
 from tailrace.metrics import SearchFigures
-from tailrace.model.search import Life, Search, Stretch
+from tailrace.model.search import Life, Lost, Search, Stretch
 from tailrace.stores.functions import function
 from tailrace.stores.marks import NOTHING
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Arg, Shards, mapping
 
 VIEW = "matches"
+POPULAR_MS = 600_000
+"""The windows in which connections are counted."""
+HALF_LIFE = 144
+"""Windows after which what was counted counts half. Both are those of ``searches.lua``."""
 
 _encode = msgspec.json.Encoder().encode
 _pins = msgspec.json.Decoder(dict[str, int]).decode
@@ -46,16 +50,43 @@ def read_stretch(stored: bytes) -> Stretch:
     return Stretch(int(number), since_ms, ranges)
 
 
+def use_of(stored: bytes | float | None, window: int) -> float:
+    """Return how much a search is used, as connections of the window that it is now."""
+    return 0.0 if stored is None else float(2 ** (float(stored) - window / HALF_LIFE))
+
+
 class Searches:
     """The registry as the service uses it."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes, self._keys = nodes, nodes.keys
+    def __init__(self, nodes: Nodes, most: int = 1 << 53, keep_ms: int = 0) -> None:
+        self._nodes, self._keys, self._most, self._keep_ms = nodes, nodes.keys, most, keep_ms
 
     async def register(self, search: Search, now_ms: int) -> Life:
-        """Return the life of a search; it begins now if it has none."""
-        number, since, _ = await self._call("register", search.id, write_search(search), now_ms)
-        return Life(search, int(number), int(since))
+        """Return the life of a search; it begins now if it has none.
+
+        Raises:
+            TooManySearches: As many are alive as may be, and each is followed, or was within what is promised.
+        """
+        answer = await self._call("register", search.id, write_search(search), now_ms, self._most, self._keep_ms)
+        if answer[0] == b"full":
+            raise TooManySearches(self._most)
+        return Life(search, int(answer[0]), int(answer[1]))
+
+    async def end(self, search: str, force: bool) -> tuple[str, int]:
+        """End the life of a search, its scans among it; return the life, and how many connections followed it.
+
+        Its logs are dropped by the watchdog of the pipeline.
+
+        Raises:
+            SearchNotFound: None that is alive has this id.
+            SearchFollowed: Somebody follows it, and it was not forced.
+        """
+        answer = await self._call("end", search, int(force))
+        if answer[0] == b"unknown":
+            raise SearchNotFound(search)
+        if answer[0] == b"followed":
+            raise SearchFollowed(search, int(answer[1]))
+        return answer[1].decode(), int(answer[2])
 
     async def pins(self, life: Life) -> dict[str, int] | None:
         """Return where the live matches of a life begin; None if nobody has said so yet."""
@@ -79,9 +110,34 @@ class Searches:
     async def extend(
         self, life: Life, seen: int, now_ms: int, since_ms: int, ranges: Mapping[str, tuple[int, int]]
     ) -> bool:
-        """Ask for a stretch of the past; False if another was asked for since ``seen`` of them were."""
+        """Ask for a stretch of the past; False if another was asked for since ``seen`` of them were.
+
+        Nothing is asked for in a life that is over: whoever leases it is told so.
+        """
         answer = await self._call("extend", life.name, seen, now_ms, _encode((since_ms, ranges)))
-        return bool(answer[0] == b"ok")
+        return bool(answer[0] != b"moved")
+
+    async def read_bytes(self, life: Life, number: int) -> int:
+        """Return how many bytes were read for a stretch, about: a driver that dies may count a chunk twice."""
+        return int(await self._nodes.read(0, "HGET", self._keys.read(life.name), number) or 0)
+
+    async def lost(self, life: Life, number: int) -> list[Lost]:
+        """Return what Kafka had dropped of a stretch before it was scanned; what abuts is one."""
+        stored = mapping(await self._nodes.read(0, "HGETALL", self._keys.lost(life.name)))
+        found: list[Lost] = []
+        for field, value in stored.items():
+            stretch, source, first = field.decode().split(" ")
+            until, _, reason = value.decode().partition(" ")
+            if int(stretch) == number:
+                found.append(Lost(source, int(first), int(until), reason))
+        merged: list[Lost] = []
+        for each in sorted(found, key=lambda each: (each.source, each.first)):
+            last = merged[-1] if merged else None
+            if last and (last.source, last.reason) == (each.source, each.reason) and last.until >= each.first:
+                merged[-1] = msgspec.structs.replace(last, until=max(last.until, each.until))
+            else:
+                merged.append(each)
+        return merged
 
     async def past(self, number: int) -> str | None:
         """Return whose life had a number, whether it is over or not."""
@@ -107,7 +163,7 @@ class Searches:
 
     async def keep_position(self, search: str, client: str, cursor: str) -> None:
         """Keep where a client is in a search."""
-        await self._nodes.read(0, "HSET", self._keys.positions(search), client, cursor)
+        await self._call("place", search, client, cursor)
 
     async def marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
         """Return the last offset scanned of each source of a stretch."""
@@ -178,6 +234,24 @@ def scanning(shards: Shards) -> list[tuple[Life, Stretch]]:
     awaited = {search.decode() for search in followed}
     waiting = [(lives[name], found[name, int(n)]) for name, n in wanted if (name, int(n)) in found]
     return sorted(waiting, key=lambda each: each[0].search.id not in awaited)
+
+
+def note(shards: Shards, epoch: int, life: Life, stretch: Stretch, read_bytes: int, gone: Sequence[Lost]) -> None:
+    """Note that a chunk was read for a stretch, how much it was, and what Kafka no longer had of it.
+
+    Raises:
+        StaleDriver: Another driver has the view by now.
+    """
+    parts = [part for each in gone for part in (each.source, each.first, each.until, each.reason)]
+    answer = shards.call(0, "noted", VIEW, epoch, life.name, stretch.number, read_bytes, *parts)
+    if answer[0] == b"stale":
+        raise StaleDriver(VIEW, epoch, int(answer[1]))
+
+
+def discard(shards: Shards, shard: int, shelf: str) -> None:
+    """Keep nothing on a shelf any more."""
+    keys = shards.keys
+    shards.run_all([(shard, ("UNLINK", keys.kept(shard, shelf))), (shard, ("HDEL", keys.kept_sizes(shard), shelf))])
 
 
 def finish(shards: Shards, life: Life, stretch: Stretch) -> None:

@@ -25,7 +25,7 @@ from tailrace.settings import Days
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
 from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
-from tailrace.upkeep.job import milliseconds, now_ms, section_of
+from tailrace.upkeep.job import milliseconds, now_ms, require_copy
 from tailrace.upkeep.lease import Lease
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Auditing:
         clock: Callable[[], int] = now_ms,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        section_of(settings, view)
+        require_copy(settings, view)
         self.view, self.whole = view, pattern is None
         self._settings, self._wanted, self._keys, self._spark = settings, Wanted(pattern), keys, spark
         self._clock, self._stopped = clock, stopped

@@ -51,8 +51,22 @@ def section_of(settings: Settings, view: str) -> Section:
     """
     if view not in settings.log_views:
         raise BadRequest(f"there is no view {view!r} that keeps streams; there is: {', '.join(settings.log_views)}")
-    section: Section = getattr(settings, view)
+    section: Section = getattr(settings, "grep" if view == "matches" else view)
     return section
+
+
+def require_copy(settings: Settings, view: str) -> None:
+    """Refuse a view that does not hold what Kafka has.
+
+    Raises:
+        BadRequest: There is no such view, or it cannot be compared with Kafka nor made again from it.
+    """
+    section_of(settings, view)
+    if view not in settings.copied_views:
+        raise BadRequest(
+            f"the view {view!r} holds what searches found, not what Kafka has: there is nothing to compare or to "
+            "restore; a search that was ended (`tailrace searches end`) looks for everything anew when it is asked for"
+        )
 
 
 def every(name: str) -> bool:

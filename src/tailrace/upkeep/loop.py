@@ -48,6 +48,8 @@ class Job(msgspec.Struct, frozen=True):
     """How long after the start it is run first."""
     yields: bool = False
     """Whether it can be stopped for another one that is due, and gone on with: it has done something by then."""
+    views: tuple[str, ...] | None = None
+    """The views that it is for; None = all."""
 
 
 Jobs: TypeAlias = Mapping[str, Job]
@@ -75,7 +77,7 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
     return {
         "sweep": Job(upkeep.sweep_every, sweep_once),
         "pack": Job(upkeep.pack_every, pack_once, yields=True),
-        "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings)),
+        "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.copied_views),
     }
 
 
@@ -86,12 +88,12 @@ def _next_audit(settings: Settings) -> float:
         return 0.0
     shards = Shards(StoreOptions.of(settings.valkey))
     try:
-        ended = [last_end(shards, "audit", view) for view in settings.log_views]
+        ended = [last_end(shards, "audit", view) for view in settings.copied_views]
     except TailraceError:
         ended = [None]
     finally:
         shards.close()
-    since = min((now_ms() - each) / 1000 if each else 0.0 for each in ended)
+    since = min(((now_ms() - each) / 1000 if each else 0.0 for each in ended), default=0.0)
     return max(FIRST_S, every.total_seconds() - since)
 
 
@@ -113,6 +115,7 @@ class Loop:
             for name, job in jobs.items()
             if job.every is not None
             for view in views
+            if job.views is None or view in job.views
         }
         self._pause = dict.fromkeys(self._due, BACKOFF_S[0])
 

@@ -18,7 +18,7 @@ from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, Due, Outcome, Packer, due_segments, groups
+from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, due_segments, groups
 from tailrace.upkeep.spread import Plan, Spread
 from tailrace.upkeep.throttle import Throttle
 
@@ -27,11 +27,16 @@ BATCH_BYTES = 64 << 20
 """So many segments or so many stored bytes are one Spark job; between two of them a run can be stopped."""
 
 
+MATCHES = 1_000
+"""Matches of one piece: each is a few bytes, and a reader that wants one decodes a whole piece."""
+
+
 class Rules(msgspec.Struct, frozen=True):
     """When a view's segments are packed, and how."""
 
     after_ms: int
     piece_bytes: int = 256 << 10
+    piece_events: int = UNLIMITED
     spark_from: int = 256 << 20
     per_hour: float = 0
     bytes_per_second: float = 0
@@ -41,7 +46,8 @@ class Rules(msgspec.Struct, frozen=True):
         """Return the rules that the configuration has for a view."""
         u = settings.upkeep
         after_ms = milliseconds(section_of(settings, view).pack_after)
-        return cls(after_ms, u.segment_bytes, u.spark_from, u.buckets_per_hour, u.bytes_per_second)
+        events = MATCHES if view == "matches" else UNLIMITED
+        return cls(after_ms, u.segment_bytes, events, u.spark_from, u.buckets_per_hour, u.bytes_per_second)
 
     def at_once(self, segments: int, size: int) -> tuple[int, int]:
         """Return how many segments and stored bytes to do in one go: at most so much, and about a minute's pace."""
@@ -153,6 +159,7 @@ class Packing:
             Registry(shards, self.view),
             Staging(shards, self.view, lease.token),
             piece_bytes=self._rules.piece_bytes,
+            piece_events=self._rules.piece_events,
             after_ms=self._rules.after_ms,
             clock=lambda: self._now_ms,
             throttle=self._throttle,
@@ -169,6 +176,7 @@ class Packing:
             token=lease.token,
             view=self.view,
             piece_bytes=self._rules.piece_bytes,
+            piece_events=self._rules.piece_events,
             after_ms=self._rules.after_ms,
             now_ms=self._now_ms,
             per_hour=per_hour,

@@ -30,6 +30,8 @@ GROUP_BYTES = 2 << 20
 GROUP_SEGMENTS = 256
 """Small segments are packed together, so many or so many stored bytes; a larger one is streamed on its own."""
 
+UNLIMITED = 1 << 62
+
 STEPS = ("read", "staged", "checked", "swapped")
 """The failpoints, in order."""
 
@@ -98,6 +100,7 @@ class Packer:
         staging: Staging,
         *,
         piece_bytes: int,
+        piece_events: int = UNLIMITED,
         after_ms: int,
         clock: Callable[[], int],
         throttle: Throttle | None = None,
@@ -105,7 +108,7 @@ class Packer:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._registry, self._staging = registry, staging
-        self._piece_bytes, self._after_ms, self._clock = piece_bytes, after_ms, clock
+        self._cut, self._after_ms, self._clock = (piece_bytes, piece_events), after_ms, clock
         self._throttle = throttle or Throttle()
         self._reached, self._check = reached, check
 
@@ -141,7 +144,7 @@ class Packer:
             if why:
                 outcome += _leave(due, why)
                 continue
-            cut = [_piece(due, part, i == 0) for i, part in enumerate(pieces(entries, self._piece_bytes))]
+            cut = [_piece(due, part, i == 0) for i, part in enumerate(pieces(entries, *self._cut))]
             found.append((due, entries, cut))
         flat = [piece for _, _, cut in found for piece in cut]
         self._staging.stage(flat)
@@ -169,7 +172,7 @@ class Packer:
     def _stage(self, due: Due) -> Packed:
         cut: list[Piece] = []
         events = raw = last = 0
-        for part in pieces(self._entries(due), self._piece_bytes):
+        for part in pieces(self._entries(due), *self._cut):
             self._next()
             self._reached("read")
             piece = _piece(due, part, not cut)

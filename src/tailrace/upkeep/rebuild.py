@@ -24,7 +24,7 @@ from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, spark_for
-from tailrace.upkeep.job import milliseconds, now_ms, section_of
+from tailrace.upkeep.job import milliseconds, now_ms, require_copy
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.restore import DIFFERS, MOVED, REBUILT, Orders, Record, Restored, Restorer, encode_body
 
@@ -64,7 +64,7 @@ class Rebuilding:
         clock: Callable[[], int] = now_ms,
         reached: Callable[[str], None] = failpoint.reached,
     ) -> None:
-        section_of(settings, view)
+        require_copy(settings, view)
         self.view = view
         self._settings, self._name, self._day_ms = settings, name, day_ms
         self._spark, self._clock, self._reached = spark, clock, reached

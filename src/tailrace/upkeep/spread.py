@@ -27,7 +27,7 @@ from tailrace.errors import PipelineError, TailraceError
 from tailrace.stores.registry import Registry
 from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards, StoreOptions
-from tailrace.upkeep.packer import GROUP_SEGMENTS, Due, Outcome, Packer, groups
+from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
 from tailrace.upkeep.throttle import Throttle
 from tailrace.values import Properties
 
@@ -55,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True):
     piece_bytes: int
     after_ms: int
     now_ms: int
+    piece_events: int = UNLIMITED
     per_hour: float = 0
     """The limits of one task, not of all."""
     bytes_per_second: float = 0
@@ -81,6 +82,7 @@ class _Worker:
             Registry(self._shards, plan.view),
             Staging(self._shards, plan.view, plan.token),
             piece_bytes=plan.piece_bytes,
+            piece_events=plan.piece_events,
             after_ms=plan.after_ms,
             clock=lambda: plan.now_ms,
             throttle=self.throttle,

@@ -58,8 +58,9 @@ local function raise_floor(log, floor)
 end
 
 -- Appends one run to a log. A run that begins before the end of the open bucket goes there; otherwise a new segment is
--- opened in its own bucket, but not before the floor nor after the latest time allowed. A new epoch opens one in the same bucket.
-local function append(tag, view, epoch, span, latest, number, name, start, count, newest, run)
+-- opened in its own bucket, but not before the floor nor after the latest time allowed. A new epoch opens one in the same bucket;
+-- so does, if most is given, the first run of a period when the open one has so many entries: it is sealed, to be packed soon.
+local function append(tag, view, epoch, span, latest, number, name, start, count, newest, run, most, period)
   local log = log_key(tag, view, name)
   local h = redis.call('HMGET', log, 't', 'b', 'w', 'e', 'f', 'l', 'c', 'z', 'i', 'o')
   local index, last, newest_seen = tonumber(h[9] or '-1'), number + count, tonumber(h[1] or '0')
@@ -67,11 +68,13 @@ local function append(tag, view, epoch, span, latest, number, name, start, count
   newest = math.max(math.min(newest, latest), newest_seen)
   start = math.min(start, math.floor(latest / span) * span)
   local ends = h[2] and h[2] + h[3]
-  if h[2] and start < ends and h[4] == epoch then
+  local is_full = most and h[2] and math.floor(newest / period) > math.floor(newest_seen / period)
+    and redis.call('XLEN', segment_key(tag, view, h[9], name)) >= most
+  if h[2] and start < ends and h[4] == epoch and not is_full then
     redis.call('HSET', log, 'l', text(last), 'c', text(h[7] + count), 'z', text(h[8] + #run), 't', text(newest))
   else
     if h[2] then
-      redis.call('HSET', log, 's' .. h[9], cmsgpack.pack(open_row(h, RAW)))
+      redis.call('HSET', log, 's' .. h[9], cmsgpack.pack(open_row(h, is_full and SEALED or RAW)))
       if start < ends then start, span = tonumber(h[2]), tonumber(h[3]) end
     else
       redis.call('ZADD', tag .. ':names:' .. view, 0, name)
@@ -214,6 +217,8 @@ local TOLD = 1000
 
 -- apply(view, driver epoch, source, mark seen, new mark, bucket span ms, future limit ms, tail length, items…)
 --   A name start count newest run    append a run to a log; start is that of its bucket
+--   R entries ms                     from here on, begin another segment with the first run of a period of so many ms, if the open
+--                                    one has so many entries
 --   S name                           seal the log's bucket
 --   O id topic key value headers     put a message into the outbox
 --   C field n                        add to a counter
@@ -247,6 +252,7 @@ local function apply(keys, args)
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
   local began, appended, touched, seen = number, 0, {}, {}
   local account = new_account()
+  local most, period
   for _, item in ipairs(held) do
     count_groups(tag, account, item)
     write_groups(tag, item.rule, item.groups, item.values, item.dues)
@@ -259,7 +265,7 @@ local function apply(keys, args)
     elseif kind == 'A' then
       local count = tonumber(args[i + 3])
       number = append(tag, view, epoch, span, latest, number, args[i + 1], tonumber(args[i + 2]), count,
-        tonumber(args[i + 4]), args[i + 5])
+        tonumber(args[i + 4]), args[i + 5], most, period)
       appended = appended + count
       if not seen[args[i + 1]] then
         seen[args[i + 1]] = true
@@ -267,6 +273,9 @@ local function apply(keys, args)
         touched[#touched + 1] = view
       end
       i = i + 6
+    elseif kind == 'R' then
+      most, period = tonumber(args[i + 1]), tonumber(args[i + 2])
+      i = i + 3
     elseif kind == 'S' then
       seal(tag, view, args[i + 1], now)
       i = i + 2
