@@ -27,11 +27,11 @@ from tailrace.feeds.grep import Grep
 from tailrace.feeds.searching import make_grep_request
 from tailrace.model.event import Source
 from tailrace.model.search import Life, Search, Stretch
-from tailrace.pipeline.ranges import Passes
+from tailrace.pipeline.ranges import Passes, Ranges
 from tailrace.pipeline.scan import Chunk, Due, Scanner, scan
 from tailrace.pipeline.slice import Slice, slices
 from tailrace.serving.service import Service, now_ms
-from tailrace.stores.broker import Broker
+from tailrace.stores.broker import Broker, client_properties
 from tailrace.stores.marks import advance
 from tailrace.stores.valkey import Shards, StoreOptions, prepare
 from tests.faults.rig import QUICK_JAVA
@@ -253,6 +253,9 @@ class HandScanner(CountedScanner):
 
     def _read(self, chunk: Chunk) -> int:
         self.chunks.append(chunk)
+        if self.stop_after is None and self._site.chance.random() < 0.5:  # as tasks read it
+            read = Ranges(client_properties(self._site.settings))
+            return sum(scan(self._plan, chunk, read)([chunk.ranges]))
         starts = {Source.parse(source): first for source, (first, _) in chunk.ranges.items()}
         ends = {Source.parse(source): until for source, (_, until) in chunk.ranges.items()}
         records = self._site.records(starts, ends)

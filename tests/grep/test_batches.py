@@ -59,7 +59,7 @@ async def test_when_who_makes_it_goes_away_or_fails_another_one_does() -> None:
         return []
 
     async def fails(missing: Sequence[int]) -> list[Batch | None]:
-        raise OSError
+        raise OSError("no")
 
     async def make(missing: Sequence[int]) -> list[Batch | None]:
         return [Batch("1-0-7.", 1, "", DATA)]
@@ -70,7 +70,7 @@ async def test_when_who_makes_it_goes_away_or_fails_another_one_does() -> None:
     third = asyncio.create_task(batches.all([key(1, 5)], make))
     await asyncio.sleep(0)
     first.cancel()
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="no"):
         await second
     assert (await third)[0] is not None
 

@@ -95,6 +95,10 @@ async def test_a_stretch_over_topics_and_partitions_is_scanned_completely(site: 
     assert scanning(site.shards) == []
     chunks = site.scanner.chunks
     assert all(len(chunk.dues) == 3 for chunk in chunks), "who asks for the same past shares its chunks"
+    size = sum(len(record.key or b"") + len(record.value or b"") for record in site.records())
+    async with site.serving() as serving:
+        for life, [stretch] in lives:
+            assert await serving.grep.parts.searches.read_bytes(life, stretch.number) == size
 
 
 async def test_a_second_caller_gets_what_was_scanned_and_an_older_time_scans_only_what_lies_in_front(
@@ -207,4 +211,10 @@ async def test_what_kafka_drops_before_it_is_scanned_is_passed_over(site: Site, 
     site.forget(topics[1], 1, EACH)
     site.scan()
     assert scanning(site.shards) == []
+    async with site.serving() as serving:
+        lost = await serving.grep.parts.searches.lost(life, stretches[0].number)
+    assert [(each.source, each.first, each.until, each.reason) for each in lost] == [
+        (f"{topics[0]}:0", 0, EACH // 2 + 1, "expired"),
+        (f"{topics[1]}:1", 0, EACH, "expired"),
+    ]
     assert_same(await logged(site, life, stretches), site.ids(site.offline(search)))

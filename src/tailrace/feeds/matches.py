@@ -73,7 +73,6 @@ class GrepFeed:
         self._ready: deque[tuple[_Taken, Batch]] = deque()
         """Of what is ahead, the first: made, and not shown yet."""
         self._sent = request.sent
-        self._shown = 0
         self._announced = request.resumed
         self._reached = self._closing = False
         self._looked_ms = self._opened_ms = parts.clock()
@@ -315,7 +314,6 @@ class GrepFeed:
     def _show_ready(self) -> Batch:
         taken, batch = self._ready.popleft()
         self._go(taken.ahead, taken.end)
-        self._shown += len(batch)
         self._sent += len(batch)
         return batch
 
@@ -330,7 +328,6 @@ class GrepFeed:
                 if data is None and frames and request.on_gap == "fail":
                     return frames  # what precedes the gap goes out first
                 self._go(each.ahead, at + 1)
-                self._shown += 1
                 if data is None:
                     frames.append(self._gap("gone", None, f"{span.source}:{span.offsets[at]}"))
                 else:
@@ -351,7 +348,6 @@ class GrepFeed:
                 break
             begin, end = ahead.at, ahead.fit(None, room)
             count = len(ahead.rows(begin, end))
-            self._shown += count
             self._sent += count
             self._go(ahead, end)
         return [Moved(self.cursor)]

@@ -12,7 +12,6 @@ import gc
 import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
 
-import tailrace.pipeline.onepass  # noqa: F401
 import tailrace.pipeline.scan  # noqa: F401
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
@@ -66,10 +65,11 @@ def consumer_of(properties: Mapping[str, Any]) -> Iterator[Consumer]:
     _idle[key] = consumer
 
 
-class Ranges(msgspec.Struct, frozen=True):
+class Ranges:
     """Reads what a task is given: of each source, by its label, the first offset and the one behind the last."""
 
-    properties: dict[str, Any]
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        self._properties = dict(properties)
 
     def __call__(
         self, part: Mapping[str, tuple[int, int]], passes: Passes | None
@@ -78,7 +78,7 @@ class Ranges(msgspec.Struct, frozen=True):
 
         It is not looked yet whether records are poison.
         """
-        with consumer_of(self.properties) as consumer:
+        with consumer_of(self._properties) as consumer:
             for label, (first, until) in part.items():
                 yield from _read(consumer, Source.parse(label), first, until, passes)
 

@@ -38,8 +38,10 @@ from tailrace.stores.valkey import Shards
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 200_000
-"""Records of a chunk, over all sources: about a second's work, so that what is live is not held up for long."""
+CHUNK, CHUNK_MOST = 100_000, 1_000_000
+"""Offsets of the first chunk of a stretch, so that its first matches come soon, and of any."""
+EACH = 200_000
+"""Offsets of one source in a chunk, about half a second's work of one task: what is live waits for it at most."""
 DENSE = 4
 """Offsets for each match, below which what the records say is not kept."""
 PAUSE_S = 0.2
@@ -64,7 +66,7 @@ class Chunk(msgspec.Struct, frozen=True):
     dues: list[Due]
 
 
-def next_chunk(waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]], most: int = CHUNK) -> Chunk:
+def next_chunk(waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]], most: int | None = None) -> Chunk:
     """Return the next chunk of the first stretch; the others take of it what comes next for them.
 
     Each stretch comes with its marks. All sources go forward in proportion to what is left of them, so that they come
@@ -73,6 +75,8 @@ def next_chunk(waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]], most:
     _, stretch, marks = waiting[0]
     left = _left(stretch, marks)
     whole = sum(until - first for first, until in left.values())
+    if most is None:  # each chunk has a cost of its own: the more there is, the larger they become
+        most = min(max(CHUNK, 2 * (stretch.records - whole)), CHUNK_MOST, EACH * len(left))
     ranges: dict[str, Range] = {}
     for source, (first, until) in left.items():
         share = max(1, most * (until - first) // whole) if whole > most else until - first

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 from tailrace.config import Settings
 from tailrace.errors import TopicNotFound, TopicNotRead
@@ -23,7 +23,10 @@ class Searched:
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
         self._settings, self._nodes = settings, nodes
         self._broker: Broker | None = None
+        self._opening = asyncio.Lock()
         self._read = topic_pattern(settings)
+        self._next: dict[Hashable, asyncio.Task[Any]] = {}
+        self._under_way: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def topics(self, search: Search, missing: str = "wait") -> list[Topic]:
         """Return the topics of a search that exist.
@@ -36,7 +39,7 @@ class Searched:
         for name in named:
             if not self._read.fullmatch(name):
                 raise TopicNotRead(name)
-        found = await self._ask(lambda broker: broker.topics())
+        found = await self._ask("topics", lambda broker: broker.topics())
         for name in named:
             if name not in found and missing == "fail":
                 raise TopicNotFound(f"no topic is called {name!r}: see the topics of the broker, or wait for it")
@@ -45,11 +48,11 @@ class Searched:
 
     async def ends(self, topics: list[Topic]) -> dict[str, int]:
         """Return where each source ends."""
-        return await self._labelled(topics, lambda broker: broker.ends(topics))
+        return await self._labelled("ends", topics, lambda broker: broker.ends(topics))
 
     async def at_time(self, topics: list[Topic], time_ms: int) -> dict[str, int]:
         """Return, for each source, the offset behind which every record of this time, or a later one, is."""
-        return await self._labelled(topics, lambda broker: broker.at_time(topics, time_ms))
+        return await self._labelled(time_ms, topics, lambda broker: broker.at_time(topics, time_ms))
 
     async def generations(self) -> dict[str, tuple[int, str]]:
         """Return the generation and the id of every topic that was ever read."""
@@ -66,13 +69,13 @@ class Searched:
         if generation != source.generation:
             return False
         # The pipeline may not have noticed yet that the topic was deleted, or created again.
-        found = await self._ask(lambda broker: broker.topic(source.topic))
+        found = await self._ask(("topic", source.topic), lambda broker: broker.topic(source.topic))
         return found is not None and topic_id in ("", found.id)
 
     async def _labelled(
-        self, topics: list[Topic], ask: Callable[[Broker], Mapping[tuple[str, int], int]]
+        self, what: Hashable, topics: list[Topic], ask: Callable[[Broker], Mapping[tuple[str, int], int]]
     ) -> dict[str, int]:
-        offsets = await self._ask(ask)
+        offsets = await self._ask((what, *((topic.name, topic.id, topic.partitions) for topic in topics)), ask)
         known = await self.generations()
         found: dict[str, int] = {}
         for topic in topics:
@@ -84,7 +87,27 @@ class Searched:
                     found[str(Source(topic.name, partition, generation))] = offsets[topic.name, partition]
         return found
 
-    async def _ask(self, ask: Callable[[Broker], T]) -> T:
-        if self._broker is None:
-            self._broker = await asyncio.to_thread(Broker, self._settings)
-        return await asyncio.to_thread(ask, self._broker)
+    async def _ask(self, what: Hashable, ask: Callable[[Broker], T]) -> T:
+        """Ask the broker; those who ask ``what`` while it is being asked share the next answer.
+
+        Nobody gets an answer that was under way before he asked: what was written by then is in it.
+        """
+        asked = self._next.get(what)
+        if asked is None:
+            asked = self._next[what] = asyncio.create_task(self._ask_next(what, ask))
+        answer: T = await asyncio.shield(asked)
+        return answer
+
+    async def _ask_next(self, what: Hashable, ask: Callable[[Broker], T]) -> T:
+        try:
+            while (under_way := self._under_way.get(what)) is not None:
+                await asyncio.wait([under_way])
+        finally:
+            asked = self._next.pop(what)
+        self._under_way[what] = asked
+        try:
+            async with self._opening:
+                broker = self._broker = self._broker or await asyncio.to_thread(Broker, self._settings)
+            return await asyncio.to_thread(ask, broker)
+        finally:
+            del self._under_way[what]
