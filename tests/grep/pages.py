@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -86,7 +87,9 @@ def in_browser(url: str, path: str, folder: Path) -> Iterator[Page]:
     command = [sys.executable, "-I", "-S", "-c", _SHIM, str(theirs[0]), str(ours[1]), browser, *given]
     with (
         (folder / "browser.log").open("wb") as log,
-        subprocess.Popen(command, pass_fds=(theirs[0], ours[1]), stdout=log, stderr=log) as process,
+        subprocess.Popen(
+            command, pass_fds=(theirs[0], ours[1]), stdout=log, stderr=log, start_new_session=True
+        ) as process,
         os.fdopen(theirs[1], "wb", 0) as commands,
         os.fdopen(ours[0], "rb") as answers,
     ):
@@ -104,7 +107,7 @@ def in_browser(url: str, path: str, folder: Path) -> Iterator[Page]:
             driven.call("Runtime.evaluate", session, expression=SCRIPT % json.dumps(path))
             yield Page(driven.logged())
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # what is called a browser may be a script that starts one
 
 
 class _Driven:

@@ -107,7 +107,8 @@ class Searched:
         self._under_way[what] = asked
         try:
             async with self._opening:
-                broker = self._broker = self._broker or await asyncio.to_thread(Broker, self._settings)
-            return await asyncio.to_thread(ask, broker)
+                if self._broker is None:
+                    self._broker = await asyncio.to_thread(Broker, self._settings)
+            return await asyncio.to_thread(ask, self._broker)
         finally:
             del self._under_way[what]
