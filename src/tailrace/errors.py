@@ -121,11 +121,11 @@ class CursorGone(UsageError):
     code = "cursor.gone"
     status = 410
 
-    def __init__(self, name: str, after: str, first: str, reason: str) -> None:
+    def __init__(self, name: str, after: str, first: str, reason: str, what: str = "") -> None:
         self.name, self.after, self.first, self.reason = name, after, first, reason
         super().__init__(
-            f"stream {name!r}: events after {after} are gone ({reason}); "
-            f"the first one available follows {first}: resume there, or ask with on_gap=skip"
+            f"{what or f'stream {name!r}: what came after {after}'} is gone ({reason}); "
+            f"what there is follows {first}: resume there, or ask with on_gap=skip"
         )
 
 

@@ -102,9 +102,7 @@ class _Printer:
             self.printed += 1
 
     def tell(self, control: Control) -> None:
-        if control.kind == "gap":
-            print(f"gap: {visible(str(control.data))}", file=sys.stderr)
-        elif control.kind == "problem":
+        if control.kind == "problem":  # gaps are in the log of the client
             print(f"problem: {visible(str(control.data.get('detail', control.data)))}", file=sys.stderr)
 
     def resume(self, *, json: bool) -> str:

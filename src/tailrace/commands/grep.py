@@ -226,11 +226,6 @@ class _Search:
             self.said.progress(_progress(control.data))
         elif control.kind == "problem":
             self.said.say(f"problem: {control.data.get('detail', control.data)}")
-        elif control.kind == "gap" and "source" in control.data:
-            told = control.data
-            self.said.say(
-                f"lost before it was scanned ({told['reason']}): {told['source']}:{told['first']}-{told['until'] - 1}"
-            )
         elif control.kind in ("caught-up", "end"):
             self.said.clear()
 

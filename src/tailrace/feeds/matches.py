@@ -201,7 +201,8 @@ class GrepFeed:
             if self._request.on_gap == "fail":
                 place = msgspec.structs.replace(self._place().cursor, positions=(Position.START,))
                 first, known = f"{lost.source}:{lost.first}", Place(self._life.number, behind, place)
-                raise CursorGone(self._life.search.id, first, str(known), lost.reason)
+                what = f"search {self._life.search.id}: {first} up to offset {lost.until - 1}"
+                raise CursorGone(self._life.search.id, first, str(known), lost.reason, what)
             frames.append(Control("gap", self.cursor, _encode(lost)))
         await self._open(behind, Position.START)
         self._progress = None
@@ -399,7 +400,10 @@ class GrepFeed:
         else:
             facts = {"id": event, "reason": reason}
         if self._request.on_gap == "fail":
-            raise CursorGone(self._life.search.id, facts.get("from", facts.get("id", "")), self.cursor, reason)
+            search, after = self._life.search.id, facts.get("from", event)
+            what = f"search {search}: " + (f"record {event}" if event else f"what was found after {after}")
+            reason = "Kafka has dropped it" if event else reason
+            raise CursorGone(search, after, self.cursor, reason, what)
         return Control("gap", self.cursor, _encode(facts))
 
     def _end(self, reason: str) -> list[AnyFrame]:
