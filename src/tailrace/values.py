@@ -216,6 +216,8 @@ class TopicsByUser(Table[str]):
         for pattern, topics in value.items():
             try:
                 found[_pattern(str(pattern))] = _pattern(topics)
+                if not pattern or not topics:
+                    raise ValueError("a pattern that is not empty")
             except ValueError as error:
                 raise ValueError(f"for {pattern!r} {error}") from None
         return cls(found)

@@ -10,6 +10,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import TooFarBack
 from tailrace.feeds.frame import Frame
+from tailrace.model.event import iso_time
 from tailrace.model.search import make_search
 from tailrace.serving.service import now_ms
 from tailrace.stores.valkey import StoreOptions
@@ -88,6 +89,16 @@ async def test_a_feed_that_looks_for_the_last_n_tells_how_far_it_is_and_has_no_c
         assert feed.cursor
         assert len(facts(following.frames, "progress")) >= 1
         await following.close()
+
+
+async def test_the_last_n_up_to_a_time_are_those_before_it(site: Site) -> None:
+    topic, now = site.topic("a"), now_ms()
+    ages = [50_000, 40_000, 30_000, 20_000]
+    site.put([Record(n, b"k", b"{}", now - age, 0, topic) for n, age in enumerate(ages)])
+    async with site.serving() as serving:
+        with site.at_work():
+            found = ids(await serving.all(make_search(topic, {}), start="-2", until=iso_time(now - 35_000)))
+    assert found == [f"{topic}:0:{n}" for n in (0, 1)]
 
 
 async def test_the_last_none_are_what_is_to_come(site: Site) -> None:

@@ -48,6 +48,7 @@ class Grep:
                 asked_by(request, life),
                 request.start.count,
                 floor_ms,
+                request.until_ms,
                 lambda ms: self._feed(since(request, ms), life, pins, topics),
             )
             await newest.begin()
@@ -80,7 +81,8 @@ class Grep:
         else:
             since_ms = request.start.time_ms if isinstance(request.start, FromTime) else 0
             await parts.reach(life, pins, topics, since_ms)
-            part, position = await parts.oldest(life, since_ms), Position.START
+            part = await parts.oldest(life, since_ms)
+            position = await parts.before(life, part, since_ms)
         ends = await parts.searched.ends(topics)
         feed = GrepFeed(parts, request, life, pins, ends, part, position, gap)
         await feed.begin()

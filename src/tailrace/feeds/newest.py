@@ -44,10 +44,11 @@ class NewestFeed:
         asked: Asked,
         count: int,
         floor_ms: int,
+        until_ms: int | None,
         open_since: Callable[[int], Awaitable[GrepFeed]],
     ) -> None:
         self._parts, self._life, self._pins, self._topics, self._asked = parts, life, pins, topics, asked
-        self._count, self._floor_ms, self._open_since = count, floor_ms, open_since
+        self._count, self._floor_ms, self._until_ms, self._open_since = count, floor_ms, until_ms, open_since
         self._now_ms, self._tried_ms = parts.clock(), life.since_ms
         self._found: GrepFeed | None = None
         self._lease = 0
@@ -108,16 +109,19 @@ class NewestFeed:
         newest: list[int] = []
         for part, name in ((LIVE, self._life.name), *((s.number, s.name(self._life)) for s in stretches)):
             pins = self._pins if part == LIVE else {}
-            await _newest(self._parts.logs, name, self._count, pins, since_ms, newest)
+            await _newest(self._parts.logs, name, self._count, pins, (since_ms, self._until_ms), newest)
         return newest
 
 
-async def _newest(logs: Logs, name: str, count: int, pins: Mapping[str, int], since_ms: int, newest: list[int]) -> None:
+async def _newest(
+    logs: Logs, name: str, count: int, pins: Mapping[str, int], between: tuple[int, int | None], newest: list[int]
+) -> None:
     """Add the newest times of a log to a heap of at most ``count``.
 
     It is read backwards as long as something newer may come: no event is newer than the newest one up to its place,
     which each run carries.
     """
+    since_ms, until_ms = between
     for segment in reversed((await logs.log(name)).segments):
         before = segment.last
         while before >= segment.first:
@@ -127,7 +131,7 @@ async def _newest(logs: Logs, name: str, count: int, pins: Mapping[str, int], si
                     return
                 pin = pins.get(str(entry.run.source), 0)
                 for offset, time_ms in zip(entry.run.offsets, entry.run.times, strict=True):
-                    if offset < pin or time_ms < since_ms:
+                    if offset < pin or time_ms < since_ms or (until_ms is not None and time_ms > until_ms):
                         continue
                     if len(newest) < count:
                         heappush(newest, time_ms)

@@ -12,6 +12,7 @@ from tailrace.errors import SearchEnded
 from tailrace.feeds.batches import Batches
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.progress import Progress
+from tailrace.feeds.reader import before_time
 from tailrace.feeds.searching import LIVE, GrepRequest, Place
 from tailrace.model.cursor import FromEnd, FromLast, FromTime, Position
 from tailrace.model.event import iso_time
@@ -70,6 +71,15 @@ class Parts:
                 break
             part, until_ms = stretch.number, stretch.since_ms
         return part
+
+    async def before(self, life: Life, part: int, since_ms: int) -> Position:
+        """Return a place in a part that has every match since a time behind it, and little else."""
+        if part != LIVE:
+            stretch, _ = await self.stretch(life, part)
+            return await before_time(self.logs, stretch.name(life), since_ms) if since_ms else Position.START
+        if not since_ms or await self.swept(life, since_ms) is not None:
+            return Position.START  # what is gone is said there
+        return await before_time(self.logs, life.name, since_ms)
 
     async def after(self, life: Life, part: int) -> int:
         """Return the part that follows another one."""

@@ -6,7 +6,9 @@ if their topics and the canonical forms of their queries are.
 
 from __future__ import annotations
 
+import json
 import re
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -35,7 +37,7 @@ class Search(msgspec.Struct, frozen=True):
     def id(self) -> str:
         """The same for all searches that mean the same."""
         topics = msgspec.json.encode((self.topics, self.within) if self.within else self.topics).decode()
-        return sha256(f"{topics} {self.compiled().digest}".encode()).hexdigest()[:24]
+        return _id(topics, json.dumps(self.query))
 
     def compiled(self) -> Query:
         """Return the query, compiled. It was admitted when the search was made."""
@@ -56,6 +58,11 @@ class Search(msgspec.Struct, frozen=True):
             if name not in allowed:
                 raise TopicForbidden(name)
         return Search(self.topics, self.query, within if isinstance(self.topics, str) else "")
+
+
+@lru_cache(20_000)
+def _id(topics: str, query: str) -> str:
+    return sha256(f"{topics} {compile_query(json.loads(query), _ADMITTED).digest}".encode()).hexdigest()[:24]
 
 
 _ADMITTED = Limits(depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24)

@@ -216,7 +216,13 @@ class Scanner(threading.Thread):
         context = self._spark.sparkContext
         parts = shared_out(chunk.ranges, 2 * context.defaultParallelism)
         read = Ranges(client_properties(self._settings))
-        return int(context.parallelize(parts, len(parts)).mapPartitions(scan(self._plan, chunk, read)).sum())
+        try:
+            return int(context.parallelize(parts, len(parts)).mapPartitions(scan(self._plan, chunk, read)).sum())
+        except Exception as error:
+            # What a task raises comes as text inside of an error of Spark's.
+            if "BrokerUnavailable" not in str(error) and "KafkaException" not in str(error):
+                raise
+            raise BrokerUnavailable(f"kafka failed a scan of {', '.join(sorted(chunk.ranges)[:3])}") from error
 
     def _advance(self, chunk: Chunk) -> None:
         """Move the marks to the ends of what was read: the last offsets of a range may have no record."""
@@ -289,7 +295,8 @@ class _Task:
         if self._plan.kept_bytes and records.offsets[rows[-1]] - records.offsets[rows[0]] >= DENSE * (len(rows) - 1):
             home = home_of(records.source, self._plan.store.shards)
             shelf = due.stretch.mark(records.source)
-            keep(self._shards, [shelved(records, {name: rows}, home, shelf)], self._plan.kept_bytes, KEPT_MS)
+            most = self._plan.kept_bytes // len(due.stretch.ranges)  # a stretch keeps no more than a partition does
+            keep(self._shards, [shelved(records, {name: rows}, home, shelf)], most, KEPT_MS)
         for _ in range(MAX_REFUSALS):
             if self._append(due, records, shard, {name: rows}):
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from tailrace.serving.parameters import NoQuery
 from tailrace.serving.service import now_ms
 
 MOST_SAMPLES = 100
+TOPIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,249}", re.ASCII)
 
 _decode = msgspec.json.Decoder().decode
 
@@ -99,6 +101,8 @@ class GrepBody(GrepQuery):
 
     def request(self, limits: Limits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
         topics = ",".join(self.topics) if isinstance(self.topics, list) else self.topics
+        if isinstance(self.topics, list) and not all(map(TOPIC_NAME.fullmatch, self.topics)):
+            raise BadRequest("topics: a list of names, or a regular expression as a string")
         key = msgspec.json.encode(self.key).decode() if isinstance(self.key, list) else self.key
         plain = self.model_copy(update={"topics": topics, "key": key})
         return GrepQuery.request(plain, limits, last_event_id, within)
@@ -132,9 +136,13 @@ class Explained(BaseModel):
     samples: list[Sample]
 
 
-def explain(body: ExplainBody, limits: Limits) -> Explained:
-    """Try a search. A sample is a frame of a feed, with `data` and what lies beside it, or a bare value."""
+def explain(body: ExplainBody, limits: Limits, within: str = "") -> Explained:
+    """Try a search, over topics that match ``within``.
+
+    A sample is a frame of a feed, with `data` and what lies beside it, or a bare value.
+    """
     search = make_search(body.topics, body.q, body.key, limits)
+    search = search.narrowed(within) if within else search
     compiled = search.compiled()
     samples: list[Sample] = []
     for sample in body.samples:

@@ -216,7 +216,8 @@ def _grep(request: Request, service: Service, query: GrepQuery, last_event_id: s
 async def explain_search(request: Request, service: Here, query: Annotated[NoQuery, Query()]) -> Explained:
     """Try a search on samples: which of them it finds, and which part of the query each passes or fails."""
     async with body_of(service, request) as body:
-        return explain(read_body(ExplainBody, body), limits_of(service.settings))
+        within = topics_of(service.settings, request)
+        return explain(read_body(ExplainBody, body), limits_of(service.settings), within)
 
 
 async def searches(service: Here, query: Annotated[SearchesQuery, Query()]) -> SearchesPage:

@@ -63,6 +63,7 @@ class Search(BaseModel):
 
     id: str = Field(description="The same for all searches that mean the same.")
     topics: str | list[str] = Field(description="A regular expression, or names.")
+    within: str = Field(description="A regular expression of those topics that its readers may search; empty for all.")
     query: dict[str, Any] = Field(description="With the key filter inside, under `$key`.")
     life: int = Field(description="The number that its cursors begin with.")
     since: str = Field(description="When this life began.", examples=["2026-11-16T08:00:00.000Z"])
@@ -169,6 +170,7 @@ async def _look(service: Service, ids: Sequence[str]) -> list[Search]:
         Search(
             id=life.search.id,
             topics=life.search.topics if isinstance(life.search.topics, str) else list(life.search.topics),
+            within=life.search.within,
             query=life.search.query,
             life=life.number,
             since=iso_time(life.since_ms),

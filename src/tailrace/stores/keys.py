@@ -49,7 +49,7 @@ name, which may be any text, comes last and no two names share a key.
     <prefix>:{0}:processes       zset    service process -> its last heartbeat, by the store's clock
     <prefix>:{0}:process         hash    service process -> what it said of itself
     <prefix>:{0}:leases:<process>  hash  connection -> search id that it follows, and the window it began in
-    <prefix>:{0}:lapsed:<process>  list  connections whose search was ended, until the process is told
+    <prefix>:{0}:lapsed:<process>  list  connections whose search was ended; the process is told for a minute
     <prefix>:{0}:connections:<search>  hash  process and connection -> what was asked for, since when
     <prefix>:{0}:followers       hash    search id -> how many connections follow it
     <prefix>:{0}:popular:<window>  hash  search id -> different connections in a window of ten minutes; expires

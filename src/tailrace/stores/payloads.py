@@ -7,6 +7,7 @@ no longer has with the next one, and for a topic that was created again with ano
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,7 +77,9 @@ class Payloads:
                 return found
             known = self._memory.get(label, {})
             wanted = {*missing, *(offset for offset in ahead() if offset not in known)}
-            found |= await self._kept(source, missing, wanted, shelf)
+            # A scan may have read another topic by this name before it found out; what is live is read by its id.
+            if not shelf.startswith("~") or await is_current(source):
+                found |= await self._kept(source, missing, wanted, shelf)
             missing = [offset for offset in missing if offset not in found]
             if missing and await is_current(source):
                 try:
@@ -188,7 +191,7 @@ class Payloads:
 def _messages(consumer: Consumer, source: Source, offsets: Sequence[int]) -> list[Any]:
     """Read forwards, over near offsets that are not wanted and around far ones, until the last one is passed."""
     found: list[Any] = []
-    at, silent = 0, 0.0
+    at, silent, short = 0, 0.0, None
     consumer.assign([TopicPartition(source.topic, source.partition, offsets[0])])
     reached = offsets[0]
     while at < len(offsets):
@@ -198,9 +201,14 @@ def _messages(consumer: Consumer, source: Source, offsets: Sequence[int]) -> lis
             raise BrokerUnavailable(f"kafka sends nothing of {source} from offset {offsets[at]}")
         for message in messages:
             if (error := message.error()) is not None:
-                if error.code() == KafkaError._PARTITION_EOF:
-                    return found  # nothing behind: what is left was dropped
-                raise KafkaException(error)
+                if error.code() != KafkaError._PARTITION_EOF:
+                    raise KafkaException(error)
+                now = time.monotonic()
+                short = now if short is None else short
+                # What is left was dropped; unless the end lies before it, as it may for a while after a failover.
+                if message.offset() > offsets[-1] or now - short >= PATIENCE_S:  # type: ignore[operator]
+                    return found
+                continue
             offset: int = message.offset()  # type: ignore[assignment]
             if offset < reached:
                 return found  # what was asked for lies beyond the end, so Kafka began at the start

@@ -215,13 +215,10 @@ def scanning(shards: Shards) -> list[tuple[Life, Stretch]]:
     Those that somebody waits for come first, and of them the first asked for.
     """
     keys = shards.keys
-    [listed, stored, followed] = shards.run_all(
-        [
-            (0, ("ZRANGE", keys.scanning(), 0, -1)),
-            (0, ("HGETALL", keys.searches())),
-            (0, ("HKEYS", keys.followers())),
-        ]
-    )
+    [listed] = shards.run_all([(0, ("ZRANGE", keys.scanning(), 0, -1))])
+    if not listed:
+        return []
+    [stored, followed] = shards.run_all([(0, ("HGETALL", keys.searches())), (0, ("HKEYS", keys.followers()))])
     lives = {life.name: life for life in map(read_life, mapping(stored).values())}
     wanted = [entry.decode().split(" ") for entry in listed]
     names = list(dict.fromkeys(name for name, _ in wanted if name in lives))

@@ -3,6 +3,8 @@
 -- Popularity is counted in windows that do not overlap, and decays: what is a day old counts half.
 local WINDOW = 600000
 local HALF_LIFE = 144
+-- So long processes are told which of their connections lost a search: again and again, since an answer may be lost.
+local TOLD = 60000
 -- Searches that one call ends at most.
 local ENDED = 100
 
@@ -184,7 +186,6 @@ local function heartbeat(keys, args)
   for _, connection in ipairs(redis.call('LRANGE', tag .. ':lapsed:' .. process, 0, -1)) do
     answer[#answer + 1] = connection
   end
-  redis.call('DEL', tag .. ':lapsed:' .. process)
   return answer
 end
 
@@ -275,6 +276,7 @@ local function end_now(keys, args)
   for process, numbers in pairs(ended) do
     call_many('HDEL', tag .. ':leases:' .. process, numbers)
     call_many('RPUSH', tag .. ':lapsed:' .. process, numbers)
+    redis.call('PEXPIRE', tag .. ':lapsed:' .. process, TOLD)
   end
   redis.call('UNLINK', tag .. ':connections:' .. id)
   redis.call('HDEL', tag .. ':followers', id)
