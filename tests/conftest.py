@@ -17,7 +17,7 @@ _prefixes = count()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults", type=int, default=5, help="how often the driver is killed at random points")
+    parser.addoption("--faults", type=int, default=3, help="how often the driver is killed at random points")
     parser.addoption("--groups", type=int, default=3_000, help="groups of folds that must leave nothing behind")
     parser.addoption("--subscribers", type=int, default=500, help="clients that follow one search at once")
     parser.addoption("--searches", type=int, default=100, help="searches that are followed at once")

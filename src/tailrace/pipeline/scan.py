@@ -188,7 +188,7 @@ class Scanner(threading.Thread):
         self._advance(chunk)
 
     def _note(self, chunk: Chunk, before: Mapping[str, int], read_bytes: int, after: Mapping[str, int]) -> None:
-        """Note what was read and what Kafka had dropped; before the marks move, so that it is never forgotten."""
+        """Note what was read and what Kafka had dropped; before the chunk's marks move to its end."""
         offsets = sum(until - first for first, until in chunk.ranges.values())
         for due in chunk.dues:
             taken = sum(until - first for first, until in due.ranges.values())
