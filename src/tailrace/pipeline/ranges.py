@@ -25,7 +25,7 @@ ROWS = 5_000
 WAIT_S = 0.1
 PATIENCE_S = 20.0
 """How long the broker may send nothing."""
-SHORT_S = 30.0
+SHORT_S = 10.0
 """How long a partition may be shorter than it was, as it may be while its leader changes, before it is believed."""
 
 Passes = Callable[[bytes | None, bytes], bool]

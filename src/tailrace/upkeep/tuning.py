@@ -20,11 +20,9 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
-from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest, BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
+from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
 from tailrace.model.event import Source, iso_time
 from tailrace.model.fold import Windows
 from tailrace.model.replay import Figures, Trials, candidates
@@ -32,7 +30,7 @@ from tailrace.model.rule import Reader, Rule
 from tailrace.pipeline.slice import COLUMNS, Limits, slices
 from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import tasks
-from tailrace.stores.broker import ANSWER_S, Broker, client_properties
+from tailrace.stores.broker import Broker
 from tailrace.stores.folds import in_force
 from tailrace.stores.rules import outputs_of, reads, rules_of
 from tailrace.stores.valkey import Shards, StoreOptions
@@ -176,7 +174,6 @@ class _Past:
     def __init__(self, settings: Settings, rule: Rule, outputs: frozenset[str]) -> None:
         self._rule, self._outputs = rule, outputs
         self._broker = Broker(settings)
-        self._admin = AdminClient(client_properties(settings))
 
     def since(self, since_ms: int) -> list[Range]:
         """Return what there is, in each partition from its first record that is not older.
@@ -189,19 +186,11 @@ class _Past:
             told = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
             raise BadRequest(f"Kafka has no topic that rule {self._rule.name!r} and kafka.topics mean: {told}")
         bounds = self._broker.bounds(topics)
-        places = [TopicPartition(*place) for place in bounds]
-        spec = OffsetSpec.for_timestamp(max(0, since_ms))
-        try:
-            answers = self._admin.list_offsets(
-                dict.fromkeys(places, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
-            )
-            found = {(place.topic, place.partition): answer.result().offset for place, answer in answers.items()}
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not say where a time begins: {error}") from error
+        found = self._broker.at_time(topics, since_ms)
         ranges = [
             Range(*place, max(first, found[place]), end)
             for place, (first, end) in sorted(bounds.items())
-            if 0 <= found[place] < end and first < end
+            if found.get(place, end) < end and first < end
         ]
         if not ranges:
             named = ", ".join(sorted(topic.name for topic in topics))
