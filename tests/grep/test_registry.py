@@ -88,7 +88,7 @@ async def test_stretches_are_scanned_in_the_order_they_were_asked_for_until_they
         assert scanning(shards) == [asked[0], asked[2]]
         assert (await searches.stretches(a))[1] == {asked[1][1].number}
         assert (await searches.stretches(b))[1] == set()
-        assert set(await searches.marks(asked[0][1], 2)) == {"posts:0"}
+        assert set(await searches.stretch_marks(asked[0][1], 2)) == {"posts:0"}
 
 
 async def test_what_somebody_waits_for_is_scanned_first(shards: Shards) -> None:

@@ -115,7 +115,7 @@ class Parts:
         if not progress.is_due():
             return None
         stretch, name = progress.stretch, progress.stretch.name(life)
-        marks = await self.searches.marks(stretch, self.logs.shard_of(name))
+        marks = await self.searches.stretch_marks(stretch, self.logs.shard_of(name))
         matches = sum(segment.events for segment in (await self.logs.log(name)).segments)
         return progress.tell(marks, matches, await self.searches.read_bytes(life, stretch.number))
 

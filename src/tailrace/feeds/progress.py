@@ -27,13 +27,10 @@ class Progress:
         if not self.is_due():
             return None
         now = self._told_ms = self._clock()
-        scanned = 0
-        for source, (first, until) in self.stretch.ranges.items():
-            scanned += max(0, min(until, marks.get(source, -1) + 1) - first)
-        whole = self.stretch.records
+        scanned, whole = self.stretch.passed(marks), self.stretch.records
         self._began = self._began or (now, scanned)
         told: dict[str, Any] = {
-            "percent": round(100 * scanned / whole, 1) if whole else 100.0,
+            "percent": self.stretch.percent(scanned),
             "records": scanned,
             "of": whole,
             "bytes": read_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
@@ -22,6 +23,7 @@ from tailrace.model.query.regex import compiled
 ALL = ".*"
 """The topics of a search that names none."""
 
+_NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)
 
 
@@ -82,11 +84,14 @@ class TopicFilter:
         return all(pattern.fullmatch(topic.encode()) is not None for pattern in self._patterns)
 
 
-def make_search(topics: str, query: Any, key: str | None = None, limits: Limits | None = None) -> Search:
+def make_search(
+    topics: str | Sequence[str], query: Any, key: str | None = None, limits: Limits | None = None
+) -> Search:
     """Check and make a search.
 
     Args:
-        topics: names with commas between, or a regular expression (RE2) for the whole name; empty for all.
+        topics: names, or one text: names with commas between, or a regular expression (RE2) for the whole name;
+            empty for all.
         query: a query, decoded.
         key: the first elements of the key as a JSON array, or a regular expression (RE2) for one of them.
         limits: how large the query may be.
@@ -104,8 +109,12 @@ def make_search(topics: str, query: Any, key: str | None = None, limits: Limits 
     return Search(_topics(topics), whole)
 
 
-def _topics(text: str) -> str | tuple[str, ...]:
-    text = text.strip() or ALL
+def _topics(topics: str | Sequence[str]) -> str | tuple[str, ...]:
+    if not isinstance(topics, str):
+        if not all(map(_NAME.fullmatch, topics)):
+            raise BadRequest("topics: a list of names, or a regular expression as one text")
+        topics = ",".join(topics)
+    text = topics.strip() or ALL
     if _NAMES.fullmatch(text):
         return tuple(sorted({name for name in text.split(",") if name}))
     try:
@@ -160,6 +169,14 @@ class Stretch(msgspec.Struct, frozen=True):
     def records(self) -> int:
         """How many offsets there are to scan."""
         return sum(until - first for first, until in self.ranges.values())
+
+    def passed(self, marks: Mapping[str, int]) -> int:
+        """How many offsets are scanned, by the last one of each source."""
+        return sum(max(0, min(until, marks.get(s, -1) + 1) - first) for s, (first, until) in self.ranges.items())
+
+    def percent(self, passed: int) -> float:
+        """How much of it that is."""
+        return round(100 * passed / self.records, 1) if self.records else 100.0
 
     def name(self, life: Life) -> str:
         """The name of its log."""

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from tailrace.model.event import Source
 from tailrace.model.search import Lost
 from tailrace.stores.broker import Broker, Topic
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.stores.generations import UNKNOWN, Adopted, read_all_adopted
+from tailrace.stores.valkey import Shards
 
 GONE, LATER = 1 << 62, -1
 """Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""
@@ -43,22 +44,18 @@ class Present:
             found[label] = firsts.get(place, LATER) if verdict is None else verdict
         return found
 
-    def _verdict(self, source: Source, topic: Topic | None, known: Mapping[str, tuple[int, str]]) -> int | None:
+    def _verdict(self, source: Source, topic: Topic | None, known: Mapping[str, Adopted]) -> int | None:
         """Return GONE or LATER; None if it can be read."""
-        generation, topic_id = known.get(source.topic, (0, ""))
+        generation, topic_id = known.get(source.topic, UNKNOWN)
         if topic is None or source.generation < generation:
             return GONE
         if source.generation == generation and topic_id not in ("", topic.id):
             return GONE  # created again, which the driver has not noticed yet
         return None if source.generation == generation == self._generations.get(source.topic, 0) else LATER
 
-    def _known(self) -> dict[str, tuple[int, str]]:
+    def _known(self) -> dict[str, Adopted]:
         [stored] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
-        found: dict[str, tuple[int, str]] = {}
-        for name, value in mapping(stored).items():
-            generation, _, topic_id = value.decode().partition(" ")
-            found[name.decode()] = int(generation), topic_id
-        return found
+        return read_all_adopted(stored)
 
 
 def lost(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[Lost]:

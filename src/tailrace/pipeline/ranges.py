@@ -19,6 +19,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tailrace.errors import BrokerUnavailable
 from tailrace.model.event import Source
 from tailrace.pipeline.slice import Slice
+from tailrace.stores.broker import reader_properties
 
 ROWS = 5_000
 """Records that are taken at once."""
@@ -40,19 +41,8 @@ def consumer_of(properties: Mapping[str, Any]) -> Iterator[Consumer]:
     """Lend the consumer of this process; one that something went wrong with is not used again."""
     key = repr(sorted(properties.items()))
     consumer = _idle.pop(key, None) or Consumer(
-        {
-            **properties,
-            "group.id": "tailrace-scans",
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "auto.offset.reset": "earliest",
-            "isolation.level": "read_committed",
-            "fetch.wait.max.ms": 10,
-            # What is fetched beyond the end of a range is fetched for nobody.
-            "fetch.message.max.bytes": 2 << 20,
-            "queued.max.messages.kbytes": 8 << 10,
-            "fetch.queue.backoff.ms": 2,
-        }
+        # What is fetched beyond the end of a range is fetched for nobody.
+        {**reader_properties(properties, "tailrace-scans", 8 << 10), "fetch.message.max.bytes": 2 << 20}
     )
     try:
         yield consumer

@@ -33,7 +33,7 @@ from tailrace.pipeline.tune import SCANS
 from tailrace.stores.broker import Broker, client_properties
 from tailrace.stores.leases import Watchdog
 from tailrace.stores.marks import NOTHING
-from tailrace.stores.searches import VIEW, discard, finish, keep, note, scanning
+from tailrace.stores.searches import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
 from tailrace.stores.valkey import Shards
 
 logger = logging.getLogger(__name__)
@@ -206,10 +206,8 @@ class Scanner(threading.Thread):
 
     def _marks(self, life: Life, stretch: Stretch) -> dict[str, int]:
         shard = shard_of(stretch.name(life), self._plan.store.shards)
-        sources = list(stretch.ranges)
-        key = self._shards.keys.marks(shard, VIEW)
-        [stored] = self._shards.run_all([(shard, ("HMGET", key, *map(stretch.mark, sources)))])
-        return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
+        [stored] = self._shards.run_all([(shard, marks_command(self._shards.keys, shard, stretch))])
+        return marks_of(stretch.ranges, stored)
 
     def _read(self, chunk: Chunk) -> int:
         """Let tasks of Spark read a chunk; return how many bytes its records' keys and values have."""

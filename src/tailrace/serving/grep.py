@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -17,7 +16,6 @@ from tailrace.serving.parameters import NoQuery
 from tailrace.serving.service import now_ms
 
 MOST_SAMPLES = 100
-TOPIC_NAME = re.compile(r"[A-Za-z0-9._-]{1,249}", re.ASCII)
 
 _decode = msgspec.json.Decoder().decode
 
@@ -100,11 +98,8 @@ class GrepBody(GrepQuery):
         return self.q
 
     def request(self, limits: Limits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
-        topics = ",".join(self.topics) if isinstance(self.topics, list) else self.topics
-        if isinstance(self.topics, list) and not all(map(TOPIC_NAME.fullmatch, self.topics)):
-            raise BadRequest("topics: a list of names, or a regular expression as a string")
         key = msgspec.json.encode(self.key).decode() if isinstance(self.key, list) else self.key
-        plain = self.model_copy(update={"topics": topics, "key": key})
+        plain = self.model_copy(update={"key": key})
         return GrepQuery.request(plain, limits, last_event_id, within)
 
 

@@ -18,7 +18,7 @@ from tailrace.model.search import Life, Stretch
 from tailrace.serving.parameters import NoQuery
 from tailrace.serving.service import Service
 from tailrace.stores.leases import Asked
-from tailrace.stores.searches import POPULAR_MS, VIEW, read_life, read_stretch, use_of
+from tailrace.stores.searches import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
 from tailrace.stores.valkey import Command, mapping
 
 AT_ONCE = 50
@@ -200,29 +200,22 @@ async def _scanned(
     for life, stretch, is_done in wanted:
         if not is_done:
             shard = logs.shard_of(stretch.name(life))
-            commands.append((shard, ("HMGET", keys.marks(shard, VIEW), *map(stretch.mark, stretch.ranges))))
+            commands.append((shard, marks_command(keys, shard, stretch)))
     marks = iter(await service.nodes.read_all(commands))
     found = await logs.logs_of([stretch.name(life) for life, stretch, _ in wanted])
     answer: dict[tuple[str, int], Scanned] = {}
     for (life, stretch, is_done), log in zip(wanted, found, strict=True):
-        records = stretch.records if is_done else _passed(stretch, next(marks))
+        records = stretch.records if is_done else stretch.passed(marks_of(stretch.ranges, next(marks)))
         answer[life.name, stretch.number] = Scanned(
             number=stretch.number,
             since=iso_time(stretch.since_ms) if stretch.since_ms else None,
             records=records,
             of=stretch.records,
-            percent=round(100 * records / stretch.records, 1) if stretch.records else 100.0,
+            percent=stretch.percent(records),
             done=is_done,
             matches=sum(segment.events for segment in log.segments),
         )
     return answer
-
-
-def _passed(stretch: Stretch, marks: Sequence[bytes | None]) -> int:
-    passed = 0
-    for (first, until), mark in zip(stretch.ranges.values(), marks, strict=True):
-        passed += 0 if mark is None else max(0, min(until, int(mark) + 1) - first)
-    return passed
 
 
 async def _connections(service: Service, search: str, limit: int) -> list[Connection]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -58,53 +58,35 @@ class Broker:
 
     def bounds(self, topics: Iterable[Topic]) -> dict[tuple[str, int], tuple[int, int]]:
         """Return the earliest offset and the end of every partition."""
-        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
-        if not wanted:
-            return {}
-        try:
-            firsts = self._offsets(wanted, OffsetSpec.earliest())
-            ends = self._offsets(wanted, OffsetSpec.latest())
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+        topics = list(topics)
+        firsts, ends = self.firsts(topics), self.ends(topics)
         return {place: (firsts[place], ends[place]) for place in firsts if place in ends}
 
     def at_time(self, topics: Iterable[Topic], time_ms: int) -> dict[tuple[str, int], int]:
         """Return, for every partition, the first offset whose record has this time or a later one; else its end."""
-        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
-        if not wanted:
-            return {}
-        try:
-            found = self._offsets(wanted, OffsetSpec.for_timestamp(max(0, time_ms)))
-            ends = self._offsets(wanted, OffsetSpec.latest())
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+        topics = list(topics)
+        found, ends = self._offsets(topics, OffsetSpec.for_timestamp(max(0, time_ms))), self.ends(topics)
         return {place: offset if offset >= 0 else ends[place] for place, offset in found.items()}
 
     def firsts(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
         """Return the earliest offset of every partition; its end if it has no record."""
-        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
-        if not wanted:
-            return {}
-        try:
-            return self._offsets(wanted, OffsetSpec.earliest())
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+        return self._offsets(topics, OffsetSpec.earliest())
 
     def ends(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
         """Return the end of every partition."""
+        return self._offsets(topics, OffsetSpec.latest())
+
+    def _offsets(self, topics: Iterable[Topic], spec: OffsetSpec) -> dict[tuple[str, int], int]:
         wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
         if not wanted:
             return {}
         try:
-            return self._offsets(wanted, OffsetSpec.latest())
+            answers = self._admin.list_offsets(
+                dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
+            )
+            return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
         except KafkaException as error:
             raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
-
-    def _offsets(self, wanted: Sequence[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
-        answers = self._admin.list_offsets(
-            dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
-        )
-        return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
 
 
 def _described(name: str, answer: Any) -> Topic | None:
@@ -120,6 +102,23 @@ def _described(name: str, answer: Any) -> Topic | None:
 def client_properties(settings: Settings) -> dict[str, Any]:
     """Return the properties of the driver's own Kafka clients. What their library would print, we raise or log."""
     return {"log_level": 2, **settings.kafka.client()}
+
+
+def reader_properties(properties: Mapping[str, Any], group: str, ahead_kib: int) -> dict[str, Any]:
+    """Return the properties of a consumer that reads chosen offsets of committed records, and fetches little else."""
+    return {
+        **properties,
+        "group.id": group,
+        "enable.auto.commit": False,
+        "enable.partition.eof": True,
+        "auto.offset.reset": "earliest",
+        "isolation.level": "read_committed",
+        # A fetch that finds nothing, at the end or of what was read before, is waited for by the next one.
+        "fetch.wait.max.ms": 10,
+        # What is fetched ahead of what was asked for is thrown away.
+        "queued.max.messages.kbytes": ahead_kib,
+        "fetch.queue.backoff.ms": 2,
+    }
 
 
 def included_and_excluded(settings: Settings) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 from tailrace.config import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
 from tailrace.model.event import Headers, Source, event_id
+from tailrace.stores.generations import read_adopted
 from tailrace.stores.nodes import Nodes
 
 logger = logging.getLogger(__name__)
@@ -201,8 +202,7 @@ class Topics:
             if known is None:
                 raise
             return known[1]
-        number, _, identity = (stored or b"0").decode().partition(" ")
-        generation = int(number) + (identity not in ("", facts.id))
+        generation = read_adopted(stored).of(facts.id)
         self._generations[topic] = time.monotonic(), generation
         return generation
 

@@ -27,9 +27,8 @@ from tailrace.config import Settings
 from tailrace.errors import SearchEnded, StoreUnavailable, TailraceError
 from tailrace.model.name import shard_of
 from tailrace.model.search import Stretch
-from tailrace.stores.functions import function
 from tailrace.stores.nodes import Nodes
-from tailrace.stores.searches import VIEW
+from tailrace.stores.searches import VIEW, discard
 from tailrace.stores.valkey import Arg, Shards, mapping
 
 logger = logging.getLogger(__name__)
@@ -171,7 +170,7 @@ class Leases:
         return bytes(answer[0])
 
     async def _call(self, name: str, *args: Arg) -> Any:
-        return await self._nodes.read(0, "FCALL", function(name), 1, self._nodes.keys.tag(0), *args)
+        return await self._nodes.call(0, name, *args)
 
 
 def _new_name() -> str:
@@ -244,5 +243,4 @@ class Watchdog:
         shards = range(self._shards.options.shards)
         for shard, shelves in enumerate(self._shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])):
             for shelf in [shelf for shelf in shelves if shelf.startswith(begins)]:
-                self._shards.run_all([(shard, ("UNLINK", keys.kept(shard, shelf.decode())))])
-                self._shards.run_all([(shard, ("HDEL", keys.kept_sizes(shard), shelf))])
+                discard(self._shards, shard, shelf.decode())

@@ -10,12 +10,14 @@ import valkey.asyncio
 from valkey.asyncio.connection import BlockingConnectionPool, Connection, SSLConnection
 from valkey.exceptions import ValkeyError
 
+from tailrace.errors import StoreError, StoreUnavailable
+from tailrace.stores.functions import function
 from tailrace.stores.keys import Keys
 from tailrace.stores.valkey import Address, Arg, StoreOptions, homes, translated
 
 
 class Nodes:
-    """Every node that holds a shard. Reads only; the write side has ``Shards``."""
+    """Every node that holds a shard, for the service; the pipeline has ``Shards``."""
 
     def __init__(self, options: StoreOptions, connections: int = 64) -> None:
         self.options = options
@@ -73,6 +75,19 @@ class Nodes:
                 raise
         _heed_cancellation()
         return answers
+
+    async def call(self, shard: int, name: str, *args: Arg) -> Any:
+        """Call one of our functions.
+
+        Raises:
+            StoreUnavailable: Nobody has loaded them yet.
+        """
+        try:
+            return await self.read(shard, "FCALL", function(name), 1, self.keys.tag(shard), *args)
+        except StoreError as error:
+            if "unction not found" not in str(error):
+                raise
+            raise StoreUnavailable("no pipeline of this version has prepared the store yet: is one running?") from None
 
     async def block(self, shard: int, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
         """Run a blocking command for a shard, with time to block, on the connection of whoever blocks."""

@@ -18,6 +18,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tailrace.errors import BrokerUnavailable
 from tailrace.model.event import Source
 from tailrace.model.run import Run, decode
+from tailrace.stores.broker import reader_properties
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping
 
@@ -149,21 +150,7 @@ class Payloads:
         try:
             return self._idle.pop()  # not looked before: another thread may take the last one in between
         except IndexError:
-            return Consumer(
-                {
-                    **self._properties,
-                    "group.id": "tailrace-payloads",
-                    "enable.auto.commit": False,
-                    "enable.partition.eof": True,
-                    "auto.offset.reset": "earliest",
-                    "isolation.level": "read_committed",
-                    # A fetch that finds nothing, at the end or of what was read before, is waited for by the next one.
-                    "fetch.wait.max.ms": 10,
-                    # What is fetched ahead of what was asked for is thrown away.
-                    "queued.max.messages.kbytes": 4 << 10,
-                    "fetch.queue.backoff.ms": 2,
-                }
-            )
+            return Consumer(reader_properties(self._properties, "tailrace-payloads", 4 << 10))
 
     def _read(self, source: Source, offsets: Sequence[int]) -> Run | None:
         """Read records from Kafka, in a thread."""

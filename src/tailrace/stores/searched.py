@@ -11,8 +11,8 @@ from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.model.event import Source
 from tailrace.model.search import Search
 from tailrace.stores.broker import Broker, Topic, topic_pattern
+from tailrace.stores.generations import UNKNOWN, Adopted, read_all_adopted
 from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import mapping
 
 T = TypeVar("T")
 
@@ -54,18 +54,13 @@ class Searched:
         """Return, for each source, the offset behind which every record of this time, or a later one, is."""
         return await self._labelled(time_ms, topics, lambda broker: broker.at_time(topics, time_ms))
 
-    async def generations(self) -> dict[str, tuple[int, str]]:
-        """Return the generation and the id of every topic that was ever read."""
-        stored = mapping(await self._nodes.read(0, "HGETALL", self._nodes.keys.topics()))
-        found: dict[str, tuple[int, str]] = {}
-        for name, value in stored.items():
-            generation, _, topic_id = value.decode().partition(" ")
-            found[name.decode()] = int(generation), topic_id
-        return found
+    async def adopted(self) -> dict[str, Adopted]:
+        """Return what the store knows of every topic that was ever read."""
+        return read_all_adopted(await self._nodes.read(0, "HGETALL", self._nodes.keys.topics()))
 
     async def is_current(self, source: Source) -> bool:
         """Return whether a source is what Kafka has under its name now."""
-        generation, topic_id = (await self.generations()).get(source.topic, (0, ""))
+        generation, topic_id = (await self.adopted()).get(source.topic, UNKNOWN)
         if generation != source.generation:
             return False
         # The pipeline may not have noticed yet that the topic was deleted, or created again.
@@ -76,12 +71,11 @@ class Searched:
         self, what: Hashable, topics: list[Topic], ask: Callable[[Broker], Mapping[tuple[str, int], int]]
     ) -> dict[str, int]:
         offsets = await self._ask((what, *((topic.name, topic.id, topic.partitions) for topic in topics)), ask)
-        known = await self.generations()
+        known = await self.adopted()
         found: dict[str, int] = {}
         for topic in topics:
-            generation, topic_id = known.get(topic.name, (0, topic.id))
             # One that was created again, and that the pipeline has not noticed yet, gets the next generation.
-            generation += topic_id != topic.id
+            generation = known.get(topic.name, UNKNOWN).of(topic.id)
             for partition in topic.partitions:
                 if (topic.name, partition) in offsets:
                     found[str(Source(topic.name, partition, generation))] = offsets[topic.name, partition]

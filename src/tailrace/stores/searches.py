@@ -8,15 +8,15 @@ reads the search in the registry first; what lies before it is the business of s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, StoreError, StoreUnavailable, TooManySearches
+from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches
 from tailrace.metrics import SearchFigures
 from tailrace.model.search import Life, Lost, Search, Stretch
-from tailrace.stores.functions import function
+from tailrace.stores.keys import Keys
 from tailrace.stores.marks import NOTHING
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Arg, Shards, mapping
@@ -165,26 +165,29 @@ class Searches:
         """Keep where a client is in a search."""
         await self._call("place", search, client, cursor)
 
-    async def marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
+    async def stretch_marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
         """Return the last offset scanned of each source of a stretch."""
-        sources = list(stretch.ranges)
-        stored = await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *map(stretch.mark, sources))
-        return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
+        stored = await self._nodes.read(shard, *marks_command(self._keys, shard, stretch))
+        return marks_of(stretch.ranges, stored)
 
     async def live_marks(self, shard: int, sources: Sequence[str]) -> dict[str, int]:
         """Return the last offset of each source up to which a shard has all live matches."""
         if not sources:
             return {}
-        stored = await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *sources)
-        return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
+        return marks_of(sources, await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *sources))
 
     async def _call(self, name: str, *args: Arg) -> Any:
-        try:
-            return await self._nodes.read(0, "FCALL", function(name), 1, self._keys.tag(0), *args)
-        except StoreError as error:
-            if "unction not found" not in str(error):
-                raise
-            raise StoreUnavailable("no pipeline of this version has prepared the store yet: is one running?") from None
+        return await self._nodes.call(0, name, *args)
+
+
+def marks_command(keys: Keys, shard: int, stretch: Stretch) -> tuple[Arg, ...]:
+    """Return the command whose answer is the marks of a stretch's sources, in their order."""
+    return ("HMGET", keys.marks(shard, VIEW), *map(stretch.mark, stretch.ranges))
+
+
+def marks_of(sources: Iterable[str], stored: Sequence[bytes | None]) -> dict[str, int]:
+    """Read marks: the last offset of each source."""
+    return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
 
 
 class Registry:

@@ -31,8 +31,9 @@ from tailrace.pipeline.slice import COLUMNS, Slice, slices
 from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import tasks
 from tailrace.stores.broker import ANSWER_S, Broker, Topic, client_properties
+from tailrace.stores.generations import Adopted, read_all_adopted
 from tailrace.stores.marks import NOTHING, read_marks
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.stores.valkey import Shards
 from tailrace.upkeep.job import matcher
 from tailrace.upkeep.spread import begin_session, end_session
 
@@ -227,12 +228,7 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False)
         raise PipelineError(f"a Spark job of upkeep failed: {told[-1].partition(': ')[2] or told[-1]}") from error
 
 
-def _generations(shards: Shards) -> dict[str, tuple[int, str]]:
+def _generations(shards: Shards) -> dict[str, Adopted]:
     """Return generation and id of every topic that the pipeline has adopted."""
     (answer,) = shards.run_all([(0, ("HGETALL", shards.keys.topics()))])
-    pairs = mapping(answer).items()
-    found: dict[str, tuple[int, str]] = {}
-    for name, stored in pairs:
-        generation, _, identity = stored.decode().partition(" ")
-        found[name.decode()] = int(generation), identity
-    return found
+    return read_all_adopted(answer)

@@ -69,7 +69,7 @@ def needs(node: Node, price: Price) -> Needs:
     return _needs(node, price, None)
 
 
-def _needs(node: Node, price: Price, prefix: Path | None) -> Needs:
+def _needs(node: Node | _Interval, price: Price, prefix: Path | None) -> Needs:
     match node:
         case And(parts=parts):
             found = [needed for part in _ranges(parts) if (needed := _needs(part, price, prefix))]
@@ -118,7 +118,7 @@ def _below(prefix: Path | None, path: Path) -> Path:
     return path if prefix is None else Path(f"{prefix.text}.{path.text}", path.nulls)
 
 
-class _Interval(Node, frozen=True):
+class _Interval(msgspec.Struct, frozen=True):
     """Two bounds of one path, for looking up alone."""
 
     path: Path
@@ -126,7 +126,7 @@ class _Interval(Node, frozen=True):
     high: Any
 
 
-def _ranges(parts: Iterable[Node]) -> list[Node]:
+def _ranges(parts: Iterable[Node]) -> list[Node | _Interval]:
     """Return the parts of a conjunction with the bounds of a path as one."""
     lows: dict[Path, Any] = {}
     highs: dict[Path, Any] = {}
@@ -135,4 +135,4 @@ def _ranges(parts: Iterable[Node]) -> list[Node]:
             case Leaf(path=Path() as path, predicate=Ordered(scalar=True, value=value, below=below)):
                 (highs if below else lows).setdefault(path, value)
     both = [path for path in lows if path in highs and kind(lows[path]) == kind(highs[path])]
-    return [*(_Interval("", path, lows[path], highs[path]) for path in both), *parts]
+    return [*(_Interval(path, lows[path], highs[path]) for path in both), *parts]

@@ -7,6 +7,7 @@ MISSING where the path found nothing, and says there what MongoDB says.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -54,13 +55,13 @@ class Predicate(msgspec.Struct, frozen=True):
     cost: ClassVar[int] = 1
     """What testing one element costs, roughly, so that the cheaper parts of a conjunction come first."""
 
+    @abstractmethod
     def operators(self) -> dict[str, Any]:
         """Return the canonical operator document."""
-        raise NotImplementedError
 
+    @abstractmethod
     def one(self) -> One:
         """Return the function that tests one element."""
-        raise NotImplementedError
 
     def some(self) -> Some:
         """Return the function that tests whether some element passes."""

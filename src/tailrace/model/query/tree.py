@@ -9,6 +9,7 @@ of one path that are alternatives are one ``$in``. Each node carries the canonic
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,13 +29,13 @@ class Node(msgspec.Struct, frozen=True):
     key: str
 
     @property
+    @abstractmethod
     def cost(self) -> int:
         """What testing it costs, roughly."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, sharing: Sharing | None = None) -> Check:
         """Return the function that tests a document; ``sharing`` may make that of its leaves."""
-        raise NotImplementedError
 
 
 class And(Node, frozen=True):
