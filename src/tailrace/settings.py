@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from tailrace.errors import ConfigError
 from tailrace.fold_settings import Folds, Problem, refuse
+from tailrace.tag_settings import Cassandra, Tags
 from tailrace.units import format_duration, format_size
 from tailrace.values import (
     Brokers,
@@ -126,7 +127,7 @@ class Spark(Section):
 class Pipeline(Section):
     """What the one pass does with each record."""
 
-    views: Views = ("days", "folds", "matches")
+    views: Views = ("days", "folds", "matches", "tags")
     window_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 256 * 2**10
     window_runs: Annotated[int, Field(ge=1, le=2_000)] = 500
     max_event_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 2**20
@@ -265,11 +266,13 @@ class Settings(BaseSettings):
 
     kafka: Kafka = Kafka()
     valkey: Valkey = Valkey()
+    cassandra: Cassandra = Cassandra()
     spark: Spark = Spark()
     pipeline: Pipeline = Pipeline()
     days: Days = Days()
     folds: Folds = Folds()
     grep: Grep = Grep()
+    tags: Tags = Tags()
     upkeep: Upkeep = Upkeep()
     serve: Serve = Serve()
     embedded: Embedded = Embedded()
@@ -308,13 +311,15 @@ class Settings(BaseSettings):
 
     @property
     def live_views(self) -> tuple[str, ...]:
-        """The views that are written: without rules there are no folds."""
-        return tuple(view for view in self.pipeline.views if view != "folds" or self.folds.rules)
+        """The views that are written: without rules there are no folds, and without paths and rules no tags."""
+        used = {"folds": bool(self.folds.rules), "tags": self.tags.is_used}
+        return tuple(view for view in self.pipeline.views if used.get(view, True))
 
     @property
     def log_views(self) -> tuple[str, ...]:
-        """The views whose logs upkeep packs and sweeps: folds have none."""
-        return tuple(view for view in self.pipeline.views if view != "folds")
+        """The views whose logs upkeep packs and sweeps: folds have none, nor have tags in Cassandra."""
+        without = {"folds"} if self.tags.store == "valkey" else {"folds", "tags"}
+        return tuple(view for view in self.pipeline.views if view not in without)
 
     @property
     def copied_views(self) -> tuple[str, ...]:

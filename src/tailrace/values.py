@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, core_schema
 from tailrace.units import format_duration, format_size, parse_duration, parse_size
 
 HIDDEN = "**********"
-VIEWS = ("days", "folds", "matches")
+VIEWS = ("days", "folds", "matches", "tags")
 COLLECTS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
 """What a fold can gather. All look at a path but the last, which takes whole events."""
 
@@ -156,7 +156,7 @@ def sizes(least: str = "0B", most: str = "1TiB") -> AfterValidator:
     return AfterValidator(_Limits("a size", format_size, parse_size(least), parse_size(most)).check)
 
 
-class _OrWord:
+class OrWord:
     """A duration of at least so much, or a word for none at all, which is None."""
 
     def __init__(self, word: str, least: str) -> None:
@@ -174,9 +174,9 @@ class _OrWord:
         return self._word if value is None else format_duration(value)
 
 
-_FOREVER = _OrWord("forever", "1h")
-_NEVER = _OrWord("never", "1s")
-_UNBOUNDED = _OrWord("", "1m")
+_FOREVER = OrWord("forever", "1h")
+_NEVER = OrWord("never", "1s")
+_UNBOUNDED = OrWord("", "1m")
 
 
 class KeepByName(Table[timedelta | None]):
@@ -431,9 +431,8 @@ Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)]
 Topic = Annotated[str, AfterValidator(_topic)]
 TopicOrNone = Annotated[str, AfterValidator(_topic_or_none)]
 """A topic, or ``""``."""
-Paths = Annotated[
-    tuple[Annotated[str, AfterValidator(_path)], ...], BeforeValidator(_patterns), AfterValidator(_at_least_one)
-]
+ValuePath = Annotated[str, AfterValidator(_path)]
+Paths = Annotated[tuple[ValuePath, ...], BeforeValidator(_patterns), AfterValidator(_at_least_one)]
 """Dotted paths in the value, at least one; a single one may be given as text."""
 Brokers = Annotated[str, AfterValidator(_brokers)]
 KafkaProperties = Annotated[Properties, AfterValidator(_kafka_properties)]

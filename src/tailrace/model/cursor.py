@@ -2,6 +2,7 @@
 
     1789200000.42              one log: epoch and number of the last event seen
     1789200000.42,.57,0.0      several logs in request order; an epoch equal to the one before is left out
+    1789200000.42+3-9,.57      of the first log the events 45 to 51 were seen, too, though not those between
     1789200000.42~7            seven events were sent before (a request with a limit)
     1789200000.42~@1789200000  the request began at a time, in milliseconds: what is older is left out
     1789200000.42~end          the request has ended; whoever comes back with it gets nothing more
@@ -23,7 +24,8 @@ from tailrace.errors import BadRequest, CursorError
 MAX_CURSOR_BYTES = 4096
 MAX_NAMES = 200
 
-_POSITION = re.compile(r"(\d{0,16})\.(\d{1,16})", re.ASCII)
+_POSITION = re.compile(r"(\d{0,16})\.(\d{1,16})((?:\+\d{1,16}-\d{1,16})*)", re.ASCII)
+_RANGE = re.compile(r"\+(\d+)-(\d+)", re.ASCII)
 _STATE = re.compile(r"(?=.)(\d{1,16})?(?:@(-?\d{1,16}))?", re.ASCII)
 
 
@@ -41,6 +43,9 @@ class Position(msgspec.Struct, frozen=True):
 
 Position.START = Position()
 
+Ranges = tuple[tuple[int, int], ...]
+"""Numbers of events, from and to, that rise and do not touch."""
+
 
 class Cursor(msgspec.Struct, frozen=True):
     """A place in a feed over one or several logs."""
@@ -51,12 +56,17 @@ class Cursor(msgspec.Struct, frozen=True):
     since_ms: int | None = None
     """The time at which the request began, when it began at one."""
     ended: bool = False
+    ahead: tuple[Ranges, ...] = ()
+    """For each log what was seen beyond its place, in the same epoch; empty if there is nothing of the kind."""
 
     def __str__(self) -> str:
         parts: list[str] = []
         before = None
-        for position in self.positions:
-            parts.append(f".{position.number}" if position.epoch == before else str(position))
+        for at, position in enumerate(self.positions):
+            text = f".{position.number}" if position.epoch == before else str(position)
+            if self.ahead and self.ahead[at]:
+                text += "".join(f"+{low - position.number}-{high - position.number}" for low, high in self.ahead[at])
+            parts.append(text)
             before = position.epoch
         text = ",".join(parts)
         return text + self.suffix
@@ -77,22 +87,35 @@ class Cursor(msgspec.Struct, frozen=True):
         if len(text) > MAX_CURSOR_BYTES:
             raise CursorError(f"a cursor has at most {MAX_CURSOR_BYTES} bytes; this one has {len(text)}")
         body, tilde, tail = text.strip().partition("~")
-        state = _STATE.fullmatch(tail)
-        if tilde and tail != "end" and state is None:
-            raise CursorError(f"cannot read cursor {text[:80]!r}: after ~ comes a count, @ and a time, or 'end'")
+        sent, since_ms, ended = parse_state(tail, text) if tilde else (None, None, False)
         positions: list[Position] = []
+        ahead: list[Ranges] = []
         for part in body.split(","):
             match = _POSITION.fullmatch(part)
             if match is None or (not match[1] and not positions):
                 raise CursorError(f"cannot read cursor {text[:80]!r}: expected EPOCH.NUMBER, as in the id of an event")
             epoch = int(match[1]) if match[1] else positions[-1].epoch
-            positions.append(Position(epoch, int(match[2])))
+            number = int(match[2])
+            positions.append(Position(epoch, number))
+            ranges = tuple((number + int(low), number + int(high)) for low, high in _RANGE.findall(match[3]))
+            ends = [number, *(end for both in ranges for end in both)]
+            if any(low > high for low, high in ranges) or ends[::2] != sorted(set(ends[::2])):
+                raise CursorError(f"cannot read cursor {text[:80]!r}: what was seen ahead is in no order")
+            ahead.append(ranges)
         if len(positions) != names:
             raise CursorError(f"the cursor is of a feed over {len(positions)} stream(s), the request is for {names}")
-        if state is None or not tilde:
-            return cls(tuple(positions), ended=tail == "end")
-        sent, since = state.groups()
-        return cls(tuple(positions), None if sent is None else int(sent), None if since is None else int(since))
+        return cls(tuple(positions), sent, since_ms, ended, tuple(ahead) if any(ahead) else ())
+
+
+def parse_state(tail: str, cursor: str) -> tuple[int | None, int | None, bool]:
+    """Read what follows ``~`` in a cursor: how many were sent, since when, and whether the request has ended."""
+    if tail == "end":
+        return None, None, True
+    state = _STATE.fullmatch(tail)
+    if state is None:
+        raise CursorError(f"cannot read cursor {cursor[:80]!r}: after ~ comes a count, @ and a time, or 'end'")
+    sent, since = state.groups()
+    return None if sent is None else int(sent), None if since is None else int(since), False
 
 
 # Where a request begins.

@@ -79,6 +79,15 @@ class Course:
         completed = self._completed.get(source, 0)
         return next(((t, o) for t, o in reversed(self._newest.get(source, ())) if o < completed), None)
 
+    def level_ms(self, source: Source) -> int | None:
+        """Return the latest time at which a source ended no later than what is applied of it; None without one.
+
+        Whatever is applied later was written after that time.
+        """
+        completed = self._completed.get(source, 0)
+        listings = reversed(self._listings)
+        return next((known.clock_ms for known in listings if known.ends.get(source, 0) <= completed), None)
+
     def by_arrival(self, sources: Iterable[Source]) -> int | None:
         """Return the time that all sources have passed, or None when one has not begun.
 
@@ -86,9 +95,7 @@ class Course:
         """
         lowest: int | None = None
         for source in sources:
-            completed = self._completed.get(source, 0)
-            listings = reversed(self._listings)
-            time_ms = next((known.clock_ms for known in listings if known.ends.get(source, 0) <= completed), None)
+            time_ms = self.level_ms(source)
             if time_ms is None:
                 reached = self.reached(source)
                 if reached is None:

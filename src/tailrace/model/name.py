@@ -14,6 +14,9 @@ import msgspec
 MAX_NAME_BYTES = 4096
 """A longer name is refused: it would be a Valkey key of its own length for every segment."""
 
+MAX_TAG_BYTES = 512
+"""A longer tag is refused for the same reason."""
+
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -86,6 +89,14 @@ def _escape(element: str) -> str:
     if isinstance(element, Literal):
         return "=" + text
     return "%3D" + text[1:] if text.startswith("=") else text
+
+
+def is_tag(text: str) -> bool:
+    """Whether a text can be a tag: not empty, not too long, and text that can be written."""
+    try:
+        return 0 < len(text.encode()) <= MAX_TAG_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def shard_of(name: str, shards: int) -> int:

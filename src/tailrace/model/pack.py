@@ -15,6 +15,7 @@ import msgspec
 import zstandard
 
 from tailrace.model.event import Headers
+from tailrace.model.note import Notes
 from tailrace.model.run import MAX_RAW_BYTES, Entry, Run
 
 CODEC = b"\x02"
@@ -49,6 +50,8 @@ class _Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
     headers: list[list[Headers] | None]
     """For each run; nothing when no run has any."""
     values: list[bytes]
+    notes: list[Notes] = []
+    """For each run; nothing when they have none."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -80,6 +83,7 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
     key_of: list[int] = []
     headers: list[list[Headers] | None] = []
     values: list[bytes] = []
+    notes: list[Notes] = []
     number, newest, time_ms = 0, 0, 0
     reached: dict[tuple[str, int, int], int] = {}
     for entry in _merged(entries):
@@ -108,6 +112,8 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
             key_of += [table.setdefault(key, len(table)) for key in run.keys]
         headers.append(run.headers)
         values += run.values
+        if run.notes is not None:
+            notes.append(run.notes)
     source_of, counts, skipped, offsets, rose, began_at = (list(column) for column in zip(*runs, strict=True))
     body = _encode(
         _Pack(
@@ -124,6 +130,7 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
             key_of if len(table) > 1 else [],
             headers if any(h is not None for h in headers) else [],
             values,
+            notes,
         )
     )
     return CODEC + zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=True).compress(body)
@@ -157,19 +164,22 @@ def unpack(stored: bytes) -> Iterator[Entry]:
             _narrow([whole.keys[k] for k in whole.key_of[at : at + count]]) if whole.key_of else whole.keys,
             whole.headers[i] if whole.headers else None,
             values,
+            whole.notes[i] if whole.notes else None,
         )
         yield Entry(first, number, newest, run, _size(run))
         at, rest = at + count, rest + count - 1
 
 
 def digest(entries: Iterable[Entry]) -> tuple[int, bytes]:
-    """Return the count of events and a checksum over each one's number, coordinates, time, key, headers and value."""
-    columns: tuple[list[object], ...] = tuple([] for _ in range(7))
-    numbers, sources, offsets, times, keys, headers, values = columns
+    """Return the count of events and a checksum over each number, place, time, key, headers, value and note."""
+    columns: tuple[list[object], ...] = tuple([] for _ in range(8))
+    numbers, sources, offsets, times, keys, headers, values, notes = columns
     none: list[object] = []
     for entry in entries:
         run = entry.run
         source, held = (run.topic, run.partition, run.generation), run.headers
+        if run.notes is not None:
+            notes += run.notes.rows(run.offsets, run.times)
         if entry.first == entry.last:
             numbers.append(entry.first)
             sources.append(source)
@@ -214,6 +224,7 @@ def _follows(one: Entry, two: Entry) -> bool:
     return (
         (a.topic, a.partition, a.generation) == (b.topic, b.partition, b.generation)
         and (a.headers is None) == (b.headers is None)
+        and (a.notes is None) == (b.notes is None)
         and sum(a.steps) < b.steps[0]
     )
 
@@ -223,13 +234,19 @@ def _join(group: list[Entry]) -> Entry:
         return group[0]
     runs = [entry.run for entry in group]
     headers = [list(run.headers or ()) for run in runs]
-    joined = Run.of(
-        runs[0].source,
+    offsets, times = (
         list(chain.from_iterable(run.offsets for run in runs)),
         list(chain.from_iterable(run.times for run in runs)),
+    )
+    notes = [run.notes.rows(run.offsets, run.times) for run in runs if run.notes is not None]
+    joined = Run.of(
+        runs[0].source,
+        offsets,
+        times,
         _narrow(list(chain.from_iterable(map(_each, runs)))),
         None if runs[0].headers is None else list(chain.from_iterable(headers)),
         list(chain.from_iterable(run.values for run in runs)),
+        Notes.of(list(chain.from_iterable(notes)), offsets, times) if notes else None,
     )
     return Entry(group[0].first, group[-1].last, group[-1].newest_ms, joined, sum(entry.size for entry in group))
 

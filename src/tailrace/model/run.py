@@ -15,6 +15,8 @@ import msgspec
 import zstandard
 
 from tailrace.model.event import Headers, Source, headers_json, iso_time, key_json
+from tailrace.model.note import Notes, note_json
+from tailrace.model.stamp import stamp
 
 COMPRESS_FROM = 1024
 """A smaller run is stored as it is: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""
@@ -40,6 +42,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
     headers: list[Headers] | None
     """None when no record has any."""
     values: list[bytes]
+    notes: Notes | None = None
+    """What the view of tags knows of them; other views have none."""
 
     @classmethod
     def of(
@@ -50,6 +54,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         keys: list[bytes | None],
         headers: list[Headers] | None,
         values: list[bytes],
+        notes: Notes | None = None,
     ) -> Run:
         """Make a run from plain columns."""
         first = times[0]
@@ -62,6 +67,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
             keys,
             headers,
             values,
+            notes,
         )
 
     def __len__(self) -> int:
@@ -83,10 +89,11 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         first, *rest = self.ticks
         return [first, *[first + t for t in rest]]
 
-    def frames(self, start_ms: int, skip: int = 0) -> Iterator[bytes]:
+    def frames(self, start_ms: int, skip: int = 0, tag: str = "") -> Iterator[bytes]:
         """Yield the JSON form of each event from the one at ``skip``: what every feed sends as data.
 
-        An event is late when its own time lies before the bucket that it is stored in.
+        An event is late when its own time lies before the bucket that it is stored in; one of a tag is not, since its
+        place there is that of its stamp. What the tag knows of it stands beside the rest.
 
         The value goes out as produced, digit for digit; only raw line breaks, which JSON allows between tokens alone,
         are taken out so that a frame is one line.
@@ -96,10 +103,15 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         head += '"time":"%s","key":'
         offsets, times, keys, headers, values = self.offsets, self.times, self.keys, self.headers, self.values
         shared = key_json(keys[0]) if len(keys) == 1 else None
+        source = self.source
+        notes = self.notes.rows(offsets, times) if self.notes is not None else None
         for i in range(skip, len(values)):
             offset, time_ms = offsets[i], times[i]
             key = shared if shared is not None else key_json(keys[i])
-            late = b',"late":true' if time_ms < start_ms else b""
+            if notes is not None:
+                more = b"," + note_json(notes[i], tag, stamp(notes[i].ms, offset, source))
+            else:
+                more = b',"late":true,' if time_ms < start_ms else b","
             value = values[i]
             if b"\n" in value or b"\r" in value:
                 value = value.translate(None, b"\r\n")
@@ -109,8 +121,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
                     key,
                     b',"headers":',
                     headers_json(headers[i]) if headers is not None else b"{}",
-                    late,
-                    b',"data":',
+                    more,
+                    b'"data":',
                     value,
                     b"}",
                 )

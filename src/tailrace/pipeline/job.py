@@ -49,6 +49,8 @@ from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, lowest, read_marks
 from tailrace.stores.rules import rules_of
 from tailrace.stores.searches import VIEW as MATCHES
+from tailrace.stores.tags import VIEW as TAGS
+from tailrace.stores.tags import tag_options
 from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
@@ -163,6 +165,7 @@ class Job:
             rules = applied(settings, wanted) if FOLDS in self.views else {}
             if FOLDS in self.views or (self._owner and not settings.folds.rules):
                 enforce(shards, rules, round(time.time() * 1000), self._epoch if FOLDS in self.views else 0)
+            elsewhere = self._prepare_rows()
             topics = self._broker.topics()
             generations = self._adopt(shards, topics)
             bounds = self._broker.bounds(topics.values())
@@ -178,7 +181,8 @@ class Job:
                 for partition, offset in partitions.items()
             }
             timing = Timing(self._broker, topics, generations, begun)
-            report = Report(shards, self.views, self._epoch, lost, self._restarts, generations, timing, self._failure)
+            said = self._restarts, generations, timing, self._failure
+            report = Report(shards, self.views, self._epoch, lost, *said, lifts=elsewhere)
             for view in self.views:
                 advance(shards, view, self._epoch, {source: offset - 1 for source, offset in begun.items()})
             plan = make_plan(settings, shards, self.views, self._epoch, _with_gone(shards, generations), rules)
@@ -254,6 +258,16 @@ class Job:
                     )
                     return
 
+    def _prepare_rows(self) -> bool:
+        """Make Cassandra ready if it holds the events of tags; return whether it does."""
+        options = tag_options(self._settings).cassandra
+        if TAGS not in self.views or options is None:
+            return False
+        from tailrace.stores import cassandra
+
+        cassandra.prepare(options, self._settings.tags.keep)
+        return True
+
     def _adopt(self, shards: Shards, topics: dict[str, Topic]) -> dict[str, int]:
         """Return each topic's generation; a topic whose id is not the stored one gets the next."""
         answers = shards.call_all([(0, "adopt", (topic.name, topic.id)) for topic in topics.values()])
@@ -325,6 +339,7 @@ def make_plan(
         tail_length=settings.valkey.tail_length,
         rules=tuple((rules_of(settings) if rules is None else rules).values()),
         kept_bytes=settings.grep.kept,
+        tags=tag_options(settings),
     )
 
 

@@ -25,8 +25,10 @@ from tailrace.pipeline.folds import FoldView
 from tailrace.pipeline.intake import Intake
 from tailrace.pipeline.matches import Matches
 from tailrace.pipeline.slice import Limits, Slice, slices
+from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.view import Place, View, Window
 from tailrace.stores.marks import NOTHING, parse_time
+from tailrace.stores.tags import TagOptions
 from tailrace.stores.valkey import Arg, Call, Command, Shards, StoreOptions
 
 MAX_REFUSALS = 100
@@ -64,6 +66,7 @@ class Plan(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...] = ()
     kept_bytes: int = 0
     """How much of what matched records say is kept, for each source."""
+    tags: TagOptions = TagOptions()
 
     def make_views(self) -> list[View]:
         """Make the views of this plan."""
@@ -92,11 +95,22 @@ def _matches(plan: Plan) -> View:
     )
 
 
+def _tags(plan: Plan) -> View:
+    return TagView(
+        plan.store.shards,
+        plan.tags,
+        future_ms=plan.future_ms,
+        window_bytes=plan.window_bytes,
+        window_runs=plan.window_runs,
+    )
+
+
 VIEWS: Mapping[str, Callable[[Plan], View]] = {
     "intake": lambda plan: Intake(plan.store.shards, plan.dead_letters),
     "days": _days,
     "folds": _folds,
     "matches": _matches,
+    "tags": _tags,
 }
 """Every view that the pipeline can write, by name."""
 
@@ -170,6 +184,8 @@ class Host:
                 calls.append((window.shard, "apply", self._arguments(waiting, window, marks[window.shard])))
                 marks[window.shard] = window.end
                 sent.append((waiting, window))
+        for view in self._views:
+            view.store([window for waiting, window in sent if waiting.view is view])
         refused: dict[int, _Pending] = {}
         moved: set[tuple[str, str]] = set()
         for (waiting, window), answer in zip(sent, self._shards.call_all(calls), strict=True):
@@ -179,11 +195,11 @@ class Host:
                 known.marks[window.shard] = window.end
                 if window.time is not None:
                     known.times[window.shard] = window.time, window.end
-            elif verdict == b"moved":
-                moved.add((waiting.view.name, str(waiting.records.source)))
+            elif verdict in (b"moved", b"conflict"):
+                if verdict == b"moved" or waiting.view.keeps_times:
+                    moved.add((waiting.view.name, str(waiting.records.source)))
                 refused[id(waiting)] = waiting
-            elif verdict == b"conflict":
-                refused[id(waiting)] = waiting
+                waiting.view.refused(window, int(answer[1]) if verdict == b"moved" else known.marks[window.shard])
             elif verdict == b"stale":
                 raise StaleDriver(waiting.view.name, self._plan.epoch, int(answer[1]))
             else:

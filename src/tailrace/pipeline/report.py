@@ -13,12 +13,15 @@ from typing import Any
 
 import msgspec
 
+from tailrace.errors import BrokerUnavailable
 from tailrace.model.event import Source
 from tailrace.pipeline.source import LostRange
 from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, conserved, read_counts, read_times
 from tailrace.stores.searches import VIEW as MATCHES
+from tailrace.stores.tags import VIEW as TAGS
+from tailrace.stores.tags import lift, read_conflicts
 from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 EXPIRES_S = 10
 KEPT_GAPS = 1000
 SHOWN_GAPS = 20
+SHOWN_CONFLICTS = 20
 
 
 class Report:
@@ -41,14 +45,19 @@ class Report:
         generations: Mapping[str, int],
         timing: Timing,
         failure: str = "",
+        lifts: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._shards, self._views, self._epoch, self._clock = shards, views, epoch, clock
         self._restarts, self._generations, self._timing = restarts, generations, timing
         self._failure = failure
         """Why the query was started again, if it was."""
-        # Every view but that of searches knows how far time has come.
-        timed = [view for view in views if view != MATCHES] or list(views)
+        self._lifts = lifts
+        """Whether the floors of tags are raised: their readers elsewhere go by them."""
+        self._lifted: dict[Source, int] = {}
+        self._warned: dict[str, int] = {}
+        # Every view but those of searches and of tags knows how far time has come.
+        timed = [view for view in views if view not in (MATCHES, TAGS)] or list(views)
         self._timed = FOLDS if FOLDS in views else timed[-1]
         self._doubted: dict[str, tuple[int, int]] = {}
         self._ends: dict[Source, int] = {}
@@ -64,6 +73,8 @@ class Report:
         self._timing.passed(read_times(self._shards, self._timed))
         self._timing.completed(batch)
         self._advance(batch.ends)
+        if self._lifts:
+            self._lift()
         self._ends.update(batch.ends)
         keys, count = self._shards.keys, self._shards.options.shards
         self._waiting = sum(self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
@@ -86,6 +97,29 @@ class Report:
             offsets = {source: offset for source, (_, offset) in reached.items()}
             advance(self._shards, FOLDS, self._epoch, offsets, {source: t for source, (t, _) in reached.items()})
             self._told |= offsets
+
+    def _lift(self) -> None:
+        """Raise the floors of what is applied to its end, so that readers need not wait for what will not come."""
+        try:
+            self._timing.ask()
+        except BrokerUnavailable:
+            return  # the query knows best whether it can go on without it
+        levels = {source: ms for source, ms in self._timing.levels().items() if self._lifted.get(source) != ms}
+        lift(self._shards, self._epoch, levels)
+        self._lifted |= levels
+
+    def _warn(self, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Tell what is odd about tags, when there is more of it; return the latest conflicts."""
+        odd = {field: n for field, n in counts.items() if field == "many-tags" or field.startswith("conflict:")}
+        new = {field: n - self._warned.get(field, 0) for field, n in odd.items()}
+        found = read_conflicts(self._shards, SHOWN_CONFLICTS) if len(odd) > ("many-tags" in odd) else []
+        if n := new.get("many-tags", 0):
+            logger.warning("%d event(s) have more than 10 tags: each tag stores the event once more", n)
+        if n := sum(n for field, n in new.items() if field.startswith("conflict:")):
+            latest = found[0] if found else {}
+            logger.warning("%d event(s) of sources that are written from two places; the latest: %s", n, latest)
+        self._warned = odd
+        return found
 
     def _store(self, view: str, facts: Mapping[str, Any], sources: int, lag: int) -> None:
         counts = read_counts(self._shards, view)
@@ -118,6 +152,8 @@ class Report:
             "outbox": self._waiting,
             "gaps": self._gaps,
         }
+        if view == TAGS:
+            status["conflicts"] = self._warn(counts)
         self._shards.run_all(
             [(0, ("SET", self._shards.keys.status(view), msgspec.json.encode(status), "EX", EXPIRES_S))]
         )

@@ -6,7 +6,7 @@ All five views have this interface. The host (``onepass``) owns the marks, the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -23,6 +23,8 @@ class Window(msgspec.Struct, frozen=True):
     items: list[Arg]
     time: int | None = None
     """The running-maximum time that the shard keeps with the mark, if it does."""
+    rows: Sequence[Any] = ()
+    """What is written elsewhere, before the shard is told."""
 
 
 class Place(NamedTuple):
@@ -56,3 +58,11 @@ class View(Protocol):
         write in all does not.
         """
         ...
+
+    def store(self, windows: Sequence[Window]) -> None:
+        """Write what rests outside of the shards, before they are told. It may be written again, and by others."""
+        return
+
+    def refused(self, window: Window, mark: int) -> None:
+        """Take note that a shard refused a window of which it has applied no more than up to a mark."""
+        return

@@ -9,12 +9,14 @@ name, which may be any text, comes last and no two names share a key.
     …:number                     string  the last number given out in the shard
     …:fence                      hash    view -> driver epoch that owns it
     …:marks:<view>               hash    source -> last offset applied
-    …:times:<view>               hash    source -> running-maximum time, and its mark (home shard; folds: all)
+    …:times:<view>               hash    source -> running-maximum time, and its mark (home shard; folds, tags: all)
     …:counts:<view>              hash    in, stored, dead, skipped:<reason>; for folds also input:<rule>,
                                          new:<rule>, emitted:<rule>, premature:<rule>, reason:<rule>:<reason>
     …:fold:<rule>:<form>         hash    group -> version (8 bytes) and state of its open folds; gone when they are
     …:due:<rule>:<form>          zset    group -> when its first fold is due
     …:closed:<rule>:<form>       zset    group -> when it last fell quiet; for a while
+    …:numbers:<tag>              hash    source of events -> last number in the tag, last of its own, ms, partition
+    …:conflicts                  stream  c: what a source written from two places did; capped
     …:frontier                   hash    rule -> the frontier that its folds were last settled at
     …:names:<view>               zset    every name with a log, in lexical order
     …:log:<view>:<name>          hash    the log's open segment, its floor, one field per closed segment; expires when
@@ -115,6 +117,12 @@ class Keys(msgspec.Struct, frozen=True):
 
     def frontier(self, shard: int) -> str:
         return f"{self.tag(shard)}:frontier"
+
+    def numbers(self, shard: int, tag: str) -> str:
+        return f"{self.tag(shard)}:numbers:{tag}"
+
+    def conflicts(self, shard: int) -> str:
+        return f"{self.tag(shard)}:conflicts"
 
     def rules(self) -> str:
         return f"{self.tag(0)}:rules"

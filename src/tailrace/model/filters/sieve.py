@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tailrace.model.filters.needs import Need, Needs, Text, Value, needs
-from tailrace.model.query import Record, compile_query
+from tailrace.model.query import Limits, Record, compile_query
 from tailrace.model.query.document import reader_of
+from tailrace.model.query.query import DEFAULT_LIMITS
 from tailrace.model.query.tree import And, Node
 
 _FEW = 8
@@ -27,8 +28,8 @@ class Sieve:
 
     __slots__ = ("_ask", "_read", "_texts", "asks_record")
 
-    def __init__(self, source: dict[str, Any], mongo: int = 8) -> None:
-        query = compile_query(source, mongo=mongo)
+    def __init__(self, source: dict[str, Any], mongo: int = 8, limits: Limits = DEFAULT_LIMITS) -> None:
+        query = compile_query(source, limits, mongo)
         self._ask, self._read = query.matches, reader_of(query.fields())
         self._texts = tuple(_texts(query.tree))
         self.asks_record = query.asks_record

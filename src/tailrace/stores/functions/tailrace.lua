@@ -212,8 +212,36 @@ local function count_groups(tag, account, item)
   end
 end
 
+-- Reads an N item at i: time seen, new time, n, then tag, source, seen, value for each. Returns it, and where the next is.
+local function read_numbers(args, i)
+  local found = {seen = args[i + 1], time = args[i + 2], tags = {}, sources = {}, was = {}, values = {}}
+  local n, at = tonumber(args[i + 3]), i + 4
+  for k = 1, n do
+    found.tags[k], found.sources[k], found.was[k], found.values[k] = unpack(args, at, at + 3)
+    at = at + 4
+  end
+  return found, at
+end
+
+-- Returns whether the source's time and all numbers are those seen, '' for none.
+local function have_numbers(tag, view, source, item)
+  local time = redis.call('HGET', tag .. ':times:' .. view, source)
+  if (time and string.match(time, '^-?%d+') or '') ~= item.seen then return false end
+  for k = 1, #item.tags do
+    if (redis.call('HGET', tag .. ':numbers:' .. item.tags[k], item.sources[k]) or '') ~= item.was[k] then return false end
+  end
+  return true
+end
+
+local function write_numbers(tag, view, source, mark, item)
+  redis.call('HSET', tag .. ':times:' .. view, source, item.time .. ' ' .. mark)
+  for k = 1, #item.tags do redis.call('HSET', tag .. ':numbers:' .. item.tags[k], item.sources[k], item.values[k]) end
+end
+
 -- How many names and views one entry of the tail holds.
 local TOLD = 1000
+-- How many conflicts are remembered.
+local CONFLICTS = 1000
 
 -- apply(view, driver epoch, source, mark seen, new mark, bucket span ms, future limit ms, tail length, items…)
 --   A name start count newest run    append a run to a log; start is that of its bucket
@@ -225,9 +253,12 @@ local TOLD = 1000
 --   T ms                             raise the source's running-maximum time
 --   G rule inputs n (group seen value due near)…       write what groups hold if their versions are those seen ('' for none);
 --                                    no value removes one; a group that fell quiet after near was given out too early
+--   N seen time n (tag source seen value)…             write the source's time and the numbers of sources in tags, if both are those seen
+--   W name                           tell the followers of a log that lies elsewhere
+--   K text                           remember a conflict
 --   F rule group id topic key value reason last keep   give out a closed fold; that it fell quiet is remembered for keep ms
 -- Writes everything or nothing: a mark that is not the mark seen is refused with the stored one, and a group whose version is
--- not the one seen with the word conflict.
+-- not the one seen, or a number that is not, with the word conflict.
 local function apply(keys, args)
   local tag, view, source = keys[1], args[1], args[3]
   local owner = fenced(tag, view, tonumber(args[2]))
@@ -247,10 +278,22 @@ local function apply(keys, args)
     end
     held[#held + 1] = item
   end
+  local numbers
+  if i <= n and args[i] == 'N' then
+    numbers, i = read_numbers(args, i)
+    if not have_numbers(tag, view, source, numbers) then return {'conflict'} end
+    write_numbers(tag, view, source, args[5], numbers)
+  end
   local now, span = milliseconds(), tonumber(args[6])
   local latest = now + args[7]
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
   local began, appended, touched, seen = number, 0, {}, {}
+  local function touch(name)
+    if seen[name] then return end
+    seen[name] = true
+    touched[#touched + 1] = name
+    touched[#touched + 1] = view
+  end
   local account = new_account()
   local most, period
   for _, item in ipairs(held) do
@@ -267,15 +310,17 @@ local function apply(keys, args)
       number = append(tag, view, epoch, span, latest, number, args[i + 1], tonumber(args[i + 2]), count,
         tonumber(args[i + 4]), args[i + 5], most, period)
       appended = appended + count
-      if not seen[args[i + 1]] then
-        seen[args[i + 1]] = true
-        touched[#touched + 1] = args[i + 1]
-        touched[#touched + 1] = view
-      end
+      touch(args[i + 1])
       i = i + 6
     elseif kind == 'R' then
       most, period = tonumber(args[i + 1]), tonumber(args[i + 2])
       i = i + 3
+    elseif kind == 'W' then
+      touch(args[i + 1])
+      i = i + 2
+    elseif kind == 'K' then
+      redis.call('XADD', tag .. ':conflicts', 'MAXLEN', '~', CONFLICTS, '*', 'c', args[i + 1])
+      i = i + 2
     elseif kind == 'S' then
       seal(tag, view, args[i + 1], now)
       i = i + 2
@@ -296,13 +341,10 @@ local function apply(keys, args)
   end
   close_account(tag, account)
   if number > began then redis.call('SET', tag .. ':number', text(number)) end
-  if appended > 0 then
-    redis.call('HINCRBY', tag .. ':counts:' .. view, 'stored', appended)
-    -- Lua hands over a limited number of arguments at once.
-    for first = 1, #touched, TOLD do
-      redis.call('XADD', tag .. ':tail', 'MAXLEN', '~', args[8], '*',
-        unpack(touched, first, math.min(first + TOLD - 1, #touched)))
-    end
+  if appended > 0 then redis.call('HINCRBY', tag .. ':counts:' .. view, 'stored', appended) end
+  -- Lua hands over a limited number of arguments at once.
+  for first = 1, #touched, TOLD do
+    redis.call('XADD', tag .. ':tail', 'MAXLEN', '~', args[8], '*', unpack(touched, first, math.min(first + TOLD - 1, #touched)))
   end
   redis.call('HSET', marks, source, args[5])
   return {'ok', args[5]}
@@ -362,6 +404,23 @@ local function advance(keys, args)
   return {'ok'}
 end
 
+-- lift(view, driver epoch, (source, ms)…): raises the times of sources of which everything up to then is applied: what comes later
+-- gets no earlier stamp.
+local function lift(keys, args)
+  local tag, view = keys[1], args[1]
+  local owner = fenced(tag, view, tonumber(args[2]))
+  if owner then return {'stale', text(owner)} end
+  local times = tag .. ':times:' .. view
+  for i = 3, #args, 2 do
+    local known = redis.call('HGET', times, args[i])
+    local ms, mark = string.match(known or '', '^(-?%d+) (-?%d+)$')
+    if not ms or tonumber(ms) < tonumber(args[i + 1]) then
+      redis.call('HSET', times, args[i], args[i + 1] .. ' ' .. (mark or '-1'))
+    end
+  end
+  return {'ok'}
+end
+
 -- adopt(topic, topic id): the generation of a topic; another id than the stored one is the next generation.
 local function adopt(keys, args)
   local topics = keys[1] .. ':topics'
@@ -389,5 +448,6 @@ redis.register_function('tailrace_fence_VERSION', fence)
 redis.register_function('tailrace_apply_VERSION', apply)
 redis.register_function('tailrace_settle_VERSION', settle)
 redis.register_function('tailrace_advance_VERSION', advance)
+redis.register_function('tailrace_lift_VERSION', lift)
 redis.register_function('tailrace_adopt_VERSION', adopt)
 redis.register_function('tailrace_enlist_VERSION', enlist)

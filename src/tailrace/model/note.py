@@ -1,0 +1,94 @@
+"""Notes: what the view of tags keeps beside each event of a run, column by column.
+
+Invariant: ``Notes.of(rows, …).rows(…) == rows`` for the same offsets and times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+from uuid import UUID
+
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Note(NamedTuple):
+    """What a tag knows of one of its events."""
+
+    pid: str
+    """The event's source: whose history it belongs to."""
+    seq: int
+    """Its number in that history."""
+    number: int
+    """Its number among the source's events with the tag: 1, 2, 3, without a gap."""
+    ms: int
+    """The millisecond of its stamp."""
+    tags: tuple[str, ...]
+    """All tags that it has."""
+
+
+class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The notes of a run. A column that says nothing new is empty."""
+
+    pids: list[str]
+    pid_of: list[int]
+    """For each event its source; nothing when there is one."""
+    seqs: list[int]
+    """Nothing when they are the offsets."""
+    numbers: list[int]
+    ahead: list[int]
+    """How far the stamp is after the event's own time, in ms; nothing when all are equal to it."""
+    sets: list[tuple[str, ...]]
+    set_of: list[int]
+    """For each event its tags; nothing when all have the same."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Note], offsets: Sequence[int], times: Sequence[int]) -> Notes:
+        """Make the columns for events at these offsets and times."""
+        pids: dict[str, int] = {}
+        sets: dict[tuple[str, ...], int] = {}
+        pid_of = [pids.setdefault(row.pid, len(pids)) for row in rows]
+        set_of = [sets.setdefault(row.tags, len(sets)) for row in rows]
+        seqs = [row.seq for row in rows]
+        ahead = [row.ms - time_ms for row, time_ms in zip(rows, times, strict=True)]
+        return cls(
+            list(pids),
+            pid_of if len(pids) > 1 else [],
+            [] if seqs == list(offsets) else seqs,
+            [row.number for row in rows],
+            ahead if any(ahead) else [],
+            list(sets),
+            set_of if len(sets) > 1 else [],
+        )
+
+    def rows(self, offsets: Sequence[int], times: Sequence[int]) -> list[Note]:
+        """Return the notes of the events, which have these offsets and times."""
+        pids = [self.pids[i] for i in self.pid_of] if self.pid_of else self.pids * len(offsets)
+        sets = [self.sets[i] for i in self.set_of] if self.set_of else self.sets * len(offsets)
+        ahead = self.ahead or [0] * len(offsets)
+        stamps = [time_ms + more for time_ms, more in zip(times, ahead, strict=True)]
+        return list(map(Note, pids, self.seqs or offsets, self.numbers, stamps, sets))
+
+
+def note_json(note: Note, tag: str, timeuuid: UUID) -> bytes:
+    """Return what a frame says of an event beside what every frame does: members of an object, and a comma."""
+    return b'%b%b,"seq":%d,"tag_seq":%d,"timeuuid":"%b",' % (
+        _tags(tag, note.tags),
+        _text(note.pid),
+        note.seq,
+        note.number,
+        str(timeuuid).encode(),
+    )
+
+
+@lru_cache(4096)
+def _tags(tag: str, tags: tuple[str, ...]) -> bytes:
+    return b'"tag":%b,"tags":%b,"source":' % (_encode(tag), _encode(tags))
+
+
+@lru_cache(10_000)
+def _text(text: str) -> bytes:
+    return _encode(text)

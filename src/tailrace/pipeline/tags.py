@@ -1,0 +1,359 @@
+"""Tags in the one pass: every event goes to the log of each of its tags, with its number among those of its source.
+
+A task reads how far the sources of its slice have come in their tags, numbers the events, and the shard compares what
+was read with what it has before it writes: so numbers have no gaps and no doubles, whoever else writes. With Cassandra
+the rows are written before the shard is told. They are made of the record and of what was read, so writing them again
+changes nothing; and readers look at none that the shard's mark has not passed.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from tailrace.model.bucket import bucket_start
+from tailrace.model.event import Source, event_id, home_of
+from tailrace.model.name import shard_of
+from tailrace.model.note import Note, Notes
+from tailrace.model.run import Run, encode
+from tailrace.model.stamp import stamp
+from tailrace.model.tag import MANY, Numbered, Tagged, Tagger, stamp_ms
+from tailrace.pipeline.slice import Slice
+from tailrace.pipeline.view import Place, View, Window
+from tailrace.stores.tags import VIEW, TagOptions, read_numbers
+from tailrace.stores.valkey import Arg, Shards
+
+if TYPE_CHECKING:
+    from tailrace.stores.tag_rows import Row
+
+NUMBERS = 2_000
+"""Numbers that one call compares and writes, about."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Looked(NamedTuple):
+    """What was found in a slice."""
+
+    records: Slice
+    tagged: dict[int, Tagged]
+    skipped: dict[int, str]
+
+
+class _Copy(NamedTuple):
+    """An event in one of its tags."""
+
+    row: int
+    note: Note
+
+
+class TagView(View):
+    """One log per tag, in Valkey or in Cassandra."""
+
+    name = VIEW
+    keeps_times = True
+
+    def __init__(
+        self,
+        shards: int,
+        options: TagOptions,
+        *,
+        future_ms: int,
+        window_bytes: int = 256 << 10,
+        window_runs: int = 500,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._shards, self._options, self._clock = shards, options, clock
+        self.span_ms = options.span_ms
+        self.future_ms = max(future_ms, options.future_ms)
+        self._tagger = Tagger(options.tagging)
+        # The limit holds for what is sent; events compress about eightfold.
+        self._raw_bytes, self._runs = window_bytes * 8, window_runs
+        self._looked: dict[int, _Looked] = {}
+        self._numbers: dict[tuple[str, str], Numbered] = {}
+        self._floors: dict[int, list[int]] = {}
+        self._homes: dict[str, int] = {}
+        self._doubtful: dict[tuple[str, str, int], Row] = {}
+        """Rows that were written for windows which were refused, by tag, partition and offset."""
+
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+        """Look into the slices, and read how far their sources have come."""
+        known, self._looked = self._looked, {}
+        self._floors = {}
+        wanted: dict[str, dict[str, None]] = {}
+        for records, place in work:
+            looked = known.get(id(records))
+            if looked is None or looked.records is not records:
+                looked = self._look(records)
+            self._looked[id(records)] = looked
+            self._floors[id(records)] = [ms for ms, _ in place.times]
+            for i, event in looked.tagged.items():
+                for tag in event.tags:
+                    if records.offsets[i] > place.marks[self._home(tag)]:
+                        wanted.setdefault(tag, {})[event.pid] = None
+        asked = [(self._home(tag), tag, list(pids)) for tag, pids in wanted.items()]
+        self._numbers = {
+            (tag, pid): each
+            for (_, tag, pids), found in zip(asked, read_numbers(shards, asked), strict=True)
+            for pid, each in zip(pids, found, strict=True)
+        }
+
+    def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
+        """Return the windows of a slice. Call after ``load``; what is numbered counts for the slices after it."""
+        looked = self._looked[id(records)]
+        windows: list[Window] = []
+        for begin, end in self._parts(looked, bisect_right(records.offsets, min(marks)), marks):
+            windows += self._windows(looked, begin, end, marks)
+        return windows
+
+    def store(self, windows: Sequence[Window]) -> None:
+        """Write the rows of windows to Cassandra, and take back those that an earlier attempt wrote otherwise."""
+        if self._options.cassandra is None:
+            return
+        rows: list[Row] = [row for window in windows for row in window.rows]
+        if not rows:
+            return
+        from tailrace.stores.tag_rows import writer
+
+        store = writer(self._options.cassandra, self._options.batch)
+        store.write(rows)
+        if self._doubtful:
+            keys = {(row.tag, row.stamp, row.pid, row.tag_seq) for row in rows}
+            again = [self._doubtful.pop((row.tag, str(row.place), row.offset), None) for row in rows]
+            stale = [r for r in again if r is not None and (r.tag, r.stamp, r.pid, r.tag_seq) not in keys]
+            store.delete(stale)
+
+    def refused(self, window: Window, mark: int) -> None:
+        """Remember the rows of a window that nobody has applied: the next attempt may number them otherwise."""
+        for row in window.rows:
+            if row.offset > mark:
+                self._doubtful[row.tag, str(row.place), row.offset] = row
+
+    # What is in a slice.
+
+    def _look(self, records: Slice) -> _Looked:
+        tagged: dict[int, Tagged] = {}
+        skipped: dict[int, str] = {}
+        is_wanted, asks_record, read = (
+            self._tagger.wants(records.source.topic),
+            self._tagger.asks_record,
+            self._tagger.read,
+        )
+        for i, value in enumerate(records.values):
+            if value is None:
+                skipped[i] = "tombstone"
+            elif i in records.poison:
+                continue
+            elif not is_wanted:
+                skipped[i] = "no-tag"
+            else:
+                found = read(records.keys[i], value, records.offsets[i], records.record(i) if asks_record else None)
+                if isinstance(found, str):
+                    skipped[i] = found
+                else:
+                    tagged[i] = found
+        return _Looked(records, tagged, skipped)
+
+    def _home(self, tag: str) -> int:
+        shard = self._homes.get(tag)
+        if shard is None:
+            if len(self._homes) > 100_000:
+                self._homes.clear()
+            shard = self._homes[tag] = shard_of(tag, self._shards)
+        return shard
+
+    def _parts(self, looked: _Looked, begin: int, marks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the rows of a slice in parts that are small enough for one call to each shard."""
+        values, tagged, n = looked.records.values, looked.tagged, len(looked.records)
+        sizes, names, numbers = [0] * self._shards, [set[str]() for _ in marks], 0
+        for i in range(begin, n):
+            event = tagged.get(i)
+            if event is None:
+                continue
+            for tag in event.tags:
+                shard = self._home(tag)
+                sizes[shard] += len(values[i] or b"")
+                names[shard].add(tag)
+            numbers += len(event.tags)
+            if numbers >= NUMBERS or max(sizes) > self._raw_bytes or max(map(len, names)) > self._runs:
+                yield begin, i + 1
+                begin, sizes, names, numbers = i + 1, [0] * self._shards, [set() for _ in marks], 0
+        if begin < n:
+            yield begin, n
+
+    # What each shard has to write.
+
+    def _windows(self, looked: _Looked, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
+        records = looked.records
+        home, last = home_of(records.source, self._shards), records.offsets[end - 1]
+        floors = self._floors[id(records)]
+        shares: dict[int, _Share] = {}
+        latest = round(self._clock() * 1000) + self._options.future_ms
+        for i in range(begin, end):
+            event = looked.tagged.get(i)
+            if event is None:
+                continue
+            by_shard: dict[int, list[str]] = {}
+            for tag in event.tags:
+                shard = self._home(tag)
+                if records.offsets[i] > marks[shard]:
+                    by_shard.setdefault(shard, []).append(tag)
+            for shard, tags in by_shard.items():
+                share = shares.get(shard)
+                if share is None:
+                    share = shares[shard] = _Share(records.source, floors[shard])
+                share.add(i, records.offsets[i], records.times[i], event, tags, self._numbers, latest)
+        windows: list[Window] = []
+        for shard in {*shares, home}:
+            if marks[shard] >= last:
+                continue
+            share = shares.get(shard)
+            items: list[Arg] = share.numbers(self._numbers) if share else []
+            if share:
+                floors[shard] = share.floor
+                copies = sum(map(len, share.copies.values()))
+                items += ["C", "in", copies, *share.conflicts]
+            if shard == home:
+                items += self._books(looked, max(begin, bisect_right(records.offsets, marks[home])), end)
+            rows: list[Row] = []
+            for tag, copies_of in share.copies.items() if share else ():
+                if self._options.cassandra is None:
+                    items += self._runs_of(records, tag, copies_of)
+                else:
+                    items += ["W", tag, "C", "stored", len(copies_of)]
+                    rows += self._rows_of(records, tag, copies_of)
+            if items:
+                windows.append(Window(shard, last, items, share.floor if share else None, rows))
+        return windows
+
+    def _books(self, looked: _Looked, begin: int, end: int) -> list[Arg]:
+        """Return what the home shard of the records counts: those that have no tags, and how many have."""
+        records = looked.records
+        skipped: dict[str, int] = {}
+        for i, why in looked.skipped.items():
+            if begin <= i < end:
+                skipped[why] = skipped.get(why, 0) + 1
+        dead = sum(begin <= i < end for i in records.poison)
+        tagged = [event for i, event in looked.tagged.items() if begin <= i < end]
+        items: list[Arg] = []
+        if lost := dead + sum(skipped.values()):
+            items += ["C", "in", lost]
+        if dead:
+            items += ["C", "dead", dead]
+        for why, n in skipped.items():
+            items += ["C", f"skipped:{why}", n]
+        if tagged:
+            items += ["C", "events", len(tagged)]
+        if many := sum(len(event.tags) > MANY for event in tagged):
+            items += ["C", "many-tags", many]
+        if ignored := sum(event.ignored for event in tagged):
+            items += ["C", "ignored", ignored]
+        return items
+
+    def _runs_of(self, records: Slice, tag: str, copies: Sequence[_Copy]) -> list[Arg]:
+        """Return the runs of a tag: one, unless its bucket changes inside."""
+        items: list[Arg] = []
+        part: list[_Copy] = []
+        span = self.span_ms
+        for copy in copies:
+            if part and copy.note.ms // span != part[-1].note.ms // span:
+                items += self._run(records, tag, part)
+                part = []
+            part.append(copy)
+        return items + self._run(records, tag, part)
+
+    def _run(self, records: Slice, tag: str, copies: Sequence[_Copy]) -> list[Arg]:
+        rows, notes = [copy.row for copy in copies], [copy.note for copy in copies]
+        offsets, times = [records.offsets[i] for i in rows], [records.times[i] for i in rows]
+        keys = [records.keys[i] for i in rows]
+        run = Run.of(
+            records.source,
+            offsets,
+            times,
+            keys[:1] if keys.count(keys[0]) == len(keys) else keys,
+            None if records.headers is None else [records.headers[i] for i in rows],
+            [records.values[i] or b"" for i in rows],
+            Notes.of(notes, offsets, times),
+        )
+        newest = notes[-1].ms
+        return ["A", tag, bucket_start(newest, self.span_ms), len(rows), newest, encode(run)]
+
+    def _rows_of(self, records: Slice, tag: str, copies: Sequence[_Copy]) -> Iterator[Row]:
+        from tailrace.stores.tag_rows import Row
+
+        span, headers = self.span_ms, records.headers
+        for i, note in copies:
+            yield Row(
+                tag=tag,
+                bucket_ms=bucket_start(note.ms, span),
+                span_ms=span,
+                stamp=stamp(note.ms, records.offsets[i], records.source),
+                pid=note.pid,
+                tag_seq=note.number,
+                seq=note.seq,
+                place=records.source,
+                offset=records.offsets[i],
+                time_ms=records.times[i],
+                key=records.keys[i],
+                headers=headers[i] if headers is not None else [],
+                value=records.values[i],
+                tags=note.tags,
+            )
+
+
+class _Share:
+    """What one shard gets of a window: the events of its tags, numbered."""
+
+    def __init__(self, place: Source, floor: int) -> None:
+        self.place, self._label, self.floor, self._was = place, str(place), floor, floor
+        self.copies: dict[str, list[_Copy]] = {}
+        self.conflicts: list[Arg] = []
+        self._seen: dict[tuple[str, str], Numbered] = {}
+
+    def add(
+        self,
+        row: int,
+        offset: int,
+        time_ms: int,
+        event: Tagged,
+        tags: Sequence[str],
+        numbers: dict[tuple[str, str], Numbered],
+        latest_ms: int,
+    ) -> None:
+        """Number an event in the tags that it has here."""
+        pid, seq = event.pid, event.seq
+        known = [numbers[tag, pid] for tag in tags]
+        self.floor = ms = stamp_ms(time_ms, self.floor, known, self.place, latest_ms)
+        for tag, before in zip(tags, known, strict=True):
+            if wrong := before.conflict(seq, self._label):
+                self.conflicts += ["C", f"conflict:{wrong}", 1, "K", self._told(wrong, tag, event, offset, before)]
+            self._seen.setdefault((tag, pid), before)
+            numbers[tag, pid] = Numbered(before.number + 1, seq, ms, self._label)
+            copies = self.copies.get(tag)
+            if copies is None:
+                copies = self.copies[tag] = []
+            copies.append(_Copy(row, Note(pid, seq, before.number + 1, ms, event.tags)))
+
+    def numbers(self, now: dict[tuple[str, str], Numbered]) -> list[Arg]:
+        """Return what the shard compares and writes: the floor, and how far sources have come."""
+        seen = str(self._was) if self._was > -(1 << 53) else ""
+        items: list[Arg] = ["N", seen, self.floor, len(self._seen)]
+        for (tag, pid), before in self._seen.items():
+            items += [tag, pid, before.stored() if before.number else b"", now[tag, pid].stored()]
+        return items
+
+    def _told(self, wrong: str, tag: str, event: Tagged, offset: int, before: Numbered) -> bytes:
+        return _encode(
+            {
+                "conflict": wrong,
+                "tag": tag,
+                "source": event.pid,
+                "seq": event.seq,
+                "id": event_id(self.place, offset),
+                "before": {"seq": before.seq, "partition": before.place},
+            }
+        )
