@@ -3,7 +3,7 @@
 Queues hold jobsets, a jobset runs a few jobs, and a job goes from submitted over queued, leased and running to
 succeeded or failed, with retries and preemptions between; when all its jobs are done the jobset finishes and later
 starts again. The stories are a pure function of the random numbers and the clock. Sending them goes on over restarts
-of the service, and so does sending the other samples beside them, ``posts`` and ``shop``.
+of the service, and so does sending the other samples beside them, ``posts``, ``shop`` and ``carts``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from random import Random
 from typing import Any
 
 from tailrace import config
+from tailrace.carts import Carts
+from tailrace.carts import steps as cart_steps
 from tailrace.client import River, connect
 from tailrace.config import Settings
 from tailrace.errors import TailraceError
@@ -194,6 +196,10 @@ def _orders(settings: Demo, random: Random) -> Plan:
     return shop_steps(Shop(random, _now, settings.orders)) if settings.orders else ()
 
 
+def _carts(settings: Demo, random: Random) -> Plan:
+    return cart_steps(Carts(random, _now, settings.carts)) if settings.carts else ()
+
+
 def _now() -> datetime:
     return datetime.now(UTC)
 
@@ -202,9 +208,9 @@ async def send(settings: Settings, random: Random) -> None:
     """Send all samples to the service until cancelled."""
     demo, serve = settings.demo, settings.serve
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serve.host, serve.host)
-    others, third = Random(random.getrandbits(64)), Random(random.getrandbits(64))
+    others, third, fourth = (Random(random.getrandbits(64)) for _ in range(3))
     async with connect(f"http://{host}:{serve.port}") as river:
-        plans = _jobs(demo, random), _posts(demo, others), _orders(demo, third)
+        plans = _jobs(demo, random), _posts(demo, others), _orders(demo, third), _carts(demo, fourth)
         await asyncio.gather(*(_deliver(river, plan) for plan in plans))
 
 

@@ -247,6 +247,7 @@ class Demo(Section):
     accounts: Annotated[int, Field(ge=0, le=10_000)] = 8
     posts_topic: Topic = "posts"
     orders: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = 2.0
+    carts: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = 0.5
 
 
 class Shown(NamedTuple):

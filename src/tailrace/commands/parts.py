@@ -57,16 +57,17 @@ def stack(settings: Settings, *, demo: bool) -> int:
         from tailrace.embedded.stack import run_stack
     except ImportError as error:
         raise lacking(error, "embedded") from None
+    from tailrace import carts
     from tailrace.demo import example
     from tailrace.posts import with_rule
     from tailrace.shop import searches
 
     return run_stack(
-        with_rule(settings) if demo else settings,
+        carts.with_tags(with_rule(settings)) if demo else settings,
         demo=demo,
         console=Console(),
         example=example(settings.demo.queues, settings.demo.jobsets),
-        searches=searches(settings),
+        searches=(*searches(settings), *carts.examples(settings)),
     )
 
 
