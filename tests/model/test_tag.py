@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.model.event import Source
 from tailrace.model.tag import Numbered, Tagged, Tagger, Tagging, stamp_ms
 
-PLACE = Source("carts", 0)
+PLACE = "carts:0"
 
 
 @pytest.mark.parametrize(

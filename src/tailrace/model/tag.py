@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.model.event import Source
 from tailrace.model.filters.sieve import Sieve
 from tailrace.model.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.model.query import Record
@@ -193,18 +192,18 @@ class Numbered(msgspec.Struct, frozen=True):
         return "sequence" if seq <= self.seq else ""
 
 
-def stamp_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: Source, latest_ms: int) -> int:
+def stamp_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: str, latest_ms: int) -> int:
     """Return the millisecond of the stamp of an event, for the tags of one shard.
 
     Args:
         time_ms: The record's time.
         floor_ms: That of the last stamp of its partition there, or what it was raised to since.
         known: How far its source has come in each of the tags.
+        place: The partition, as text.
         latest_ms: Where a time from the future is cut.
     """
     ms = max(floor_ms, min(time_ms, latest_ms))
-    label = str(place)
     for each in known:
         # Stamps of one millisecond are in the order of offsets, which says nothing between two places.
-        ms = max(ms, each.ms if each.place == label else each.ms + 1)
+        ms = max(ms, each.ms if each.place == place else each.ms + 1)
     return ms

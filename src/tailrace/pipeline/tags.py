@@ -327,7 +327,7 @@ class _Share:
         """Number an event in the tags that it has here."""
         pid, seq = event.pid, event.seq
         known = [numbers[tag, pid] for tag in tags]
-        self.floor = ms = stamp_ms(time_ms, self.floor, known, self.place, latest_ms)
+        self.floor = ms = stamp_ms(time_ms, self.floor, known, self._label, latest_ms)
         for tag, before in zip(tags, known, strict=True):
             if wrong := before.conflict(seq, self._label):
                 self.conflicts += ["C", f"conflict:{wrong}", 1, "K", self._told(wrong, tag, event, offset, before)]
