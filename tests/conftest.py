@@ -1,4 +1,4 @@
-"""Real parts for all tests: one Valkey, one three-node cluster, one Redis and one Kafka for the whole run."""
+"""Real parts for all tests: one Valkey, one three-node cluster, one Redis, one Kafka and one Cassandra for the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
+from tailrace.stores import schema
+from tailrace.stores.cassandra import CassandraOptions, disconnect
 from tailrace.stores.valkey import StoreOptions
 
 _prefixes = count()
@@ -65,6 +68,14 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
     broker.stop()
 
 
+@pytest.fixture(scope="session")
+def cassandra_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCassandra]:
+    node = EmbeddedCassandra(tmp_path_factory.mktemp("cassandra"))
+    node.start(180)
+    yield node
+    node.stop()
+
+
 @pytest.fixture
 def store(valkey_server: EmbeddedValkey) -> StoreOptions:
     """A part of the session's Valkey that no other test has seen."""
@@ -81,6 +92,15 @@ def any_store(request: pytest.FixtureRequest) -> StoreOptions:
     else:
         url = request.getfixturevalue("redis_server").url
     return StoreOptions(url, prefix=f"t{next(_prefixes)}")
+
+
+@pytest.fixture
+def rows_store(cassandra_server: EmbeddedCassandra) -> Iterator[CassandraOptions]:
+    """A keyspace of the session's Cassandra that no other test has seen, with its tables."""
+    options = CassandraOptions(port=cassandra_server.port, keyspace=f"t{next(_prefixes)}", timeout_s=30.0)
+    schema.prepare(options)
+    yield options
+    disconnect(options)
 
 
 @pytest.fixture

@@ -365,7 +365,9 @@ class Load:
     def _produce(self) -> None:
         # Most records are of two names, so most streams are short and some are long.
         name = self._chance.choice(self._names[:2] if self._chance.random() < 0.9 else self._names)
-        value = {"n": self._sent, "pad": "x" * self._chance.randrange(200)}
+        partition = self._chance.randrange(self._partitions)
+        who = f"{partition}-{name}"
+        value = {"n": self._sent, "pad": "x" * self._chance.randrange(200), "who": who}
         self._sent += 1
 
         def delivered(error: KafkaError | None, message: Any) -> None:
@@ -379,6 +381,6 @@ class Load:
             self.topic,
             json.dumps(value).encode(),
             json.dumps(["q", name]).encode(),
-            partition=self._chance.randrange(self._partitions),
+            partition=partition,
             on_delivery=delivered,
         )

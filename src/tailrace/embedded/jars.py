@@ -1,4 +1,4 @@
-"""The jars that Spark and the embedded broker need, fetched once and never trusted by name.
+"""The jars that Spark and the embedded servers need, fetched once and never trusted by name.
 
 ``jars.lock`` is the whole truth: one ``group:artifact:version sha256 set`` per line. Nothing is resolved when the
 stack runs; every file is compared with its locked hash each time it is handed out (0.03 s for the broker's 46), so once
@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tailrace.errors import ArtifactError
 
 LOCK: Final = Path(__file__).with_name("jars.lock")
-SETS: Final = ("spark", "kafka")
+SETS: Final = ("spark", "kafka", "cassandra")
 _ATTEMPTS: Final = 3
 _AT_ONCE: Final = 6
 
@@ -94,7 +94,7 @@ def fetch(
     """Return the files of a set, downloading those that the cache lacks.
 
     Args:
-        name: The set, ``spark`` or ``kafka``.
+        name: The set, one of ``SETS``.
         cache: The folder that holds the jars; the user's cache folder by default.
         progress: Where to show a download: a bar on a terminal, one line elsewhere, nothing without it.
         lock: Another lock file.

@@ -1,4 +1,4 @@
-"""The whole of Tailrace on one machine: broker, store, pipeline, service, upkeep and, if wanted, a sample source.
+"""The whole of Tailrace on one machine: broker, stores, pipeline, service, upkeep and, if wanted, a sample source.
 
 The parts are ordinary processes that know each other only by their settings, as on a cluster. Addresses, data and logs
 live in one folder, so the next start finds everything where it was.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 from tailrace.embedded import jars, ports
+from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part
 from tailrace.embedded.supervisor import Supervisor, hold
@@ -39,7 +41,8 @@ def run_stack(
     """Run everything until a signal, and return the exit code.
 
     Args:
-        settings: All of the configuration; its addresses of Kafka and Valkey give way to those of the embedded parts.
+        settings: All of the configuration; its addresses of Kafka and of the stores give way to those of the embedded
+            parts. Cassandra is one of them only if tags are to rest there.
         demo: Run the sample source too.
         console: Where the addresses are printed; what happens to the parts goes to standard error.
         example: A stream to name in what to try next.
@@ -54,9 +57,10 @@ def run_stack(
     events = Console(stderr=True)
     with hold(folder):
         port = _service_port(settings)
-        chosen = ports.assign(
-            folder / PORTS_FILE, {"kafka": settings.embedded.kafka_port, "valkey": settings.embedded.valkey_port}
-        )
+        wanted = {"kafka": settings.embedded.kafka_port, "valkey": settings.embedded.valkey_port}
+        if "tags" in settings.live_views and settings.tags.store == "cassandra":
+            wanted["cassandra"] = 0
+        chosen = ports.assign(folder / PORTS_FILE, wanted)
         cache = jars.cache_folder(settings.spark.jars)
         jars.fetch("spark", cache, events)
         kafka = EmbeddedKafka(
@@ -67,16 +71,21 @@ def run_stack(
             log=_log(folder, "kafka"),
         )
         valkey = EmbeddedValkey(folder / "valkey", chosen["valkey"], log=_log(folder, "valkey"))
+        servers = [kafka.part(events), valkey.part()]
+        addresses = [f"  kafka      {kafka.address}", f"  valkey     {valkey.url}"]
+        cassandra = None
+        if "cassandra" in chosen:
+            cassandra = EmbeddedCassandra(
+                folder / "cassandra", chosen["cassandra"], jars_folder=cache, log=_log(folder, "cassandra")
+            )
+            servers.append(cassandra.part(events))
+            addresses.append(f"  cassandra  {cassandra.address}")
         address = _reachable(settings.serve.host), port
-        parts = [
-            kafka.part(events),
-            valkey.part(),
-            *own_parts(settings, folder, kafka, valkey, address, demo=demo),
-        ]
+        parts = [*servers, *own_parts(settings, folder, kafka, valkey, address, demo=demo, cassandra=cassandra)]
         url = f"http://{address[0]}:{port}"
 
         def ready() -> None:
-            _say(console, f"READY {url}", f"  kafka   {kafka.address}", f"  valkey  {valkey.url}")
+            _say(console, f"READY {url}", *addresses)
             if demo:
                 _say(console, "", *_next_steps(url, example, searches))
 
@@ -94,6 +103,7 @@ def own_parts(
     address: tuple[str, int],
     *,
     demo: bool,
+    cassandra: EmbeddedCassandra | None = None,
 ) -> list[Part]:
     """Return the parts that are Tailrace's own, in the order in which they start."""
     env = {
@@ -107,6 +117,15 @@ def own_parts(
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONUNBUFFERED": "1",
     }
+    if cassandra is not None:
+        env |= {
+            "TAILRACE_CASSANDRA__HOSTS": json.dumps([ports.HOST]),
+            "TAILRACE_CASSANDRA__PORT": str(cassandra.port),
+            "TAILRACE_CASSANDRA__USER": "",
+            "TAILRACE_CASSANDRA__PASSWORD": "",
+            "TAILRACE_CASSANDRA__DATACENTER": "",
+            "TAILRACE_CASSANDRA__REPLICATION": "1",
+        }
     drain = settings.embedded.drain.total_seconds()
 
     def own(name: str, *module: str, ready_timeout: float = 60.0) -> Part:

@@ -263,9 +263,9 @@ class Job:
         options = tag_options(self._settings).cassandra
         if TAGS not in self.views or options is None:
             return False
-        from tailrace.stores import cassandra
+        from tailrace.stores.schema import prepare as prepare_tables
 
-        cassandra.prepare(options, self._settings.tags.keep)
+        prepare_tables(options, self._settings.tags.keep)
         return True
 
     def _adopt(self, shards: Shards, topics: dict[str, Topic]) -> dict[str, int]:

@@ -27,15 +27,12 @@ from tailrace.pipeline.matches import Matches
 from tailrace.pipeline.slice import Limits, Slice, slices
 from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.view import Place, View, Window
-from tailrace.stores.marks import NOTHING, parse_time
+from tailrace.stores.marks import LONG_AGO, NOTHING, parse_time
 from tailrace.stores.tags import TagOptions
 from tailrace.stores.valkey import Arg, Call, Command, Shards, StoreOptions
 
 MAX_REFUSALS = 100
 """Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""
-
-LONG_AGO = -(1 << 53), NOTHING
-"""The time of a source of which nothing is applied, and the mark it holds at."""
 
 COUNTED = "records long"
 """The only thing that leaves a task."""
@@ -100,6 +97,7 @@ def _tags(plan: Plan) -> View:
         plan.store.shards,
         plan.tags,
         future_ms=plan.future_ms,
+        epoch=plan.epoch,
         window_bytes=plan.window_bytes,
         window_runs=plan.window_runs,
     )

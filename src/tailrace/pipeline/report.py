@@ -21,7 +21,7 @@ from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.stores.marks import advance, conserved, read_counts, read_times
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS
-from tailrace.stores.tags import lift, read_conflicts
+from tailrace.stores.tags import introduce, lift, read_conflicts
 from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ class Report:
         """Why the query was started again, if it was."""
         self._lifts = lifts
         """Whether the floors of tags are raised: their readers elsewhere go by them."""
-        self._lifted: dict[Source, int] = {}
         self._warned: dict[str, int] = {}
         # Every view but those of searches and of tags knows how far time has come.
         timed = [view for view in views if view not in (MATCHES, TAGS)] or list(views)
@@ -104,9 +103,13 @@ class Report:
             self._timing.ask()
         except BrokerUnavailable:
             return  # the query knows best whether it can go on without it
-        levels = {source: ms for source, ms in self._timing.levels().items() if self._lifted.get(source) != ms}
-        lift(self._shards, self._epoch, levels)
-        self._lifted |= levels
+        sources, levels = self._timing.levels()
+        known = read_times(self._shards, TAGS)
+        if new := [str(source) for source in sources - known.keys()]:
+            introduce(self._shards, self._epoch, [(s, new) for s in range(self._shards.options.shards)])
+        # Of a topic that is gone nothing comes any more; if it comes back it is another one.
+        gone = dict.fromkeys(known.keys() - sources, max(levels.values(), default=0))
+        lift(self._shards, self._epoch, gone | levels)
 
     def _warn(self, counts: Mapping[str, int]) -> list[dict[str, Any]]:
         """Tell what is odd about tags, when there is more of it; return the latest conflicts."""

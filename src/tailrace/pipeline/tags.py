@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,7 +24,8 @@ from tailrace.model.stamp import stamp
 from tailrace.model.tag import MANY, Numbered, Tagged, Tagger, stamp_ms
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place, View, Window
-from tailrace.stores.tags import VIEW, TagOptions, read_numbers
+from tailrace.stores.marks import LONG_AGO
+from tailrace.stores.tags import VIEW, TagOptions, introduce, read_numbers
 from tailrace.stores.valkey import Arg, Shards
 
 if TYPE_CHECKING:
@@ -63,11 +64,12 @@ class TagView(View):
         options: TagOptions,
         *,
         future_ms: int,
+        epoch: int = 0,
         window_bytes: int = 256 << 10,
         window_runs: int = 500,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._shards, self._options, self._clock = shards, options, clock
+        self._shards, self._options, self._epoch, self._clock = shards, options, epoch, clock
         self.span_ms = options.span_ms
         self.future_ms = max(future_ms, options.future_ms)
         self._tagger = Tagger(options.tagging)
@@ -95,12 +97,26 @@ class TagView(View):
                 for tag in event.tags:
                     if records.offsets[i] > place.marks[self._home(tag)]:
                         wanted.setdefault(tag, {})[event.pid] = None
+        if self._options.cassandra is not None:
+            self._introduce(shards, work)
         asked = [(self._home(tag), tag, list(pids)) for tag, pids in wanted.items()]
         self._numbers = {
             (tag, pid): each
             for (_, tag, pids), found in zip(asked, read_numbers(shards, asked), strict=True)
             for pid, each in zip(pids, found, strict=True)
         }
+
+    def _introduce(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+        """Let readers know of partitions that are new, before anything of them is written."""
+        new = [
+            (shard, records)
+            for records, place in work
+            for shard, (ms, _) in enumerate(place.times)
+            if ms == LONG_AGO[0]
+        ]
+        found = introduce(shards, self._epoch, [(shard, [str(records.source)]) for shard, records in new])
+        for (shard, records), (ms,) in zip(new, found, strict=True):
+            self._floors[id(records)][shard] = ms
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice. Call after ``load``; what is numbered counts for the slices after it."""
@@ -134,6 +150,16 @@ class TagView(View):
                 self._doubtful[row.tag, str(row.place), row.offset] = row
 
     # What is in a slice.
+
+    def tagged(self, records: Slice) -> dict[int, Tagged]:
+        """Return the events of a slice that have tags, by row."""
+        return self._look(records).tagged
+
+    def named(self, records: Slice, tagged: Mapping[int, Tagged] | None = None) -> Iterator[tuple[int, int, str]]:
+        """Yield row, shard and tag of every event, as often as it has tags; ``tagged`` saves looking again."""
+        for i, event in (self.tagged(records) if tagged is None else tagged).items():
+            for tag in event.tags:
+                yield i, self._home(tag), tag
 
     def _look(self, records: Slice) -> _Looked:
         tagged: dict[int, Tagged] = {}
@@ -340,7 +366,7 @@ class _Share:
 
     def numbers(self, now: dict[tuple[str, str], Numbered]) -> list[Arg]:
         """Return what the shard compares and writes: the floor, and how far sources have come."""
-        seen = str(self._was) if self._was > -(1 << 53) else ""
+        seen = str(self._was) if self._was > LONG_AGO[0] else ""
         items: list[Arg] = ["N", seen, self.floor, len(self._seen)]
         for (tag, pid), before in self._seen.items():
             items += [tag, pid, before.stored() if before.number else b"", now[tag, pid].stored()]

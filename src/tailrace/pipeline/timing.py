@@ -58,11 +58,12 @@ class Timing:
             found = ((source, self._course.reached(source)) for source in self._course.sources)
             return {source: reached for source, reached in found if reached is not None}
 
-    def levels(self) -> dict[Source, int]:
-        """Return for each source the time up to which it is certainly applied."""
+    def levels(self) -> tuple[set[Source], dict[Source, int]]:
+        """Return all sources, and the times up to which those are certainly applied of which that can be said."""
         with self._lock:
-            found = ((source, self._course.level_ms(source)) for source in self._course.sources)
-            return {source: ms for source, ms in found if ms is not None}
+            sources = set(self._course.sources)
+            found = ((source, self._course.level_ms(source)) for source in sources)
+            return sources, {source: ms for source, ms in found if ms is not None}
 
     def ask(self) -> None:
         """Ask Kafka where the topics end.

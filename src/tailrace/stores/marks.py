@@ -7,6 +7,7 @@ lowest mark; a shard that is ahead refuses what it has. Marks never expire.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tailrace.errors import StaleDriver, StoreError
 from tailrace.model.event import Source
@@ -14,6 +15,9 @@ from tailrace.stores.valkey import Shards, mapping
 
 NOTHING = -1
 """The mark of a source of which nothing is applied."""
+
+LONG_AGO = -(1 << 53), NOTHING
+"""The time of a source of which nothing is applied, and the mark it holds at."""
 
 SCANNED = b"~"
 """What the marks of scans begin with; they lie beside those of sources."""
@@ -24,10 +28,13 @@ def read_marks(shards: Shards, view: str) -> list[dict[Source, int]]:
     answers = shards.run_all(
         [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)],
     )
-    return [
-        {Source.parse(field.decode()): int(mark) for field, mark in mapping(answer).items() if field[:1] != SCANNED}
-        for answer in answers
-    ]
+    return [parse_marks(answer) for answer in answers]
+
+
+def parse_marks(answer: Any) -> dict[Source, int]:
+    """Read the answer to HGETALL of a shard's marks."""
+    stored = mapping(answer)
+    return {Source.parse(field.decode()): int(mark) for field, mark in stored.items() if field[:1] != SCANNED}
 
 
 def lowest(marks: Sequence[Mapping[Source, int]]) -> dict[Source, int]:

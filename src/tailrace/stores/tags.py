@@ -67,6 +67,18 @@ def read_numbers(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]]
     return [[Numbered.parse(value) for value in answer] for answer in answers]
 
 
+def introduce(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[str]]]) -> list[list[int]]:
+    """Give partitions that have no floor in a shard the lowest there is; return those of all, in their order.
+
+    Before the first row of a partition is written: so readers know that it is there, and that more of it may come.
+    """
+    answers = shards.call_all([(shard, "introduce", (VIEW, epoch, *sources)) for shard, sources in wanted])
+    for answer in answers:
+        if answer[0] == b"stale":
+            raise StaleDriver(VIEW, epoch, int(answer[1]))
+    return [[int(ms) for ms in answer[1:]] for answer in answers]
+
+
 def lift(shards: Shards, epoch: int, times: Mapping[Source, int]) -> None:
     """Raise the floors of partitions of which everything up to these times is applied, in every shard."""
     if not times:

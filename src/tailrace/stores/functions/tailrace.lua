@@ -421,6 +421,30 @@ local function lift(keys, args)
   return {'ok'}
 end
 
+-- introduce(view, driver epoch, source…): gives sources that have no time the lowest there is, before anything of them is written
+-- elsewhere; returns the times of all.
+local function introduce(keys, args)
+  local tag, view = keys[1], args[1]
+  local owner = fenced(tag, view, tonumber(args[2]))
+  if owner then return {'stale', text(owner)} end
+  local times, found, lowest = tag .. ':times:' .. view, {'ok'}, nil
+  for i = 3, #args do
+    local known = redis.call('HGET', times, args[i])
+    if not known then
+      if not lowest then
+        for _, value in ipairs(redis.call('HVALS', times)) do
+          local ms = tonumber(string.match(value, '^-?%d+'))
+          if not lowest or ms < lowest then lowest = ms end
+        end
+      end
+      known = text(lowest or 0) .. ' -1'
+      redis.call('HSET', times, args[i], known)
+    end
+    found[#found + 1] = string.match(known, '^-?%d+')
+  end
+  return found
+end
+
 -- adopt(topic, topic id): the generation of a topic; another id than the stored one is the next generation.
 local function adopt(keys, args)
   local topics = keys[1] .. ':topics'
@@ -449,5 +473,6 @@ redis.register_function('tailrace_apply_VERSION', apply)
 redis.register_function('tailrace_settle_VERSION', settle)
 redis.register_function('tailrace_advance_VERSION', advance)
 redis.register_function('tailrace_lift_VERSION', lift)
+redis.register_function('tailrace_introduce_VERSION', introduce)
 redis.register_function('tailrace_adopt_VERSION', adopt)
 redis.register_function('tailrace_enlist_VERSION', enlist)

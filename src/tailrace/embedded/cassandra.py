@@ -1,0 +1,299 @@
+"""A real Cassandra node on one machine, on the loopback interface only.
+
+What it acknowledged is on disk before its caller hears of it (``commitlog_sync: batch``; in the periodic mode, which is
+Cassandra's own default, ``kill -9`` loses what the last tenth of a second acknowledged). Nothing but its two ports
+is opened, both are kept in the folder so that a restart has the same address, and there is no JMX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import struct
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from xml.sax.saxutils import escape
+
+from tailrace.embedded import jars, ports
+from tailrace.embedded.kafka import find_java
+from tailrace.embedded.ports import HOST
+from tailrace.embedded.process import Part, Process
+from tailrace.embedded.supervisor import hold
+from tailrace.errors import PrerequisiteMissing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NEWEST_JAVA: Final = 23
+"""Cassandra installs a security manager, which later ones do not have."""
+
+_SETTINGS: Final[dict[str, Any]] = {
+    "num_tokens": 1,
+    "partitioner": "org.apache.cassandra.dht.Murmur3Partitioner",
+    "endpoint_snitch": "SimpleSnitch",
+    "authenticator": "AllowAllAuthenticator",
+    "authorizer": "AllowAllAuthorizer",
+    "listen_address": HOST,
+    "rpc_address": HOST,
+    "start_native_transport": True,
+    "auto_bootstrap": False,
+    "auto_snapshot": False,
+    "commitlog_sync": "batch",
+    # Half of a segment is the most that one write may have.
+    "commitlog_segment_size": "32MiB",
+    "commitlog_total_space": "256MiB",
+    "commitlog_disk_access_mode": "legacy",
+    "disk_access_mode": "standard",
+    # A node that cannot write ends, and whoever keeps it says so, instead of staying up without answering.
+    "commit_failure_policy": "die",
+    "disk_failure_policy": "die",
+    # Small machine: few threads, small caches and patience.
+    "memtable_heap_space": "64MiB",
+    "memtable_offheap_space": "64MiB",
+    "file_cache_size": "32MiB",
+    "networking_cache_size": "16MiB",
+    "key_cache_size": "8MiB",
+    "counter_cache_size": "0MiB",
+    "native_transport_max_request_data_in_flight": "64MiB",
+    "native_transport_max_request_data_in_flight_per_ip": "64MiB",
+    "concurrent_reads": 8,
+    "concurrent_writes": 32,  # a thread waits for the disk, which takes all that wait at once
+    "concurrent_compactors": 1,
+    "memtable_flush_writers": 1,
+    "read_request_timeout": "10s",
+    "range_request_timeout": "20s",
+    "write_request_timeout": "10s",
+    "truncate_request_timeout": "60s",
+}
+
+_LOGBACK: Final = """\
+<configuration>
+  <appender name="FILE" class="ch.qos.logback.core.rolling.RollingFileAppender">
+    <file>{log}</file>
+    <rollingPolicy class="ch.qos.logback.core.rolling.FixedWindowRollingPolicy">
+      <fileNamePattern>{log}.%i</fileNamePattern><minIndex>1</minIndex><maxIndex>2</maxIndex>
+    </rollingPolicy>
+    <triggeringPolicy class="ch.qos.logback.core.rolling.SizeBasedTriggeringPolicy">
+      <maxFileSize>10MB</maxFileSize>
+    </triggeringPolicy>
+    <encoder><pattern>%d{{ISO8601}} %level %msg \\(%logger{{0}}\\)%n</pattern></encoder>
+  </appender>
+  <root level="INFO"><appender-ref ref="FILE"/></root>
+</configuration>
+"""
+
+# What Cassandra reaches of the Java runtime's insides, as its own start script opens them.
+_EXPORTS: Final = """
+java.base/jdk.internal.misc java.base/java.lang.ref java.management.rmi/com.sun.jmx.remote.internal.rmi
+java.rmi/sun.rmi.registry java.rmi/sun.rmi.server java.sql/java.sql jdk.unsupported/sun.misc
+jdk.compiler/com.sun.tools.javac.file jdk.attach/sun.tools.attach
+"""
+_OPENS: Final = """
+java.base/java.lang.module java.base/jdk.internal.loader java.base/jdk.internal.ref java.base/jdk.internal.reflect
+java.base/jdk.internal.math java.base/jdk.internal.module java.base/jdk.internal.util.jar java.base/sun.nio.ch
+java.base/java.io java.base/java.nio java.base/java.lang.reflect java.base/java.lang java.base/java.util
+jdk.management/com.sun.management.internal jdk.compiler/com.sun.tools.javac
+"""
+
+
+class EmbeddedCassandra:
+    """A node whose data lives in one folder.
+
+    Args:
+        folder: Its data and its settings; created if missing.
+        port: Where clients connect; 0 = the one it had last if that is free, else any free one.
+        memory: The Java heap.
+        log: Where it writes its log; ``logs/cassandra.log`` in the folder by default.
+        jars_folder: Where the jars are kept; the user's cache folder by default.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        port: int = 0,
+        memory: str = "512m",
+        *,
+        log: Path | None = None,
+        jars_folder: Path | None = None,
+    ) -> None:
+        self.folder = folder.absolute()
+        self.memory = memory
+        self.log = log or self.folder / "logs" / "cassandra.log"
+        self._jars = jars_folder
+        self._ports = self.folder / "ports.json"
+        last = ports.remembered(self._ports)
+        self.port = port or _kept(last.get("client"), ())
+        self._storage = _kept(last.get("storage"), (self.port,))
+        self._process: Process | None = None
+        self._held = contextlib.ExitStack()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for clients."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process started by ``start``, while it runs."""
+        return self._process.pid if self._process and self._process.exit_code is None else None
+
+    def part(self, progress: Console | None = None) -> Part:
+        """Make the folder ready (jars, settings) and say how to run the node on it.
+
+        Raises:
+            PrerequisiteMissing: No Java that Cassandra runs on.
+        """
+        java = find_java()
+        if java.version > NEWEST_JAVA:
+            raise PrerequisiteMissing(
+                f"Cassandra does not run on {java}: install Java 17, or point JAVA_HOME at one up to {NEWEST_JAVA}"
+            )
+        files = jars.fetch("cassandra", self._jars, progress)
+        # Where native libraries are unpacked: a killed node leaves them there.
+        scratch = self.folder / "tmp"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / "logback.xml").write_text(_LOGBACK.format(log=escape(str(self.log))), encoding="utf-8")
+        properties = {
+            "cassandra.config": self._write_settings().as_uri(),
+            "cassandra.storagedir": str(self.folder),
+            "cassandra.logdir": str(self.log.parent),
+            "logback.configurationFile": str(self.folder / "logback.xml"),
+            "java.io.tmpdir": str(scratch),
+            "jna.tmpdir": str(scratch),
+            "java.net.preferIPv4Stack": "true",
+            "jdk.attach.allowAttachSelf": "true",
+            "io.netty.tryReflectionSetAccessible": "true",
+            "java.security.manager": "allow",
+            # One node: there is nobody to wait for, neither when it comes nor when it goes.
+            "cassandra.skip_wait_for_gossip_to_settle": "0",
+            "cassandra.ring_delay_ms": "0",
+            "cassandra.superuser_setup_delay_ms": "0",
+            "cassandra.shutdown_announce_in_ms": "0",
+            # The locked jars have no native transport of any system.
+            "cassandra.native.epoll.enabled": "false",
+        }
+        agent = next(file for file in files if file.name.startswith("jamm-"))
+        command = (
+            java.path,
+            *("-Xms128m", f"-Xmx{self.memory}", "-Xss512k", "-XX:MaxDirectMemorySize=256m"),
+            *("-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:TieredStopAtLevel=1", "-XX:+ExitOnOutOfMemoryError"),
+            *(f"--add-exports={name}=ALL-UNNAMED" for name in _EXPORTS.split()),
+            *(f"--add-opens={name}=ALL-UNNAMED" for name in _OPENS.split()),
+            *(f"-D{name}={value}" for name, value in properties.items()),
+            f"-javaagent:{agent}",
+            *("-cp", os.pathsep.join(map(str, files)), "org.apache.cassandra.service.CassandraDaemon"),
+        )
+        return Part(
+            name="cassandra", command=command, log=self.log, ready=self.is_ready, ready_timeout=120.0, stop_timeout=20.0
+        )
+
+    def is_ready(self) -> bool:
+        """Whether the node answers a query, and is the one of this folder."""
+        try:
+            with socket.create_connection((HOST, self.port), timeout=1) as connection:
+                _ask(connection, 1, _mapped({"CQL_VERSION": "3.0.0"}))
+                query = b"SELECT cluster_name FROM system.local"
+                found = _ask(connection, 7, struct.pack(">i", len(query)) + query + struct.pack(">HB", 1, 0))
+        except (OSError, EOFError):
+            return False
+        return found.endswith(self._name().encode())
+
+    def start(self, timeout: float = 120.0) -> None:
+        """Start the node and wait until it answers; it ends with the thread that called this.
+
+        Raises:
+            DirectoryInUse: Another node runs on the folder.
+            EmbeddedError: It did not come up; with the end of its log.
+        """
+        if self.pid is not None:
+            return
+        self._held.close()
+        with contextlib.ExitStack() as held:
+            held.enter_context(hold(self.folder))  # Cassandra itself would share it, and ruin it
+            self._process = Process(self.part())
+            self._process.wait_ready(timeout)
+            self._held = held.pop_all()
+
+    def stop(self, timeout: float = 20.0) -> None:
+        """End the node cleanly."""
+        if self._process:
+            self._process.stop(timeout)
+        self._held.close()
+
+    def kill(self) -> None:
+        """End the node as ``kill -9`` does."""
+        if self._process:
+            self._process.kill()
+        self._held.close()
+
+    def _name(self) -> str:
+        """Return the name that only this folder's node has."""
+        file = self.folder / "name"
+        if not file.exists():
+            fresh = self.folder / "name.new"
+            fresh.write_text(f"tailrace-{uuid.uuid4()}", encoding="utf-8")
+            fresh.replace(file)
+        return file.read_text(encoding="utf-8")
+
+    def _write_settings(self) -> Path:
+        data = self.folder / "data"
+        own = {
+            "cluster_name": self._name(),
+            "native_transport_port": self.port,
+            "storage_port": self._storage,
+            "seed_provider": [
+                {
+                    "class_name": "org.apache.cassandra.locator.SimpleSeedProvider",
+                    "parameters": [{"seeds": f"{HOST}:{self._storage}"}],
+                }
+            ],
+            "data_file_directories": [str(data / "tables")],
+            "commitlog_directory": str(data / "commitlog"),
+            "saved_caches_directory": str(data / "caches"),
+            "hints_directory": str(data / "hints"),
+            "cdc_raw_directory": str(data / "cdc"),
+        }
+        self._ports.write_text(json.dumps({"client": self.port, "storage": self._storage}) + "\n", encoding="utf-8")
+        file = self.folder / "cassandra.yaml"
+        # JSON is YAML, and leaves no question of how a path is to be quoted.
+        file.write_text(json.dumps({**_SETTINGS, **own}, indent=2) + "\n", encoding="utf-8")
+        return file
+
+
+def _kept(last: int | None, taken: Sequence[int]) -> int:
+    """Return the port that was used last if it is free, else any free one."""
+    return last if last and last not in taken and ports.is_free(last) else ports.free_port(taken)
+
+
+# The few bytes of Cassandra's protocol (version 4) that tell whether a node answers: a driver would start threads.
+
+
+def _ask(connection: socket.socket, operation: int, body: bytes) -> bytes:
+    """Send one request and return what the answer carries."""
+    connection.sendall(struct.pack(">BBhBi", 4, 0, 0, operation, len(body)) + body)
+    size = struct.unpack(">BBhBi", _receive(connection, 9))[4]
+    return _receive(connection, size)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        piece = connection.recv(size - len(found))
+        if not piece:
+            raise EOFError
+        found += piece
+    return found
+
+
+def _mapped(texts: dict[str, str]) -> bytes:
+    parts = [struct.pack(">H", len(texts))]
+    for pair in texts.items():
+        parts += [struct.pack(">H", len(text)) + text.encode() for text in pair]
+    return b"".join(parts)
