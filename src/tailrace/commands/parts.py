@@ -27,7 +27,7 @@ def load(file: Path | None, *, port: int | None = None, folder: Path | None = No
 def at_stack(settings: Settings) -> Settings:
     """Return settings that reach the stack of ``embedded.dir`` while it runs, where nobody said otherwise.
 
-    Addresses of Kafka and Valkey that were configured stay; those at their default become the stack's own.
+    Addresses of Kafka, Valkey and Cassandra that were configured stay; those at their default become the stack's own.
     """
     try:
         from tailrace.embedded.ports import HOST, remembered
@@ -46,6 +46,8 @@ def at_stack(settings: Settings) -> Settings:
     if settings.origin("kafka.bootstrap") == "default" and "kafka" in ports:
         found = {"bootstrap": f"{HOST}:{ports['kafka']}", "properties": Properties()}
         changes["kafka"] = settings.kafka.model_copy(update=found)
+    if settings.origin("cassandra.port") == "default" and "cassandra" in ports:
+        changes["cassandra"] = settings.cassandra.model_copy(update={"hosts": (HOST,), "port": ports["cassandra"]})
     return settings.model_copy(update=changes)
 
 
