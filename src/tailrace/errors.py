@@ -15,6 +15,7 @@
     │   ├── GroupNotFound             group.not_found      a group that holds no folds
     │   ├── WindowsRefused            windows.refused      windows of folds that the settings would not take
     │   ├── QueryError                query.invalid        a query that cannot be compiled
+    │   ├── TagsOff                   tags.off             nothing is tagged: the view is off, or has no rules
     │   ├── SearchNotFound            search.not_found     no search that is alive has this id
     │   ├── SearchFollowed            search.followed      a search that somebody follows is not ended
     │   ├── SearchEnded               search.ended         a search was ended while it was followed
@@ -31,6 +32,7 @@
     │   ├── StaleDriver               driver.stale         a newer driver owns the view
     │   ├── StaleUpkeep               upkeep.stale         another upkeep process has taken over
     │   ├── LeaseHeld                 upkeep.held          another upkeep process is at work
+    │   ├── RowsMissing               tags.missing         events of a tag whose numbers say that they must be there
     │   └── StoreMismatch             store.mismatch       shards or format differ from what is stored
     ├── PipelineError                 pipeline.failed      the streaming query ended and must be started again
     └── EmbeddedError                 embedded.failed      a part of the one-machine stack
@@ -45,46 +47,6 @@ may succeed later. A message says what, where and what to do; facts are attribut
 from __future__ import annotations
 
 from typing import ClassVar
-
-__all__ = [
-    "AccessDenied",
-    "ArtifactError",
-    "BadRequest",
-    "BrokerUnavailable",
-    "ConfigError",
-    "CursorError",
-    "CursorGone",
-    "DirectoryInUse",
-    "EmbeddedError",
-    "EventRefused",
-    "GroupNotFound",
-    "LeaseHeld",
-    "Overloaded",
-    "PipelineError",
-    "PrerequisiteMissing",
-    "QueryError",
-    "RuleNotFound",
-    "SearchEnded",
-    "SearchFollowed",
-    "SearchNotFound",
-    "StaleDriver",
-    "StaleUpkeep",
-    "StoreChanged",
-    "StoreError",
-    "StoreMismatch",
-    "StoreUnavailable",
-    "StreamNotFound",
-    "TailraceError",
-    "TooFarBack",
-    "TooLarge",
-    "TooManySearches",
-    "TopicForbidden",
-    "TopicNotFound",
-    "TopicNotRead",
-    "Unavailable",
-    "UsageError",
-    "WindowsRefused",
-]
 
 
 class TailraceError(Exception):
@@ -225,6 +187,13 @@ class QueryError(UsageError):
         return type(self), (self.what, self.operator, self.path)
 
 
+class TagsOff(UsageError):
+    """Tags that are asked for where nothing is tagged."""
+
+    code = "tags.off"
+    status = 404
+
+
 class SearchNotFound(UsageError):
     """A search that never was, or that was forgotten."""
 
@@ -293,7 +262,7 @@ class Unavailable(TailraceError):
 
 
 class StoreUnavailable(Unavailable):
-    """Valkey does not answer."""
+    """Valkey or Cassandra does not answer."""
 
     code = "store.unavailable"
 
@@ -400,6 +369,24 @@ class LeaseHeld(StoreError):
         return type(self), (self.owner, self.left_s)
 
 
+class RowsMissing(StoreError):
+    """Events of a tag that were not found in time, though the numbers of others say that they must be there."""
+
+    code = "tags.missing"
+
+    def __init__(self, tag: str, missing: dict[str, tuple[int, int]], after: str, to: str) -> None:
+        self.tag, self.missing, self.after, self.to = tag, missing, after, to
+        named = [f"{pid!r} {first}" + (f" to {last}" if last > first else "") for pid, (first, last) in missing.items()]
+        more = f" and of {len(named) - 5} more sources" if len(named) > 5 else ""
+        super().__init__(
+            f"tag {tag!r}: {', '.join(named[:5])}{more} not found in time (tags.gap_timeout) between {after} and {to}: "
+            'resume from the last cursor to search again, or set tags.on_missing = "skip" to go on without them'
+        )
+
+    def __reduce__(self) -> tuple[type[RowsMissing], tuple[str, dict[str, tuple[int, int]], str, str]]:
+        return type(self), (self.tag, self.missing, self.after, self.to)
+
+
 class StoreMismatch(StoreError):
     """What is stored was written with other settings (shards, format) than those in force."""
 
@@ -438,3 +425,7 @@ class ArtifactError(EmbeddedError):
     """A fetched file is not the one that is locked."""
 
     code = "artifact.invalid"
+
+
+_CLASSES = {name: kind for name, kind in globals().items() if isinstance(kind, type)}
+__all__ = sorted(name for name, kind in _CLASSES.items() if issubclass(kind, TailraceError))

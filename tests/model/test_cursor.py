@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import accumulate
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,19 @@ _cursors = st.builds(Cursor, _positions, st.none() | _number, st.none() | _numbe
 )
 
 
-@given(_cursors)
+@st.composite
+def _with_ahead(draw: st.DrawFn) -> Cursor:
+    """Cursors of feeds that sent something before its turn."""
+    cursor = draw(_cursors)
+    ahead = []
+    for position in cursor.positions:
+        steps = draw(st.lists(st.integers(1, 1000), max_size=6))
+        ends = list(accumulate(steps, initial=position.number))[1:]
+        ahead.append(tuple(zip(ends[::2], ends[1::2], strict=False)))
+    return msgspec.structs.replace(cursor, ahead=tuple(ahead) if any(ahead) else ())
+
+
+@given(_cursors | _with_ahead())
 def test_a_cursor_is_read_back_as_it_was_written(cursor: Cursor) -> None:
     assert Cursor.parse(str(cursor), len(cursor.positions)) == cursor
 
@@ -45,10 +59,18 @@ def test_any_text_is_a_cursor_or_a_cursor_error(text: str) -> None:
         assert Cursor.parse(text, 1).positions
 
 
-@pytest.mark.parametrize("text", ["", "1", ".5", "1.2.3", "1.2,", "a.b", "1.2~x", "1.2~", "-1.2", "１.２", "1.2~@"])
+@pytest.mark.parametrize(
+    "text", ["", "1", ".5", "1.2.3", "1.2,", "a.b", "1.2~x", "1.2~", "-1.2", "１.２", "1.2~@", "1.2+3", "1.2+9-4"]
+)
 def test_what_is_no_cursor_is_refused(text: str) -> None:
     with pytest.raises(CursorError):
         Cursor.parse(text, 1)
+
+
+def test_what_was_seen_ahead_is_counted_from_the_place() -> None:
+    cursor = Cursor.parse("17.42+3-9+20-20,.57~7", 2)
+    assert cursor.ahead == (((45, 51), (62, 62)), ())
+    assert str(cursor) == "17.42+3-9+20-20,.57~7"
 
 
 def test_a_cursor_of_another_feed_is_refused_with_both_counts() -> None:

@@ -30,7 +30,7 @@ UNTIL_GRACE_MS = 1000
 _encode = msgspec.json.Encoder().encode
 
 
-class _Item(msgspec.Struct, frozen=True, gc=False):
+class Item(msgspec.Struct, frozen=True, gc=False):
     """An event of one log, ready to be merged: ``data`` is None when it is left out."""
 
     time_ms: int
@@ -40,13 +40,15 @@ class _Item(msgspec.Struct, frozen=True, gc=False):
     data: bytes | None
 
 
-class _Line:
+class Line:
     """One log of a feed: its reader and what was read ahead of the merge."""
 
-    def __init__(self, reader: Reader, target: Position) -> None:
+    def __init__(self, reader: Reader, target: Position, at: int = 0) -> None:
         self.reader = reader
+        self.at = at
+        """Which of the request's names it is."""
         self.position = reader.position
-        self.ahead: deque[_Item | Gap] = deque()
+        self.ahead: deque[Item | Gap] = deque()
         self.target = target
         self.until: Key | None = None
         """Where the request ends, when it ends at a cursor."""
@@ -82,23 +84,23 @@ class LogFeeds:
         if isinstance(start, FromTime):
             return [await before_time(self._logs, name, start.time_ms) for name in names]
         if isinstance(start, FromLast):
-            return await self._last(names, ends, start.count)
+            return latest([await last_events(self._logs, name, start.count) for name in names], ends, start.count)
         return [Position.START] * len(names)
 
-    async def _last(self, names: Sequence[str], ends: list[Position], count: int) -> list[Position]:
-        """Take ``count`` events from the ends of all logs, always the latest of those that are left."""
-        tails = [await last_events(self._logs, name, count) for name in names]
-        taken = [0] * len(names)
-        heads = [(-tail[0][0], i) for i, tail in enumerate(tails) if tail]
-        heapify(heads)
-        for _ in range(min(count, sum(map(len, tails)))):
-            i = heads[0][1]
-            taken[i] += 1
-            if taken[i] < len(tails[i]):
-                heapreplace(heads, (-tails[i][taken[i]][0], i))
-            else:
-                heappop(heads)
-        return [tail[n - 1][1] if n else end for tail, n, end in zip(tails, taken, ends, strict=True)]
+
+def latest(tails: Sequence[Sequence[tuple[int, Position]]], ends: Sequence[Position], count: int) -> list[Position]:
+    """Take ``count`` events from the ends of all logs, always the latest of those that are left; return the places."""
+    taken = [0] * len(tails)
+    heads = [(-tail[0][0], i) for i, tail in enumerate(tails) if tail]
+    heapify(heads)
+    for _ in range(min(count, sum(map(len, tails)))):
+        i = heads[0][1]
+        taken[i] += 1
+        if taken[i] < len(tails[i]):
+            heapreplace(heads, (-tails[i][taken[i]][0], i))
+        else:
+            heappop(heads)
+    return [tail[n - 1][1] if n else end for tail, n, end in zip(tails, taken, ends, strict=True)]
 
 
 class Feed:
@@ -117,13 +119,12 @@ class Feed:
         self._starts, self._ends = starts, ends
         self._plain = len(request.names) == 1 and request.limit is None and request.since_ms is None
         """Whether the cursor is one position and nothing else: most are, and every event has one."""
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._sent = request.sent
         self._announced = False
         self._ended = False
-        self._first: list[AnyFrame] = []
 
     @property
     def cursor(self) -> str:
@@ -139,11 +140,11 @@ class Feed:
         try:
             for name, start, end in zip(request.names, self._starts, self._ends, strict=True):
                 channel = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
-                line = _Line(Reader(self._logs, name, start, channel), end)
+                line = self._line(Reader(self._logs, name, start, channel), end, len(self._lines))
                 self._lines.append(line)
                 if request.until is not None:
                     log = await self._logs.log(name)
-                    line.until = key_of(log, request.until.positions[len(self._lines) - 1])
+                    line.until = key_of(log, self._last_of(request.until, line.at))
                     line.done = key_of(log, start) >= line.until
             await self._fill()
             if request.on_gap == "fail":
@@ -153,6 +154,14 @@ class Feed:
         except BaseException:
             await self.aclose()
             raise
+
+    def _line(self, reader: Reader, end: Position, at: int) -> Line:
+        return Line(reader, end, at)
+
+    def _last_of(self, until: Cursor, at: int) -> Position:
+        """Return the last place of a log that a cursor has seen."""
+        ahead = until.ahead[at] if until.ahead else ()
+        return Position(until.positions[at].epoch, ahead[-1][1]) if ahead else until.positions[at]
 
     def __aiter__(self) -> AsyncIterator[list[AnyFrame]]:
         return self._batches()
@@ -197,12 +206,10 @@ class Feed:
                 else:
                     self._take(line, piece)
 
-    def _take(self, line: _Line, piece: Piece) -> None:
+    def _take(self, line: Line, piece: Piece) -> None:
         """Turn a stored run into items, leaving out what was seen before and what was not asked for."""
         request, segment, entry = self._request, piece.segment, piece.entry
-        last = line.ahead[-1] if line.ahead else None
-        seen = last.position if isinstance(last, _Item) else line.position
-        skip = max(0, seen.number + 1 - entry.first) if seen.epoch == segment.epoch else 0
+        skip = self._seen(line, piece)
         times = entry.run.times
         number = entry.first + skip - 1
         for time_ms, data in zip(times[skip:], entry.run.frames(segment.start_ms, skip), strict=True):
@@ -210,7 +217,14 @@ class Feed:
             wanted = (request.since_ms is None or time_ms >= request.since_ms) and (
                 request.until_ms is None or time_ms <= request.until_ms
             )
-            line.ahead.append(_Item(time_ms, Position(segment.epoch, number), segment.index, data if wanted else None))
+            line.ahead.append(Item(time_ms, Position(segment.epoch, number), segment.index, data if wanted else None))
+
+    @staticmethod
+    def _seen(line: Line, piece: Piece) -> int:
+        """Return how many events of a run were seen before."""
+        last = line.ahead[-1] if line.ahead else None
+        seen = line.position if last is None or isinstance(last, Gap) else last.position
+        return max(0, seen.number + 1 - piece.entry.first) if seen.epoch == piece.segment.epoch else 0
 
     async def _merge(self) -> list[AnyFrame]:
         frames: list[AnyFrame] = []
@@ -243,9 +257,9 @@ class Feed:
             frames.append(Moved(self.cursor))
         return frames
 
-    def _next_line(self) -> _Line | None:
+    def _next_line(self) -> Line | None:
         """Return the log whose next event is the earliest; one that has nothing ahead is at its end."""
-        best: _Line | None = None
+        best: Line | None = None
         best_ms = 0
         for line in self._lines:
             if not line.ahead or line.done:
@@ -257,7 +271,7 @@ class Feed:
                 best, best_ms = line, head.time_ms
         return best
 
-    def _gap(self, line: _Line, gap: Gap) -> AnyFrame:
+    def _gap(self, line: Line, gap: Gap) -> AnyFrame:
         if self._request.on_gap == "fail":
             raise CursorGone(line.reader.name, str(gap.after), str(gap.to), gap.reason)
         line.position = gap.to
@@ -290,7 +304,7 @@ class Feed:
         return Cursor(tuple(line.position for line in self._lines), sent, request.since_ms)
 
 
-def _caught_up(line: _Line) -> bool:
+def _caught_up(line: Line) -> bool:
     """Whether a log has been sent up to what it had when the feed began."""
     target, position = line.target, line.position if line.ahead else line.reader.position
     if line.done or (line.reader.is_at_end and not line.ahead):

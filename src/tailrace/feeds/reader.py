@@ -6,8 +6,11 @@ gone is returned as a Gap in its place.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from tailrace.feeds.hub import Channel, Piece
 from tailrace.model.cursor import Position
+from tailrace.model.run import Entry
 from tailrace.model.segment import Gap, Key, Segment, locate
 from tailrace.stores.logs import Logs
 
@@ -126,31 +129,48 @@ async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
     return log.end
 
 
-async def last_events(logs: Logs, name: str, count: int) -> list[tuple[int, Position]]:
-    """Return (own time, place before it) of a log's last ``count`` events, the latest first."""
+def own_times(entry: Entry) -> Sequence[int | None]:
+    """Return the times of a run's events."""
+    return entry.run.times
+
+
+Times = Callable[[Entry], Sequence[int | None]]
+"""The time of each event of a run by which it is ordered; None for one that is not shown."""
+
+
+async def last_events(
+    logs: Logs, name: str, count: int, times: Times = own_times, most: int = 1 << 53
+) -> list[tuple[int, Position]]:
+    """Return (time, place before it) of a log's last ``count`` events that are shown, the latest first.
+
+    No more than about ``most`` events are looked at.
+    """
     for _ in range(TRIES):
-        found, torn = await _last_events(logs, name, count)
+        found, torn = await _last_events(logs, name, count, times, most)
         if not torn:
             break
     return found
 
 
-async def _last_events(logs: Logs, name: str, count: int) -> tuple[list[tuple[int, Position]], bool]:
+async def _last_events(
+    logs: Logs, name: str, count: int, times: Times, most: int
+) -> tuple[list[tuple[int, Position]], bool]:
     """Look once, and say whether a segment lacked what the registry shows: packed or dropped meanwhile, or damaged."""
     found: list[tuple[int, Position]] = []
-    step, torn = 1, False
+    step, torn, looked = 1, False, 0
     for segment in reversed((await logs.log(name)).segments):
         before = segment.last
-        while before >= segment.first and len(found) < count:
+        while before >= segment.first and len(found) < count and looked < most:
             entries = await logs.read_back(name, segment, before, step)
             if not entries:
                 torn = True
                 break
             step = min(50, 2 * step)
             for entry in entries:
-                numbered = zip(range(entry.last, entry.first - 1, -1), reversed(entry.run.times), strict=True)
-                found += [(time_ms, Position(segment.epoch, number - 1)) for number, time_ms in numbered]
+                numbered = zip(range(entry.last, entry.first - 1, -1), reversed(times(entry)), strict=True)
+                found += [(ms, Position(segment.epoch, number - 1)) for number, ms in numbered if ms is not None]
+                looked += len(entry.run)
             before = entries[-1].first - 1
-        if len(found) >= count:
+        if len(found) >= count or looked >= most:
             break
     return found[:count], torn

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from struct import Struct as Layout
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from tailrace.model.bucket import day_text
+from tailrace.model.cleaned import Cleanings
 from tailrace.model.event import Headers, Source
+from tailrace.model.note import Notes
 from tailrace.model.run import Entry, Run
 from tailrace.model.segment import Log, Segment
 
 Bounds: TypeAlias = Mapping[Source, tuple[int, int]]
 """Of each source that Kafka still has, the first offset it has and the last one that a shard has applied."""
+
+MOST_ODD = 20
+"""Sources of events whose numbers are told one by one, for each segment."""
 
 _MASK = (1 << 31) - 1
 _encode = msgspec.msgpack.Encoder().encode
@@ -34,7 +40,8 @@ class Finding(msgspec.Struct, frozen=True):
 
     Kinds: ``missing``, ``extra`` and ``different`` compare a day of one source with Kafka; ``gone`` (a segment's key),
     ``count``, ``damaged``, ``order``, ``numbers``, ``buckets``, ``registry``, ``unlisted`` and ``no-log`` are of a log
-    and its registry; ``stray`` is a key that nobody owns.
+    and its registry; ``stray`` is a key that nobody owns. Of a tag, ``source`` may also be whose events they are: then
+    ``numbers`` are those that it has in the tag.
     """
 
     kind: str
@@ -52,12 +59,27 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def fingerprint(
-    source: str, offset: int, time_ms: int, key: bytes | None, headers: Headers | None, value: bytes
+    source: str,
+    offset: int,
+    time_ms: int,
+    key: bytes | None,
+    headers: Headers | None,
+    value: bytes,
+    note: Sequence[object] = (),
 ) -> tuple[int, int]:
-    """Return the two halves of an event's fingerprint, each below 2^31, so that 2^32 of them add up below 2^63."""
-    event = _encode((source, offset, time_ms, key, headers or (), value))
+    """Return the two halves of an event's fingerprint, each below 2^31, so that 2^32 of them add up below 2^63.
+
+    Args:
+        note: What the view of tags knows of it, as ``noted`` gives it.
+    """
+    event = _encode((source, offset, time_ms, key, headers or (), value, *note))
     low, high = _halves(blake2b(event, digest_size=8).digest())
     return low & _MASK, high & _MASK
+
+
+def noted(pid: str, seq: int, tags: Sequence[str], number: int | None = None) -> tuple[object, ...]:
+    """Return what a tag knows of an event as a part of its fingerprint; its number there only where it is given."""
+    return pid, seq, sorted(tags), number
 
 
 class Tally(Generic[K]):
@@ -76,14 +98,31 @@ class Tally(Generic[K]):
             row[2] += high
 
 
-def prints(run: Run, first: int = -1, last: int | None = None) -> Iterator[tuple[int, int, int, int]]:
-    """Yield offset, time and fingerprint of a run's events whose offsets lie between two, both included."""
-    label, keys, headers = str(run.source), run.keys, run.headers
+def prints(
+    run: Run, first: int = -1, last: int | None = None, *, numbered: bool = False, gone: Cleanings | None = None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield offset, time and fingerprint of a run's events whose offsets lie between two, both included.
+
+    Args:
+        numbered: Whether the numbers of a tag's events count.
+        gone: Events of a tag that are left out.
+    """
+    label, keys, headers, offsets, times = str(run.source), run.keys, run.headers, run.offsets, run.times
     every_key = keys * len(run) if len(keys) == 1 else keys
     heads: Sequence[Headers | None] = [None] * len(run) if headers is None else headers
-    for offset, time_ms, key, head, value in zip(run.offsets, run.times, every_key, heads, run.values, strict=True):
-        if offset >= first and (last is None or offset <= last):
-            yield offset, time_ms, *fingerprint(label, offset, time_ms, key, head, value)
+    more = _noted(run.notes, offsets, times, numbered) if run.notes is not None else [()] * len(run)
+    for offset, time_ms, key, head, value, note in zip(offsets, times, every_key, heads, run.values, more, strict=True):
+        if offset < first or (last is not None and offset > last):
+            continue
+        if gone and note and note[0] in gone and gone[str(note[0])].covers(label, offset):
+            continue
+        yield offset, time_ms, *fingerprint(label, offset, time_ms, key, head, value, note)
+
+
+def _noted(notes: Notes, offsets: list[int], times: list[int], numbered: bool) -> list[tuple[object, ...]]:
+    return [
+        noted(note.pid, note.seq, note.tags, note.number if numbered else None) for note in notes.rows(offsets, times)
+    ]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -107,6 +146,8 @@ class Checker:
         self.findings: list[Finding] = []
         self.reached: dict[Source, int] = {}
         """The highest offset of each source so far."""
+        self.counted: dict[str, int] = {}
+        """Of a tag, the last number of each source of events so far."""
         self._numbers: dict[int, int] = {}
         self._start_ms: int | None = None
         self._segment = Segment(0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -128,6 +169,7 @@ class Checker:
         self._damaged: list[str] = []
         self._numbered: list[str] = []
         self._ordered: list[str] = []
+        self._odd: dict[str, tuple[int, int]] = {}
 
     def take(self, held: Held) -> Iterator[Entry]:
         """Note what is wrong with an entry of the segment's stream; yield the runs of it that can be read."""
@@ -151,6 +193,8 @@ class Checker:
                 self._numbered.append(f"{entry.first}–{entry.last} after {self._last}, {len(entry.run)} event(s)")
             self._last = max(self._last, entry.last)
             self._check_offsets(entry.run)
+            if entry.run.notes is not None:
+                self._check_notes(entry.run.notes)
             yield entry
 
     def _check_offsets(self, run: Run) -> None:
@@ -160,6 +204,16 @@ class Checker:
         if offset <= reached or min(run.steps[1:], default=1) < 1:
             self._ordered.append(f"{source}:{offset} comes after {source}:{reached}, twice or too late")
         self.reached[source] = max(reached, max(run.offsets))
+
+    def _check_notes(self, notes: Notes) -> None:
+        """Note sources of events whose numbers in the tag have a gap, or go back."""
+        pids, counted = notes.pids, self.counted
+        for at, number in zip(notes.pid_of or [0] * len(notes.numbers), notes.numbers, strict=True):
+            pid = pids[at]
+            last = counted.get(pid)
+            if last is not None and number != last + 1:
+                self._odd.setdefault(pid, (last, number))
+            counted[pid] = number
 
     def end(self) -> bool:
         """Compare what the segment held with its registry; return whether all of it is as it must be."""
@@ -172,6 +226,10 @@ class Checker:
         for kind, found in (("damaged", self._damaged), ("numbers", self._numbered), ("order", self._ordered)):
             if found:
                 self._note(segment, kind, len(found), found[0])
+        for pid, (last, number) in islice(self._odd.items(), MOST_ODD):
+            told = f"number {number} comes after {last}"
+            day = day_text(segment.start_ms)
+            self.findings.append(Finding("numbers", self.name, day, pid, last + 1, number, told))
         return len(self.findings) == before
 
     def _note(self, segment: Segment, kind: str, found: int, detail: str, expected: int = 0) -> None:

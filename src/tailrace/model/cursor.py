@@ -99,7 +99,7 @@ class Cursor(msgspec.Struct, frozen=True):
             positions.append(Position(epoch, number))
             ranges = tuple((number + int(low), number + int(high)) for low, high in _RANGE.findall(match[3]))
             ends = [number, *(end for both in ranges for end in both)]
-            if any(low > high for low, high in ranges) or ends[::2] != sorted(set(ends[::2])):
+            if ends != sorted(ends):
                 raise CursorError(f"cannot read cursor {text[:80]!r}: what was seen ahead is in no order")
             ahead.append(ranges)
         if len(positions) != names:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import sub
 from typing import NamedTuple
 from uuid import UUID
 
@@ -48,20 +49,32 @@ class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def of(cls, rows: Sequence[Note], offsets: Sequence[int], times: Sequence[int]) -> Notes:
         """Make the columns for events at these offsets and times."""
-        pids: dict[str, int] = {}
-        sets: dict[tuple[str, ...], int] = {}
-        pid_of = [pids.setdefault(row.pid, len(pids)) for row in rows]
-        set_of = [sets.setdefault(row.tags, len(sets)) for row in rows]
-        seqs = [row.seq for row in rows]
-        ahead = [row.ms - time_ms for row, time_ms in zip(rows, times, strict=True)]
+        pids, seqs, numbers, stamps, tags = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [], [])
+        return cls.of_columns(pids, seqs, numbers, stamps, tags, offsets, times)
+
+    @classmethod
+    def of_columns(
+        cls,
+        pids: Sequence[str],
+        seqs: list[int],
+        numbers: list[int],
+        stamps: Sequence[int],
+        tags: Sequence[tuple[str, ...]],
+        offsets: Sequence[int],
+        times: Sequence[int],
+    ) -> Notes:
+        """Make them from what is known of the events, column by column."""
+        pid_at = {pid: i for i, pid in enumerate(dict.fromkeys(pids))}
+        set_at = {each: i for i, each in enumerate(dict.fromkeys(tags))}
+        ahead = list(map(sub, stamps, times))
         return cls(
-            list(pids),
-            pid_of if len(pids) > 1 else [],
+            list(pid_at),
+            [pid_at[pid] for pid in pids] if len(pid_at) > 1 else [],
             [] if seqs == list(offsets) else seqs,
-            [row.number for row in rows],
+            numbers,
             ahead if any(ahead) else [],
-            list(sets),
-            set_of if len(sets) > 1 else [],
+            list(set_at),
+            [set_at[each] for each in tags] if len(set_at) > 1 else [],
         )
 
     def rows(self, offsets: Sequence[int], times: Sequence[int]) -> list[Note]:

@@ -16,6 +16,7 @@ from tailrace.model.audit import Bounds
 from tailrace.model.bucket import DAY_MS
 from tailrace.model.cursor import Position
 from tailrace.model.event import Headers, Source
+from tailrace.model.note import Note
 from tailrace.model.segment import Segment
 
 
@@ -33,6 +34,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     start_ms: int
     """When the bucket that it asks for began."""
     span_ms: int
+    note: Note | None = None
+    """What a tag knows of it."""
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -75,6 +78,11 @@ def whole_log(surveys: Sequence[Survey], due: int, behind: Segment | None) -> St
     # Behind the last one there is no room: the place is the pipeline's.
     begin = min(begin, max(0, len(surveys) - 1))
     return _stretch(surveys, begin, len(surveys), behind)
+
+
+def all_of_it(surveys: Sequence[Survey], behind: Segment | None) -> Stretch:
+    """Return the stretch of the whole log, whatever Kafka has of it."""
+    return _stretch(surveys, 0, len(surveys), behind)
 
 
 def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> Stretch:
@@ -232,10 +240,11 @@ def replaced(front: Sequence[Segment], gone: Sequence[Segment], expired: Positio
     for segment in gone:
         if not segment.epoch:
             continue
-        found += segment.replaced
+        found += [each for each in segment.replaced if each[0] != segment.epoch]
         first = min(segment.first, reached.get(segment.epoch, 0) + 1)
+        last = max(segment.last, *(each[2] for each in segment.replaced if each[0] == segment.epoch), 0)
         if found and found[-1][0] == segment.epoch and found[-1][2] == first - 1:
             first = found.pop()[1]
-        found.append((segment.epoch, first, segment.last))
-        reached[segment.epoch] = segment.last
+        found.append((segment.epoch, first, last))
+        reached[segment.epoch] = last
     return tuple(found)

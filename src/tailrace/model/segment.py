@@ -41,7 +41,10 @@ class Segment(msgspec.Struct, frozen=True):
     """Size of its events without compression, when it is packed."""
     state: int = RAW
     replaced: tuple[tuple[int, int, int], ...] = ()
-    """(epoch, first, last) of all that was rebuilt, kept by the first segment of what came in its place."""
+    """(epoch, first, last) of all that was rebuilt, kept by the first segment of what came in its place.
+
+    Those of its own epoch were taken out of the log, before its first event or after its last.
+    """
     open: bool = False
     """Whether it is the one that ``apply`` appends to."""
 
@@ -108,6 +111,9 @@ def locate(log: Log, after: Position) -> Place:
     for i, segment in enumerate(segments):
         for epoch, first, last in segment.replaced:
             if after.epoch == epoch and first <= after.number <= last:
+                if epoch == segment.epoch:
+                    # These were taken out of it, at its beginning or its end: there is nothing to miss.
+                    return Place(i, after)
                 # Who had read all of it goes on behind; who was inside gets the new one from its beginning.
                 whole = (epoch, last) == segment.replaced[-1][::2] and after.number == last
                 behind = max(j for j, other in enumerate(segments) if other.epoch == segment.epoch) + 1

@@ -43,12 +43,18 @@ def last_of(ms: int) -> UUID:
 
 def ms_of(given: UUID) -> int:
     """Return the millisecond of a stamp."""
-    return (given.time - GREGORIAN) // PER_MS
+    return (_time(given) - GREGORIAN) // PER_MS
 
 
 def order(given: UUID) -> int:
     """Return a number that orders stamps as Cassandra does."""
-    return given.time << 64 | (given.int & ((1 << 64) - 1)) ^ _SIGNS
+    return _time(given) << 64 | (given.int & ((1 << 64) - 1)) ^ _SIGNS
+
+
+def _time(given: UUID) -> int:
+    """Return what ``given.time`` does, which is asked for of every row, in a third of the time."""
+    number = given.int
+    return (number >> 64 & 0x0FFF) << 48 | (number >> 80 & 0xFFFF) << 32 | number >> 96
 
 
 def _uuid(time: int, low: int) -> UUID:

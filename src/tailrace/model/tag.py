@@ -205,5 +205,7 @@ def stamp_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: str,
     ms = max(floor_ms, min(time_ms, latest_ms))
     for each in known:
         # Stamps of one millisecond are in the order of offsets, which says nothing between two places.
-        ms = max(ms, each.ms if each.place == place else each.ms + 1)
+        least = each.ms if each.place == place else each.ms + 1
+        if least > ms:
+            ms = least
     return ms

@@ -1,9 +1,9 @@
 """Cursors of feeds over rows of tags: where a reader stopped, and what was open or already delivered beyond.
 
-    tEQ-mgAAAHrGAgICAgICAgA                         one tag: everything up to a stamp is delivered
-    tEQ-mg…AgA,EQ-mg…AgQ~7                          two tags in request order; seven events were sent before
-    tEQ-mg…AgA.rq83vEjRWeJ01z_3k                    beyond that stamp a place is delivered up to an offset
-    tEQ-mg…AgA.oq83vEjRWeJ03_-kz_0                  a source is delivered up to a number; what follows may be late
+    uEQ-mgAAAHrGAgICAgICAgA                         one tag: everything up to a stamp is delivered
+    uEQ-mg…AgA,EQ-mg…AgQ~7                          two tags in request order; seven events were sent before
+    uEQ-mg…AgA.rq83vEjRWeJ01z_3k                    beyond that stamp a place is delivered up to an offset
+    uEQ-mg…AgA.oq83vEjRWeJ03_-kz_0                  a source is delivered up to a number; what follows may be late
 
 A part is the low-water stamp of its tag; then what lies above it. A place or a source is named by a hash of 64 bits, so
 that no name makes a cursor long. Invariant: ``parse(str(cursor)) == cursor``; only letters, digits and ``-_.,~@``
@@ -26,7 +26,7 @@ from tailrace.model.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.model.event import Source
 from tailrace.model.stamp import first_of, ms_of
 
-MAX_TAGS = 32
+MAX_TAGS = 20
 """Tags of one feed, so that each has room in the cursor."""
 BEGIN = first_of(-(1 << 53))
 """Before every stamp."""
@@ -39,7 +39,7 @@ _STATE = 40
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _PART = re.compile(r"[A-Za-z0-9_-]{22}(?:\.[ro][A-Za-z0-9_-]{11}[0-9a-z_-]+)*", re.ASCII)
 _REACHED = re.compile(r"r([A-Za-z0-9_-]{11})([0-9a-z]{1,10})_(-?[0-9a-z]{1,10})", re.ASCII)
-_OPEN = re.compile(r"o([A-Za-z0-9_-]{11})([0-9a-z]{1,10})_(-?[0-9a-z]{1,10})_([0-9a-z]{1,10})", re.ASCII)
+_OPEN = re.compile(r"o([A-Za-z0-9_-]{11})(-?[0-9a-z]{1,10})_(-?[0-9a-z]{1,10})_([0-9a-z]{1,10})", re.ASCII)
 
 
 class Reached(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Open(msgspec.Struct, frozen=True):
     pid: str
     """The hash of its name."""
     number: int
-    """Of its last event that was delivered; 0 = none."""
+    """Of its last event that was delivered; what follows is wanted. With ``first`` 0 says that nothing was."""
     since_ms: int
     """What is missing has this millisecond or a later one."""
     first: int = 0
@@ -146,12 +146,12 @@ class TagCursor(msgspec.Struct, frozen=True):
 
 def is_tag_cursor(text: str) -> bool:
     """Whether a text is meant as a cursor of a feed over tags, and not as another start."""
-    return text.startswith("t") and len(text) > 22
+    return text.startswith("u") and len(text) > 22
 
 
 def written(parts: Iterable[str], suffix: str) -> str:
     """Return the text of a cursor from the texts of its parts."""
-    return f"t{','.join(parts)}{suffix}"
+    return f"u{','.join(parts)}{suffix}"
 
 
 def room_for(tags: int) -> int:

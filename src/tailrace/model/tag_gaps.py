@@ -1,8 +1,8 @@
 """Gaps: the events of a source that came before the ones below them, and how long these are waited for.
 
-Numbers of a source in a tag are 1, 2, 3 without a gap; so what is missing is known by its number. Invariant: a source
-whose numbers have a gap is held back, and nothing else is; of what is held nothing is given out before all below it
-is, or before the wait for it is over.
+Numbers of a source in a tag have no gap: 1, 2, 3, or from further below if events were tagged later than written. So
+what is missing is known by its number. Invariant: a source whose numbers have a gap is held back, and nothing else is;
+of what is held nothing is given out before all below it is, or before the wait for it is over.
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ class Hold(Generic[R]):
     """What is held of one source."""
 
     def __init__(self, pid: str, number: int, after: UUID, first: int, now_ms: int) -> None:
-        self.pid, self.number, self.after, self.first, self.since_ms = pid, number, after, first, now_ms
-        """``number`` was given out last, 0 for none; what is missing lies after ``after``; numbers below ``first``
-        need not exist, since it was the first that was seen."""
+        self.pid = pid
+        self.number = number
+        """Of its last event that was given out; 0 = none."""
+        self.after = after
+        """What is missing lies after this stamp."""
+        self.first = first
+        """Numbers below this one need not exist: it was the first that was seen. 0 = the source was known."""
+        self._since_ms = now_ms
         self._rows: dict[int, tuple[R, int]] = {}
 
     def __len__(self) -> int:
@@ -68,6 +73,11 @@ class Hold(Generic[R]):
         """The first and the last number that is missing below the lowest event."""
         return self.number + 1, min(self._rows) - 1
 
+    @property
+    def is_lenient(self) -> bool:
+        """Whether what is missing below the lowest event need not exist."""
+        return min(self._rows) <= self.first
+
     def add(self, row: R, now_ms: int) -> None:
         """Hold one more."""
         self._rows[row.tag_seq] = row, now_ms
@@ -79,9 +89,11 @@ class Hold(Generic[R]):
             return None
         self.number += 1
         self.after = found[0].stamp
-        # The wait for the next gap began when what follows it was seen.
-        self.since_ms = min((seen_ms for _, seen_ms in self._rows.values()), default=self.since_ms)
         return found[0]
+
+    def wait_again(self) -> None:
+        """Wait for the next gap: since what follows it was seen."""
+        self._since_ms = min((seen_ms for _, seen_ms in self._rows.values()), default=self._since_ms)
 
     def pass_over(self) -> None:
         """Wait no longer for what is missing below the lowest event."""
@@ -91,10 +103,5 @@ class Hold(Generic[R]):
         """Return when what is missing is waited for no longer."""
         first, last = self.missing
         if last - first >= waits.most:
-            return self.since_ms
-        return self.since_ms + (waits.first_ms if last < self.first else waits.gap_ms)
-
-    @property
-    def is_lenient(self) -> bool:
-        """Whether what is missing need not exist."""
-        return self.missing[1] < self.first
+            return self._since_ms
+        return self._since_ms + (waits.first_ms if self.is_lenient else waits.gap_ms)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import contextlib
+import re
+from uuid import UUID, uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.errors import CursorError
+from tailrace.model.cursor import MAX_CURSOR_BYTES
+from tailrace.model.event import Source
+from tailrace.model.stamp import first_of, last_of, stamp
+from tailrace.model.tag_cursor import (
+    BEGIN,
+    MAX_TAGS,
+    Open,
+    Part,
+    Reached,
+    TagCursor,
+    hashed,
+    hashed_place,
+    is_tag_cursor,
+    room_for,
+)
+
+NOW = 1_800_000_000_000
+PLACE = Source("jobs", 3)
+_ms = st.integers(0, 1 << 42)
+_stamps = st.builds(stamp, _ms, st.integers(0, 1 << 44), st.just(PLACE)) | st.builds(last_of, _ms) | st.just(BEGIN)
+_reached = st.builds(Reached, st.text().map(hashed), st.integers(0, 1 << 44), _ms)
+_open = st.builds(Open, st.text().map(hashed), st.integers(-(1 << 20), 1 << 40), _ms, st.integers(0, 1 << 40))
+_parts = st.builds(Part, _stamps, st.lists(_reached, max_size=3).map(tuple), st.lists(_open, max_size=3).map(tuple))
+_count = st.none() | st.integers(0, 10**15)
+_cursors = st.builds(TagCursor, st.lists(_parts, min_size=1, max_size=4).map(tuple), _count, _count) | st.builds(
+    TagCursor, st.lists(_parts, min_size=1, max_size=2).map(tuple), ended=st.just(True)
+)
+
+
+@given(_cursors)
+def test_a_cursor_is_read_back_as_it_was_written(cursor: TagCursor) -> None:
+    text = str(cursor)
+    assert TagCursor.parse(text, len(cursor.parts)) == cursor
+    assert is_tag_cursor(text)
+    assert re.fullmatch(r"[A-Za-z0-9_.,~@-]+", text)
+
+
+@pytest.mark.parametrize("tags", [1, 2, 7, MAX_TAGS])
+def test_as_much_as_there_is_room_for_has_its_size(tags: int) -> None:
+    ahead = tuple(Reached(hashed_place(PLACE), 1 << 43, NOW + 1_000_000_000) for _ in range(room_for(tags) // 2))
+    held = tuple(Open(hashed("x"), 1 << 40, 0, 1 << 40) for _ in range(room_for(tags) - len(ahead)))
+    cursor = TagCursor((Part(stamp(NOW, 1 << 43, PLACE), ahead, held),) * tags, 10**15, NOW)
+    assert room_for(tags) >= 4
+    assert len(str(cursor)) <= MAX_CURSOR_BYTES
+
+
+def test_a_cursor_with_nothing_ahead_is_one_stamp() -> None:
+    assert len(str(TagCursor((Part(stamp(NOW, 41, PLACE)),)))) == 23
+
+
+@given(st.text(max_size=60) | st.text("uAQg.ro_-~,0129abc", max_size=60).map(lambda text: "u" + text))
+def test_any_text_is_a_cursor_or_a_cursor_error(text: str) -> None:
+    with contextlib.suppress(CursorError):
+        assert str(TagCursor.parse(text, 1)) == text.strip()
+
+
+GOOD = str(TagCursor((Part(stamp(NOW, 41, PLACE), (Reached(hashed("p"), 5, NOW + 1),)),)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "u",
+        "17.4",
+        GOOD[1:],
+        GOOD + "x" * 20,
+        GOOD + ".",
+        GOOD + "~",
+        GOOD + "~x",
+        GOOD + "~@",
+        GOOD.replace("_", "_0", 1),
+        GOOD + ".q" + hashed("p") + "0_0",
+        "u" + str(Part(uuid4())),
+        "u" + str(Part(first_of(NOW))) + ".r" + hashed("p") + "05_1",
+        GOOD * 200,
+    ],
+)
+def test_what_is_no_cursor_is_refused(text: str) -> None:
+    with pytest.raises(CursorError):
+        TagCursor.parse(text, 1)
+
+
+def test_a_cursor_of_another_feed_is_refused_with_both_counts() -> None:
+    with pytest.raises(CursorError, match=r"over 1 tag.*request is for 2"):
+        TagCursor.parse(GOOD, 2)
+
+
+def test_other_starts_are_not_taken_for_a_cursor() -> None:
+    for text in ("start", "end", "-10", "-1h", "2026-11-15T08:00:00Z", "1789200000.42", str(UUID(int=0))):
+        assert not is_tag_cursor(text)
