@@ -13,8 +13,25 @@ from typing import Annotated
 import typer
 
 from tailrace.errors import TailraceError
-from tailrace.options import DEFAULT_URL, Json, Most, Url
+from tailrace.options import (
+    DEFAULT_URL,
+    After,
+    Config,
+    DryRun,
+    Ends,
+    Folder,
+    Json,
+    Missing,
+    Most,
+    OnGap,
+    Start,
+    Until,
+    Url,
+    Wait,
+)
+from tailrace.retag_cli import retag
 from tailrace.searches_cli import searches
+from tailrace.tags_cli import tagged, tags
 
 app = typer.Typer(
     help="Follow Kafka's JSON events as streams that can be resumed exactly.",
@@ -29,34 +46,15 @@ settings = typer.Typer(help="What is configured, and why.", no_args_is_help=True
 app.add_typer(streams, name="streams")
 app.add_typer(folds, name="folds")
 app.add_typer(searches, name="searches")
+app.add_typer(tags, name="tags")
 app.add_typer(settings, name="config")
 
-Config = Annotated[Path | None, typer.Option("--config", help="The configuration file.", metavar="FILE")]
 Port = Annotated[int | None, typer.Option("--port", help="The port of the service.")]
-Folder = Annotated[Path | None, typer.Option("--dir", help="The folder for data and logs.", metavar="DIR")]
-View = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days, or matches.")]
+View = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days, tags, or matches.")]
 NamePattern = Annotated[
     str | None, typer.Option("--name", metavar="PATTERN", help="Only streams whose whole name matches, in RE2 syntax.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
-Wait = Annotated[
-    float, typer.Option("--wait", min=0, metavar="SECONDS", help="How long to wait for other upkeep to end.")
-]
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The Kafka topic; it is created if need be.")]
-Start = Annotated[
-    str | None,
-    typer.Option(
-        "-o",
-        "--from",
-        metavar="PLACE",
-        help="start, end, -N (the last N), a time, -1h or a cursor. Default: end; with -e start.",
-    ),
-]
-After = Annotated[str | None, typer.Option("--after", metavar="CURSOR", help="Begin after this cursor.")]
-Ends = Annotated[bool, typer.Option("-e", "--exit", help="End at the last event there is.")]
-Until = Annotated[str | None, typer.Option("--until", metavar="TIME", help="End after this time.")]
-OnGap = Annotated[str, typer.Option("--on-gap", help="What to do when events are gone: skip or fail.")]
-Missing = Annotated[str, typer.Option("--missing", help="What to do when there is no such name: wait or fail.")]
 Rule = Annotated[str, typer.Argument(metavar="NAME", help="The rule, as `tailrace folds ls` lists it.")]
 GroupText = Annotated[
     str, typer.Argument(metavar="GROUP", help="A JSON array or object; any other text is the group's only part.")
@@ -190,6 +188,9 @@ def rebuild(
     raise typer.Exit(repair.rebuild(settings, view, name, day, dry_run=dry_run, wait_s=wait, json=json))
 
 
+app.command()(retag)
+
+
 @app.command()
 def put(
     topic: Topic,
@@ -224,6 +225,9 @@ def tail(
 
     asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(follow.tail(asked, json=json))
+
+
+app.command()(tagged)
 
 
 @app.command()

@@ -9,18 +9,16 @@ Nobody who uses it needs to know that connections break.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias, Unpack
-from urllib.parse import quote, urlsplit
+from typing import Any, Self, Unpack
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
 import msgspec
 
-from tailrace.errors import BadRequest, QueryError, Unavailable
+from tailrace.errors import BadRequest, Unavailable
 from tailrace.following import Asked, Feed, Query
 from tailrace.wire import (
     Control,
@@ -32,10 +30,13 @@ from tailrace.wire import (
     GivenOut,
     PendingGroup,
     Stream,
+    Tag,
+    TaggedSource,
     error_of,
 )
+from tailrace.words import Group, as_segment, document_of, key_text, parts_of, topics_text
 
-__all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "River", "connect"]
+__all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "Group", "River", "connect"]
 
 DEFAULT_URL = "http://127.0.0.1:7070"
 BATCH_EVENTS = 1_000
@@ -45,11 +46,6 @@ LONGEST_ADDRESS = 4_096
 """Bytes of parameters that go into the address of a search; proxies take not many more, so longer ones go in a body."""
 LONGEST_SEARCH = 600.0
 """Seconds to wait for the largest of very many streams, and for a flush of very many groups."""
-
-_TOPIC = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
-
-Group: TypeAlias = str | Sequence[object] | Mapping[str, object] | msgspec.Raw
-"""What makes events belong together: its parts in the order of the rule, or by their paths; a text is the only part."""
 
 
 def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float = 10.0, silence: float = 45.0) -> River:
@@ -140,7 +136,32 @@ class River:
 
     def folds(self, rule: str, **asked: Unpack[Asked]) -> Feed:
         """Follow the folded events of a rule; takes what ``tail`` takes."""
-        return self._feed(f"/v1/folds/{_segment(rule)}/events", [], **asked)
+        return self._feed(f"/v1/folds/{as_segment(rule)}/events", [], **asked)
+
+    def tagged(
+        self,
+        *tags: str,
+        mode: str = "any",
+        query: Mapping[str, object] | None = None,
+        client: str | None = None,
+        **asked: Unpack[Asked],
+    ) -> Feed:
+        """Follow the events of some tags. Takes what ``tail`` takes, and more.
+
+        Args:
+            tags: the tags; the events of each source keep their order.
+            mode: ``any``: events that have one of the tags, each once; ``all``: events that have all of them.
+            query: MongoDB's, as ``docs/query.md`` says: only events that it holds for.
+            client: a name under which the service keeps the reader's place: without ``after`` it goes on there.
+            asked: see ``tail``. Here ``missing`` is about tags that no event has yet.
+        """
+        if not tags:
+            raise BadRequest("name at least one tag to follow")
+        words: Query = [("tag", tag) for tag in tags]
+        words += [("mode", mode)] if mode != "any" else []
+        words += [] if query is None else [("q", document_of(query))]
+        words += [] if client is None else [("client", client)]
+        return self._feed("/v1/tags/events", words, **asked)
 
     def grep(
         self,
@@ -170,9 +191,9 @@ class River:
             raise BadRequest("since= and start= are the same: give one of them")
         if since is not None:
             asked["start"] = since
-        document = _document({} if query is None else query)
-        words: Query = [("topics", _topics(topics)), ("q", document)]
-        words += [] if key is None else [("key", _key(key))]
+        document = document_of({} if query is None else query)
+        words: Query = [("topics", topics_text(topics)), ("q", document)]
+        words += [] if key is None else [("key", key_text(key))]
         words += [("count", True)] if count else []
         words += [] if window is None else [("window", window)]
         words += [] if client is None else [("client", client)]
@@ -190,8 +211,8 @@ class River:
 
         A sample is an event of a feed or a bare value.
         """
-        body = {"topics": _topics(topics), "q": msgspec.Raw(_document(query).encode()), "samples": list(samples)}
-        body |= {} if key is None else {"key": _key(key)}
+        body = {"topics": topics_text(topics), "q": msgspec.Raw(document_of(query).encode()), "samples": list(samples)}
+        body |= {} if key is None else {"key": key_text(key)}
         answer = await self.call("POST", "/v1/grep/explain", content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=Explained)
 
@@ -241,7 +262,7 @@ class River:
         """Write one batch of events that are JSON already; return the answer as it came."""
         headers = {"Content-Type": "application/x-ndjson"}
         return await self.call(
-            "POST", f"/v1/topics/{_segment(topic)}", content=b"\n".join(lines) + b"\n", headers=headers
+            "POST", f"/v1/topics/{as_segment(topic)}", content=b"\n".join(lines) + b"\n", headers=headers
         )
 
     async def streams(
@@ -265,19 +286,44 @@ class River:
             answer = await self.call("GET", "/v1/streams", patience=LONGEST_SEARCH, params=query)
             return msgspec.json.decode(answer, type=_Streams).streams
         found: list[Stream] = []
-        while limit is None or len(found) < limit:
-            query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
-            page = msgspec.json.decode(await self.call("GET", "/v1/streams", params=query), type=_Streams)
-            found += page.streams
-            if page.next is None:
+        async for page in self._pages("/v1/streams", query, limit):
+            found += msgspec.json.decode(page, type=_Streams).streams
+            if limit is not None and len(found) >= limit:
                 break
-            query["after"] = page.next
         return found[:limit]
 
     async def days(self, name: str) -> list[Day]:
         """List the days of a stream, the oldest first."""
-        answer = await self.call("GET", f"/v1/streams/{_segment(name)}/days")
+        answer = await self.call("GET", f"/v1/streams/{as_segment(name)}/days")
         return msgspec.json.decode(answer, type=_Days).days
+
+    async def tags(self, prefix: str | None = None, limit: int | None = None) -> list[Tag]:
+        """List the tags in the order of their names; so many at most."""
+        query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
+        found: list[Tag] = []
+        async for page in self._pages("/v1/tags", query, limit):
+            found += msgspec.json.decode(page, type=_Tags).tags
+            if limit is not None and len(found) >= limit:
+                break
+        return found[:limit]
+
+    async def sources(self, tag: str, limit: int | None = None) -> list[TaggedSource]:
+        """List the sources that have had events with a tag, in no order; so many at most."""
+        found: dict[str, TaggedSource] = {}
+        async for page in self._pages(f"/v1/tags/{as_segment(tag)}/sources", {}, limit):
+            found |= {each.source: each for each in msgspec.json.decode(page, type=_Sources).sources}
+            if limit is not None and len(found) >= limit:
+                break
+        return list(found.values())[:limit]
+
+    async def _pages(self, path: str, query: dict[str, str | int], limit: int | None) -> AsyncIterator[bytes]:
+        """Ask for page after page; whoever has enough goes."""
+        query["limit"] = LARGEST_PAGE if limit is None else max(1, min(limit, LARGEST_PAGE))
+        after: str | int | None = ""
+        while after is not None:
+            page = await self.call("GET", path, params=query)
+            yield page
+            after = query["after"] = msgspec.json.decode(page, type=_Page).next  # type: ignore[assignment]
 
     async def fold_rules(self) -> list[FoldRule]:
         """List the rules of folds with their windows, what they hold and how much they fold."""
@@ -286,20 +332,15 @@ class River:
     async def pending(self, rule: str, limit: int | None = None) -> list[PendingGroup]:
         """List the groups of a rule that hold folds, the first due first; so many at most."""
         found: list[PendingGroup] = []
-        query: dict[str, str | int] = {}
-        while limit is None or len(found) < limit:
-            query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
-            page = await self.call("GET", f"/v1/folds/{_segment(rule)}/pending", params=query)
-            read = msgspec.json.decode(page, type=_Pending)
-            found += read.groups
-            if read.next is None:
+        async for page in self._pages(f"/v1/folds/{as_segment(rule)}/pending", {}, limit):
+            found += msgspec.json.decode(page, type=_Pending).groups
+            if limit is not None and len(found) >= limit:
                 break
-            query["after"] = read.next
-        return found
+        return found[:limit]
 
     async def flush(self, rule: str, group: Group) -> GivenOut:
         """Close the folds of a group now, and give them out."""
-        return await self._give_out(rule, "flush", {"group": _parts(group)})
+        return await self._give_out(rule, "flush", {"group": parts_of(group)})
 
     async def flush_all(self, rule: str) -> GivenOut:
         """Close the folds of all groups now, and give them out."""
@@ -307,7 +348,7 @@ class River:
 
     async def delete(self, rule: str, group: Group) -> GivenOut:
         """Drop the folds of a group: they are given out for the reason ``deleted``."""
-        return await self._give_out(rule, "delete", {"group": _parts(group)})
+        return await self._give_out(rule, "delete", {"group": parts_of(group)})
 
     async def set_windows(self, rule: str, **windows: str | int) -> FoldWindows:
         """Change windows of a rule while it runs, as they are written in the configuration; the others stay.
@@ -323,12 +364,12 @@ class River:
         return await self._windows(rule, {"reset": True})
 
     async def _give_out(self, rule: str, what: str, body: Mapping[str, object]) -> GivenOut:
-        path = f"/v1/folds/{_segment(rule)}/{what}"
+        path = f"/v1/folds/{as_segment(rule)}/{what}"
         answer = await self.call("POST", path, patience=LONGEST_SEARCH, content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=GivenOut)
 
     async def _windows(self, rule: str, body: Mapping[str, object]) -> FoldWindows:
-        path = f"/v1/folds/{_segment(rule)}/windows"
+        path = f"/v1/folds/{as_segment(rule)}/windows"
         answer = await self.call("POST", path, content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=_Windows).windows
 
@@ -363,7 +404,18 @@ class _Written(msgspec.Struct):
 
 class _Streams(msgspec.Struct):
     streams: list[Stream]
-    next: str | None = None
+
+
+class _Page(msgspec.Struct):
+    next: str | int | None = None
+
+
+class _Tags(msgspec.Struct):
+    tags: list[Tag]
+
+
+class _Sources(msgspec.Struct):
+    sources: list[TaggedSource]
 
 
 class _Days(msgspec.Struct):
@@ -376,7 +428,6 @@ class _Rules(msgspec.Struct):
 
 class _Pending(msgspec.Struct):
     groups: list[PendingGroup]
-    next: str | None = None
 
 
 class _Windows(msgspec.Struct):
@@ -392,41 +443,6 @@ async def _each(
     else:
         for event in events:
             yield event
-
-
-def _topics(topics: str | Sequence[str]) -> str:
-    if isinstance(topics, str):
-        return topics
-    if not topics:
-        raise BadRequest('no topic is named: give "" to search all of them')
-    if odd := next((name for name in topics if not _TOPIC.fullmatch(name)), None):
-        raise BadRequest(f"{odd!r} is no name of a topic: give a regular expression as one text, not in a list")
-    return ",".join(topics)
-
-
-def _key(key: str | Sequence[object]) -> str:
-    return key if isinstance(key, str) else msgspec.json.encode(key).decode()
-
-
-def _document(query: Mapping[str, object]) -> str:
-    """A query as JSON. What JSON cannot say is refused, since anything else in its place would mean something else."""
-    try:
-        text = json.dumps(
-            query, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=msgspec.to_builtins
-        )
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise QueryError(f"the query cannot be written as JSON: {error}") from None
-    return text
-
-
-def _parts(group: Group) -> object:
-    return [group] if isinstance(group, str) else group
-
-
-def _segment(name: str) -> str:
-    """A name as one segment of a path; dots too, since ``.`` and ``..`` would be resolved away."""
-    return quote(name, safe="").replace(".", "%2E")
 
 
 def _said(error: httpx.TransportError) -> str:

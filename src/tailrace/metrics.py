@@ -55,6 +55,14 @@ class SearchFigures(NamedTuple):
     processes: int = 0
 
 
+class ReaderFigures(NamedTuple):
+    """How far a named reader of tags is behind."""
+
+    reader: str
+    tags: str
+    lag_s: float
+
+
 class Metrics:
     """The metrics of one service, in a registry of their own."""
 
@@ -72,7 +80,8 @@ class Metrics:
         )
         self.errors = Counter("tailrace_http_errors", "Problems answered, by their code", ["code"], **given)
         self._pipeline, self._upkeep, self._folds, self._searches = _Pipeline(), _Upkeep(), _Folds(), _Searches()
-        for shown in (self._pipeline, self._upkeep, self._folds, self._searches):
+        self._readers = _Readers()
+        for shown in (self._pipeline, self._upkeep, self._folds, self._searches, self._readers):
             self.registry.register(shown)
         ProcessCollector(registry=self.registry)
 
@@ -83,12 +92,14 @@ class Metrics:
         runs: Sequence[Run] = (),
         folds: Sequence[FoldFigures] = (),
         searches: SearchFigures | None = None,
+        readers: Sequence[ReaderFigures] = (),
     ) -> bytes:
-        """Return everything in Prometheus's text format, with these reports of pipeline, upkeep, folds and searches."""
+        """Return everything in Prometheus's text format, with these reports of the other parts."""
         self._pipeline.views, self._pipeline.reports = tuple(views), reports
         self._upkeep.runs = runs
         self._folds.figures = folds
         self._searches.figures = searches
+        self._readers.figures = readers
         return generate_latest(self.registry)
 
 
@@ -288,3 +299,22 @@ class _Searches(Collector):
             if self.figures is not None:
                 family.add_metric([], getattr(self.figures, field))
             yield family
+
+
+_READER_LAG = (
+    "tailrace_tag_reader_lag_seconds",
+    "How old the last event of a named reader of tags is; 0 when there is nothing behind it",
+)
+
+
+class _Readers(Collector):
+    """How far readers of tags that have a name are behind."""
+
+    def __init__(self) -> None:
+        self.figures: Sequence[ReaderFigures] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(*_READER_LAG, labels=["reader", "tags"])
+        for figures in self.figures:
+            family.add_metric([figures.reader, figures.tags], figures.lag_s)
+        yield family

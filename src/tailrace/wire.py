@@ -33,6 +33,18 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     headers: dict[str, Any] = {}
     late: bool = False
     """The record's own day is before the day it was put into."""
+    tag: str | None = None
+    """In a feed of tags: the one that the event is shown for. All that follows is for such feeds, too."""
+    tags: list[str] = []
+    """All tags that it has."""
+    source: str | None = None
+    """Whose event it is."""
+    seq: int | None = None
+    """Its number in its source."""
+    tag_seq: int | None = None
+    """Its number among the source's events with the tag: 1, 2, 3, without a gap."""
+    timeuuid: str | None = None
+    """Its stamp."""
     payload: msgspec.Raw = msgspec.field(name="data", default=msgspec.Raw(b"null"))
     cursor: str = ""
     """Resumes exactly after this event, in this feed."""
@@ -125,6 +137,36 @@ class Day(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return self.day
+
+
+class Tag(msgspec.Struct, frozen=True, kw_only=True):
+    """A tag and how much it holds."""
+
+    tag: str
+    events: int | None = None
+    """None where they are not counted."""
+    bytes: int | None = None
+    buckets: int = 0
+    first_bucket: str | None = None
+    last_time: str | None = None
+
+    def __str__(self) -> str:
+        return self.tag
+
+
+class TaggedSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A source of events, and how far it is in a tag."""
+
+    source: str
+    tag_seq: int = 0
+    """The number of its last event in the tag."""
+    seq: int = 0
+    """The number of that event in the source."""
+    time: str | None = None
+    partition: str | None = None
+
+    def __str__(self) -> str:
+        return self.source
 
 
 class FoldWindows(msgspec.Struct, frozen=True, kw_only=True):

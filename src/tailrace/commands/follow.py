@@ -15,9 +15,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from tailrace.client import DEFAULT_URL, Feed, connect
+from tailrace.client import DEFAULT_URL, Feed, River, connect
 
 if TYPE_CHECKING:
+    from tailrace.following import Asked
     from tailrace.wire import Control, Event
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -39,8 +40,12 @@ class Request(NamedTuple):
 
 def tail(asked: Request, *, json: bool) -> int:
     """Print events until the feed ends or Ctrl-C, and then how to go on."""
+    return follow(Printer(asked, lines=json or not sys.stdout.isatty()), json=json)
+
+
+def follow(printer: Printer, *, json: bool) -> int:
+    """Let a printer print until its feed ends or Ctrl-C, and then how to go on; return the exit code."""
     _log_to_stderr()
-    printer = _Printer(asked, lines=json or not sys.stdout.isatty())
     try:
         asyncio.run(printer.run())
     except KeyboardInterrupt:
@@ -53,27 +58,35 @@ def tail(asked: Request, *, json: bool) -> int:
     return 0
 
 
-class _Printer:
+class Printer:
+    """Prints one feed of day streams; other feeds are opened otherwise."""
+
     def __init__(self, asked: Request, *, lines: bool) -> None:
         self.asked = asked
         self.lines = lines
         self.printed = 0
         self.cursor = asked.after
 
-    async def run(self) -> None:
+    def open(self, river: River) -> Feed:
+        return river.tail(*self.asked.names, **self.parameters())
+
+    def parameters(self) -> Asked:
+        """What every feed takes."""
         asked = self.asked
-        async with connect(asked.url) as river:
-            feed = river.tail(
-                *asked.names,
-                after=asked.after,
-                start=asked.start,
-                until=asked.until,
-                limit=asked.limit,
-                follow=asked.follow,
-                missing=asked.missing,
-                on_gap=asked.on_gap,
-                on_control=self.tell,
-            )
+        return {
+            "after": asked.after,
+            "start": asked.start,
+            "until": asked.until,
+            "limit": asked.limit,
+            "follow": asked.follow,
+            "missing": asked.missing,
+            "on_gap": asked.on_gap,
+            "on_control": self.tell,
+        }
+
+    async def run(self) -> None:
+        async with connect(self.asked.url) as river:
+            feed = self.open(river)
             try:
                 await (self.pipe(feed) if self.lines else self.screen(feed))
             finally:
@@ -97,20 +110,33 @@ class _Printer:
             colour.highlight(data)
             late = ("late ", "yellow") if event.late else ("", "")
             console.print(
-                Text.assemble((event.time, "dim"), " ", (_name(event), "cyan"), " ", late, data), soft_wrap=True
+                Text.assemble((event.time, "dim"), " ", (self.name(event), "cyan"), " ", late, data), soft_wrap=True
             )
             self.printed += 1
+
+    def name(self, event: Event) -> str:
+        """What stands before an event on a terminal."""
+        key = event.key
+        return visible("/".join(map(str, key)) if isinstance(key, list) else str(key))
 
     def tell(self, control: Control) -> None:
         if control.kind == "problem":  # gaps are in the log of the client
             print(f"problem: {visible(str(control.data.get('detail', control.data)))}", file=sys.stderr)
 
+    def words(self) -> list[str]:
+        """The command, up to the names."""
+        return ["tailrace", "tail"]
+
+    def place(self, cursor: str) -> str:
+        """The cursor of a new request."""
+        return cursor.partition("~")[0]
+
     def resume(self, *, json: bool) -> str:
         """The command that goes on exactly where this one stopped."""
         asked = self.asked
-        words = ["tailrace", "tail", *asked.names]
+        words = [*self.words(), *asked.names]
         if self.cursor is not None:
-            words += ["--after", self.cursor.partition("~")[0]]
+            words += ["--after", self.place(self.cursor)]
         elif asked.start is not None:
             words += ["--from", asked.start]
         words += ["-n", str(max(1, asked.limit - self.printed))] if asked.limit else []
@@ -126,11 +152,6 @@ class _Printer:
 def visible(text: str) -> str:
     """Text that cannot steer a terminal: control characters as escapes."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _name(event: Event) -> str:
-    key = event.key
-    return visible("/".join(map(str, key)) if isinstance(key, list) else str(key))
 
 
 def _log_to_stderr() -> None:

@@ -5,6 +5,7 @@ What was found or done is printed line by line, as JSON or as a table on a termi
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -30,14 +31,14 @@ def audit(
 ) -> int:
     """Compare a view with Kafka and with its own registries. 1 if something is wrong."""
     try:
-        from tailrace.upkeep.audit import Auditing
+        from tailrace.upkeep.by_store import auditing
         from tailrace.upkeep.job import run_job
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
     if spark is None:
         step_aside()
     settings = parts.at_stack(settings)
-    work = Auditing(settings, view, pattern=name_pattern, keys=keys, spark=spark)
+    work = auditing(settings, view, pattern=name_pattern, keys=keys, spark=spark)
     run_job(settings, work, alone=False)
     found = work.found
     _print(found.findings, json=json)
@@ -56,23 +57,42 @@ def rebuild(
     dry_run: bool,
     wait_s: float,
     json: bool,
+    source: str | None = None,
     spark: Any = None,
 ) -> int:
     """Restore what Kafka still has. 1 if some log could not be restored."""
     try:
-        from tailrace.upkeep.rebuild import Rebuilding
+        from tailrace.upkeep.by_store import rebuilding
         from tailrace.upkeep.restore import REBUILT, SAME
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
     if spark is None:
         step_aside()
     settings = parts.at_stack(settings)
-    work = Rebuilding(settings, view, name=name, day_ms=None if day is None else begin_of(day), spark=spark)
+    day_ms = None if day is None else begin_of(day)
+    work = rebuilding(settings, view, name=name, day_ms=day_ms, source=source, spark=spark)
     facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)
     restored = sorted(work.restored.values(), key=lambda each: each.name)
     _print(restored, json=json)
     summary(facts, json=json)
     return 0 if all(each.verdict in (REBUILT, SAME) for each in restored) else 1
+
+
+def cleanup(settings: Settings, source: str, tag: str | None, *, dry_run: bool, wait_s: float, json: bool) -> int:
+    """Take a source's events out of tags for good. 1 if some could not be taken out."""
+    try:
+        from tailrace.upkeep.by_store import cleaning
+        from tailrace.upkeep.cleanup import CLEANED
+    except ImportError as error:
+        raise parts.lacking(error, "stores") from None
+    step_aside()
+    logging.getLogger("tailrace.upkeep.cleanup").setLevel(logging.INFO)
+    settings = parts.at_stack(settings)
+    work = cleaning(settings, source, tag)
+    facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)
+    _print(work.cleaned, json=json)
+    summary(facts, json=json)
+    return 0 if all(each.verdict == CLEANED for each in work.cleaned) else 1
 
 
 def begin_of(day: str) -> int:

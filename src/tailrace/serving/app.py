@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from tailrace.serving.health import VERSION, Health
 from tailrace.serving.largest import Largest
 from tailrace.serving.openapi import ABOUT, describe
 from tailrace.serving.problems import Problems
+from tailrace.serving.readers import watch
 from tailrace.serving.server import Server, listen, raise_file_limit
 from tailrace.serving.service import Service
 
@@ -32,7 +34,11 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with service.running(), largest:
-            yield
+            watching = asyncio.create_task(watch(service), name="readers of tags")
+            try:
+                yield
+            finally:
+                watching.cancel()
 
     app = FastAPI(
         title="Tailrace",

@@ -16,8 +16,9 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import TailraceError
-from tailrace.metrics import FoldFigures, Run
+from tailrace.metrics import FoldFigures, ReaderFigures, Run
 from tailrace.serving.folds import figures
+from tailrace.serving.readers import reader_figures
 from tailrace.serving.service import Service, now_ms
 from tailrace.serving.upkeep import Job, Upkeep
 
@@ -27,8 +28,6 @@ SHARED_S = 0.5
 STALE_MS = 10_000
 INTAKE = "intake"
 """The view that every pipeline has: it owns what all views share."""
-FOLDS = "folds"
-"""The view that nobody misses while there are no rules."""
 
 T = TypeVar("T")
 
@@ -115,21 +114,21 @@ class Health:
 
     async def metrics(self) -> bytes:
         """Return all metrics."""
-        reports, runs, folds, searches = await asyncio.gather(
+        reports, runs, folds, searches, readers = await asyncio.gather(
             _or_nothing(self._reports(), dict[str, dict[str, Any]]()),
             _or_nothing(self._upkeep.runs(), list[Run]()),
             _or_nothing(figures(self._service), list[FoldFigures]()),
             _or_nothing(self._searches.figures(), None),
+            _or_nothing(reader_figures(self._service), list[ReaderFigures]()),
         )
         metrics, hub = self._service.metrics, self._service.hub
         metrics.streams_followed.set(hub.followed if hub else 0)
-        return metrics.text(self._views, reports, runs, folds, searches)
+        return metrics.text(self._views, reports, runs, folds, searches, readers)
 
     @property
     def _wanted(self) -> tuple[str, ...]:
         """The views that somebody has to write."""
-        views = self._service.settings.pipeline.views
-        return views if self._service.rules else tuple(view for view in views if view != FOLDS)
+        return self._service.settings.live_views
 
     @property
     def _views(self) -> tuple[str, ...]:

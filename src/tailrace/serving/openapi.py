@@ -49,6 +49,20 @@ _EVENT: dict[str, Any] = {
         "cursor": {"type": "string", "description": "Only in lines of JSON; in an event stream it is the `id:` line."},
     },
 }
+_TAGGED: dict[str, Any] = {
+    **_EVENT,
+    "title": "TaggedEvent",
+    "required": [*_EVENT["required"], "tag", "tags", "source", "seq", "tag_seq", "timeuuid"],
+    "properties": {
+        **{name: said for name, said in _EVENT["properties"].items() if name != "late"},
+        "tag": {"type": "string", "description": "The requested tag that it is shown for."},
+        "tags": {"type": "array", "items": {"type": "string"}, "description": "All tags that it has."},
+        "source": {"type": "string", "description": "Whose event it is."},
+        "seq": {"type": "integer", "description": "Its number in its source."},
+        "tag_seq": {"type": "integer", "description": "Its number among the source's events with the tag: 1, 2, 3."},
+        "timeuuid": {"type": "string", "format": "uuid", "description": "Its stamp: its place in time in the tag."},
+    },
+}
 _NEW_EVENT: dict[str, Any] = {
     "type": "object",
     "title": "NewEvent",
@@ -82,6 +96,9 @@ FEED: Responses = {
     },
     204: {"description": "The request had ended when it was resumed: there is nothing more to come."},
 }
+
+_LINES: dict[str, Any] = {"application/x-ndjson": {"schema": _TAGGED}}
+TAG_FEED: Responses = {**FEED, 200: {**FEED[200], "content": {**FEED[200]["content"], **_LINES}}}
 
 PUT_BODY: dict[str, Any] = {
     "requestBody": {
@@ -149,7 +166,7 @@ def problems(*statuses: int) -> Responses:
     said = {
         400: "A parameter, a cursor or a body that cannot be read.",
         403: "The user may not do this: see `serve.topics_by_user`.",
-        404: "No such stream, topic, rule or search, or a group that holds nothing.",
+        404: "No such stream, tag, topic, rule or search, a group that holds nothing, or nothing is tagged.",
         409: "Somebody follows the search; `force=true` ends it all the same.",
         410: "Events are gone, and the request said `on_gap=fail`; or the search was ended.",
         413: "Larger than a request may be.",

@@ -31,6 +31,11 @@ Name = Annotated[
     Path(description="Name of a stream, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
     AfterValidator(decoded),
 ]
+TagName = Annotated[
+    str,
+    Path(description="A tag, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
+    AfterValidator(decoded),
+]
 RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
 Topic = Annotated[str, Path(description="Name of a topic."), AfterValidator(decoded)]
 SearchId = Annotated[str, Path(description="Id of a search, as the list of searches has it."), AfterValidator(decoded)]
@@ -115,6 +120,6 @@ class SeveralQuery(FeedQuery):
 
 def refuse_repeats(request: Request) -> None:
     """Refuse a parameter that is given twice, where only one of them could count."""
-    keys = [key for key, _ in request.query_params.multi_items() if key != "name"]
+    keys = [key for key, _ in request.query_params.multi_items() if key not in ("name", "tag")]
     if repeated := next((key for key in keys if keys.count(key) > 1), None):
         raise BadRequest(f"parameter {repeated!r} is given twice")

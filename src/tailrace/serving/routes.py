@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from fastapi import Depends, FastAPI, Header, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
@@ -17,6 +17,7 @@ from tailrace.metrics import CONTENT_TYPE
 from tailrace.model.folded import stream_of
 from tailrace.serving import listings
 from tailrace.serving.access import everything, topics_of
+from tailrace.serving.dependencies import Asked, Here, LastEventId, Walker
 from tailrace.serving.encodings import choose
 from tailrace.serving.flush import GivenOut, give_out
 from tailrace.serving.folds import Folds, known, list_folds
@@ -31,9 +32,8 @@ from tailrace.serving.grep import (
     limits_of,
     read_body,
 )
-from tailrace.serving.health import Health, Readiness, Status
-from tailrace.serving.largest import Largest
-from tailrace.serving.openapi import FEED, GROUP_BODY, PUT_BODY, WINDOWS_BODY, Responses, problems
+from tailrace.serving.health import Readiness, Status
+from tailrace.serving.openapi import FEED, GROUP_BODY, PUT_BODY, TAG_FEED, WINDOWS_BODY, Responses, problems
 from tailrace.serving.parameters import (
     FeedQuery,
     ListQuery,
@@ -61,36 +61,10 @@ from tailrace.serving.searches import (
 )
 from tailrace.serving.service import Service
 from tailrace.serving.sse import FeedResponse
+from tailrace.serving.tags import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
 from tailrace.serving.windows import Changed, change_windows
 
 _encode = msgspec.json.Encoder().encode
-
-
-async def _service(request: Request) -> Service:
-    found: Service = request.app.state.service
-    return found
-
-
-async def _health(request: Request) -> Health:
-    found: Health = request.app.state.health
-    return found
-
-
-async def _largest(request: Request) -> Largest:
-    found: Largest = request.app.state.largest
-    return found
-
-
-Here = Annotated[Service, Depends(_service)]
-Asked = Annotated[Health, Depends(_health)]
-Walker = Annotated[Largest, Depends(_largest)]
-LastEventId = Annotated[
-    str | None,
-    Header(
-        description="The last cursor that was received: continues the same request. `from` is not evaluated again, and "
-        "`limit` counts what was sent before."
-    ),
-]
 
 
 class Written(BaseModel):
@@ -307,6 +281,7 @@ class Route(NamedTuple):
 _SEARCHES = (search, search_by_body, explain_search)
 _STREAMING = {"response_class": FeedResponse, "status_code": 200}
 _FEED = FEED | problems(400, 404, 410, 503)
+_TAGS = TAG_FEED | problems(400, 404, 410, 503)
 _PENDING: Responses = {200: {"model": Pending}, **problems(400, 404, 503)}
 _CHANGE = problems(400, 404, 413, 503)
 _READY: Responses = {200: {"model": Readiness}, 503: {"model": Readiness, "description": "A part does not answer."}}
@@ -317,6 +292,11 @@ ROUTES = (
     Route("GET", "/v1/streams/events", follow_several, "streams", _FEED, _STREAMING),
     Route("GET", "/v1/streams/{name:path}/events", follow_one, "streams", _FEED, _STREAMING),
     Route("GET", "/v1/streams/{name:path}/days", list_days, "streams", problems(400, 404, 503)),
+    Route("GET", "/v1/tags", list_tags, "tags", problems(400, 404, 503)),
+    Route("GET", "/v1/tags/events", follow_tags, "tags", _TAGS, _STREAMING),
+    Route("GET", "/v1/tags/readers", tag_readers, "tags", problems(400, 404, 503)),
+    Route("GET", "/v1/tags/{tag:path}/events", follow_tag, "tags", _TAGS, _STREAMING),
+    Route("GET", "/v1/tags/{tag:path}/sources", tag_sources, "tags", problems(400, 404, 503)),
     Route("GET", "/v1/folds", list_rules, "folds", problems(400, 503)),
     Route("GET", "/v1/folds/{name}/events", follow_folds, "folds", _FEED, _STREAMING),
     Route("GET", "/v1/folds/{name}/pending", pending_groups, "folds", _PENDING),

@@ -13,11 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from typing import Protocol
 
 from tailrace.config import Settings
-from tailrace.errors import Overloaded, StoreUnavailable, TailraceError
+from tailrace.errors import Overloaded, StoreUnavailable, TagsOff, TailraceError
 from tailrace.feeds.grep import Grep
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.log import LogFeeds
 from tailrace.feeds.parts import Parts
+from tailrace.feeds.tagged import OpensTags, open_store
 from tailrace.metrics import Metrics
 from tailrace.model.event import home_of
 from tailrace.stores.broker import client_properties
@@ -26,10 +27,12 @@ from tailrace.stores.leases import Leases
 from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.payloads import Payloads
+from tailrace.stores.readers import Readers
 from tailrace.stores.rules import rules_of
 from tailrace.stores.searched import Searched
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.searches import Searches
+from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.valkey import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ class Service:
         self.nodes = Nodes(StoreOptions.of(settings.valkey))
         self.days = Logs(self.nodes, "days")
         self.matches = Logs(self.nodes, MATCHES)
+        self.tag_logs = Logs(self.nodes, TAGS)
+        self.readers = Readers(self.nodes)
         self.leases = Leases(self.nodes)
         self.searches = Searches(self.nodes, settings.grep.searches, round(settings.grep.keep.total_seconds() * 1000))
         self.payloads = Payloads(
@@ -69,6 +74,7 @@ class Service:
         self.hub: Hub | None = None
         self._feeds: LogFeeds | None = None
         self._grep: Grep | None = None
+        self._tags: OpensTags | None = None
         self._open: set[Stoppable] = set()
         self._bodies = 0
         self._draining = False
@@ -86,6 +92,23 @@ class Service:
         if self._grep is None:
             raise StoreUnavailable("valkey has not answered since the service started; is it running?")
         return self._grep
+
+    @property
+    def tags(self) -> OpensTags:
+        """The feeds of tags, whichever store has them.
+
+        Raises:
+            TagsOff: Nothing is tagged.
+            StoreUnavailable: Valkey has not answered yet.
+        """
+        if TAGS not in self.settings.live_views:
+            raise TagsOff(
+                "nothing is tagged here: set tags.paths, where events have their tags, or tags.rules, and have "
+                "'tags' among pipeline.views; then start the pipeline and the service again"
+            )
+        if self._tags is None:
+            raise StoreUnavailable("valkey has not answered since the service started; is it running?")
+        return self._tags
 
     @property
     def connections(self) -> int:
@@ -113,9 +136,12 @@ class Service:
         while True:
             hub = Hub(self.nodes, self.days, self.settings.serve.ring_bytes)
             matches = Hub(self.nodes, self.matches, self.settings.serve.ring_bytes)
+            tags = Hub(self.nodes, self.tag_logs, self.settings.serve.ring_bytes)
             try:
                 self.hub = await stack.enter_async_context(hub)
                 await stack.enter_async_context(matches)
+                if TAGS in self.settings.live_views:
+                    await stack.enter_async_context(tags)
             except TailraceError as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(0.5)
@@ -126,6 +152,9 @@ class Service:
                     Parts(matches, self.matches, self.searches, searched, self.payloads, self.leases, now_ms),
                     self.settings.grep.reach,
                 )
+                if TAGS in self.settings.live_views:
+                    self._tags = open_store(self.settings, self.nodes, tags, self.tag_logs, now_ms)
+                    stack.push_async_callback(self._tags.close)
                 beating = asyncio.create_task(self.leases.run(), name="heartbeat")
                 stack.callback(beating.cancel)
                 return

@@ -36,7 +36,7 @@ from tailrace.errors import StoreError, StoreUnavailable
 if TYPE_CHECKING:
     from tailrace.tag_settings import Cassandra
 
-_PROTOCOL: Final = 4
+PROTOCOL: Final = 4
 """The oldest in which a value can be left out; later ones only add checksums that are slow to make here."""
 _FOR_NOW: Final = (
     OperationTimedOut,
@@ -141,7 +141,7 @@ class Connection:
         cluster = Cluster(
             options.hosts,
             port=options.port,
-            protocol_version=_PROTOCOL,
+            protocol_version=PROTOCOL,
             auth_provider=PlainTextAuthProvider(options.user, options.password) if options.user else None,
             execution_profiles={EXEC_PROFILE_DEFAULT: profile},
             reconnection_policy=ConstantReconnectionPolicy(1.0, max_attempts=None),

@@ -16,6 +16,8 @@ name, which may be any text, comes last and no two names share a key.
     …:due:<rule>:<form>          zset    group -> when its first fold is due
     …:closed:<rule>:<form>       zset    group -> when it last fell quiet; for a while
     …:numbers:<tag>              hash    source of events -> last number in the tag, last of its own, ms, partition
+    …:cleaned:<tag>              hash    source of events -> up to where they were taken out of the tag for good
+    …:cleaned                    set     the tags that have one
     …:conflicts                  stream  c: what a source written from two places did; capped
     …:frontier                   hash    rule -> the frontier that its folds were last settled at
     …:names:<view>               zset    every name with a log, in lexical order
@@ -56,6 +58,7 @@ name, which may be any text, comes last and no two names share a key.
     <prefix>:{0}:followers       hash    search id -> how many connections follow it
     <prefix>:{0}:popular:<window>  hash  search id -> different connections in a window of ten minutes; expires
     <prefix>:{0}:positions:<search>  hash  name of a client -> where it is; goes with the search
+    <prefix>:{0}:readers         hash    name of a reader, mode and tags -> where it is in them, and when it was there
     …:kept:<shelf>               stream  <last offset>-<records> -> r: run of matched records, for all searches; a shelf
                                          is a source, or the source of a stretch; expires
     …:kept                       hash    shelf -> bytes of that
@@ -120,6 +123,12 @@ class Keys(msgspec.Struct, frozen=True):
 
     def numbers(self, shard: int, tag: str) -> str:
         return f"{self.tag(shard)}:numbers:{tag}"
+
+    def cleaned(self, shard: int, tag: str) -> str:
+        return f"{self.tag(shard)}:cleaned:{tag}"
+
+    def cleaned_tags(self, shard: int) -> str:
+        return f"{self.tag(shard)}:cleaned"
 
     def conflicts(self, shard: int) -> str:
         return f"{self.tag(shard)}:conflicts"
@@ -210,3 +219,6 @@ class Keys(msgspec.Struct, frozen=True):
 
     def positions(self, search: str) -> str:
         return f"{self.tag(0)}:positions:{search}"
+
+    def readers(self) -> str:
+        return f"{self.tag(0)}:readers"

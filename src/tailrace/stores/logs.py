@@ -13,10 +13,12 @@ import msgspec
 
 from tailrace.errors import StoreError
 from tailrace.model.cursor import Position
+from tailrace.model.event import Source
 from tailrace.model.name import shard_of
 from tailrace.model.pack import CODEC, unpack
 from tailrace.model.run import Entry, decode, raw_size
 from tailrace.model.segment import PACKED, Log, Segment
+from tailrace.stores.marks import parse_marks
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping
 
@@ -52,6 +54,11 @@ class Logs:
             shard = self.shard_of(name)
             commands.append((shard, ("HGETALL", self._keys.log(shard, self.view, name))))
         return [read_log(answer) for answer in await self._nodes.read_all(commands)]
+
+    async def marks(self, shards: Sequence[int]) -> list[dict[Source, int]]:
+        """Return how far some shards have applied every source: up to there their logs have everything."""
+        commands = [(shard, ("HGETALL", self._keys.marks(shard, self.view))) for shard in shards]
+        return [parse_marks(answer) for answer in await self._nodes.read_all(commands)]
 
     async def floor(self, name: str) -> int:
         """Return the time before which no bucket of a log begins any more: what is packed or expired ends there."""

@@ -7,16 +7,19 @@ place ends by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tailrace.errors import StaleUpkeep, StoreError
+from tailrace.model.cleaned import Cleaned
 from tailrace.model.event import Source
 from tailrace.model.name import shard_of
 from tailrace.model.run import Entry
 from tailrace.model.segment import Segment
+from tailrace.model.tag import Numbered
+from tailrace.stores.cleaned import encode
 from tailrace.stores.logs import read_entries, write_row
 from tailrace.stores.valkey import Arg, Call, Command, Shards, mapping
 
@@ -25,6 +28,9 @@ STAGED_MS = 3_600_000
 
 EXPIRE_AT_ONCE = 100
 """Segments that one call drops at most."""
+
+COUNT_AT_ONCE = 1000
+"""Sources of events that one call is about."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -56,7 +62,7 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 class Rebuilt(msgspec.Struct, frozen=True):
-    """A new segment all of whose pieces are staged, under an index that is not yet its own."""
+    """A new segment all of whose pieces are staged, under an index that need not be its own yet."""
 
     segment: Segment
     staged_as: int
@@ -147,6 +153,28 @@ class Staging:
         for rebuilt in new:
             args += [rebuilt.staged_as, rebuilt.pieces, rebuilt.segment.index, write_row(rebuilt.segment)]
         return str(self._call([(self._shard(name), "replace", args)])[0][0].decode())
+
+    def thin(self, name: str, old: Segment, left: Rebuilt | None, neighbour: Segment | None, remember_ms: int) -> str:
+        """Put what is left of a segment in its place, or nothing; return ``ok``, or why not: gone, moved, unstaged.
+
+        The neighbour's row is written where nothing is left. A log of which nothing is left ends.
+        """
+        args: list[Arg] = [self.token, self.view, name, remember_ms, old.index, old.epoch, old.last, old.events]
+        args += [0, ""] if left is None else [left.pieces, write_row(left.segment)]
+        args += ["", ""] if neighbour is None else [neighbour.index, write_row(neighbour)]
+        return str(self._call([(self._shard(name), "thin", args)])[0][0].decode())
+
+    def clean(self, tag: str, source: str, cleaned: Cleaned | None) -> None:
+        """Remember up to where the events of a source are taken out of a tag; None forgets it."""
+        stored = b"" if cleaned is None else encode(cleaned)
+        self._call([(self._shard(tag), "clean", (self.token, tag, source, stored))])
+
+    def count_from(self, tag: str, numbered: Mapping[str, Numbered]) -> None:
+        """Say how far sources have come in a tag that have come nowhere yet; what the shard knows better stays."""
+        pairs = [(pid, each.stored()) for pid, each in numbered.items()]
+        for at in range(0, len(pairs), COUNT_AT_ONCE):
+            flat = [part for pair in pairs[at : at + COUNT_AT_ONCE] for part in pair]
+            self._call([(self._shard(tag), "count_from", (self.token, tag, *flat))])
 
     def discard(self, name: str, staged_as: Iterable[int]) -> None:
         """Remove staged segments that are not wanted after all; they would end by themselves."""

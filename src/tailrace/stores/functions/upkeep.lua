@@ -91,7 +91,12 @@ local function expire(keys, args)
       raise_floor(log, row[1] + row[2])
       ended = text(row[3]) .. ' ' .. text(row[5])
       if row[3] ~= epoch then epoch, carried = row[3], {} end
-      for i = 11, #row do carried[#carried + 1] = row[i] end
+      for i = 11, #row - 2, 3 do
+        -- What was taken out of a segment goes with it.
+        if row[i] ~= epoch then
+          for k = i, i + 2 do carried[#carried + 1] = row[k] end
+        end
+      end
       segments, events, bytes = segments + 1, events + row[6], bytes + row[7]
     end
     at = at + 1
@@ -149,6 +154,13 @@ local function clear_leftovers(tag, view, name, log, top)
   end
 end
 
+-- Ends a log of which nothing is left: its name goes, and where it ended is remembered for a while.
+local function end_log(tag, view, name, log, ended, remember)
+  redis.call('HSET', log, 'x', ended)
+  redis.call('ZREM', tag .. ':names:' .. view, name)
+  redis.call('PEXPIRE', log, remember)
+end
+
 -- replace(token, view, name, remember ms, old segments, (index, epoch, last)…, (staged as, pieces, index, row)…): puts staged
 -- segments in the place of old ones, which must be what was read and of an epoch that is over. Their indexes must be free
 -- or those of old ones, and what is behind them must not begin before they do. An old one whose row cannot be read is given
@@ -201,9 +213,7 @@ local function replace(keys, args)
     if goes_on then
       redis.call('ZADD', tag .. ':names:' .. view, 0, name)
     elseif ended then
-      redis.call('HSET', log, 'x', ended)
-      redis.call('ZREM', tag .. ':names:' .. view, name)
-      redis.call('PEXPIRE', log, args[4])
+      end_log(tag, view, name, log, ended, args[4])
     end
     return {'ok'}
   end
@@ -227,9 +237,77 @@ local function replace(keys, args)
   return {'ok'}
 end
 
+-- thin(token, view, name, remember ms, index, epoch, last, events, pieces, row, neighbour, its row): puts what is left of a
+-- segment in its place, with the same numbers. It must be what was read, and of an epoch that is over. With nothing left
+-- the segment goes; the neighbour, if there is one, then has in its row which numbers were taken out.
+local function thin(keys, args)
+  local tag, token, view, name, index = keys[1], args[1], args[2], args[3], args[5]
+  local owner = fenced(tag, UPKEEP, tonumber(token))
+  if owner then return {'stale', text(owner)} end
+  local log = log_key(tag, view, name)
+  local row, open = find_row(log, index)
+  if not row then return {'gone'} end
+  if row[3] ~= tonumber(args[6]) or row[5] ~= tonumber(args[7]) or row[6] ~= tonumber(args[8]) then return {'moved'} end
+  if row[3] >= tonumber(redis.call('HGET', tag .. ':meta', 'epoch') or '0') then return {'moved'} end
+  local pieces = tonumber(args[9])
+  if pieces > 0 then
+    if not is_staged(tag, token, view, index, name, args[9], text(cmsgpack.unpack(args[10])[5])) then return {'unstaged'} end
+    put_staged(tag, token, view, index, name)
+    redis.call('HSET', log, 's' .. index, args[10])
+  else
+    redis.call('UNLINK', segment_key(tag, view, index, name))
+    redis.call('HDEL', log, 's' .. index)
+    if args[11] ~= '' then redis.call('HSET', log, 's' .. args[11], args[12]) end
+  end
+  if open then
+    redis.call('HDEL', log, unpack(OPEN))
+    raise_floor(log, row[1])
+  end
+  if pieces > 0 then return {'ok'} end
+  local lowest
+  if redis.call('HEXISTS', log, 'b') == 1 then lowest = tonumber(redis.call('HGET', log, 'i')) end
+  for _, field in ipairs(redis.call('HKEYS', log)) do
+    local other = tonumber(string.match(field, '^s(-?%d+)$'))
+    if other then lowest = math.min(lowest or other, other) end
+  end
+  local ended = text(row[3]) .. ' ' .. text(row[5])
+  if not lowest then
+    end_log(tag, view, name, log, ended, args[4])
+  elseif tonumber(index) < lowest then
+    redis.call('HSET', log, 'x', ended)
+  end
+  return {'ok'}
+end
+
+-- clean(token, tag, source, value): remembers up to where the events of a source were taken out of a tag; nothing forgets it.
+local function clean(keys, args)
+  local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
+  if owner then return {'stale', text(owner)} end
+  local key, tags = keys[1] .. ':cleaned:' .. args[2], keys[1] .. ':cleaned'
+  if args[4] ~= '' then
+    redis.call('HSET', key, args[3], args[4])
+    redis.call('SADD', tags, args[2])
+  else
+    redis.call('HDEL', key, args[3])
+    if redis.call('EXISTS', key) == 0 then redis.call('SREM', tags, args[2]) end
+  end
+  return {'ok'}
+end
+
+-- count_from(token, tag, (source, value)…): says how far sources have come in a tag that have come nowhere yet.
+local function count_from(keys, args)
+  local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
+  if owner then return {'stale', text(owner)} end
+  for i = 3, #args, 2 do redis.call('HSETNX', keys[1] .. ':numbers:' .. args[2], args[i], args[i + 1]) end
+  return {'ok'}
+end
+
 redis.register_function('tailrace_lease_VERSION', lease)
 redis.register_function('tailrace_stage_VERSION', stage)
 redis.register_function('tailrace_swap_VERSION', swap)
 redis.register_function('tailrace_expire_VERSION', expire)
 redis.register_function('tailrace_reopen_VERSION', reopen)
 redis.register_function('tailrace_replace_VERSION', replace)
+redis.register_function('tailrace_thin_VERSION', thin)
+redis.register_function('tailrace_clean_VERSION', clean)
+redis.register_function('tailrace_count_from_VERSION', count_from)
