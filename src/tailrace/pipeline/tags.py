@@ -9,7 +9,7 @@ changes nothing; and readers look at none that the shard's mark has not passed.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ import msgspec
 from tailrace.model.bucket import bucket_start
 from tailrace.model.event import Source, event_id, home_of
 from tailrace.model.name import shard_of
-from tailrace.model.note import Note, Notes
+from tailrace.model.note import Notes
 from tailrace.model.run import Run, encode
 from tailrace.model.stamp import stamp
 from tailrace.model.tag import MANY, Numbered, Tagged, Tagger, stamp_ms
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tailrace.stores.tag_rows import Row
 
 NUMBERS = 2_000
-"""Numbers that one call compares and writes, about."""
+"""Numbers that one call compares and writes, about; each is that of one source in one tag."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -45,11 +45,13 @@ class _Looked(NamedTuple):
     skipped: dict[int, str]
 
 
-class _Copy(NamedTuple):
-    """An event in one of its tags."""
+class _Copies(NamedTuple):
+    """The events of a window in one of their tags, column by column."""
 
-    row: int
-    note: Note
+    rows: list[int]
+    numbers: list[int]
+    stamps: list[int]
+    """The milliseconds; they never fall."""
 
 
 class TagView(View):
@@ -76,9 +78,10 @@ class TagView(View):
         # The limit holds for what is sent; events compress about eightfold.
         self._raw_bytes, self._runs = window_bytes * 8, window_runs
         self._looked: dict[int, _Looked] = {}
-        self._numbers: dict[tuple[str, str], Numbered] = {}
+        self._numbers: dict[str, dict[str, Numbered]] = {}
+        """How far each source has come, by tag."""
         self._floors: dict[int, list[int]] = {}
-        self._homes: dict[str, int] = {}
+        self._homes: dict[tuple[str, ...], tuple[tuple[int, tuple[str, ...]], ...]] = {}
         self._doubtful: dict[tuple[str, str, int], Row] = {}
         """Rows that were written for windows which were refused, by tag, partition and offset."""
 
@@ -94,16 +97,16 @@ class TagView(View):
             self._looked[id(records)] = looked
             self._floors[id(records)] = [ms for ms, _ in place.times]
             for i, event in looked.tagged.items():
-                for tag in event.tags:
-                    if records.offsets[i] > place.marks[self._home(tag)]:
-                        wanted.setdefault(tag, {})[event.pid] = None
+                for shard, tags in self._at_home(event.tags):
+                    if records.offsets[i] > place.marks[shard]:
+                        for tag in tags:
+                            wanted.setdefault(tag, {})[event.pid] = None
         if self._options.cassandra is not None:
             self._introduce(shards, work)
-        asked = [(self._home(tag), tag, list(pids)) for tag, pids in wanted.items()]
+        asked = [(shard_of(tag, self._shards), tag, list(pids)) for tag, pids in wanted.items()]
         self._numbers = {
-            (tag, pid): each
+            tag: dict(zip(pids, found, strict=True))
             for (_, tag, pids), found in zip(asked, read_numbers(shards, asked), strict=True)
-            for pid, each in zip(pids, found, strict=True)
         }
 
     def _introduce(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
@@ -120,10 +123,30 @@ class TagView(View):
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice. Call after ``load``; what is numbered counts for the slices after it."""
-        looked = self._looked[id(records)]
+        looked, floors = self._looked[id(records)], self._floors[id(records)]
+        tagged, offsets, times, values = looked.tagged, records.offsets, records.times, records.values
+        latest = round(self._clock() * 1000) + self._options.future_ms
         windows: list[Window] = []
-        for begin, end in self._parts(looked, bisect_right(records.offsets, min(marks)), marks):
-            windows += self._windows(looked, begin, end, marks)
+        shares: dict[int, _Share] = {}
+        begin, end, is_full = bisect_right(offsets, min(marks)), len(records), False
+        for i in range(begin, end):
+            event = tagged.get(i)
+            if event is None:
+                continue
+            for shard, tags in self._at_home(event.tags):
+                if offsets[i] <= marks[shard]:
+                    continue
+                share = shares.get(shard)
+                if share is None:
+                    share = shares[shard] = _Share(records.source, floors[shard])
+                share.add(i, offsets[i], times[i], event, tags, self._numbers, latest)
+                share.size += len(tags) * len(values[i] or b"")
+                is_full = is_full or self._is_full(share)
+            if is_full:
+                windows += self._windows(looked, shares, begin, i + 1, marks)
+                begin, is_full, shares = i + 1, False, {}
+        if begin < end:
+            windows += self._windows(looked, shares, begin, end, marks)
         return windows
 
     def store(self, windows: Sequence[Window]) -> None:
@@ -158,8 +181,9 @@ class TagView(View):
     def named(self, records: Slice, tagged: Mapping[int, Tagged] | None = None) -> Iterator[tuple[int, int, str]]:
         """Yield row, shard and tag of every event, as often as it has tags; ``tagged`` saves looking again."""
         for i, event in (self.tagged(records) if tagged is None else tagged).items():
-            for tag in event.tags:
-                yield i, self._home(tag), tag
+            for shard, tags in self._at_home(event.tags):
+                for tag in tags:
+                    yield i, shard, tag
 
     def _look(self, records: Slice) -> _Looked:
         tagged: dict[int, Tagged] = {}
@@ -184,55 +208,31 @@ class TagView(View):
                     tagged[i] = found
         return _Looked(records, tagged, skipped)
 
-    def _home(self, tag: str) -> int:
-        shard = self._homes.get(tag)
-        if shard is None:
+    def _at_home(self, tags: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Return the shards of tags, each with those that are there."""
+        found = self._homes.get(tags)
+        if found is None:
+            by_shard: dict[int, tuple[str, ...]] = {}
+            for tag in tags:
+                shard = shard_of(tag, self._shards)
+                by_shard[shard] = (*by_shard.get(shard, ()), tag)
             if len(self._homes) > 100_000:
                 self._homes.clear()
-            shard = self._homes[tag] = shard_of(tag, self._shards)
-        return shard
+            found = self._homes[tags] = tuple(by_shard.items())
+        return found
 
-    def _parts(self, looked: _Looked, begin: int, marks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the rows of a slice in parts that are small enough for one call to each shard."""
-        values, tagged, n = looked.records.values, looked.tagged, len(looked.records)
-        sizes, names, numbers = [0] * self._shards, [set[str]() for _ in marks], 0
-        for i in range(begin, n):
-            event = tagged.get(i)
-            if event is None:
-                continue
-            for tag in event.tags:
-                shard = self._home(tag)
-                sizes[shard] += len(values[i] or b"")
-                names[shard].add(tag)
-            numbers += len(event.tags)
-            if numbers >= NUMBERS or max(sizes) > self._raw_bytes or max(map(len, names)) > self._runs:
-                yield begin, i + 1
-                begin, sizes, names, numbers = i + 1, [0] * self._shards, [set() for _ in marks], 0
-        if begin < n:
-            yield begin, n
+    def _is_full(self, share: _Share) -> bool:
+        """Whether a shard has as much to write as one call should have."""
+        return share.size > self._raw_bytes or len(share.copies) > self._runs or share.changed >= NUMBERS
 
     # What each shard has to write.
 
-    def _windows(self, looked: _Looked, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
+    def _windows(
+        self, looked: _Looked, shares: dict[int, _Share], begin: int, end: int, marks: Sequence[int]
+    ) -> list[Window]:
         records = looked.records
         home, last = home_of(records.source, self._shards), records.offsets[end - 1]
         floors = self._floors[id(records)]
-        shares: dict[int, _Share] = {}
-        latest = round(self._clock() * 1000) + self._options.future_ms
-        for i in range(begin, end):
-            event = looked.tagged.get(i)
-            if event is None:
-                continue
-            by_shard: dict[int, list[str]] = {}
-            for tag in event.tags:
-                shard = self._home(tag)
-                if records.offsets[i] > marks[shard]:
-                    by_shard.setdefault(shard, []).append(tag)
-            for shard, tags in by_shard.items():
-                share = shares.get(shard)
-                if share is None:
-                    share = shares[shard] = _Share(records.source, floors[shard])
-                share.add(i, records.offsets[i], records.times[i], event, tags, self._numbers, latest)
         windows: list[Window] = []
         for shard in {*shares, home}:
             if marks[shard] >= last:
@@ -241,17 +241,17 @@ class TagView(View):
             items: list[Arg] = share.numbers(self._numbers) if share else []
             if share:
                 floors[shard] = share.floor
-                copies = sum(map(len, share.copies.values()))
+                copies = sum(len(copies.rows) for copies in share.copies.values())
                 items += ["C", "in", copies, *share.conflicts]
             if shard == home:
                 items += self._books(looked, max(begin, bisect_right(records.offsets, marks[home])), end)
             rows: list[Row] = []
             for tag, copies_of in share.copies.items() if share else ():
                 if self._options.cassandra is None:
-                    items += self._runs_of(records, tag, copies_of)
+                    items += self._runs_of(looked, tag, copies_of)
                 else:
-                    items += ["W", tag, "C", "stored", len(copies_of)]
-                    rows += self._rows_of(records, tag, copies_of)
+                    items += ["W", tag, "C", "stored", len(copies_of.rows)]
+                    rows += self._rows_of(looked, tag, copies_of)
             if items:
                 windows.append(Window(shard, last, items, share.floor if share else None, rows))
         return windows
@@ -280,20 +280,19 @@ class TagView(View):
             items += ["C", "ignored", ignored]
         return items
 
-    def _runs_of(self, records: Slice, tag: str, copies: Sequence[_Copy]) -> list[Arg]:
+    def _runs_of(self, looked: _Looked, tag: str, copies: _Copies) -> list[Arg]:
         """Return the runs of a tag: one, unless its bucket changes inside."""
         items: list[Arg] = []
-        part: list[_Copy] = []
-        span = self.span_ms
-        for copy in copies:
-            if part and copy.note.ms // span != part[-1].note.ms // span:
-                items += self._run(records, tag, part)
-                part = []
-            part.append(copy)
-        return items + self._run(records, tag, part)
+        span, stamps, begin = self.span_ms, copies.stamps, 0
+        while begin < len(stamps):
+            end = bisect_left(stamps, bucket_start(stamps[begin], span) + span, begin)
+            items += self._run(looked, tag, _Copies(*(column[begin:end] for column in copies)))
+            begin = end
+        return items
 
-    def _run(self, records: Slice, tag: str, copies: Sequence[_Copy]) -> list[Arg]:
-        rows, notes = [copy.row for copy in copies], [copy.note for copy in copies]
+    def _run(self, looked: _Looked, tag: str, copies: _Copies) -> list[Arg]:
+        records, rows = looked.records, copies.rows
+        events = [looked.tagged[i] for i in rows]
         offsets, times = [records.offsets[i] for i in rows], [records.times[i] for i in rows]
         keys = [records.keys[i] for i in rows]
         run = Run.of(
@@ -303,31 +302,40 @@ class TagView(View):
             keys[:1] if keys.count(keys[0]) == len(keys) else keys,
             None if records.headers is None else [records.headers[i] for i in rows],
             [records.values[i] or b"" for i in rows],
-            Notes.of(notes, offsets, times),
+            Notes.of_columns(
+                [event.pid for event in events],
+                [event.seq for event in events],
+                copies.numbers,
+                copies.stamps,
+                [event.tags for event in events],
+                offsets,
+                times,
+            ),
         )
-        newest = notes[-1].ms
+        newest = copies.stamps[-1]
         return ["A", tag, bucket_start(newest, self.span_ms), len(rows), newest, encode(run)]
 
-    def _rows_of(self, records: Slice, tag: str, copies: Sequence[_Copy]) -> Iterator[Row]:
+    def _rows_of(self, looked: _Looked, tag: str, copies: _Copies) -> Iterator[Row]:
         from tailrace.stores.tag_rows import Row
 
-        span, headers = self.span_ms, records.headers
-        for i, note in copies:
+        records, span, headers = looked.records, self.span_ms, looked.records.headers
+        for i, number, ms in zip(*copies, strict=True):
+            event = looked.tagged[i]
             yield Row(
                 tag=tag,
-                bucket_ms=bucket_start(note.ms, span),
+                bucket_ms=bucket_start(ms, span),
                 span_ms=span,
-                stamp=stamp(note.ms, records.offsets[i], records.source),
-                pid=note.pid,
-                tag_seq=note.number,
-                seq=note.seq,
+                stamp=stamp(ms, records.offsets[i], records.source),
+                pid=event.pid,
+                tag_seq=number,
+                seq=event.seq,
                 place=records.source,
                 offset=records.offsets[i],
                 time_ms=records.times[i],
                 key=records.keys[i],
                 headers=headers[i] if headers is not None else [],
                 value=records.values[i],
-                tags=note.tags,
+                tags=event.tags,
             )
 
 
@@ -336,9 +344,13 @@ class _Share:
 
     def __init__(self, place: Source, floor: int) -> None:
         self.place, self._label, self.floor, self._was = place, str(place), floor, floor
-        self.copies: dict[str, list[_Copy]] = {}
+        self.copies: dict[str, _Copies] = {}
         self.conflicts: list[Arg] = []
-        self._seen: dict[tuple[str, str], Numbered] = {}
+        self.changed = 0
+        """How many numbers of sources."""
+        self.size = 0
+        """About the bytes of its events."""
+        self._seen: dict[str, dict[str, Numbered]] = {}
 
     def add(
         self,
@@ -347,29 +359,34 @@ class _Share:
         time_ms: int,
         event: Tagged,
         tags: Sequence[str],
-        numbers: dict[tuple[str, str], Numbered],
+        numbers: dict[str, dict[str, Numbered]],
         latest_ms: int,
     ) -> None:
         """Number an event in the tags that it has here."""
-        pid, seq = event.pid, event.seq
-        known = [numbers[tag, pid] for tag in tags]
-        self.floor = ms = stamp_ms(time_ms, self.floor, known, self._label, latest_ms)
+        pid, seq, label = event.pid, event.seq, self._label
+        known = [numbers[tag][pid] for tag in tags]
+        self.floor = ms = stamp_ms(time_ms, self.floor, known, label, latest_ms)
         for tag, before in zip(tags, known, strict=True):
-            if wrong := before.conflict(seq, self._label):
+            if wrong := before.conflict(seq, label):
                 self.conflicts += ["C", f"conflict:{wrong}", 1, "K", self._told(wrong, tag, event, offset, before)]
-            self._seen.setdefault((tag, pid), before)
-            numbers[tag, pid] = Numbered(before.number + 1, seq, ms, self._label)
             copies = self.copies.get(tag)
             if copies is None:
-                copies = self.copies[tag] = []
-            copies.append(_Copy(row, Note(pid, seq, before.number + 1, ms, event.tags)))
+                copies, self._seen[tag] = self.copies.setdefault(tag, _Copies([], [], [])), {}
+            if pid not in self._seen[tag]:
+                self._seen[tag][pid] = before
+                self.changed += 1
+            numbers[tag][pid] = Numbered(before.number + 1, seq, ms, label)
+            copies.rows.append(row)
+            copies.numbers.append(before.number + 1)
+            copies.stamps.append(ms)
 
-    def numbers(self, now: dict[tuple[str, str], Numbered]) -> list[Arg]:
+    def numbers(self, now: dict[str, dict[str, Numbered]]) -> list[Arg]:
         """Return what the shard compares and writes: the floor, and how far sources have come."""
         seen = str(self._was) if self._was > LONG_AGO[0] else ""
-        items: list[Arg] = ["N", seen, self.floor, len(self._seen)]
-        for (tag, pid), before in self._seen.items():
-            items += [tag, pid, before.stored() if before.number else b"", now[tag, pid].stored()]
+        items: list[Arg] = ["N", seen, self.floor, self.changed]
+        for tag, sources in self._seen.items():
+            for pid, before in sources.items():
+                items += (tag, pid, before.stored() if before.place else b"", now[tag][pid].stored())
         return items
 
     def _told(self, wrong: str, tag: str, event: Tagged, offset: int, before: Numbered) -> bytes:

@@ -19,13 +19,14 @@ import pyarrow as pa
 
 from tailrace.config import Settings
 from tailrace.errors import PipelineError
-from tailrace.model.audit import Finding, Tally, fingerprint, horizon
+from tailrace.model.audit import Finding, Tally, fingerprint, horizon, noted
 from tailrace.model.bucket import DAY_MS, day_text
-from tailrace.settings import Days
+from tailrace.stores.marks import read_marks
+from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
 from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
-from tailrace.upkeep.job import milliseconds, now_ms, require_copy
+from tailrace.upkeep.job import Section, milliseconds, now_ms, require_copy, section_of
 from tailrace.upkeep.lease import Lease
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,10 @@ class Auditing:
             Unavailable, StoreChanged, PipelineError: It could not be done, or was given up.
         """
         started = self._clock()
+        if not any(read_marks(shards, self.view)) and not Registry(shards, self.view).count():
+            # It was never written, as tags are that nobody has asked for: no session is begun for nothing.
+            self._ended = True
+            return
         with spark_for(self._settings, self._spark) as session:
             auditor = Auditor(self._settings, session, self.view, self._clock, self._stopped)
             found = auditor.audit(shards, self._wanted)
@@ -143,9 +148,10 @@ class Auditor:
         view: str,
         clock: Callable[[], int],
         stopped: Callable[[], bool] = lambda: False,
+        brought_back: str | None = None,
     ) -> None:
         self._settings, self._spark, self._view, self._clock, self._stopped = settings, spark, view, clock, stopped
-        self.history = History(settings, spark, view)
+        self.history = History(settings, spark, view, brought_back)
 
     def audit(self, shards: Shards, wanted: Wanted) -> Audit:
         """Look at everything that is wanted, and at what was found once more."""
@@ -204,7 +210,7 @@ class Auditor:
         raise AssertionError
 
     def _job(self, work: Assignment, most: int | None) -> Any:
-        days, now = self._settings.days, self._clock()
+        section, now = section_of(self._settings, self._view), self._clock()
         count = work.plan.store.shards
         parts = max(1, -(-2 * int(self._spark.sparkContext.defaultParallelism) // count))
 
@@ -216,7 +222,7 @@ class Auditor:
             yield from _sums(_view_places(work, [(i % count, i // count) for i in pieces], parts))
 
         def judge(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _judge(work, days, now, most, batches)
+            yield from _judge(work, section, now, most, batches)
 
         sums = self._spark.range(0, count * parts, 1, count * parts).mapInArrow(view_side, _SUMS)
         records = self.history.records(work.extent)
@@ -240,12 +246,15 @@ class Auditor:
 def _kafka_places(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[object, ...]]:
     """Yield the sums of Kafka's records."""
     tally: Tally[tuple[str, str, int]] = Tally()
-    for records, rows in kept(work, batches):
+    for found in kept(work, batches):
+        records = found.records
         source, headers = str(records.source), records.headers
         offsets, times, keys, values = records.offsets, records.times, records.keys, records.values
-        for i, _, name in rows:
+        for i, _, name in found.rows:
             head = headers[i] if headers is not None else None
-            mark = fingerprint(source, offsets[i], times[i], keys[i], head, values[i] or b"")
+            event = found.tagged.get(i)
+            note = () if event is None else noted(event.pid, event.seq, event.tags)
+            mark = fingerprint(source, offsets[i], times[i], keys[i], head, values[i] or b"", note)
             tally.add((name, source, times[i] // DAY_MS), *mark)
         if len(tally.rows) > MOST_PLACES:
             yield from ((*place, n, 0, low, high, "") for place, (n, low, high) in tally.rows.items())
@@ -266,7 +275,7 @@ def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) ->
                 return crc32(name.encode()) // count % of == part and wanted(name)
 
             logs = walk(shards, work.view, shard, mine)
-            for examined in examine(shards, work.view, logs, work.extent.shards[shard]):
+            for examined in examine(shards, work.view, logs, work.extent.shards[shard], work.cleaned):
                 names += 1
                 days += len({segment.start_ms // DAY_MS for segment in examined.log.segments})
                 for (source, day), (n, low, high) in examined.tally.rows.items():
@@ -280,7 +289,7 @@ def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) ->
 
 
 def _judge(
-    work: Assignment, days: Days, at_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
+    work: Assignment, section: Section, at_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Say what each place that does not cancel out is: a finding, or something that the view has dropped on purpose."""
     shards = work.open()
@@ -298,7 +307,7 @@ def _judge(
                     totals["days"] += row["low"]
                 elif row["note"]:
                     found.append(_decode_finding(row["note"]))
-                elif _dropped(row, _kept_since(days, row["name"], at_ms)):
+                elif _dropped(row, _kept_since(section, row["name"], at_ms)):
                     totals["expired"] += row["kafka"] - row["view"]
                 else:
                     open_rows.append(row)
@@ -322,8 +331,8 @@ def _judge(
     yield _batch(_JUDGED, [(_TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
 
 
-def _kept_since(days: Days, name: str, at_ms: int) -> int:
-    keep = days.keep_of(name)
+def _kept_since(section: Section, name: str, at_ms: int) -> int:
+    keep = section.keep_of(name)
     return 0 if keep is None else at_ms - milliseconds(keep)
 
 
@@ -348,7 +357,7 @@ def _compared(row: dict[str, Any], seen: Seen) -> Finding:
     detail = {
         "missing": "Kafka has more" if seen.log.segments else "Kafka has it, and there is no such log",
         "extra": "Kafka has fewer",
-        "different": "as many as in Kafka, but not the same",
+        "different": "as many as in Kafka, but not the same, or not with the same tags",
     }[kind]
     return Finding(kind, row["name"], day_text(row["day"] * DAY_MS), row["source"], expected, found, detail)
 

@@ -6,17 +6,20 @@ is read again, and what was appended since its registry was read is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.model.audit import Bounds, Checker, Finding, Held, Tally, prints, shape
+from tailrace.model.audit import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
 from tailrace.model.bucket import DAY_MS
+from tailrace.model.cleaned import Cleanings
 from tailrace.model.name import shard_of
 from tailrace.model.segment import Log, Segment
 from tailrace.stores.logs import read_entries, read_log, read_row
+from tailrace.stores.tags import read_numbers
 from tailrace.stores.valkey import Command, Shards, mapping, translated
 
 PAGE = 1000
@@ -94,11 +97,14 @@ class Examined(msgspec.Struct, frozen=True):
     findings: Sequence[Finding]
 
 
-def examine(shards: Shards, view: str, logs: Iterable[Seen], bounds: Bounds) -> Iterator[Examined]:
+def examine(
+    shards: Shards, view: str, logs: Iterable[Seen], bounds: Bounds, cleaned: Mapping[str, Cleanings] | None = None
+) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
     for seen, held in _prefetched(shards, view, logs):
+        gone = (cleaned or {}).get(seen.name)
         for _ in range(AGAIN):
-            examined = _examine(shards, view, seen, held, bounds)
+            examined = _examine(shards, view, seen, held, bounds, gone)
             if not examined.findings:
                 break
             again = look(shards, view, [seen.name])[0]
@@ -108,7 +114,9 @@ def examine(shards: Shards, view: str, logs: Iterable[Seen], bounds: Bounds) -> 
         yield examined
 
 
-def _examine(shards: Shards, view: str, seen: Seen, held: dict[int, list[Held]], bounds: Bounds) -> Examined:
+def _examine(
+    shards: Shards, view: str, seen: Seen, held: dict[int, list[Held]], bounds: Bounds, gone: Cleanings | None
+) -> Examined:
     checker, tally = Checker(seen.name), Tally[tuple[str, int]]()
     for segment in seen.log.segments:
         checker.begin(segment)
@@ -119,16 +127,48 @@ def _examine(shards: Shards, view: str, seen: Seen, held: dict[int, list[Held]],
                 within = bounds.get(run.source)
                 if within is not None:
                     label = str(run.source)
-                    for _, time_ms, low, high in prints(run, *within):
+                    for _, time_ms, low, high in prints(run, *within, gone=gone):
                         tally.add((label, time_ms // DAY_MS), low, high)
         checker.end()
     findings = [*checker.findings]
+    if checker.counted:
+        findings += _miscounted(shards, view, seen, checker.counted)
     if seen.is_broken or seen.broken:
         which = "the registry" if seen.is_broken else f"the row of segment {seen.broken[0]}"
         findings.append(Finding("registry", seen.name, found=len(seen.broken), detail=f"{which} cannot be read"))
     elif seen.listed and not seen.log.segments:
         findings.append(Finding("no-log", seen.name, detail="the name is listed, and has no log"))
     return Examined(seen.name, seen.log, tally, findings)
+
+
+def _miscounted(shards: Shards, view: str, seen: Seen, counted: dict[str, int]) -> Iterator[Finding]:
+    """Yield the sources of a tag whose last event has not the number that the shard says they have come to."""
+    pids = list(counted)
+    given: dict[str, int] = {}
+    for at in range(0, len(pids), PAGE):
+        part = pids[at : at + PAGE]
+        (known,) = read_numbers(shards, [(seen.shard, seen.name, part)])
+        given |= {pid: each.number for pid, each in zip(part, known, strict=True) if each.number != counted[pid]}
+    if any(number > counted[pid] for pid, number in given.items()):
+        # The shard may have gone on since the log was read; what it says now, the log has by now.
+        newest = seen.log.segments[-1].index
+        for segment in look(shards, view, [seen.name])[0].log.segments:
+            if segment.index >= newest:
+                _count_on(counted, given, read_held(shards, view, seen.name, segment))
+    wrong = ((pid, number) for pid, number in given.items() if counted[pid] != number)
+    for pid, number in islice(wrong, MOST_ODD):
+        told = f"the last event has number {counted[pid]}, and the shard has given out {number}"
+        yield Finding("numbers", seen.name, "", pid, number, counted[pid], told)
+
+
+def _count_on(counted: dict[str, int], given: Mapping[str, int], held: Iterable[Held]) -> None:
+    """Go on counting, up to the numbers that were given out."""
+    for each in held:
+        for entry in each.entries:
+            run = entry.run
+            for note in run.notes.rows(run.offsets, run.times) if run.notes is not None else ():
+                if note.pid in given and counted[note.pid] < note.number <= given[note.pid]:
+                    counted[note.pid] = note.number
 
 
 def _prefetched(shards: Shards, view: str, logs: Iterable[Seen]) -> Iterator[tuple[Seen, dict[int, list[Held]]]]:

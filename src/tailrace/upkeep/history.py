@@ -23,16 +23,22 @@ from tailrace.config import Settings
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import PipelineError
 from tailrace.model.audit import Bounds
+from tailrace.model.cleaned import Cleanings
 from tailrace.model.event import Source
+from tailrace.model.tag import Tagged
 from tailrace.pipeline.days import Days
 from tailrace.pipeline.job import make_plan
 from tailrace.pipeline.onepass import Plan
 from tailrace.pipeline.slice import COLUMNS, Slice, slices
 from tailrace.pipeline.source import reader_options
+from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.tune import tasks
+from tailrace.pipeline.view import View
 from tailrace.stores.broker import ANSWER_S, Broker, Topic, client_properties
+from tailrace.stores.cleaned import read_cleaned
 from tailrace.stores.generations import Adopted, read_all_adopted
 from tailrace.stores.marks import NOTHING, read_marks
+from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.job import matcher
 from tailrace.upkeep.spread import begin_session, end_session
@@ -74,6 +80,13 @@ class Assignment(msgspec.Struct, frozen=True):
     view: str
     extent: Extent
     wanted: Wanted
+    cleaned: dict[str, Cleanings] = {}
+    """Of tags, the sources whose events are not expected there."""
+
+    def make_view(self) -> View:
+        """Make the view."""
+        (view,) = self.plan.make_views()
+        return view
 
     def open(self) -> Shards:
         """Connect a task to the server processes that the marks were read from."""
@@ -81,10 +94,14 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Kafka's past of one view."""
+    """Kafka's past of one view.
 
-    def __init__(self, settings: Settings, spark: Any, view: str) -> None:
-        self._settings, self._spark, self.view = settings, spark, view
+    Args:
+        brought_back: A source of events that counts although it was taken out of tags.
+    """
+
+    def __init__(self, settings: Settings, spark: Any, view: str, brought_back: str | None = None) -> None:
+        self._settings, self._spark, self.view, self._brought_back = settings, spark, view, brought_back
         self._broker = Broker(settings)
         self._admin = AdminClient(client_properties(settings))
 
@@ -120,7 +137,11 @@ class History:
         """Return what the tasks of a job must know."""
         generations = {source.topic: source.generation for source in extent.ranges}
         plan = make_plan(self._settings, shards, (self.view,), 0, generations)
-        return Assignment(plan, self.view, extent, wanted)
+        cleaned: dict[str, Cleanings] = {}
+        if self.view == TAGS:
+            for tag, sources in read_cleaned(shards, wanted.names).items():
+                cleaned[tag] = {pid: each for pid, each in sources.items() if pid != self._brought_back}
+        return Assignment(plan, self.view, extent, wanted, cleaned)
 
     def records(self, extent: Extent) -> Any:
         """Return the records of an extent as a data frame of the pipeline's columns; None when there are none."""
@@ -170,18 +191,44 @@ class History:
         return found
 
 
-def kept(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Slice, list[tuple[int, int, str]]]]:
-    """Yield slices with row, shard and name of each record that belongs to the history of a wanted name."""
-    (days,) = work.plan.make_views()
-    assert isinstance(days, Days)
-    wanted = work.wanted.test()
+class Kept(msgspec.Struct, frozen=True):
+    """What a slice has of the history of wanted names."""
+
+    records: Slice
+    rows: list[tuple[int, int, str]]
+    """Row, shard and name of each record; a record that has several names comes several times."""
+    tagged: Mapping[int, Tagged]
+    """For the view of tags, what they are of each record's row."""
+
+
+def kept(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[Kept]:
+    """Yield what there is of the history of wanted names, slice by slice."""
+    view, wanted = work.make_view(), work.wanted.test()
     for batch in batches:
         for records in slices(batch, work.plan.generations, work.plan.limits):
             last = [bounds.get(records.source, (0, NOTHING))[1] for bounds in work.extent.shards]
             offsets = records.offsets
-            rows = [row for row in days.named(records) if offsets[row[0]] <= last[row[1]] and wanted(row[2])]
+            tagged = view.tagged(records) if isinstance(view, TagView) else {}
+            rows = [row for row in _named(view, records, tagged) if offsets[row[0]] <= last[row[1]] and wanted(row[2])]
+            if work.cleaned:
+                rows = [row for row in rows if not _is_cleaned(work, records, row, tagged)]
             if rows:
-                yield records, rows
+                yield Kept(records, rows, tagged)
+
+
+def _named(view: View, records: Slice, tagged: Mapping[int, Tagged]) -> Iterator[tuple[int, int, str]]:
+    """Yield row, shard and name of every record, as often as it has names."""
+    if isinstance(view, TagView):
+        return view.named(records, tagged)
+    assert isinstance(view, Days)
+    return view.named(records)
+
+
+def _is_cleaned(work: Assignment, records: Slice, row: tuple[int, int, str], tagged: Mapping[int, Tagged]) -> bool:
+    """Whether an event is of a source that was taken out of the tag, up to where it was."""
+    at, _, tag = row
+    gone = work.cleaned.get(tag, {}).get(tagged[at].pid)
+    return gone is not None and gone.covers(str(records.source), records.offsets[at])
 
 
 @contextmanager

@@ -61,6 +61,11 @@ def require_copy(settings: Settings, view: str) -> None:
     Raises:
         BadRequest: There is no such view, or it cannot be compared with Kafka nor made again from it.
     """
+    if view == "tags" and settings.tags.store == "cassandra":
+        raise BadRequest(
+            "the tags rest in Cassandra (tags.store): they are compared with Kafka, restored from it and cleaned only "
+            "where they rest in Valkey"
+        )
     section_of(settings, view)
     if view not in settings.copied_views:
         raise BadRequest(

@@ -17,16 +17,20 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.errors import PipelineError, StoreError, StreamNotFound
+from tailrace.errors import BadRequest, PipelineError, StoreError, StreamNotFound
 from tailrace.model.event import Source
+from tailrace.stores.cleaned import read_cleaned, tags_of
 from tailrace.stores.staging import Staging
+from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint
+from tailrace.upkeep.anchor import Record
 from tailrace.upkeep.audit import Auditor
+from tailrace.upkeep.draft import DIFFERS
 from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, spark_for
-from tailrace.upkeep.job import milliseconds, now_ms, require_copy
+from tailrace.upkeep.job import milliseconds, now_ms, require_copy, section_of
 from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.restore import DIFFERS, MOVED, REBUILT, Orders, Record, Restored, Restorer, encode_body
+from tailrace.upkeep.restore import MOVED, REBUILT, Body, Orders, Restored, Restorer, encode_body
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +46,12 @@ class Rebuilding:
 
     Args:
         name: One stream; None = all of them.
-        day_ms: When the UTC day began that is to be restored; None = all days.
+        day_ms: When the UTC day began that is to be restored; None = all days. Not for tags.
+        source: Of tags, those of one source; what a cleanup took out of it comes back.
         spark: A session that has Kafka's connector; one is started, and ended, without it.
 
     Raises:
-        BadRequest: There is no such view.
+        BadRequest: There is no such view, or what was asked for is not for it.
     """
 
     name = "rebuild"
@@ -60,14 +65,19 @@ class Rebuilding:
         *,
         name: str | None = None,
         day_ms: int | None = None,
+        source: str | None = None,
         spark: Any = None,
         clock: Callable[[], int] = now_ms,
         reached: Callable[[str], None] = failpoint.reached,
     ) -> None:
         require_copy(settings, view)
+        if view == TAGS and day_ms is not None:
+            raise BadRequest("a tag is rebuilt as a whole, not a day of it: its numbers go on from day to day")
+        if view != TAGS and source is not None:
+            raise BadRequest(f"the view {view!r} knows no sources of events: only tags do")
         self.view = view
         self._settings, self._name, self._day_ms = settings, name, day_ms
-        self._spark, self._clock, self._reached = spark, clock, reached
+        self._source, self._spark, self._clock, self._reached = source, spark, clock, reached
         self._names = 0
         self.restored: dict[str, Restored] = {}
         """What became of every log that something was wrong with, by name."""
@@ -115,13 +125,30 @@ class Rebuilding:
             epochs, marks = tuple(epoch for epoch, _ in opened), [marks for _, marks in opened]
             self._restore(spark, shards, names, epochs, marks, lease.token)
             lease.check()
+            if self._source is not None:
+                for tag in self._asked(shards) or ():
+                    Staging(shards, self.view, lease.token).clean(tag, self._source, None)
 
     def _suspects(self, spark: Any, shards: Shards) -> frozenset[str]:
-        wanted = Wanted(names=None if self._name is None else frozenset([self._name]))
-        names, self._names = Auditor(self._settings, spark, self.view, self._clock).suspects(shards, wanted)
+        auditor = Auditor(self._settings, spark, self.view, self._clock, brought_back=self._source)
+        names, self._names = auditor.suspects(shards, Wanted(names=self._asked(shards)))
         if self._name is not None and not self._names:
             raise StreamNotFound(self._name)
         return frozenset(names)
+
+    def _asked(self, shards: Shards) -> frozenset[str] | None:
+        """Return the names that it is about, or None for all of them.
+
+        Those of a source are the tags that it was taken out of, or has come somewhere in.
+        """
+        if self._source is None:
+            return None if self._name is None else frozenset([self._name])
+        if self._name is not None:
+            return frozenset([self._name])
+        cleaned = [tag for tag, sources in read_cleaned(shards).items() if self._source in sources]
+        if not (tags := frozenset([*cleaned, *tags_of(shards, self._source)])):
+            raise BadRequest(f"no tag has, or had, events of the source {self._source!r}")
+        return tags
 
     def _restore(
         self,
@@ -133,7 +160,7 @@ class Rebuilding:
         token: int,
     ) -> None:
         """Restore logs; those that changed meanwhile once more, and all if Kafka dropped what was to be read."""
-        history = History(self._settings, spark, self.view)
+        history = History(self._settings, spark, self.view, self._source)
         for attempt in range(ATTEMPTS):
             extent = history.extent(shards, marks)
             try:
@@ -163,7 +190,7 @@ class Rebuilding:
         upkeep = self._settings.upkeep
         return Orders(
             work=history.assign(shards, extent, Wanted(names=names)),
-            days=self._settings.days,
+            section=section_of(self._settings, self.view),
             token=token,
             epochs=epochs,
             day_ms=self._day_ms,
@@ -192,7 +219,7 @@ class Rebuilding:
         if records is not None:
             rows = rows.unionAll(records.mapInArrow(route, _RECORDS))
         each = Window.partitionBy("name", "source").orderBy("offset")
-        latest = orders.now_ms + work.plan.future_ms
+        latest = orders.now_ms + work.make_view().future_ms
         # A time that none of the next records comes near is one from the future; it must not hold back what follows.
         next_ones = coalesce(highest("time").over(each.rowsBetween(1, NEXT_RECORDS)), col("time"))
         in_order = (
@@ -211,15 +238,23 @@ class Rebuilding:
 def _routed(work: Assignment, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield Kafka's records with the name of their log."""
     types = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.binary()]
-    for records, rows in kept(work, batches):
+    for found in kept(work, batches):
+        records, rows = found.records, found.rows
         source, heads = str(records.source), records.headers
         at = [i for i, _, _ in rows]
+        bodies: dict[int, bytes] = {}
+        for i in at:
+            if i not in bodies:
+                event = found.tagged.get(i)
+                more = () if event is None else (event.pid, event.seq, event.tags)
+                head = heads[i] if heads is not None else []
+                bodies[i] = encode_body(Body(records.keys[i], head, records.values[i] or b"", *more))
         columns: list[list[object]] = [
             [name for _, _, name in rows],
             [source] * len(rows),
             [records.offsets[i] for i in at],
             [records.times[i] for i in at],
-            [encode_body((records.keys[i], heads[i] if heads is not None else (), records.values[i])) for i in at],
+            [bodies[i] for i in at],
         ]
         arrays = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, names=["name", "source", "offset", "time", "body"])
