@@ -1,4 +1,4 @@
-"""The fourth sample source of ``tailrace demo``: shopping carts, whose events have tags, and tags for the shop's orders.
+"""The fourth sample source of ``tailrace demo``: shopping carts whose events have tags, and tags for orders.
 
 A cart is opened, things are put into it and taken out, and in the end it is checked out or abandoned. Each event says
 which tags it has: the country, what kind of thing it is about, and what became of the cart. Orders of the shop get

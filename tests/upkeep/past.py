@@ -23,12 +23,12 @@ from tailrace.model.segment import Log
 from tailrace.stores.broker import Broker
 from tailrace.stores.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.upkeep.anchor import Record as KafkaRecord
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.history import History, Wanted
-from tailrace.upkeep.job import run_job
+from tailrace.upkeep.job import run_job, section_of
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.restore import Orders, Restored, Restorer, encode_body
-from tailrace.upkeep.restore import Record as KafkaRecord
 from tests.faults.rig import QUICK_JAVA
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
@@ -45,6 +45,8 @@ def settings_for(kafka: str, store: StoreOptions, topics: Sequence[str], **flags
 
 class Past:
     """One topic, in Kafka and in a view."""
+
+    view_name = "days"
 
     def __init__(
         self,
@@ -63,15 +65,19 @@ class Past:
         kept = {**any_time, "retention.ms": "-1"}
         self.admin.create_topics([NewTopic(self.topic, partitions, 1, config=kept)])[self.topic].result(30)
         self.producer = Producer({"bootstrap.servers": kafka, "log_level": 0, "linger.ms": 0})
-        self.writer = writer or Writer(store)
+        self.writer = writer or self.begin()
         self.shards = self.writer.shards
         self.keys = self.shards.keys
-        self.registry = Registry(self.shards, "days")
+        self.registry = Registry(self.shards, self.view_name)
         self._ends = [0] * partitions
         self.produced: list[Record] = []
         while self.topic not in (topics := Broker(self.settings).topics()):
             time.sleep(0.05)
         self.shards.call(0, "adopt", self.topic, topics[self.topic].id)
+
+    def begin(self) -> Writer:
+        """Begin a pipeline."""
+        return Writer(self.store)
 
     def record(self, name: str, time_ms: int = NOON, partition: int = 0, value: bytes | None = None) -> Record:
         """Return the next record of a partition."""
@@ -127,27 +133,27 @@ class Past:
         changed = getattr(self.settings, section).model_copy(update=changes)
         self.settings = self.settings.model_copy(update={section: changed})
 
-    def audit(self, view: str = "days", **changes: Any) -> Audit:
-        work = Auditing(self.settings, view, spark=self.spark, **changes)
+    def audit(self, view: str | None = None, **changes: Any) -> Audit:
+        work = Auditing(self.settings, view or self.view_name, spark=self.spark, **changes)
         run_job(self.settings, work, alone=False)
         return work.found
 
     def rebuild(self, name: str | None = None, day: int | None = None, **changes: Any) -> dict[str, Any]:
         """Rebuild; ``day`` is counted from the first one."""
         day_ms = None if day is None else NOON - NOON % DAY + day * DAY
-        work = Rebuilding(self.settings, "days", name=name, day_ms=day_ms, spark=self.spark, **changes)
+        work = Rebuilding(self.settings, self.view_name, name=name, day_ms=day_ms, spark=self.spark, **changes)
         return dict(run_job(self.settings, work))
 
     @contextmanager
     def restorer(self, day: int | None = None, **changes: Any) -> Iterator[Restoring]:
         """What a task of a rebuild has, in this process: epochs, marks, and Kafka's records in their order."""
-        history = History(self.settings, None, "days")
-        with Keeper(self.store) as keeper:
+        history = History(self.settings, None, self.view_name)
+        with Keeper(self.store, view=self.view_name) as keeper:
             opened = keeper.staging.reopen(round(time.time()))
             extent = history.extent(keeper.shards, [marks for _, marks in opened])
             orders = Orders(
                 work=history.assign(keeper.shards, extent, Wanted()),
-                days=self.settings.days,
+                section=section_of(self.settings, self.view_name),
                 token=keeper.lease.token,
                 epochs=tuple(epoch for epoch, _ in opened),
                 day_ms=None if day is None else NOON - NOON % DAY + day * DAY,
@@ -158,19 +164,23 @@ class Past:
             )
             yield Restoring(self, keeper.shards, msgspec.structs.replace(orders, **changes))
 
+    def named(self, name: str) -> list[tuple[Record, tuple[Any, ...]]]:
+        """Return the records of a stream, each with what its body has beside key, headers and value."""
+        return [(r, ()) for r in self.produced if name_of_key(r.key) == name]
+
     def log(self, name: str) -> Log:
         return self.registry.logs([name])[0].log
 
     def segment_key(self, name: str, at: int = 0) -> tuple[Any, str]:
         """Return the client and the key of a segment."""
         named = self.registry.logs([name])[0]
-        return self.client(name), self.keys.segment(named.shard, "days", named.log.segments[at].index, name)
+        return self.client(name), self.keys.segment(named.shard, self.view_name, named.log.segments[at].index, name)
 
     def log_key(self, name: str) -> str:
-        return self.keys.log(self.registry.logs([name])[0].shard, "days", name)
+        return self.keys.log(self.registry.logs([name])[0].shard, self.view_name, name)
 
     def names_key(self, name: str) -> str:
-        return self.keys.names(self.registry.logs([name])[0].shard, "days")
+        return self.keys.names(self.registry.logs([name])[0].shard, self.view_name)
 
     def client(self, name: str) -> Any:
         return self.shards.client(self.registry.logs([name])[0].shard)
@@ -190,12 +200,14 @@ class Restoring:
         bounds = self.orders.work.extent.shards[shard_of(name, self._shards.options.shards)]
         newest: dict[Source, int] = {}
         found: list[KafkaRecord] = []
-        for r in sorted((r for r in self._past.produced if name_of_key(r.key) == name), key=lambda r: r.offset):
+        cleaned = self.orders.work.cleaned.get(name, {})
+        for r, more in sorted(self._past.named(name), key=lambda each: each[0].offset):
             source = Source(r.topic, r.partition)
             first, last = bounds.get(source, (1, 0))
-            if first <= r.offset <= last:
+            is_cleaned = more and more[0] in cleaned and cleaned[more[0]].covers(str(source), r.offset)
+            if first <= r.offset <= last and not is_cleaned:
                 newest[source] = max(newest.get(source, 0), r.time)
-                body = encode_body((r.key, r.headers or (), r.value))
+                body = encode_body((r.key, r.headers or (), r.value, *more))
                 found.append(KafkaRecord(source, r.offset, r.time, newest[source], body))
         return sorted(found, key=lambda r: (r.newest_ms, str(r.source), r.offset))
 

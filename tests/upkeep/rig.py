@@ -29,16 +29,17 @@ class Keeper:
         piece_bytes: int = 512 << 10,
         clock: Callable[[], int] = now_ms,
         reached: Callable[[str], None] = lambda _: None,
+        view: str = "days",
     ) -> None:
         self.shards = Shards(options).open()
         prepare(self.shards)
-        self.registry = Registry(self.shards, "days")
+        self.registry = Registry(self.shards, view)
         self.lease = Lease(self.shards, owner)
         self._piece_bytes, self._clock, self._reached = piece_bytes, clock, reached
 
     def __enter__(self) -> Keeper:
         self.lease.__enter__()
-        self.staging = Staging(self.shards, "days", self.lease.token)
+        self.staging = Staging(self.shards, self.registry.view, self.lease.token)
         return self
 
     def __exit__(
@@ -75,11 +76,11 @@ class Keeper:
 
     def unowned(self) -> list[bytes]:
         """Keys of logs that no registry names and that do not end by themselves."""
-        keys = self.shards.keys
+        keys, view = self.shards.keys, self.registry.view
         owned: set[bytes] = set()
         for found in self.registry.walk():
-            owned.add(keys.log(found.shard, "days", found.name).encode())
-            owned |= {keys.segment(found.shard, "days", s.index, found.name).encode() for s in found.log.segments}
+            owned.add(keys.log(found.shard, view, found.name).encode())
+            owned |= {keys.segment(found.shard, view, s.index, found.name).encode() for s in found.log.segments}
         stray: list[bytes] = []
         for node in self.shards.primaries():
             for key in node.scan_iter(f"{keys.prefix}:*"):

@@ -206,8 +206,8 @@ def test_a_name_pattern_packs_the_streams_that_match_as_a_whole(any_store: Store
 
 
 def test_a_view_or_a_pattern_that_is_none_is_said_so(store: StoreOptions) -> None:
-    with pytest.raises(BadRequest, match="there is no view 'tags'"):
-        pack.Rules.of(settings(store), "tags")
+    with pytest.raises(BadRequest, match="there is no view 'nights'"):
+        pack.Rules.of(settings(store), "nights")
     with pytest.raises(BadRequest, match=r"'a\(' is no regular expression in RE2 syntax: missing \)"):
         matcher("a(")
 

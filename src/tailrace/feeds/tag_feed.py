@@ -68,11 +68,12 @@ class TagRowsFeed:
         wanted: Sequence[Wanted],
         pace: Pace,
         clock: Callable[[], int],
+        target: UUID,
     ) -> None:
+        """``target``: what existed when it began has no later stamp."""
         self._hub, self._floors, self._request, self._pace, self._clock = hub, floors, request, pace, clock
         self._lines, self._wanted = lines, wanted
-        self._target = last_of(clock())
-        """What existed when it began has no later stamp."""
+        self._target = target
         self._until = None if request.until_ms is None else last_of(request.until_ms)
         if not request.follow:
             self._until = self._target if self._until is None else min(self._until, self._target, key=order)
@@ -145,11 +146,15 @@ class TagRowsFeed:
         for failure in await asyncio.gather(*begun, return_exceptions=True):
             if failure is not None:
                 raise failure
-        self._read_ms = self._clock()
+        before_ms, self._read_ms = self._read_ms, self._clock()
+        if self._read_ms < before_ms and self._told:
+            self._told = deque([self._read_ms])  # the clock was set back
 
     def _due_ms(self) -> int:
         """Return when it is to be read again."""
         pace, now_ms = self._pace, self._clock()
+        if now_ms < self._read_ms:
+            return now_ms  # the clock was set back: what was due by it is not far
         due = [self._read_ms + pace.refresh_ms]
         due += [asked for line in self._lines if (asked := line.reading.due_ms()) is not None]
         if any(line.reading.is_full for line in self._lines) or (self._told and pace.delay_ms is None):

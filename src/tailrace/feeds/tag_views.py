@@ -52,6 +52,7 @@ class TagViews:
         )
         self._reads = Reads(
             delay_ms=self._pace.delay_ms,
+            future_ms=self._future_ms,
             span_ms=_ms(tags.span),
             waits=Waits(_ms(tags.gap_timeout), _ms(tags.new_source_scan), tags.max_missing),
             short_ms=None if tags.back_track is None else _ms(tags.back_track),
@@ -90,7 +91,11 @@ class TagViews:
         if not from_beginning:
             for line, start in zip(lines, starts, strict=True):
                 await self._expect(line, start, levels[line.shard])
-        feed = TagRowsFeed(self._hub, self._floors, request, lines, wanted, self._pace, self._clock)
+        # A stamp may be ahead of the clock, but not of the floor of its place.
+        latest_ms = max([self._clock(), *(ms for each in levels.values() for ms in each.floors.values())])
+        feed = TagRowsFeed(
+            *(self._hub, self._floors, request, lines, wanted, self._pace, self._clock, last_of(latest_ms))
+        )
         await feed.begin()
         return feed
 
@@ -98,7 +103,7 @@ class TagViews:
         """Whether there is nothing behind a cursor that was handed out."""
         names = tags[:1] if mode == "all" else tags
         parts = TagCursor.parse(cursor, len(names)).parts
-        reads = msgspec.structs.replace(self._reads, delay_ms=0, room=room_for(len(names)), short_ms=None)
+        reads = msgspec.structs.replace(self._reads, delay_ms=0, future_ms=0, room=room_for(len(names)), short_ms=None)
         levels = await self._floors.read(map(self._floors.shard_of, names))
         for at, (tag, part) in enumerate(zip(names, parts, strict=True)):
             line = TagLine(tag, at, self._rows, self._floors, part, reads, self._clock)

@@ -95,6 +95,10 @@ class Hold(Generic[R]):
         """Wait for the next gap: since what follows it was seen."""
         self._since_ms = min((seen_ms for _, seen_ms in self._rows.values()), default=self._since_ms)
 
+    def set_back(self, now_ms: int) -> None:
+        """Wait no longer than from now on, if the clock was set back."""
+        self._since_ms = min(self._since_ms, now_ms)
+
     def pass_over(self) -> None:
         """Wait no longer for what is missing below the lowest event."""
         self.number = min(self._rows) - 1

@@ -27,7 +27,7 @@ from tailrace.model.event import Source
 from tailrace.model.stamp import first_of, last_of, ms_of, order
 from tailrace.model.tag_cursor import Part, hashed, hashed_place
 from tailrace.model.tag_gaps import Hold, R, TagRow
-from tailrace.model.tag_reads import Reads
+from tailrace.model.tag_reads import Reads, Turns
 from tailrace.model.tag_water import LowWater
 
 FOR_HOLDS = 2
@@ -91,8 +91,7 @@ class Reading(Generic[R]):
         self._looked = not start.open
         self._searched = True
         """Whether what is held was looked for since it is."""
-        self._short_due = now_ms + (reads.short_ms or 0)
-        self._long_due = now_ms + (reads.long_ms or 0)
+        self._turns = Turns(reads, now_ms)
         self.is_at_end = False
         """Whether everything was read that was to be read."""
         self.is_full = False
@@ -120,7 +119,7 @@ class Reading(Generic[R]):
         """
         after = self._again_from(marks)
         lowest = min(floors.values(), default=None)
-        to = last_of(now_ms - self._reads.lag_ms(now_ms, lowest))
+        to = last_of(self._reads.to_ms(now_ms, floors.values()))
         if until is not None:
             to = min(to, until, key=order)
         self._to = max(to, self._position, self._to, key=order)  # a clock that steps back changes nothing
@@ -231,18 +230,9 @@ class Reading(Generic[R]):
         if self._holds:
             after = min((hold.after for hold in self._holds.values()), key=order)
             found.append(Look(after, max((hold.lowest.stamp for hold in self._holds.values()), key=order)))
-        reads = self._reads
-        if reads.short_ms is not None and now_ms >= self._short_due:
-            self._short_due = now_ms + reads.short_ms
-            period_ms = reads.short_period_ms
-            if reads.long_ms is not None and now_ms >= self._long_due:
-                self._long_due = now_ms + reads.long_ms
-                period_ms = reads.long_period_ms
-            ms = ms_of(self._position)
-            since_ms = bucket_start(ms, reads.span_ms) - reads.span_ms
-            if period_ms is not None:
-                since_ms = max(since_ms, ms - period_ms)
-            after = max(last_of(since_ms - 1), self._start, key=order)
+        back_to_ms = self._turns.since_ms(ms_of(self._position), now_ms)
+        if back_to_ms is not None:
+            after = max(last_of(back_to_ms - 1), self._start, key=order)
             if order(after) < order(self._position):
                 found.append(Look(after, self._position))
         return found
@@ -289,6 +279,7 @@ class Reading(Generic[R]):
         """Wait no longer for what was waited for long enough; return what goes out."""
         out: list[Emitted[R] | Lost] = []
         for hold in list(self._holds.values()):
+            hold.set_back(now_ms)
             while hold and now_ms >= hold.deadline_ms(self._reads.waits):
                 lenient, (first, last), after = hold.is_lenient, hold.missing, hold.after
                 to = hold.lowest.stamp
@@ -303,8 +294,8 @@ class Reading(Generic[R]):
         if not self._searched:
             return 0
         due = [hold.deadline_ms(self._reads.waits) for hold in self._holds.values()]
-        if self._reads.short_ms is not None:
-            due.append(self._short_due)
+        if self._turns.due_ms is not None:
+            due.append(self._turns.due_ms)
         return min(due, default=None)
 
     def expect(self, rows: Iterable[TagRow]) -> None:

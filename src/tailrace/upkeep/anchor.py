@@ -40,7 +40,7 @@ class Anchor:
     """What one log of a tag is numbered by while it is restored."""
 
     def __init__(self, shards: Shards, shard: int, tag: str) -> None:
-        known = _read_numbers(shards, shard, tag)
+        known = read_all_numbers(shards, shard, tag)
         self._numbers = {pid: each.number for pid, each in known.items()}
         self._top_ms = max((each.ms for each in known.values()), default=Numbered().ms)
         """No event of the tag had a later stamp by then."""
@@ -126,7 +126,7 @@ class Anchor:
         return Ends(self._numbers, self._stamps)
 
 
-def _read_numbers(shards: Shards, shard: int, tag: str) -> dict[str, Numbered]:
+def read_all_numbers(shards: Shards, shard: int, tag: str) -> dict[str, Numbered]:
     """Return how far every source has come in a tag, each at some moment before this returns."""
     found: dict[str, Numbered] = {}
     cursor: Any = b"0"

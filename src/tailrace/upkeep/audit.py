@@ -36,9 +36,9 @@ MOST_FINDINGS = 1000
 MOST_PLACES = 50_000
 """Places that a task adds up before it hands them on."""
 
-_SUMS = "name string, source string, day long, kafka long, view long, low long, high long, note string"
-_JUDGED = "kind string, name string, day string, source string, expected long, found long, detail string"
-_TOTALS = ""
+SUMS = "name string, source string, day long, kafka long, view long, low long, high long, note string"
+JUDGED = "kind string, name string, day string, source string, expected long, found long, detail string"
+TOTALS = ""
 """The kind, or the name, of rows that only count."""
 
 _decode_finding = msgspec.json.Decoder(Finding).decode
@@ -167,7 +167,7 @@ class Auditor:
         names: set[str] = set()
         total = 0
         for row in self._rows(shards, wanted, None)[0]:
-            if row.kind == _TOTALS:
+            if row.kind == TOTALS:
                 total += msgspec.json.decode(row.detail).get("names", 0)
             else:
                 names.add(row.name)
@@ -178,7 +178,7 @@ class Auditor:
         totals: dict[str, int] = {}
         findings: list[Finding] = []
         for row in rows:
-            if row.kind == _TOTALS:
+            if row.kind == TOTALS:
                 for field, n in msgspec.json.decode(row.detail, type=dict[str, int]).items():
                     totals[field] = totals.get(field, 0) + n
             else:
@@ -215,19 +215,19 @@ class Auditor:
         parts = max(1, -(-2 * int(self._spark.sparkContext.defaultParallelism) // count))
 
         def kafka_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _sums(_kafka_places(work, batches))
+            yield from sums_of(kafka_places(work, batches))
 
         def view_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             pieces = [i for batch in batches for i in batch.column(0).to_pylist()]
-            yield from _sums(_view_places(work, [(i % count, i // count) for i in pieces], parts))
+            yield from sums_of(_view_places(work, [(i % count, i // count) for i in pieces], parts))
 
         def judge(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield from _judge(work, section, now, most, batches)
 
-        sums = self._spark.range(0, count * parts, 1, count * parts).mapInArrow(view_side, _SUMS)
+        sums = self._spark.range(0, count * parts, 1, count * parts).mapInArrow(view_side, SUMS)
         records = self.history.records(work.extent)
         if records is not None:
-            sums = sums.unionAll(records.mapInArrow(kafka_side, _SUMS))
+            sums = sums.unionAll(records.mapInArrow(kafka_side, SUMS))
         added = [f"sum({column}) AS {column}" for column in ("kafka", "view", "low", "high")]
         from pyspark.sql.functions import expr
 
@@ -236,14 +236,14 @@ class Auditor:
             .groupBy("name", "source", "day", "note")
             .agg(*map(expr, added))
             .where("kafka <> view OR low <> 0 OR high <> 0 OR note <> ''")
-            .mapInArrow(judge, _JUDGED)
+            .mapInArrow(judge, JUDGED)
         )
 
 
 # What tasks do.
 
 
-def _kafka_places(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[object, ...]]:
+def kafka_places(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[object, ...]]:
     """Yield the sums of Kafka's records."""
     tally: Tally[tuple[str, str, int]] = Tally()
     for found in kept(work, batches):
@@ -285,7 +285,7 @@ def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) ->
                     yield finding.name, "", 0, 0, 0, 0, 0, msgspec.json.encode(finding).decode()
     finally:
         shards.close()
-    yield _TOTALS, "", 0, names, events, days, 0, "totals"
+    yield TOTALS, "", 0, names, events, days, 0, "totals"
 
 
 def _judge(
@@ -301,7 +301,7 @@ def _judge(
             found: list[Finding] = []
             open_rows: list[dict[str, Any]] = []
             for row in batch.to_pylist():
-                if row["name"] == _TOTALS:
+                if row["name"] == TOTALS:
                     totals["names"] += row["kafka"]
                     totals["events"] += row["view"]
                     totals["days"] += row["low"]
@@ -325,10 +325,10 @@ def _judge(
                     found.append(_compared(row, log))
             totals["findings"] += len(found)
             told, left = found[:left], max(0, left - len(found))
-            yield _batch(_JUDGED, ((f.kind, f.name, f.day, f.source, f.expected, f.found, f.detail) for f in told))
+            yield batch_of(JUDGED, ((f.kind, f.name, f.day, f.source, f.expected, f.found, f.detail) for f in told))
     finally:
         shards.close()
-    yield _batch(_JUDGED, [(_TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
+    yield batch_of(JUDGED, [(TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
 
 
 def _kept_since(section: Section, name: str, at_ms: int) -> int:
@@ -362,13 +362,13 @@ def _compared(row: dict[str, Any], seen: Seen) -> Finding:
     return Finding(kind, row["name"], day_text(row["day"] * DAY_MS), row["source"], expected, found, detail)
 
 
-def _sums(rows: Iterable[tuple[object, ...]]) -> Iterator[pa.RecordBatch]:
+def sums_of(rows: Iterable[tuple[object, ...]]) -> Iterator[pa.RecordBatch]:
     rows = iter(rows)
     while chunk := list(islice(rows, 10_000)):
-        yield _batch(_SUMS, chunk)
+        yield batch_of(SUMS, chunk)
 
 
-def _batch(schema: str, rows: Iterable[tuple[object, ...]]) -> pa.RecordBatch:
+def batch_of(schema: str, rows: Iterable[tuple[object, ...]]) -> pa.RecordBatch:
     """Return rows as Spark takes them from a task."""
     types = {"string": pa.string(), "long": pa.int64()}
     fields = [pa.field(name, types[kind]) for name, _, kind in (f.partition(" ") for f in schema.split(", "))]

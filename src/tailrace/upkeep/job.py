@@ -63,8 +63,7 @@ def require_copy(settings: Settings, view: str) -> None:
     """
     if view == "tags" and settings.tags.store == "cassandra":
         raise BadRequest(
-            "the tags rest in Cassandra (tags.store): they are compared with Kafka, restored from it and cleaned only "
-            "where they rest in Valkey"
+            "the tags rest in Cassandra (tags.store), and this job is for logs in Valkey: see upkeep.by_store"
         )
     section_of(settings, view)
     if view not in settings.copied_views:

@@ -22,6 +22,7 @@ from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.units import format_duration
 from tailrace.upkeep import pack, sweep
+from tailrace.upkeep.by_store import auditing
 from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, now_ms, run_job
 from tailrace.upkeep.report import last_end
 from tailrace.upkeep.spread import Spread, step_back
@@ -69,14 +70,12 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
         return run_job(settings, work)
 
     def audit_once(view: str, stopped: Stopped) -> Facts:
-        from tailrace.upkeep.audit import Auditing
-
         spread.stop()  # an audit reads Kafka, and its session has the connector
-        return run_job(settings, Auditing(settings, view, stopped=stopped))
+        return run_job(settings, auditing(settings, view, stopped=stopped))
 
     return {
-        "sweep": Job(upkeep.sweep_every, sweep_once),
-        "pack": Job(upkeep.pack_every, pack_once, yields=True),
+        "sweep": Job(upkeep.sweep_every, sweep_once, views=settings.log_views),
+        "pack": Job(upkeep.pack_every, pack_once, yields=True, views=settings.log_views),
         "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.copied_views),
     }
 
@@ -182,7 +181,8 @@ def main(settings: Settings) -> int:
         signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
     step_back()
     with Spread(settings) as spread:
-        jobs, views = jobs_of(settings, spread), settings.log_views
+        jobs = jobs_of(settings, spread)
+        views = tuple(dict.fromkeys((*settings.log_views, *settings.copied_views)))
         told = [
             f"{name} {f'every {format_duration(job.every)}' if job.every else 'never'}" for name, job in jobs.items()
         ]

@@ -34,7 +34,7 @@ from tailrace.upkeep.restore import MOVED, REBUILT, Body, Orders, Restored, Rest
 
 logger = logging.getLogger(__name__)
 
-_RECORDS = "name string, source string, offset long, time long, body binary"
+RECORDS = "name string, source string, offset long, time long, body binary"
 _RESTORED = "name string, verdict string, events long, before long, segments long, replaced long"
 NEXT_RECORDS = 3
 _ANY_EPOCH = 1 << 62
@@ -208,16 +208,16 @@ class Rebuilding:
         work, names = orders.work, sorted(orders.work.wanted.names or ())
 
         def route(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _routed(work, batches)
+            yield from routed(work, batches)
 
         def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield from _restored(orders, batches)
 
         # Every name has a row of its own: a log of which Kafka has nothing is looked at too.
-        rows = spark.createDataFrame([(name, "", -1, 0, None) for name in names], _RECORDS)
+        rows = spark.createDataFrame([(name, "", -1, 0, None) for name in names], RECORDS)
         records = history.records(work.extent)
         if records is not None:
-            rows = rows.unionAll(records.mapInArrow(route, _RECORDS))
+            rows = rows.unionAll(records.mapInArrow(route, RECORDS))
         each = Window.partitionBy("name", "source").orderBy("offset")
         latest = orders.now_ms + work.make_view().future_ms
         # A time that none of the next records comes near is one from the future; it must not hold back what follows.
@@ -235,7 +235,7 @@ class Rebuilding:
 # What tasks do.
 
 
-def _routed(work: Assignment, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def routed(work: Assignment, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield Kafka's records with the name of their log."""
     types = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.binary()]
     for found in kept(work, batches):
@@ -276,7 +276,7 @@ def _restored(orders: Orders, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.
 def _rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, Record | None]]:
     sources: dict[str, Source] = {}
     for batch in batches:
-        for name, source, offset, time_ms, body, newest in zip(*map(_listed, batch.columns), strict=True):
+        for name, source, offset, time_ms, body, newest in zip(*map(listed, batch.columns), strict=True):
             if not source:
                 yield name, None
                 continue
@@ -284,6 +284,6 @@ def _rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, Record | Non
             yield name, Record(known, offset, time_ms, newest, body)
 
 
-def _listed(column: Any) -> list[Any]:
+def listed(column: Any) -> list[Any]:
     values: list[Any] = column.to_pylist()
     return values

@@ -28,8 +28,8 @@ from tailrace.stores.marks import NOTHING, parse_marks, read_marks
 from tailrace.stores.tag_rows import Narrow, Row
 from tailrace.stores.tags import VIEW, read_numbers
 from tailrace.stores.valkey import Shards
-from tailrace.upkeep.anchor import _read_numbers
-from tailrace.upkeep.audit import _JUDGED, _SUMS, _TOTALS, Audit, Auditor, _batch, _kafka_places, _sums
+from tailrace.upkeep.anchor import read_all_numbers
+from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditor, batch_of, kafka_places, sums_of
 from tailrace.upkeep.history import Assignment, Wanted, spark_for
 from tailrace.upkeep.job import milliseconds, now_ms
 from tailrace.upkeep.lease import Lease
@@ -115,7 +115,7 @@ class RowAuditor(Auditor):
 
     def _rows(self, shards: Shards, wanted: Wanted, most: int | None) -> tuple[list[Any], Assignment]:
         rows, work = super()._rows(shards, wanted, most)
-        totals = (msgspec.json.decode(row.detail) for row in rows if row.kind == _TOTALS)
+        totals = (msgspec.json.decode(row.detail) for row in rows if row.kind == TOTALS)
         self._repeats = sum(each["repeats"] for each in totals)
         return rows, work
 
@@ -127,26 +127,26 @@ class RowAuditor(Auditor):
         parts = 2 * int(self._spark.sparkContext.defaultParallelism)
 
         def kafka_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _sums(_kafka_places(work, batches))
+            yield from sums_of(kafka_places(work, batches))
 
         def view_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             mine = {i for batch in batches for i in batch.column(0).to_pylist()}
-            yield from _sums(_row_places(work, lambda tag: crc32(tag.encode()) % parts in mine, since_ms))
+            yield from sums_of(_row_places(work, lambda tag: crc32(tag.encode()) % parts in mine, since_ms))
 
         def judge(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield from _judge(since_ms, most, batches)
 
-        sums = self._spark.range(0, parts, 1, parts).mapInArrow(view_side, _SUMS)
+        sums = self._spark.range(0, parts, 1, parts).mapInArrow(view_side, SUMS)
         records = self.history.records(work.extent)
         if records is not None:
-            sums = sums.unionAll(records.mapInArrow(kafka_side, _SUMS))
+            sums = sums.unionAll(records.mapInArrow(kafka_side, SUMS))
         added = [f"sum({column}) AS {column}" for column in ("kafka", "view", "low", "high")]
         return (
             sums.repartition(parts, "name")
             .groupBy("name", "source", "day", "note")
             .agg(*map(expr, added))
             .where("kafka <> view OR low <> 0 OR high <> 0 OR note <> ''")
-            .mapInArrow(judge, _JUDGED)
+            .mapInArrow(judge, JUDGED)
         )
 
 
@@ -190,12 +190,12 @@ def _row_places(work: Assignment, mine: Callable[[str], bool], since_ms: int) ->
                     yield tag, "", 0, 0, 0, 0, 0, msgspec.json.encode(finding).decode()
     finally:
         shards.close()
-    yield _TOTALS, "", 0, names, events, days, repeats, "totals"
+    yield TOTALS, "", 0, names, events, days, repeats, "totals"
 
 
 def _examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: int) -> RowTally:
     shard = shard_of(tag, shards.options.shards)
-    given = {pid: each.number for pid, each in _read_numbers(shards, shard, tag).items()}
+    given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
     marks, bounds, gone = parse_marks(answer), work.extent.shards[shard], work.cleaned.get(tag, {})
     numbers, tally = RowNumbers(), RowTally()
@@ -277,7 +277,7 @@ def _judge(since_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]) -
     for batch in batches:
         found: list[Finding] = []
         for row in batch.to_pylist():
-            if row["name"] == _TOTALS:
+            if row["name"] == TOTALS:
                 for field, column in (("names", "kafka"), ("events", "view"), ("days", "low"), ("repeats", "high")):
                     totals[field] += row[column]
             elif row["note"]:
@@ -288,8 +288,8 @@ def _judge(since_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]) -
                 found.append(_compared(row))
         totals["findings"] += len(found)
         told, left = found[:left], max(0, left - len(found))
-        yield _batch(_JUDGED, ((f.kind, f.name, f.day, f.source, f.expected, f.found, f.detail) for f in told))
-    yield _batch(_JUDGED, [(_TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
+        yield batch_of(JUDGED, ((f.kind, f.name, f.day, f.source, f.expected, f.found, f.detail) for f in told))
+    yield batch_of(JUDGED, [(TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
 
 
 def _compared(row: dict[str, Any]) -> Finding:

@@ -27,7 +27,7 @@ from tailrace.stores.valkey import Shards, mapping
 from tailrace.upkeep.history import ATTEMPTS, History, Wanted, collect, spark_for
 from tailrace.upkeep.job import milliseconds, now_ms
 from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.rebuild import _RECORDS, NEXT_RECORDS, _listed, _routed
+from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, listed, routed
 from tailrace.upkeep.restore import REBUILT
 from tailrace.upkeep.row_audit import RowAuditor, rests_in
 from tailrace.upkeep.row_cleanup import tags_of
@@ -171,7 +171,7 @@ class RowRebuilding:
             yield from _surveyed(orders, mine)
 
         def route(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _routed(work, batches)
+            yield from routed(work, batches)
 
         def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield from _restored(orders, batches)
@@ -180,7 +180,7 @@ class RowRebuilding:
         records = history.records(work.extent)
         if records is not None:
             columns = "name", f"{RECORD} AS kind", "source", "offset", "time", "CAST(NULL AS LONG) AS stamp", "body"
-            items = items.unionAll(records.mapInArrow(route, _RECORDS).selectExpr(*columns))
+            items = items.unionAll(records.mapInArrow(route, RECORDS).selectExpr(*columns))
         one = Window.partitionBy("name", "source", "offset")
         along = Window.partitionBy("name", "source").orderBy("offset")
         latest = lit(orders.now_ms + work.plan.tags.future_ms)
@@ -278,5 +278,5 @@ def _restored(orders: Orders, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.
 
 def _items(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, Item]]:
     for batch in batches:
-        for tag, *item in zip(*map(_listed, batch.columns), strict=True):
+        for tag, *item in zip(*map(listed, batch.columns), strict=True):
             yield tag, Item(*item)

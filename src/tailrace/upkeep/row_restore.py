@@ -28,7 +28,7 @@ from tailrace.stores.tag_rows import Narrow, Row, RowWriter
 from tailrace.stores.tags import VIEW
 from tailrace.stores.valkey import Shards, mapping
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.anchor import _read_numbers
+from tailrace.upkeep.anchor import read_all_numbers
 from tailrace.upkeep.history import Assignment
 from tailrace.upkeep.lease import WHAT
 from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
@@ -106,7 +106,7 @@ def survey(orders: Orders, shards: Shards, rows: Rows, tag: str) -> Iterator[tup
     How far sources have come is read first: what was given out by then has its rows.
     """
     shard = shard_of(tag, shards.options.shards)
-    given = {pid: each.number for pid, each in _read_numbers(shards, shard, tag).items()}
+    given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
     ceilings = {place.decode(): parse_time(stored)[0] for place, stored in mapping(answer).items()}
     marks, bounds = orders.marks[shard], orders.work.extent.shards[shard]

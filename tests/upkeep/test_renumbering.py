@@ -1,0 +1,109 @@
+"""The rules by which tags are numbered anew, and by which a source is taken out of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.model.cleaned import Cleaned, beside, thinned, without
+from tailrace.model.cursor import Position
+from tailrace.model.event import Source
+from tailrace.model.note import Note, Notes
+from tailrace.model.rebuild import Event, replaced
+from tailrace.model.renumber import Ends, counted, renumbered
+from tailrace.model.run import Entry, Run
+from tailrace.model.segment import PACKED, Log, Segment, locate
+from tailrace.model.tag import Numbered
+
+LATEST = 1_000
+_events = st.lists(st.tuples(st.sampled_from("pqr"), st.integers(0, 1), st.integers(0, 2_000)), min_size=1, max_size=30)
+
+
+def _event(pid: str, partition: int, offset: int, ms: int) -> Event:
+    note = Note(pid, offset, 0, ms, ("red",))
+    return Event(Source("jobs", partition), offset, ms, None, [], b"", ms, 0, 1, note)
+
+
+@given(_events, st.dictionaries(st.sampled_from("pqr"), st.integers(0, 40)), st.integers(0, 10))
+def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
+    given_: list[tuple[str, int, int]], ends: dict[str, int], split: int
+) -> None:
+    events = [_event(pid, partition, i, ms) for i, (pid, partition, ms) in enumerate(given_)]
+    counts = counted(events)
+    made = list(renumbered(events, Ends(ends, {}), counts, {}, LATEST))
+    for pid in counts:
+        numbers = [e.note.number for e in made if e.note is not None and e.note.pid == pid]
+        end = ends.get(pid, 0)
+        assert numbers == list(range(end - len(numbers) + 1, end + 1))
+    for partition in range(2):
+        stamps = [e.note.ms for e in made if e.note is not None and e.source.partition == partition]
+        assert stamps == sorted(stamps)
+    for pid in counts:
+        mine = [(e.note.ms, e.source) for e in made if e.note is not None and e.note.pid == pid]
+        assert all(a[0] < b[0] if a[1] != b[1] else a[0] <= b[0] for a, b in pairwise(mine))
+    # What was made once is made the same again, also from the middle: stamps and numbers are those that are there.
+    known = {e.note.pid: Numbered(e.note.number, e.note.seq, e.note.ms, str(e.source)) for e in made[:split] if e.note}
+    rest = made[split:]
+    assert Ends(ends, {}).fits(counted(rest), known)
+    assert list(renumbered(rest, Ends(ends, {}), counted(rest), known, 10**9)) == rest
+
+
+@given(st.lists(st.sampled_from("pqr"), min_size=1, max_size=12), st.integers(0, 12))
+def test_what_is_left_of_a_run_has_the_numbers_and_notes_that_it_had(pids: list[str], mark: int) -> None:
+    source, n = Source("jobs", 0), len(pids)
+    notes = [Note(pid, i, i + 1, 100 + i, ("red", pid)) for i, pid in enumerate(pids)]
+    offsets, times = list(range(10, 10 + n)), list(range(100, 100 + n))
+    keys: list[bytes | None] = [pid.encode() for pid in pids]
+    values = [str(i).encode() for i in range(n)]
+    run = Run.of(source, offsets, times, keys, None, values, Notes.of(notes, offsets, times))
+    left = without(Entry(51, 50 + n, 7, run, 100 * n), {"p": Cleaned(9, {str(source): 10 + mark})})
+    found = [
+        (number, offset, note, value)
+        for entry in left
+        for number, offset, note, value in zip(
+            range(entry.first, entry.last + 1),
+            entry.run.offsets,
+            entry.run.notes.rows(entry.run.offsets, entry.run.times) if entry.run.notes else (),
+            entry.run.values,
+            strict=True,
+        )
+    ]
+    wanted = [(51 + i, 10 + i, note, values[i]) for i, note in enumerate(notes) if note.pid != "p" or i > mark]
+    assert found == wanted
+
+
+def _segment(index: int, epoch: int, first: int, last: int) -> Segment:
+    return Segment(index, index, 1, epoch, first, last, last - first + 1, 0, 0, state=PACKED)
+
+
+def test_places_of_what_was_taken_out_lead_to_what_is_left_behind_them() -> None:
+    one, two, three, live = (
+        _segment(0, 10, 5, 20),
+        _segment(1, 10, 25, 40),
+        _segment(2, 10, 45, 60),
+        _segment(3, 20, 70, 80),
+    )
+    expired = Position(10, 3)
+    two = thinned(two, 28, 35, 4)
+    assert two.replaced == ((10, 25, 27), (10, 36, 40))
+    last = beside([one, two], three)
+    assert last is not None
+    assert (last.index, last.replaced) == (1, ((10, 25, 27), (10, 36, 60)))
+    log = Log([one, last, live], expired)
+    for number, at in ((6, 0), (20, 0), (26, 1), (30, 1), (37, 1), (45, 1), (60, 1)):
+        found = locate(log, Position(10, number))
+        assert (found.at, found.position, found.gap) == (at, Position(10, number), None)
+    first = beside([two, three], one)
+    assert first is not None
+    assert (first.index, first.replaced) == (1, ((10, 5, 27), (10, 36, 40)))
+    assert locate(Log([first, three], expired), Position(10, 6)).gap is None
+    assert beside([live], three) is None
+    again = thinned(last, 30, 30, 1)
+    assert again.replaced == ((10, 25, 29), (10, 31, 60))
+    rebuilt = replaced([], [one, again], expired)
+    assert rebuilt == ((10, 4, 60),)
+    older = msgspec.structs.replace(one, replaced=((3, 1, 9),))
+    assert thinned(older, 5, 10, 3).replaced == ((10, 11, 20), (3, 1, 9))
