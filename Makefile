@@ -10,7 +10,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
-	bench-grep clean lock java
+	bench-grep bench-tags clean lock java
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 faults: setup ## Kill the driver at random points, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
-bench: bench-ingest bench-pack bench-folds bench-query bench-grep ## Run all measurements
+bench: bench-ingest bench-pack bench-folds bench-query bench-grep bench-tags ## Run all measurements
 
 bench-ingest: setup ## Measure events per second, CPU-seconds per million events, and latency
 	$(BIN)/python bench/ingest.py $(ARGS)
@@ -57,6 +57,9 @@ bench-query: setup $(PEERS)/.stamp $(NODE)/node_modules/.stamp ## Measure querie
 
 bench-grep: setup ## Measure searches over the past and live, beside kcat with grep and jq if they are there
 	$(BIN)/python bench/grep.py $(ARGS)
+
+bench-tags: setup ## Measure tags in Valkey and in Cassandra, written and read, beside a plain loop of inserts
+	$(BIN)/python bench/tags.py $(ARGS)
 
 lock: $(STAMPS)/uv ## Renew requirements/*.txt and the lock of the peers in Node
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \

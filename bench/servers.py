@@ -1,4 +1,4 @@
-"""A real Kafka and a real Valkey for one measurement."""
+"""A real Kafka and a real Valkey for one measurement; and a real Cassandra, for those that want one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 
@@ -24,3 +25,14 @@ def servers() -> Iterator[tuple[EmbeddedKafka, EmbeddedValkey, Path]]:
         finally:
             kafka.stop()
             store.stop()
+
+
+@contextmanager
+def cassandra(folder: Path) -> Iterator[EmbeddedCassandra]:
+    """Start one node in a folder, and end it afterwards."""
+    node = EmbeddedCassandra(folder / "cassandra")
+    node.start()
+    try:
+        yield node
+    finally:
+        node.stop()

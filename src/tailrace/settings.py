@@ -325,7 +325,7 @@ class Settings(BaseSettings):
     @property
     def copied_views(self) -> tuple[str, ...]:
         """Those that hold what Kafka has, wherever they rest, and can be compared with it and made again from it."""
-        return tuple(view for view in self.pipeline.views if view == "days" or (view == "tags" and self.tags.is_used))
+        return tuple(view for view in self.pipeline.views if view in ("days", "tags"))
 
     def origin(self, path: str) -> str:
         """Where the value at a dotted path came from: ``default``, ``file …``, ``env …`` or ``flag …``."""

@@ -84,6 +84,8 @@ class TagRowsFeed:
         self._wake = asyncio.Event()
         self._told: deque[int] = deque()
         """When the tags were written to, as long as that was not read."""
+        self._ahead_ms = 0
+        """What was told of has no later stamp: it may be ahead of the clock that it was told at."""
         self._read_ms = 0
         self._stack = AsyncExitStack()
 
@@ -142,6 +144,8 @@ class TagRowsFeed:
 
     async def _begin(self) -> None:
         levels = await self._floors.read(line.shard for line in self._lines)
+        if self._told:
+            self._ahead_ms = max((ms for each in levels.values() for ms in each.floors.values()), default=0)
         begun = (line.begin(levels[line.shard], self._until) for line in self._lines)
         for failure in await asyncio.gather(*begun, return_exceptions=True):
             if failure is not None:
@@ -161,6 +165,8 @@ class TagRowsFeed:
             due.append(self._read_ms + AGAIN_MS)
         elif self._told and pace.delay_ms is not None:
             due.append(max(self._told[0] + pace.delay_ms + 1, self._read_ms + pace.fold_ms))
+        if pace.delay_ms is not None and self._ahead_ms >= self._read_ms - pace.delay_ms:
+            due.append(max(self._ahead_ms + pace.delay_ms + 1, self._read_ms + pace.fold_ms))
         goal = self._until if self._until is not None else None if self._announced else self._target
         if goal is not None and pace.delay_ms is not None:
             goal_ms = ms_of(goal) + pace.delay_ms + 1

@@ -383,10 +383,12 @@ class _Share:
     def numbers(self, now: dict[str, dict[str, Numbered]]) -> list[Arg]:
         """Return what the shard compares and writes: the floor, and how far sources have come."""
         seen = str(self._was) if self._was > LONG_AGO[0] else ""
-        items: list[Arg] = ["N", seen, self.floor, self.changed]
+        items: list[Arg] = ["N", seen, self.floor, len(self._seen)]
         for tag, sources in self._seen.items():
+            items += (tag, len(sources))
+            found = now[tag]
             for pid, before in sources.items():
-                items += (tag, pid, before.stored() if before.place else b"", now[tag][pid].stored())
+                items += (pid, before.stored() if before.place else b"", found[pid].stored())
         return items
 
     def _told(self, wrong: str, tag: str, event: Tagged, offset: int, before: Numbered) -> bytes:

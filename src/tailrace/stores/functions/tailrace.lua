@@ -212,13 +212,20 @@ local function count_groups(tag, account, item)
   end
 end
 
--- Reads an N item at i: time seen, new time, n, then tag, source, seen, value for each. Returns it, and where the next is.
+-- Reads an N item at i: time seen, new time, tags, then for each tag, n, and source, seen, value for each of n. Returns it,
+-- and where the next is.
 local function read_numbers(args, i)
-  local found = {seen = args[i + 1], time = args[i + 2], tags = {}, sources = {}, was = {}, values = {}}
-  local n, at = tonumber(args[i + 3]), i + 4
-  for k = 1, n do
-    found.tags[k], found.sources[k], found.was[k], found.values[k] = unpack(args, at, at + 3)
-    at = at + 4
+  local found, at = {seen = args[i + 1], time = args[i + 2], tags = {}}, i + 4
+  for k = 1, tonumber(args[i + 3]) do
+    local each = {tag = args[at], sources = {}, was = {}, pairs = {}}
+    local n = tonumber(args[at + 1])
+    at = at + 2
+    for j = 1, n do
+      each.sources[j], each.was[j] = args[at], args[at + 1]
+      each.pairs[2 * j - 1], each.pairs[2 * j] = args[at], args[at + 2]
+      at = at + 3
+    end
+    found.tags[k] = each
   end
   return found, at
 end
@@ -227,15 +234,21 @@ end
 local function have_numbers(tag, view, source, item)
   local time = redis.call('HGET', tag .. ':times:' .. view, source)
   if (time and string.match(time, '^-?%d+') or '') ~= item.seen then return false end
-  for k = 1, #item.tags do
-    if (redis.call('HGET', tag .. ':numbers:' .. item.tags[k], item.sources[k]) or '') ~= item.was[k] then return false end
+  for _, each in ipairs(item.tags) do
+    for first = 1, #each.sources, MOST do
+      local last = math.min(first + MOST - 1, #each.sources)
+      local stored = redis.call('HMGET', tag .. ':numbers:' .. each.tag, unpack(each.sources, first, last))
+      for j = first, last do
+        if (stored[j - first + 1] or '') ~= each.was[j] then return false end
+      end
+    end
   end
   return true
 end
 
 local function write_numbers(tag, view, source, mark, item)
   redis.call('HSET', tag .. ':times:' .. view, source, item.time .. ' ' .. mark)
-  for k = 1, #item.tags do redis.call('HSET', tag .. ':numbers:' .. item.tags[k], item.sources[k], item.values[k]) end
+  for _, each in ipairs(item.tags) do call_many('HSET', tag .. ':numbers:' .. each.tag, each.pairs) end
 end
 
 -- How many names and views one entry of the tail holds.
@@ -253,7 +266,7 @@ local CONFLICTS = 1000
 --   T ms                             raise the source's running-maximum time
 --   G rule inputs n (group seen value due near)…       write what groups hold if their versions are those seen ('' for none);
 --                                    no value removes one; a group that fell quiet after near was given out too early
---   N seen time n (tag source seen value)…             write the source's time and the numbers of sources in tags, if both are those seen
+--   N seen time tags (tag n (source seen value)…)…     write the source's time and the numbers of sources in tags, if both are those seen
 --   W name                           tell the followers of a log that lies elsewhere
 --   K text                           remember a conflict
 --   F rule group id topic key value reason last keep   give out a closed fold; that it fell quiet is remembered for keep ms

@@ -1,0 +1,271 @@
+"""Readers of tags for ``tags.py``: feeds in this process, opened as the service opens them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from cassandra.cluster import Session
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from bench.latency import send
+from bench.meter import percentile
+from tailrace.config import Settings, load
+from tailrace.feeds.frame import Frame
+from tailrace.feeds.hub import Hub
+from tailrace.feeds.tag_request import make_tag_request
+from tailrace.feeds.tagged import OpensTags, open_store
+from tailrace.model.bucket import bucket_start
+from tailrace.model.event import Source
+from tailrace.model.stamp import stamp
+from tailrace.pipeline.job import Job
+from tailrace.stores.cassandra import CassandraOptions, Connection, disconnect
+from tailrace.stores.logs import Logs
+from tailrace.stores.marks import read_counts
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.tag_rows import Row, writer
+from tailrace.stores.tags import VIEW
+from tailrace.stores.valkey import Shards, StoreOptions, prepare
+
+Told: TypeAlias = dict[str, Any]
+
+HOUR_MS = 3_600_000
+YEARS_MS = 10 * 365 * 24 * HOUR_MS
+SMALL = 2_000
+"""Buckets that are not empty, of those of ten years."""
+ASKED = 1_000
+"""Buckets that are asked one by one, 32 at a time; those of ten years take longer as they are more."""
+WARM_S = 3.0
+"""Of live events before those that count."""
+PATIENCE_S = 60.0
+
+
+def given(flags: Told) -> Settings:
+    """Return the settings that these flags make, and nothing else does."""
+    return load(Path(os.devnull), flags)
+
+
+def now_ms() -> int:
+    return round(time.time() * 1000)
+
+
+@asynccontextmanager
+async def opened(settings: Settings) -> AsyncIterator[OpensTags]:
+    """Open the store that the settings name."""
+    nodes = await Nodes(StoreOptions.of(settings.valkey)).open()
+    logs = Logs(nodes, VIEW)
+    try:
+        async with Hub(nodes, logs, settings.serve.ring_bytes) as hub:
+            store = open_store(settings, nodes, hub, logs, now_ms)
+            try:
+                yield store
+            finally:
+                await store.close()
+    finally:
+        await nodes.close()
+
+
+async def frames(store: OpensTags, tag: str, **parameters: Any) -> AsyncGenerator[list[Frame], None]:
+    """Yield the events of a feed as they come, several at a time."""
+    request = make_tag_request((tag,), now_ms=now_ms(), own_cursors=store.own_cursors, **parameters)
+    assert request is not None
+    feed = await store.open(request)
+    try:
+        async for batch in feed:
+            if events := [frame for frame in batch if isinstance(frame, Frame)]:
+                yield events
+    finally:
+        await feed.aclose()
+
+
+def catch_up(settings: Settings, tag: str) -> tuple[float, int]:
+    """Read a tag from its start to its end; return events per second up to the last, and how many there were."""
+
+    async def read() -> tuple[float, int]:
+        async with opened(settings) as store:
+            found, began = 0, time.perf_counter()
+            seconds = 0.0
+            async for events in frames(store, tag, start="start", follow=False):
+                found += len(events)
+                seconds = time.perf_counter() - began
+            return found / seconds, found
+
+    return asyncio.run(read())
+
+
+# What comes.
+
+
+def visible(spark: Any, flags: Told, readers: Sequence[Told], rate: int, seconds: float) -> Iterator[Told]:
+    """Run the pipeline on a new topic, and yield how late its events are for readers with these settings."""
+    topic, bootstrap = f"live-{flags['valkey.prefix']}", flags["kafka.bootstrap"]
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(topic, 4, 1)])[topic].result(30)
+    time.sleep(1)  # its partitions have leaders a moment later
+    others = {"kafka.positions": f"{topic}.positions", "kafka.dead_letters": f"{topic}.dead-letters"}
+    flags = flags | others | {"kafka.topics": [topic], "tags.rules": {"live": {"n": {"$gte": 0}}}}
+    stopping = threading.Event()
+    job = threading.Thread(target=Job(given(flags), spark).run, args=(stopping,), daemon=True)
+    job.start()
+    try:
+        _wait_for_query(spark, job)
+        # A JVM compiles what it runs often.
+        send(bootstrap, topic, rate, WARM_S)
+        _wait_for_end(given(flags), job, int(rate * WARM_S))
+        for more in readers:
+            yield asyncio.run(_follow(given(flags | more), topic, rate, seconds))
+    finally:
+        stopping.set()
+        job.join(60)
+
+
+async def _follow(settings: Settings, topic: str, rate: int, seconds: float) -> Told:
+    """Follow the tag from its end; return how old its events were when they came."""
+    delay = settings.tags.delay if settings.tags.store == "cassandra" else None
+    ages: list[float] = []
+
+    async def receive(events: AsyncIterator[list[Frame]], wanted: int) -> None:
+        while len(ages) < wanted:
+            frames = await anext(events)
+            now = time.time()
+            ages.extend(now - json.loads(frame.data)["data"]["due"] for frame in frames)
+
+    async with opened(settings) as store, aclosing(frames(store, "live", start="end")) as events:
+        for stretch in (WARM_S, seconds):
+            ages.clear()
+            receiving = asyncio.create_task(receive(events, int(rate * stretch)))
+            await asyncio.sleep(1)
+            await asyncio.to_thread(send, settings.kafka.bootstrap, topic, rate, stretch)
+            await asyncio.wait_for(receiving, PATIENCE_S)
+    told: Told = {"events/s": rate, "events": len(ages)}
+    if settings.tags.store == "cassandra":
+        told["delay"] = "auto" if delay is None else f"{round(delay.total_seconds() * 1000)} ms"
+    told |= {f"p{share} ms": round(1000 * percentile(ages, share / 100)) for share in (50, 99)}
+    told["over ms"] = told["p99 ms"] - round(delay.total_seconds() * 1000 if delay else 0)
+    return told
+
+
+def _wait_for_query(spark: Any, job: threading.Thread) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not spark.streams.active:
+        if not job.is_alive() or time.monotonic() > deadline:
+            raise SystemExit("the pipeline did not start")
+        time.sleep(0.1)
+
+
+def _wait_for_end(settings: Settings, job: threading.Thread, events: int) -> None:
+    """Wait until so many events are tagged."""
+    shards, deadline = Shards(StoreOptions.of(settings.valkey)), time.monotonic() + PATIENCE_S
+    while read_counts(shards, VIEW).get("events", 0) < events:
+        if not job.is_alive() or time.monotonic() > deadline:
+            raise SystemExit("the pipeline does not tag what it is sent")
+        time.sleep(0.1)
+    shards.close()
+
+
+# From nothing.
+
+
+class Asked:
+    """Counts what this process asks of Cassandra, while it is entered."""
+
+    def __init__(self) -> None:
+        self.queries = 0
+        self._plain: Any = None
+
+    def __enter__(self) -> Asked:
+        plain = self._plain = Session.execute_async
+
+        def counted(session: Any, *given: Any, **more: Any) -> Any:
+            self.queries += 1
+            return plain(session, *given, **more)
+
+        Session.execute_async = counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Session.execute_async = self._plain
+
+
+def start_from_nothing(settings: Settings) -> Iterator[Told]:
+    """Write tags whose events are ten years apart in all, and yield what it costs to find the first and the last."""
+    options = CassandraOptions.of(settings.cassandra)
+    prepare(Shards(StoreOptions.of(settings.valkey)).open())
+    end_ms = now_ms() - HOUR_MS
+    cases = {"few": [end_ms - YEARS_MS, end_ms - YEARS_MS // 2, end_ms]}
+    cases["many"] = [end_ms - YEARS_MS * i // SMALL for i in range(SMALL - 1, -1, -1)]
+    for tag, times in cases.items():
+        writer(options).write(_row(tag, number, ms) for number, ms in enumerate(times, 1))
+    disconnect(options)
+    for tag, times in cases.items():
+        told = asyncio.run(_from_nothing(settings, tag, len(times)))
+        yield {"case": f"{len(times):,} of {YEARS_MS // HOUR_MS:,} buckets", **told}
+    seconds = _ask_all(options, end_ms)
+    yield {
+        "case": f"asking {YEARS_MS // HOUR_MS:,} buckets",
+        "last ms": round(1000 * seconds * YEARS_MS / HOUR_MS / ASKED),
+        "queries": YEARS_MS // HOUR_MS,
+    }
+
+
+async def _from_nothing(settings: Settings, tag: str, events: int) -> Told:
+    async with opened(settings) as store:
+        # Connections are made and statements are prepared once for all feeds.
+        async for _ in frames(store, "none", start="start", follow=False):
+            pass
+        with Asked() as asked:
+            began, first, first_asked, found = time.perf_counter(), 0.0, 0, 0
+            async with aclosing(frames(store, tag, start="start")) as batches:
+                while found < events:
+                    batch = await anext(batches)
+                    if not found:
+                        first, first_asked = time.perf_counter() - began, asked.queries
+                    found += len(batch)
+            last = time.perf_counter() - began
+            told = {"first ms": round(1000 * first), "queries to first": first_asked, "last ms": round(1000 * last)}
+            return told | {"queries": asked.queries, "events": found}
+
+
+def _ask_all(options: CassandraOptions, end_ms: int) -> float:
+    """Ask buckets that are empty, one by one; return seconds."""
+    connection = Connection(options).open()
+    select = connection.prepared("SELECT timestamp FROM $keyspace.tag_views WHERE tag_name = ? AND timebucket = ?")
+    waiting: deque[Any] = deque()
+    began = time.perf_counter()
+    for i in range(ASKED):
+        if len(waiting) >= 32:
+            waiting.popleft().result()
+        waiting.append(connection.session.execute_async(select.bind(("none", end_ms - i * HOUR_MS))))
+    for response in waiting:
+        response.result()
+    seconds = time.perf_counter() - began
+    connection.close()
+    return seconds
+
+
+def _row(tag: str, number: int, ms: int) -> Row:
+    place = Source("old", 0)
+    return Row(
+        tag=tag,
+        bucket_ms=bucket_start(ms, HOUR_MS),
+        span_ms=HOUR_MS,
+        stamp=stamp(ms, number, place),
+        pid="source",
+        tag_seq=number,
+        seq=number,
+        place=place,
+        offset=number,
+        time_ms=ms,
+        key=b"source",
+        headers=[],
+        value=b'{"n":%d}' % number,
+        tags=(tag,),
+    )
