@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from itertools import islice
 from uuid import UUID
 
 import msgspec
@@ -23,9 +24,9 @@ from tailrace.feeds.tag_floors import Floors
 from tailrace.feeds.tag_line import TagLine
 from tailrace.feeds.tag_request import TagRequest, Wanted, record_of
 from tailrace.model.cursor import MAX_CURSOR_BYTES, Cursor
-from tailrace.model.note import Notes
-from tailrace.model.run import Run
-from tailrace.model.stamp import last_of, ms_of, order, stamp
+from tailrace.model.note import Note
+from tailrace.model.run import tagged_frame
+from tailrace.model.stamp import last_of, ms_of, order
 from tailrace.model.tag_cursor import written
 from tailrace.model.tag_reading import Lost
 from tailrace.stores.tag_rows import Row
@@ -161,17 +162,17 @@ class TagRowsFeed:
             return now_ms  # the clock was set back: what was due by it is not far
         due = [self._read_ms + pace.refresh_ms]
         due += [asked for line in self._lines if (asked := line.reading.due_ms()) is not None]
-        if any(line.reading.is_full for line in self._lines) or (self._told and pace.delay_ms is None):
-            due.append(self._read_ms + AGAIN_MS)
-        elif self._told and pace.delay_ms is not None:
-            due.append(max(self._told[0] + pace.delay_ms + 1, self._read_ms + pace.fold_ms))
-        if pace.delay_ms is not None and self._ahead_ms >= self._read_ms - pace.delay_ms:
-            due.append(max(self._ahead_ms + pace.delay_ms + 1, self._read_ms + pace.fold_ms))
+        read_to = min((line.read_to for line in self._lines), key=order)
         goal = self._until if self._until is not None else None if self._announced else self._target
-        if goal is not None and pace.delay_ms is not None:
-            goal_ms = ms_of(goal) + pace.delay_ms + 1
-            if goal_ms > now_ms:
-                due.append(goal_ms)
+        is_short = goal is not None and order(read_to) < order(goal)
+        if any(line.reading.is_full for line in self._lines):
+            due.append(self._read_ms + AGAIN_MS)
+        elif pace.delay_ms is None:
+            due += [self._read_ms + AGAIN_MS] * (is_short or bool(self._told))
+        else:
+            told = [*islice(self._told, 1), *([self._ahead_ms] if self._ahead_ms > ms_of(read_to) else [])]
+            due += [max(ms + pace.delay_ms + 1, self._read_ms + pace.fold_ms) for ms in told]
+            due += [ms_of(goal) + pace.delay_ms + 1] if goal is not None and is_short else []
         return max(min(due), self._read_ms + LEAST_PAUSE_MS)
 
     async def _wait(self) -> None:
@@ -205,13 +206,9 @@ class TagRowsFeed:
         frames: list[AnyFrame] = []
         size, limit = 0, self._request.limit
         while size < BATCH_BYTES and (limit is None or self._sent < limit):
-            try:
-                line = await self._turn()
-            except Unavailable:
-                if not frames:
-                    raise
-                self._read_ms = 0
-                break  # what was taken out goes out first; then it is read again
+            if frames and any(line.is_reading and not line.ahead for line in self._lines):
+                break  # what there is goes out before more is read
+            line = await self._turn()
             if line is None:
                 break
             if isinstance(line.ahead[0], Lost):
@@ -253,6 +250,7 @@ class TagRowsFeed:
             read_to = min((line.read_to for line in self._lines), key=order)
             if self._until is not None and order(read_to) >= order(self._until):
                 self._told.clear()
+                self._ahead_ms = 0
             while self._told and self._told[0] <= ms_of(read_to):
                 self._told.popleft()
         return best
@@ -314,16 +312,7 @@ class TagRowsFeed:
 
 def frame_of(row: Row) -> bytes:
     """Return the JSON form of an event: what every feed sends as data."""
-    seqs = [] if row.seq == row.offset else [row.seq]
-    notes = Notes([row.pid], [], seqs, [row.tag_seq], [ms_of(row.stamp) - row.time_ms], [row.tags], [])
-    place, value = row.place, b"null" if row.value is None else row.value
-    headers = [row.headers] if row.headers else None
-    offsets, times, keys = [row.offset], [row.time_ms], [row.key]
-    run = Run(place.topic, place.partition, place.generation, offsets, times, keys, headers, [value], notes)
-    (data,) = run.frames(row.bucket_ms, tag=row.tag)
-    text = str(row.stamp).encode()
-    if text in data:
-        return data
-    # Somebody else's stamp is not made of the record.
-    made = stamp(ms_of(row.stamp), row.offset, place)
-    return data.replace(str(made).encode(), text, 1)
+    note = Note(row.pid, row.seq, row.tag_seq, ms_of(row.stamp), row.tags)
+    value = b"null" if row.value is None else row.value
+    record = row.place, row.offset, row.time_ms, row.key, row.headers, value
+    return tagged_frame(row.tag, note, row.stamp, *record)

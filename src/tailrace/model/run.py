@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate
 from operator import sub
+from uuid import UUID
 
 import msgspec
 import zstandard
 
 from tailrace.model.event import Headers, Source, headers_json, iso_time, key_json
-from tailrace.model.note import Notes, note_json
+from tailrace.model.note import Note, Notes, note_json
 from tailrace.model.stamp import stamp
 
 COMPRESS_FROM = 1024
@@ -98,12 +100,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         The value goes out as produced, digit for digit; only raw line breaks, which JSON allows between tokens alone,
         are taken out so that a frame is one line.
         """
-        label = self.source.label
-        head = f'{{"id":"{label}:{self.partition}:%d","topic":"{self.topic}","partition":{self.partition},"offset":%d,'
-        head += '"time":"%s","key":'
         offsets, times, keys, headers, values = self.offsets, self.times, self.keys, self.headers, self.values
         shared = key_json(keys[0]) if len(keys) == 1 else None
         source = self.source
+        head = _head(source)
         notes = self.notes.rows(offsets, times) if self.notes is not None else None
         for i in range(skip, len(values)):
             offset, time_ms = offsets[i], times[i]
@@ -112,21 +112,37 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 more = b"," + note_json(notes[i], tag, stamp(notes[i].ms, offset, source))
             else:
                 more = b',"late":true,' if time_ms < start_ms else b","
-            value = values[i]
-            if b"\n" in value or b"\r" in value:
-                value = value.translate(None, b"\r\n")
-            yield b"".join(
-                (
-                    (head % (offset, offset, iso_time(time_ms))).encode(),
-                    key,
-                    b',"headers":',
-                    headers_json(headers[i]) if headers is not None else b"{}",
-                    more,
-                    b'"data":',
-                    value,
-                    b"}",
-                )
-            )
+            shown = headers_json(headers[i]) if headers is not None else b"{}"
+            yield _frame(head, offset, time_ms, key, shown, more, values[i])
+
+
+def tagged_frame(
+    tag: str,
+    note: Note,
+    timeuuid: UUID,
+    source: Source,
+    offset: int,
+    time_ms: int,
+    key: bytes | None,
+    headers: Headers,
+    value: bytes,
+) -> bytes:
+    """Return the JSON form of one event of a tag, as ``Run.frames`` yields it."""
+    more = b"," + note_json(note, tag, timeuuid)
+    return _frame(_head(source), offset, time_ms, key_json(key), headers_json(headers), more, value)
+
+
+@lru_cache(4096)
+def _head(source: Source) -> str:
+    head = f'{{"id":"{source}:%d","topic":"{source.topic}","partition":{source.partition},"offset":%d,'
+    return head + '"time":"%s","key":'
+
+
+def _frame(head: str, offset: int, time_ms: int, key: bytes, headers: bytes, more: bytes, value: bytes) -> bytes:
+    if b"\n" in value or b"\r" in value:
+        value = value.translate(None, b"\r\n")
+    start = (head % (offset, offset, iso_time(time_ms))).encode()
+    return b"".join((start, key, b',"headers":', headers, more, b'"data":', value, b"}"))
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
