@@ -165,14 +165,13 @@ class TagRowsFeed:
         read_to = min((line.read_to for line in self._lines), key=order)
         goal = self._until if self._until is not None else None if self._announced else self._target
         is_short = goal is not None and order(read_to) < order(goal)
-        if any(line.reading.is_full for line in self._lines):
+        if any(line.reading.is_full for line in self._lines) or (pace.delay_ms is None and (is_short or self._told)):
             due.append(self._read_ms + AGAIN_MS)
-        elif pace.delay_ms is None:
-            due += [self._read_ms + AGAIN_MS] * (is_short or bool(self._told))
-        else:
+        elif pace.delay_ms is not None:
             told = [*islice(self._told, 1), *([self._ahead_ms] if self._ahead_ms > ms_of(read_to) else [])]
             due += [max(ms + pace.delay_ms + 1, self._read_ms + pace.fold_ms) for ms in told]
-            due += [ms_of(goal) + pace.delay_ms + 1] if goal is not None and is_short else []
+            if goal is not None and is_short:
+                due.append(ms_of(goal) + pace.delay_ms + 1)
         return max(min(due), self._read_ms + LEAST_PAUSE_MS)
 
     async def _wait(self) -> None:

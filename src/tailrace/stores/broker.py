@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ from tailrace.errors import BrokerUnavailable, ConfigError
 
 ANSWER_S = 3.0
 """How long the broker has to answer whoever asks; the driver does nothing else meanwhile."""
+NEW_TOPIC_S = 2.0
+"""How long a partition is waited for that was made a moment ago and has no leader yet."""
+
+_NO_LEADER_YET = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
 
 
 class Topic(msgspec.Struct, frozen=True):
@@ -80,13 +85,17 @@ class Broker:
         wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
         if not wanted:
             return {}
-        try:
-            answers = self._admin.list_offsets(
-                dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
-            )
-            return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+        until = time.monotonic() + NEW_TOPIC_S
+        while True:
+            try:
+                answers = self._admin.list_offsets(
+                    dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
+                )
+                return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
+            except KafkaException as error:
+                if error.args[0].code() not in _NO_LEADER_YET or time.monotonic() > until:
+                    raise BrokerUnavailable(f"kafka does not list offsets: {error}") from error
+            time.sleep(0.1)
 
 
 def _described(name: str, answer: Any) -> Topic | None:
