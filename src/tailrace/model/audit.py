@@ -41,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
     Kinds: ``missing``, ``extra`` and ``different`` compare a day of one source with Kafka; ``gone`` (a segment's key),
     ``count``, ``damaged``, ``order``, ``numbers``, ``buckets``, ``registry``, ``unlisted`` and ``no-log`` are of a log
     and its registry; ``stray`` is a key that nobody owns. Of a tag, ``source`` may also be whose events they are: then
-    ``numbers`` are those that it has in the tag.
+    ``numbers`` are those that it has in the tag, and ``conflict`` is one that two of its events have.
     """
 
     kind: str
