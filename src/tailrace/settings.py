@@ -56,6 +56,8 @@ from tailrace.values import (
 from tailrace.where import Where
 
 PREFIX = "TAILRACE_"
+MOST_ROW = 8 << 20
+"""The largest event for a row of Cassandra: half of what it takes in a request."""
 
 _JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
 
@@ -295,6 +297,10 @@ class Settings(BaseSettings):
                     f"at most half of pipeline.max_event_bytes, {format_size(half)}: make this smaller or that larger"
                 )
                 found.append(((*place, "max_bytes"), format_size(fold.max_bytes), wanted))
+        most = self.pipeline.max_event_bytes
+        if self.tags.store == "cassandra" and most > MOST_ROW:
+            wanted = f'at most {format_size(MOST_ROW)} where tags.store is "cassandra", which takes no larger rows'
+            found.append((("pipeline", "max_event_bytes"), format_size(most), wanted))
         refuse(found)
         return self
 

@@ -1,0 +1,65 @@
+"""A topic of a real Kafka and the tags of its events in a real Cassandra, written by the pipeline's own host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.model.stamp import ms_of
+from tailrace.stores.cassandra import CassandraOptions
+from tailrace.stores.tag_rows import Narrow, Row, RowWriter, writer
+from tailrace.stores.valkey import StoreOptions
+from tailrace.upkeep.by_store import auditing, cleaning, rebuilding
+from tailrace.upkeep.job import look_once, run_job
+from tailrace.upkeep.row_audit import RowAudit
+from tailrace.upkeep.row_cleanup import RowCleaning
+from tailrace.upkeep.row_walk import Rows
+from tests.upkeep.tagged import Seen, TagPast
+
+
+class RowPast(TagPast):
+    """One topic, in Kafka and in rows."""
+
+    def __init__(
+        self, kafka: str, store: StoreOptions, rows: CassandraOptions, spark: Any, partitions: int = 2, **flags: object
+    ) -> None:
+        self.options = rows
+        at = {"cassandra__port": rows.port, "cassandra__keyspace": rows.keyspace, "cassandra__timeout": "30s"}
+        given = {"tags__store": "cassandra", "tags__paths": ["tags"], **at, **flags}
+        super().__init__(kafka, store, spark, partitions, None, **given)
+
+    @property
+    def rows_writer(self) -> RowWriter:
+        return writer(self.options)
+
+    def rows(self, tag: str) -> list[Row]:
+        """Return all rows of a tag, in order."""
+        with Rows(self.options) as rows:
+            return list(rows.rows(tag))
+
+    def events(self, tag: str) -> list[Seen]:
+        return [
+            Seen(f"{row.place}:{row.offset}", row.pid, row.tag_seq, ms_of(row.stamp), row.tags)
+            for row in self.rows(tag)
+        ]
+
+    def lose(self, *rows: Narrow) -> None:
+        """Delete rows behind everybody's back."""
+        self.rows_writer.delete(rows)
+
+    def audit(self, view: str | None = None, **changes: Any) -> RowAudit:
+        work = auditing(self.settings, "tags", spark=self.spark, **changes)
+        run_job(self.settings, work, alone=False)
+        assert isinstance(work.found, RowAudit)
+        return work.found
+
+    def rebuild(self, name: str | None = None, day: int | None = None, **changes: Any) -> dict[str, Any]:
+        return dict(run_job(self.settings, rebuilding(self.settings, "tags", name=name, spark=self.spark, **changes)))
+
+    def clean_rows(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> RowCleaning:
+        work = cleaning(self.settings, source, tag, **changes)
+        assert isinstance(work, RowCleaning)
+        if dry_run:
+            look_once(self.settings, work)
+        else:
+            run_job(self.settings, work)
+        return work
