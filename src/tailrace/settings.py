@@ -333,6 +333,11 @@ class Settings(BaseSettings):
         """Those that hold what Kafka has, wherever they rest, and can be compared with it and made again from it."""
         return tuple(view for view in self.pipeline.views if view in ("days", "tags"))
 
+    @property
+    def audited_views(self) -> tuple[str, ...]:
+        """Those of them that are written now, and compared with Kafka from time to time."""
+        return tuple(view for view in self.copied_views if view in self.live_views)
+
     def origin(self, path: str) -> str:
         """Where the value at a dotted path came from: ``default``, ``file …``, ``env …`` or ``flag …``."""
         if path not in PATHS:

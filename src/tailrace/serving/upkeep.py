@@ -63,7 +63,7 @@ class Upkeep:
 
     def _views(self, job: str) -> tuple[str, ...]:
         settings = self._service.settings
-        return settings.copied_views if job == "audit" else settings.log_views
+        return settings.audited_views if job == "audit" else settings.log_views
 
     def _every(self, job: str) -> timedelta | None:
         found: timedelta | None = getattr(self._service.settings.upkeep, f"{job}_every") if job in PERIODIC else None

@@ -28,6 +28,7 @@ def auditing(settings: Settings, view: str, *, keys: bool = False, **given: Any)
     Raises:
         BadRequest: There is no such view, or what was asked for is not for it.
     """
+    _require_tags(settings, view)
     if not in_rows(settings, view):
         with _needs("spark"):
             from tailrace.upkeep.audit import Auditing
@@ -47,6 +48,7 @@ def rebuilding(settings: Settings, view: str, **given: Any) -> Rebuilding | RowR
     Raises:
         BadRequest: There is no such view, or what was asked for is not for it.
     """
+    _require_tags(settings, view)
     if not in_rows(settings, view):
         with _needs("spark"):
             from tailrace.upkeep.rebuild import Rebuilding
@@ -78,6 +80,15 @@ def cleaning(settings: Settings, source: str, tag: str | None, **given: Any) -> 
 def in_rows(settings: Settings, view: str) -> bool:
     """Return whether a view rests in Cassandra."""
     return view == TAGS and view in settings.pipeline.views and settings.tags.store == "cassandra"
+
+
+def _require_tags(settings: Settings, view: str) -> None:
+    """Refuse to compare tags with what Kafka has where nothing says which records have them: all would be too much."""
+    if view == TAGS and not settings.tags.is_used:
+        raise BadRequest(
+            "[tags] has neither paths nor rules here, so no record has tags to compare with: run this with the "
+            "configuration that the pipeline has (--config)"
+        )
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
     return {
         "sweep": Job(upkeep.sweep_every, sweep_once, views=settings.log_views),
         "pack": Job(upkeep.pack_every, pack_once, yields=True, views=settings.log_views),
-        "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.copied_views),
+        "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.audited_views),
     }
 
 
@@ -87,7 +87,7 @@ def _next_audit(settings: Settings) -> float:
         return 0.0
     shards = Shards(StoreOptions.of(settings.valkey))
     try:
-        ended = [last_end(shards, "audit", view) for view in settings.copied_views]
+        ended = [last_end(shards, "audit", view) for view in settings.audited_views]
     except TailraceError:
         ended = [None]
     finally:
@@ -182,7 +182,7 @@ def main(settings: Settings) -> int:
     step_back()
     with Spread(settings) as spread:
         jobs = jobs_of(settings, spread)
-        views = tuple(dict.fromkeys((*settings.log_views, *settings.copied_views)))
+        views = tuple(dict.fromkeys((*settings.log_views, *settings.audited_views)))
         told = [
             f"{name} {f'every {format_duration(job.every)}' if job.every else 'never'}" for name, job in jobs.items()
         ]
