@@ -1,0 +1,301 @@
+"""Tags in either store for cases of reading: written by the pipeline's own path, or as rows by somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cached_property
+from typing import Any
+from uuid import UUID
+
+from tailrace.config import Settings
+from tailrace.feeds.cassandra_tags import CassandraTags
+from tailrace.feeds.frame import AnyFeed, AnyFrame, Control, Frame
+from tailrace.feeds.hub import Hub
+from tailrace.feeds.tag_request import make_tag_request
+from tailrace.feeds.tagged import OpensTags, open_store
+from tailrace.model.bucket import bucket_start
+from tailrace.model.event import Source
+from tailrace.model.stamp import ms_of, stamp
+from tailrace.model.tag import Tagging
+from tailrace.stores.cassandra import CassandraOptions
+from tailrace.stores.logs import Logs
+from tailrace.stores.marks import advance
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.tag_rows import Row, writer
+from tailrace.stores.tags import VIEW, TagOptions, introduce, lift
+from tailrace.stores.valkey import StoreOptions
+from tests.writing import Record, Writer
+
+SECOND, MINUTE, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
+SPANS = {"minute": MINUTE, "hour": HOUR, "day": DAY}
+TOPIC = "jobs"
+
+
+def now_ms() -> int:
+    return round(time.time() * 1000)
+
+
+class World:
+    """The tags of one store, their writers, and their readers."""
+
+    def __init__(self, store: StoreOptions, rows: CassandraOptions | None = None) -> None:
+        self.store, self.rows = store, rows
+        self.bucket = "hour"
+        """To be changed before anything is written."""
+        self._ends: dict[int, int] = {}
+
+    @property
+    def in_rows(self) -> bool:
+        return self.rows is not None
+
+    @property
+    def span_ms(self) -> int:
+        return SPANS[self.bucket]
+
+    @property
+    def options(self) -> TagOptions:
+        return TagOptions(tagging=Tagging(paths=("tags",)), span_ms=self.span_ms, cassandra=self.rows)
+
+    @cached_property
+    def writer(self) -> Writer:
+        """The driver and its tasks."""
+        return Writer(self.store, ("intake", VIEW), tags=self.options)
+
+    def close(self) -> None:
+        if "writer" in vars(self):
+            self.writer.host.close()
+            self.writer.shards.close()
+
+    # The pipeline.
+
+    def begin(self, partitions: int) -> None:
+        """Let readers know of partitions that may have old events, as the driver does when it begins."""
+        named = [f"{TOPIC}:{partition}" for partition in range(partitions)]
+        introduce(self.writer.shards, self.writer.epoch, [(s, named) for s in range(self.store.shards)])
+
+    def draft(self, pid: str, *tags: str, at: int | None = None, partition: int = 0, **data: object) -> Record:
+        """Return the next event of a partition, which is to be written later; ``at`` is its time, now by default."""
+        offset = self._ends.get(partition, 0)
+        self._ends[partition] = offset + 1
+        value = json.dumps({"tags": tags, **data}).encode()
+        return Record(offset, pid.encode(), value, now_ms() if at is None else at, partition, TOPIC)
+
+    def write(self, pid: str, *tags: str, count: int = 1, step: int = 0, **given: Any) -> None:
+        """Write events of a source in one batch, so many milliseconds apart."""
+        at = given.pop("at", now_ms())
+        self.writer.write([self.draft(pid, *tags, at=at + i * step, **given) for i in range(count)])
+
+    def settle(self, *partitions: int) -> None:
+        """Say what is written to its end, as the driver does once a second: of all partitions, or of those named."""
+        ends = {Source(TOPIC, p): end for p, end in self._ends.items() if not partitions or p in partitions}
+        shards, epoch = self.writer.shards, self.writer.epoch
+        advance(shards, VIEW, epoch, {source: end - 1 for source, end in ends.items()})
+        if self.in_rows:
+            lift(shards, epoch, dict.fromkeys(ends, now_ms()))
+
+    # Somebody else.
+
+    def put(self, tag: str, *rows: tuple[str, int, int | UUID]) -> None:
+        """Write rows as somebody else: source, number, and the millisecond of the stamp, or the stamp."""
+        assert self.rows is not None
+        made: list[Row] = []
+        for pid, number, when in rows:
+            place = Source(f"of-{pid}", 0)
+            given = when if isinstance(when, UUID) else stamp(when, number, place)
+            ms = ms_of(given)
+            made.append(
+                Row(
+                    tag=tag,
+                    bucket_ms=bucket_start(ms, self.span_ms),
+                    span_ms=self.span_ms,
+                    stamp=given,
+                    pid=pid,
+                    tag_seq=number,
+                    place=place,
+                    offset=number,
+                    seq=number,
+                    time_ms=ms,
+                    key=None,
+                    headers=[],
+                    value=b'{"theirs":true}',
+                    tags=(tag,),
+                )
+            )
+        writer(self.rows).write(made)
+
+    # Readers.
+
+    @asynccontextmanager
+    async def reading(
+        self, *, clock: Callable[[], int] = now_ms, page: int | None = None, **tags: Any
+    ) -> AsyncIterator[Reading]:
+        """Readers with these settings of tags; 50 ms behind the clock where rows are, unless they say otherwise."""
+        assert self.writer
+        given: dict[str, Any] = {"paths": ("tags",), "delay": "50ms", "bucket": self.bucket, **tags}
+        where: dict[str, Any] = {}
+        if (rows := self.rows) is not None:
+            given["store"] = "cassandra"
+            where = {"hosts": rows.hosts, "port": rows.port, "keyspace": rows.keyspace, "timeout": "30s"}
+        settings = Settings(tags=given, cassandra=where)  # type: ignore[arg-type]
+        async with AsyncExitStack() as stack:
+            nodes = await Nodes(self.store).open()
+            stack.push_async_callback(nodes.close)
+            logs = Logs(nodes, VIEW)
+            hub = await stack.enter_async_context(Hub(nodes, logs))
+            feeds = open_store(settings, nodes, hub, logs, clock)
+            stack.push_async_callback(feeds.close)
+            if page is not None and isinstance(feeds, CassandraTags):
+                feeds._rows.page = page
+            yield Reading(feeds, clock, stack)
+
+
+class Reading:
+    """Opens feeds, and collects what they yield."""
+
+    def __init__(self, feeds: OpensTags, clock: Callable[[], int], stack: AsyncExitStack) -> None:
+        self.feeds, self._clock, self._stack = feeds, clock, stack
+
+    async def open(self, *tags: str, **parameters: Any) -> AnyFeed:
+        request = make_tag_request(tags, now_ms=self._clock(), own_cursors=self.feeds.own_cursors, **parameters)
+        assert request is not None
+        feed = await self.feeds.open(request)
+        self._stack.push_async_callback(feed.aclose)
+        return feed
+
+    async def all(self, *tags: str, **parameters: Any) -> list[AnyFrame]:
+        """Everything that a feed yields until it ends."""
+        frames: list[AnyFrame] = []
+        async with asyncio.timeout(60):
+            async for batch in await self.open(*tags, **{"follow": False, **parameters}):
+                frames += batch
+        return frames
+
+    async def current(self, *tags: str, **parameters: Any) -> list[str]:
+        """What there is, as p1:2; checks that the feed ends as it should."""
+        frames = await self.all(*tags, **parameters)
+        assert controls(frames)[-1:] == ["end"]
+        return names(frames)
+
+    async def follow(self, *tags: str, **parameters: Any) -> Follower:
+        """Follow tags, from the start unless it is said otherwise."""
+        if not parameters.keys() & {"start", "after", "last_event_id"}:
+            parameters["start"] = "start"
+        follower = Follower(await self.open(*tags, **parameters))
+        self._stack.push_async_callback(follower.close)
+        return follower
+
+    async def pull(self, *tags: str, **parameters: Any) -> Pulled:
+        """Read as a consumer that takes events when it likes."""
+        return Pulled(await self.open(*tags, **{"start": "start", **parameters}))
+
+
+class Follower:
+    """A reader in the background that keeps what it has got."""
+
+    def __init__(self, feed: AnyFeed) -> None:
+        self.frames: list[AnyFrame] = []
+        self._feed = feed
+        self._task = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        async for batch in self._feed:
+            self.frames += batch
+
+    @property
+    def names(self) -> list[str]:
+        return names(self.frames)
+
+    async def until(self, count: int, seconds: float = 30) -> list[str]:
+        """Wait until so many events have come, or the feed has ended; return them as p1:2."""
+        async with asyncio.timeout(seconds):
+            while len(events(self.frames)) < count:
+                if self._task.done():
+                    self._task.result()
+                    break
+                await asyncio.sleep(0.01)
+        return self.names
+
+    async def is_told(self, control: str, seconds: float = 30) -> None:
+        """Wait until the feed has said something of itself."""
+        async with asyncio.timeout(seconds):
+            while control not in controls(self.frames):
+                if self._task.done():
+                    self._task.result()
+                await asyncio.sleep(0.01)
+
+    async def end(self, seconds: float = 30) -> None:
+        """Wait until the feed ends, or fails."""
+        async with asyncio.timeout(seconds):
+            await self._task
+
+    async def is_silent(self, seconds: float = 0.3) -> None:
+        """Check that nothing comes, and that the feed goes on."""
+        before = len(events(self.frames))
+        await asyncio.sleep(seconds)
+        assert self.names[before:] == []
+        assert not self._task.done()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._feed.aclose()
+
+
+class Pulled:
+    """A reader that takes so many events, and then none until it is asked again."""
+
+    def __init__(self, feed: AnyFeed) -> None:
+        self._batches = aiter(feed)
+        self._ahead: list[Frame] = []
+        self.controls: list[str] = []
+
+    async def take(self, count: int, seconds: float = 30) -> list[str]:
+        """Return the next events; fewer if the feed ends."""
+        async with asyncio.timeout(seconds):
+            while len(self._ahead) < count and (batch := await anext(self._batches, None)) is not None:
+                self._ahead += events(batch)
+                self.controls += controls(batch)
+        taken, self._ahead = self._ahead[:count], self._ahead[count:]
+        return names(taken)
+
+
+def events(frames: Iterable[AnyFrame]) -> list[Frame]:
+    return [frame for frame in frames if isinstance(frame, Frame)]
+
+
+def shown(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
+    """The events as they are sent."""
+    return [json.loads(frame.data) for frame in events(frames)]
+
+
+def names(frames: Iterable[AnyFrame]) -> list[str]:
+    """The events as p1:2: source, and number in the tag."""
+    return [f"{data['source']}:{data['tag_seq']}" for data in shown(frames)]
+
+
+def stamps(frames: Iterable[AnyFrame]) -> list[UUID]:
+    return [UUID(data["timeuuid"]) for data in shown(frames)]
+
+
+def controls(frames: Iterable[AnyFrame]) -> list[str]:
+    return [frame.name for frame in frames if isinstance(frame, Control)]
+
+
+def run(pid: str, first: int, last: int) -> list[str]:
+    """The names of a source's events from one number to another."""
+    return [f"{pid}:{number}" for number in range(first, last + 1)]
+
+
+def in_turn(found: Iterable[str]) -> bool:
+    """Whether the events of each source come in the order of their numbers, from 1, none twice and none missing."""
+    last: dict[str, int] = {}
+    for name in found:
+        pid, _, number = name.rpartition(":")
+        if int(number) != last.get(pid, 0) + 1:
+            return False
+        last[pid] = int(number)
+    return True
