@@ -17,6 +17,8 @@ from tailrace.stores.logs import Logs
 READ_BYTES = 1 << 20
 """About how much a reader takes from the store at once; entries differ, so it learns how many that is."""
 MOST_ENTRIES = 500
+SMALL_BYTES, MOST_SEGMENTS = 128 << 10, 200
+"""How much of small segments is read at once, as it is stored, and how many of them."""
 TRIES = 5
 """How often a look that a swap has crossed is begun again."""
 
@@ -64,8 +66,9 @@ class Reader:
         elif not log.segments and self.position == Position.START:
             self.position = log.expired  # all there ever was is gone, and the start is behind it
         if not log.segments:
-            self._index = self._index or 0  # from here on the channel tells when there is something
-        for segment in log.segments[place.at :]:
+            # From here on the channel tells when there is something; what it may still hold is gone.
+            self._index = max(self._index or 0, self._channel.head[0])
+        for at, segment in enumerate(log.segments[place.at :], place.at + 1):
             if segment.epoch != self.position.epoch or segment.first > self.position.number:
                 after = segment.first - 1
             else:
@@ -74,7 +77,8 @@ class Reader:
             if entries:
                 mean = sum(entry.size for entry in entries) // len(entries) + 1
                 self._count = max(1, min(MOST_ENTRIES, READ_BYTES // mean))
-                return [*gaps, *(Piece(segment, entry) for entry in entries)]
+                more = await self._following(log.segments[at:]) if entries[-1].last >= segment.last else []
+                return [*gaps, *(Piece(segment, entry) for entry in entries), *more]
             if after < segment.last:
                 # The hash, read before, shows more than the segment holds: it expired meanwhile, or is damaged.
                 if again and not gaps:
@@ -82,6 +86,26 @@ class Reader:
                 gaps.append(Gap(Position(segment.epoch, after), segment.end, "missing"))
             self._move(segment, max(after, segment.last))
         return gaps
+
+    async def _following(self, segments: Sequence[Segment]) -> list[Piece]:
+        """Return what small segments hold that follow one which was read to its end.
+
+        A log may have thousands of them, and to look each up by itself would read the registry as often.
+        """
+        few: list[Segment] = []
+        size = 0
+        for segment in segments:
+            size += segment.bytes
+            if segment.open or size > SMALL_BYTES or len(few) == MOST_SEGMENTS:
+                break
+            few.append(segment)
+        found: list[Piece] = []
+        answers = await self._logs.read_many([(self.name, s, s.first - 1) for s in few], MOST_ENTRIES) if few else []
+        for segment, entries in zip(few, answers, strict=True):
+            found += [Piece(segment, entry) for entry in entries]
+            if not entries or entries[-1].last < segment.last:
+                break  # it goes on there, or something happened to it: the next look sees what
+        return found
 
     def _move(self, segment: Segment, number: int) -> None:
         self._index = segment.index
