@@ -158,3 +158,32 @@ def test_a_damaged_registry_stops_nobody_else(store: StoreOptions) -> None:
         shard = keeper.registry.logs(["a"])[0].shard
         keeper.shards.client(shard).hset(keeper.shards.keys.log(shard, "days", "a"), mapping={b"s0": b"\xc1 no row"})
         assert keeper.pack().events == 2
+
+
+async def test_whoever_begins_at_the_start_of_a_log_that_is_gone_gets_nothing_that_others_still_hold(
+    store: StoreOptions,
+) -> None:
+    writer = Writer(store)
+    async with rig(store) as feeds:
+        follower = Follower(await feeds.open("a", start="start"))
+        for day in range(2):
+            writer.write([Record(day, b"a", time=NOON + 2 * day * DAY)])
+            await follower.until(day + 1)
+            with Keeper(store, clock=lambda: NOON + 10 * DAY) as keeper:
+                assert keeper.expire("a", DAY).events == 1
+            assert await feeds.ids("a", start="start") == []
+        await follower.close()
+
+
+async def test_a_log_of_many_small_buckets_is_read_whole_from_every_place(store: StoreOptions) -> None:
+    records = _days(40, each=2)
+    Writer(store).write(records)
+    wanted = [record.id for record in records]
+    async with rig(store) as feeds:
+        frames = await _frames(feeds)
+        assert [json.loads(frame.data)["id"] for frame in frames] == wanted
+        for i, frame in enumerate(frames[::7]):
+            assert await feeds.ids("a", after=frame.cursor) == wanted[7 * i + 1 :]
+        with Keeper(store) as keeper:
+            await asyncio.to_thread(_replace, keeper, 20)
+        assert await feeds.ids("a", start="start") == wanted
