@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tailrace.feeds.frame import AnyFrame, Control, Frame
+from tailrace.feeds.frame import AnyFeed, AnyFrame, Control, Frame
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.log import Feed, LogFeeds
 from tailrace.feeds.request import make_request
@@ -45,11 +45,11 @@ class Rig:
         return ids(await self.all(*names, **{"follow": False, **parameters}))
 
 
-def ids(frames: list[AnyFrame]) -> list[str]:
+def ids(frames: Iterable[AnyFrame]) -> list[str]:
     return [json.loads(frame.data)["id"] for frame in frames if isinstance(frame, Frame)]
 
 
-def controls(frames: list[AnyFrame]) -> list[str]:
+def controls(frames: Iterable[AnyFrame]) -> list[str]:
     return [frame.name for frame in frames if isinstance(frame, Control)]
 
 
@@ -65,7 +65,10 @@ async def rig(options: StoreOptions, **changes: Any) -> AsyncIterator[Rig]:
 class Follower:
     """A reader in the background that keeps what it has got."""
 
-    def __init__(self, feed: Feed) -> None:
+    shown = staticmethod(ids)
+    """How its events are told."""
+
+    def __init__(self, feed: AnyFeed) -> None:
         self.frames: list[AnyFrame] = []
         self._feed = feed
         self._task = asyncio.create_task(self._follow())
@@ -74,15 +77,15 @@ class Follower:
         async for batch in self._feed:
             self.frames += batch
 
-    async def until(self, count: int, seconds: float = 15) -> list[str]:
-        """Wait until so many events have come."""
+    async def until(self, count: int, seconds: float = 30) -> list[str]:
+        """Wait until so many events have come, or the feed has ended."""
         async with asyncio.timeout(seconds):
-            while len(ids(self.frames)) < count:
+            while len(self.shown(self.frames)) < count:
                 if self._task.done():
                     self._task.result()
                     break
                 await asyncio.sleep(0.01)
-        return ids(self.frames)
+        return self.shown(self.frames)
 
     async def close(self) -> None:
         self._task.cancel()

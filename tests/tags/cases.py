@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
@@ -13,7 +12,7 @@ from uuid import UUID
 
 from tailrace.config import Settings
 from tailrace.feeds.cassandra_tags import CassandraTags
-from tailrace.feeds.frame import AnyFeed, AnyFrame, Control, Frame
+from tailrace.feeds.frame import AnyFeed, AnyFrame, Frame
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.tag_request import make_tag_request
 from tailrace.feeds.tagged import OpensTags, open_store
@@ -28,15 +27,14 @@ from tailrace.stores.nodes import Nodes
 from tailrace.stores.tag_rows import Row, writer
 from tailrace.stores.tags import VIEW, TagOptions, introduce, lift
 from tailrace.stores.valkey import StoreOptions
+from tests.feeds.rig import controls, now_ms
+from tests.tags import rows
+from tests.tags.rows import events, names
 from tests.writing import Record, Writer
 
 SECOND, MINUTE, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
 SPANS = {"minute": MINUTE, "hour": HOUR, "day": DAY}
 TOPIC = "jobs"
-
-
-def now_ms() -> int:
-    return round(time.time() * 1000)
 
 
 class World:
@@ -193,31 +191,12 @@ class Reading:
         return Pulled(await self.open(*tags, **{"start": "start", **parameters}))
 
 
-class Follower:
-    """A reader in the background that keeps what it has got."""
-
-    def __init__(self, feed: AnyFeed) -> None:
-        self.frames: list[AnyFrame] = []
-        self._feed = feed
-        self._task = asyncio.create_task(self._follow())
-
-    async def _follow(self) -> None:
-        async for batch in self._feed:
-            self.frames += batch
+class Follower(rows.Follower):
+    """A reader in the background that can be asked what it was told."""
 
     @property
     def names(self) -> list[str]:
         return names(self.frames)
-
-    async def until(self, count: int, seconds: float = 30) -> list[str]:
-        """Wait until so many events have come, or the feed has ended; return them as p1:2."""
-        async with asyncio.timeout(seconds):
-            while len(events(self.frames)) < count:
-                if self._task.done():
-                    self._task.result()
-                    break
-                await asyncio.sleep(0.01)
-        return self.names
 
     async def is_told(self, control: str, seconds: float = 30) -> None:
         """Wait until the feed has said something of itself."""
@@ -239,11 +218,6 @@ class Follower:
         assert self.names[before:] == []
         assert not self._task.done()
 
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self._feed.aclose()
-
 
 class Pulled:
     """A reader that takes so many events, and then none until it is asked again."""
@@ -263,26 +237,13 @@ class Pulled:
         return names(taken)
 
 
-def events(frames: Iterable[AnyFrame]) -> list[Frame]:
-    return [frame for frame in frames if isinstance(frame, Frame)]
-
-
 def shown(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
     """The events as they are sent."""
     return [json.loads(frame.data) for frame in events(frames)]
 
 
-def names(frames: Iterable[AnyFrame]) -> list[str]:
-    """The events as p1:2: source, and number in the tag."""
-    return [f"{data['source']}:{data['tag_seq']}" for data in shown(frames)]
-
-
 def stamps(frames: Iterable[AnyFrame]) -> list[UUID]:
     return [UUID(data["timeuuid"]) for data in shown(frames)]
-
-
-def controls(frames: Iterable[AnyFrame]) -> list[str]:
-    return [frame.name for frame in frames if isinstance(frame, Control)]
 
 
 def run(pid: str, first: int, last: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tailrace.config import Settings
 from tailrace.errors import StoreUnavailable
-from tailrace.feeds.frame import AnyFrame, Control, Frame
+from tailrace.feeds.frame import AnyFrame, Frame
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.tag_feed import TagRowsFeed
 from tailrace.feeds.tag_request import make_tag_request
@@ -26,14 +26,12 @@ from tailrace.stores.nodes import Nodes
 from tailrace.stores.tag_rows import Row, writer
 from tailrace.stores.tags import VIEW, TagOptions, lift
 from tailrace.stores.valkey import StoreOptions
+from tests.feeds import rig as feeds
+from tests.feeds.rig import now_ms
 from tests.writing import Record, Writer
 
 HOUR = 3_600_000
 THEIRS = Source("theirs", 0)
-
-
-def now_ms() -> int:
-    return round(time.time() * 1000)
 
 
 class Rows:
@@ -120,34 +118,6 @@ class Reading:
         return names(await self.all(*tags, **parameters))
 
 
-class Follower:
-    """A reader in the background that keeps what it has got."""
-
-    def __init__(self, feed: TagRowsFeed) -> None:
-        self.frames: list[AnyFrame] = []
-        self._feed = feed
-        self._task = asyncio.create_task(self._follow())
-
-    async def _follow(self) -> None:
-        async for batch in self._feed:
-            self.frames += batch
-
-    async def until(self, count: int, seconds: float = 30) -> list[str]:
-        """Wait until so many events have come; return them as p1:2."""
-        async with asyncio.timeout(seconds):
-            while len(names(self.frames)) < count:
-                if self._task.done():
-                    self._task.result()
-                    break
-                await asyncio.sleep(0.01)
-        return names(self.frames)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self._feed.aclose()
-
-
 def events(frames: Iterable[AnyFrame]) -> list[Frame]:
     return [frame for frame in frames if isinstance(frame, Frame)]
 
@@ -157,8 +127,10 @@ def names(frames: Iterable[AnyFrame]) -> list[str]:
     return [f"{data['source']}:{data['tag_seq']}" for data in (json.loads(frame.data) for frame in events(frames))]
 
 
-def controls(frames: Iterable[AnyFrame]) -> list[str]:
-    return [frame.name for frame in frames if isinstance(frame, Control)]
+class Follower(feeds.Follower):
+    """A reader in the background that tells its events as p1:2."""
+
+    shown = staticmethod(names)
 
 
 @asynccontextmanager

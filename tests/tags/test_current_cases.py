@@ -21,7 +21,9 @@ from tailrace.model.event import iso_time
 from tailrace.model.stamp import ms_of, order
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.valkey import StoreOptions
-from tests.tags.cases import DAY, HOUR, SECOND, World, controls, events, in_turn, names, now_ms, run, shown, stamps
+from tests.feeds.rig import controls, now_ms
+from tests.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, stamps
+from tests.tags.rows import events, names
 from tests.tags.stored import Died, dying
 
 

@@ -19,7 +19,9 @@ from tailrace.pipeline.tags import TagView
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.tags import lift
 from tailrace.stores.valkey import StoreOptions
-from tests.tags.cases import HOUR, SECOND, Reading, World, events, in_turn, names, now_ms, run, stamps
+from tests.feeds.rig import now_ms
+from tests.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, stamps
+from tests.tags.rows import events, names
 from tests.tags.stored import _view
 from tests.writing import Writer
 

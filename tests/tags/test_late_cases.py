@@ -27,7 +27,9 @@ from tailrace.stores.row_reader import RowReader
 from tailrace.stores.tag_rows import Narrow
 from tailrace.stores.valkey import StoreOptions
 from tailrace.tag_settings import Tags
-from tests.tags.cases import HOUR, MINUTE, SECOND, World, events, in_turn, now_ms, run
+from tests.feeds.rig import now_ms
+from tests.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
+from tests.tags.rows import events
 
 SOON: dict[str, Any] = {"refresh": "50ms", "back_track": "off", "long_back_track": "off"}
 """What is found is found by its number."""

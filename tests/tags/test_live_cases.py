@@ -27,7 +27,9 @@ from tailrace.stores.cassandra import CassandraOptions, Connection
 from tailrace.stores.marks import read_marks
 from tailrace.stores.tags import VIEW
 from tailrace.stores.valkey import StoreOptions
-from tests.tags.cases import DAY, HOUR, MINUTE, SECOND, World, controls, events, in_turn, now_ms, run
+from tests.feeds.rig import controls, now_ms
+from tests.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
+from tests.tags.rows import events
 from tests.tags.served import served
 from tests.writing import Record, Writer, read_view
 

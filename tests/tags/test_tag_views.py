@@ -15,7 +15,8 @@ from tailrace.feeds.tag_request import make_tag_request
 from tailrace.model.stamp import order
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.valkey import StoreOptions
-from tests.tags.rows import HOUR, Follower, Rows, controls, events, names, now_ms, reading
+from tests.feeds.rig import controls, now_ms
+from tests.tags.rows import HOUR, Follower, Rows, events, names, reading
 
 
 @pytest.fixture
@@ -337,7 +338,7 @@ async def test_a_feed_outlives_its_store_and_loses_and_repeats_nothing(
         await follower.until(3)
         await asyncio.to_thread(cassandra_server.kill)
         await asyncio.sleep(2)
-        await asyncio.to_thread(cassandra_server.start, 180)
+        cassandra_server.start(180)  # here: the node ends with the thread that started it, and others need it
         await asyncio.to_thread(rows.write, "a", ["green"], 3)
         assert await follower.until(6, 60) == [f"a:{n}" for n in range(1, 7)]
         await follower.close()
