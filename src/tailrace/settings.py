@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from tailrace.errors import ConfigError
 from tailrace.fold_settings import Folds, Problem, refuse
+from tailrace.session_settings import Sessions
 from tailrace.tag_settings import Cassandra, Tags
 from tailrace.units import format_duration, format_size
 from tailrace.values import (
@@ -129,7 +130,7 @@ class Spark(Section):
 class Pipeline(Section):
     """What the one pass does with each record."""
 
-    views: Views = ("days", "folds", "matches", "tags")
+    views: Views = ("days", "folds", "matches", "tags", "sessions")
     window_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 256 * 2**10
     window_runs: Annotated[int, Field(ge=1, le=2_000)] = 500
     max_event_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 2**20
@@ -276,6 +277,7 @@ class Settings(BaseSettings):
     folds: Folds = Folds()
     grep: Grep = Grep()
     tags: Tags = Tags()
+    sessions: Sessions = Sessions()
     upkeep: Upkeep = Upkeep()
     serve: Serve = Serve()
     embedded: Embedded = Embedded()
@@ -318,14 +320,14 @@ class Settings(BaseSettings):
 
     @property
     def live_views(self) -> tuple[str, ...]:
-        """The views that are written: without rules there are no folds, and without paths and rules no tags."""
-        used = {"folds": bool(self.folds.rules), "tags": self.tags.is_used}
+        """The views that are written: without rules there are no folds, without topics no sessions, and so on."""
+        used = {"folds": bool(self.folds.rules), "tags": self.tags.is_used, "sessions": self.sessions.is_used}
         return tuple(view for view in self.pipeline.views if used.get(view, True))
 
     @property
     def log_views(self) -> tuple[str, ...]:
-        """The views whose logs upkeep packs and sweeps: folds have none, nor have tags in Cassandra."""
-        without = {"folds"} if self.tags.store == "valkey" else {"folds", "tags"}
+        """The views whose logs upkeep packs and sweeps: folds and sessions have none, nor have tags in Cassandra."""
+        without = {"folds", "sessions"} | ({"tags"} if self.tags.store == "cassandra" else set())
         return tuple(view for view in self.pipeline.views if view not in without)
 
     @property

@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, core_schema
 from tailrace.units import format_duration, format_size, parse_duration, parse_size
 
 HIDDEN = "**********"
-VIEWS = ("days", "folds", "matches", "tags")
+VIEWS = ("days", "folds", "matches", "tags", "sessions")
 COLLECTS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
 """What a fold can gather. All look at a path but the last, which takes whole events."""
 
