@@ -240,7 +240,7 @@ class _Shards(Shards):
 def dying(driver: Writer, step: str, told: int = 1) -> Writer:
     """Return a task that dies after a step; of some shards so many are told."""
     task = driver.another_task()
-    view = _view(driver, _View)
+    view = view_of(driver, _View)
     assert isinstance(view, _View)
     view.step = step
     task.host._views = [view]
@@ -261,11 +261,11 @@ def interrupted(driver: Writer, act: Callable[[], object]) -> Writer:
             left.pop()()
         return time.time()
 
-    task.host._views = [_view(driver, TagView, clock=clock)]
+    task.host._views = [view_of(driver, TagView, clock=clock)]
     return task
 
 
-def _view(driver: Writer, form: type[TagView], **changes: Any) -> TagView:
+def view_of(driver: Writer, form: type[TagView], **changes: Any) -> TagView:
     plan = driver.plan
     return form(
         plan.store.shards,

@@ -10,7 +10,6 @@ visible late, is written by somebody else; of our own rows a reader sees none th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -25,21 +24,6 @@ from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, stamps
 from tests.tags.rows import events, names
 from tests.tags.stored import Died, dying
-
-
-@pytest.fixture(params=["valkey", "cassandra"])
-def world(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[World]:
-    made = World(store, request.getfixturevalue("rows_store") if request.param == "cassandra" else None)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def theirs(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]:
-    """Rows that somebody else writes: without marks, so that only numbers say what is missing."""
-    made = World(store, rows_store)
-    yield made
-    made.close()
 
 
 @pytest.fixture

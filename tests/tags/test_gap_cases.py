@@ -9,7 +9,6 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
@@ -19,21 +18,12 @@ from tailrace.errors import RowsMissing
 from tailrace.model.bucket import bucket_start
 from tailrace.model.event import Source, iso_time
 from tailrace.model.stamp import ms_of, stamp
-from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import HOUR, SECOND, World, in_turn, run
 from tests.tags.rows import events, names
 
 NEVER: dict[str, Any] = {"back_track": "off", "long_back_track": "off"}
 """What is found is found by its number, and not by looking back."""
-
-
-@pytest.fixture
-def theirs(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]:
-    made = World(store, rows_store)
-    yield made
-    made.close()
 
 
 async def test_G_01_the_missing_one_and_what_it_held_follow_in_order_and_others_flow_meanwhile(theirs: World) -> None:

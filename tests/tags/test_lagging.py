@@ -7,7 +7,7 @@ enough for what is hours late, and none has to be.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from uuid import UUID
 
 import pytest
@@ -16,28 +16,12 @@ from tailrace.feeds.frame import AnyFrame
 from tailrace.model.event import Source
 from tailrace.model.stamp import ms_of, order
 from tailrace.pipeline.tags import TagView
-from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.tags import lift
-from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, stamps
 from tests.tags.rows import events, names
-from tests.tags.stored import _view
+from tests.tags.stored import view_of
 from tests.writing import Writer
-
-
-@pytest.fixture(params=["valkey", "cassandra"])
-def world(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[World]:
-    made = World(store, request.getfixturevalue("rows_store") if request.param == "cassandra" else None)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def rows_world(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]:
-    made = World(store, rows_store)
-    yield made
-    made.close()
 
 
 class Clock:
@@ -155,13 +139,13 @@ async def test_times_of_records_step_by_an_hour_and_back(world: World) -> None:
         await check_every_cursor(read, follower.frames, found)
 
 
-async def test_a_stamp_that_is_ahead_of_the_clock_is_read_when_its_time_has_come(rows_world: World) -> None:
+async def test_a_stamp_that_is_ahead_of_the_clock_is_read_when_its_time_has_come(theirs: World) -> None:
     """No refresh is waited for: a producer whose clock is a little ahead makes such stamps all the time."""
-    async with rows_world.reading(refresh="1h", back_track="off", long_back_track="off") as read:
+    async with theirs.reading(refresh="1h", back_track="off", long_back_track="off") as read:
         follower = await read.follow("green")
         await follower.is_told("caught-up")
         for n in range(1, 4):
-            rows_world.write("a", "green", at=now_ms() + 400)
+            theirs.write("a", "green", at=now_ms() + 400)
             assert (await follower.until(n, 20))[-1] == f"a:{n}"
 
 
@@ -185,9 +169,9 @@ async def test_the_clock_of_a_reader_steps_by_an_hour_and_back(world: World, ste
 
 
 @pytest.mark.parametrize("steps", [(HOUR, 0), (-HOUR, 0), (HOUR, -HOUR, 0)])
-async def test_the_clock_of_the_pipeline_steps_by_an_hour_and_back(rows_world: World, steps: tuple[int, ...]) -> None:
+async def test_the_clock_of_the_pipeline_steps_by_an_hour_and_back(theirs: World, steps: tuple[int, ...]) -> None:
     """What was written while it was ahead has stamps of then; what comes after is not before that, and is not lost."""
-    world, clock = rows_world, Clock()
+    world, clock = theirs, Clock()
     world.begin(2)
     task = _task(world.writer, clock)
     async with world.reading(refresh="100ms") as read:
@@ -207,7 +191,7 @@ async def test_the_clock_of_the_pipeline_steps_by_an_hour_and_back(rows_world: W
 
 def _task(driver: Writer, clock: Clock) -> Writer:
     task = driver.another_task()
-    task.host._views = [_view(driver, TagView, clock=clock.seconds)]
+    task.host._views = [view_of(driver, TagView, clock=clock.seconds)]
     return task
 
 
@@ -233,7 +217,7 @@ async def test_two_sources_interleave_in_one_millisecond(world: World, page: int
 
 
 @pytest.mark.parametrize("page", [1, 2, 500])
-async def test_sources_of_somebody_else_have_the_very_same_stamps(rows_world: World, page: int) -> None:
+async def test_sources_of_somebody_else_have_the_very_same_stamps(theirs: World, page: int) -> None:
     """The same hundred nanoseconds, by nodes of other names, or the same to the last bit."""
     second = now_ms() // 1000 - 5
     ticks = [second * 10_000_000 + 0x01B21DD213814000 + n // 2 for n in range(8)]
@@ -243,9 +227,9 @@ async def test_sources_of_somebody_else_have_the_very_same_stamps(rows_world: Wo
             # Two of one tick: by the order of Cassandra the second has the later node.
             fields = tick & 0xFFFFFFFF, tick >> 32 & 0xFFFF, tick >> 48 & 0x0FFF, 0x80, 0, node + number
             rows.append((pid, number, UUID(fields=fields, version=1)))
-    rows_world.put("green", *rows)
+    theirs.put("green", *rows)
     assert len({made for _, _, made in rows}) == 3 * 8
-    async with rows_world.reading(page=page, refresh="50ms", offset_scan="10ms") as read:
+    async with theirs.reading(page=page, refresh="50ms", offset_scan="10ms") as read:
         frames = await read.all("green")
         found = names(frames)
         assert in_turn(found)

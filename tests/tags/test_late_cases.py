@@ -8,7 +8,6 @@ back. What the pipeline itself writes late is in ``test_lagging``: there nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
@@ -25,7 +24,6 @@ from tailrace.model.tag_reads import Reads
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.row_reader import RowReader
 from tailrace.stores.tag_rows import Narrow
-from tailrace.stores.valkey import StoreOptions
 from tailrace.tag_settings import Tags
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
@@ -35,13 +33,6 @@ SOON: dict[str, Any] = {"refresh": "50ms", "back_track": "off", "long_back_track
 """What is found is found by its number."""
 BACK: dict[str, Any] = {"refresh": "1h", "back_track": "50ms", "long_back_track": "off"}
 """What is found is found by looking back."""
-
-
-@pytest.fixture
-def theirs(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]:
-    made = World(store, rows_store)
-    yield made
-    made.close()
 
 
 # By their numbers.

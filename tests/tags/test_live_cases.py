@@ -9,7 +9,7 @@ delay for it; rows come in the order of their stamps, as far as the delay lets i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,6 @@ from tests.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.tags.rows import events
 from tests.tags.served import served
 from tests.writing import Record, Writer, read_view
-
-
-@pytest.fixture(params=["valkey", "cassandra"])
-def world(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[World]:
-    made = World(store, request.getfixturevalue("rows_store") if request.param == "cassandra" else None)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from xml.sax.saxutils import escape
 from tailrace.embedded import jars, ports
 from tailrace.embedded.kafka import find_java
 from tailrace.embedded.ports import HOST
-from tailrace.embedded.process import Part, Process
+from tailrace.embedded.process import Part
+from tailrace.embedded.server import EmbeddedServer
 from tailrace.embedded.supervisor import hold
 from tailrace.errors import PrerequisiteMissing
 
@@ -101,7 +102,7 @@ jdk.management/com.sun.management.internal jdk.compiler/com.sun.tools.javac
 """
 
 
-class EmbeddedCassandra:
+class EmbeddedCassandra(EmbeddedServer):
     """A node whose data lives in one folder.
 
     Args:
@@ -112,6 +113,9 @@ class EmbeddedCassandra:
         jars_folder: Where the jars are kept; the user's cache folder by default.
     """
 
+    start_s = 120.0
+    stop_s = 20.0
+
     def __init__(
         self,
         folder: Path,
@@ -121,26 +125,14 @@ class EmbeddedCassandra:
         log: Path | None = None,
         jars_folder: Path | None = None,
     ) -> None:
-        self.folder = folder.absolute()
-        self.memory = memory
-        self.log = log or self.folder / "logs" / "cassandra.log"
-        self._jars = jars_folder
-        self._ports = self.folder / "ports.json"
+        folder = folder.absolute()
+        self._ports = folder / "ports.json"
         last = ports.remembered(self._ports)
-        self.port = port or _kept(last.get("client"), ())
+        super().__init__(folder, port or _kept(last.get("client"), ()), log or folder / "logs" / "cassandra.log")
+        self.memory = memory
+        self._jars = jars_folder
         self._storage = _kept(last.get("storage"), (self.port,))
-        self._process: Process | None = None
         self._held = contextlib.ExitStack()
-
-    @property
-    def address(self) -> str:
-        """``host:port`` for clients."""
-        return f"{HOST}:{self.port}"
-
-    @property
-    def pid(self) -> int | None:
-        """The process started by ``start``, while it runs."""
-        return self._process.pid if self._process and self._process.exit_code is None else None
 
     def part(self, progress: Console | None = None) -> Part:
         """Make the folder ready (jars, settings) and say how to run the node on it.
@@ -205,7 +197,7 @@ class EmbeddedCassandra:
             return False
         return found.endswith(self._name().encode())
 
-    def start(self, timeout: float = 120.0) -> None:
+    def start(self, timeout: float | None = None) -> None:
         """Start the node and wait until it answers; it ends with the thread that called this.
 
         Raises:
@@ -217,20 +209,17 @@ class EmbeddedCassandra:
         self._held.close()
         with contextlib.ExitStack() as held:
             held.enter_context(hold(self.folder))  # Cassandra itself would share it, and ruin it
-            self._process = Process(self.part())
-            self._process.wait_ready(timeout)
+            super().start(timeout)
             self._held = held.pop_all()
 
-    def stop(self, timeout: float = 20.0) -> None:
+    def stop(self, timeout: float | None = None) -> None:
         """End the node cleanly."""
-        if self._process:
-            self._process.stop(timeout)
+        super().stop(timeout)
         self._held.close()
 
     def kill(self) -> None:
         """End the node as ``kill -9`` does."""
-        if self._process:
-            self._process.kill()
+        super().kill()
         self._held.close()
 
     def _name(self) -> str:

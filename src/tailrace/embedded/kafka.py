@@ -20,7 +20,8 @@ import msgspec
 
 from tailrace.embedded import jars
 from tailrace.embedded.ports import HOST, free_port
-from tailrace.embedded.process import Part, Process
+from tailrace.embedded.process import Part
+from tailrace.embedded.server import EmbeddedServer
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def find_java() -> Java:
     return Java(path=path, version=int(found[1]))
 
 
-class EmbeddedKafka:
+class EmbeddedKafka(EmbeddedServer):
     """A broker whose data lives in one folder.
 
     Args:
@@ -124,6 +125,9 @@ class EmbeddedKafka:
         properties: Settings of the broker on top of ours.
     """
 
+    start_s = 60.0
+    stop_s = 20.0
+
     def __init__(
         self,
         folder: Path,
@@ -134,25 +138,13 @@ class EmbeddedKafka:
         jars_folder: Path | None = None,
         properties: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder = folder.absolute()
-        self.port = port or free_port()
+        folder = folder.absolute()
+        super().__init__(folder, port or free_port(), log or folder / "logs" / "kafka.log")
         self.memory = memory
-        self.log = log or self.folder / "logs" / "kafka.log"
         self._data = self.folder / "data"
         self._jars = jars_folder
         self._extra = dict(properties or {})
         self._admin: AdminClient | None = None
-        self._process: Process | None = None
-
-    @property
-    def address(self) -> str:
-        """``host:port`` for clients."""
-        return f"{HOST}:{self.port}"
-
-    @property
-    def pid(self) -> int | None:
-        """The process started by ``start``, while it runs."""
-        return self._process.pid if self._process and self._process.exit_code is None else None
 
     def part(self, progress: Console | None = None) -> Part:
         """Make the folder ready (jars, settings, storage format) and say how to run the broker on it."""
@@ -198,23 +190,10 @@ class EmbeddedKafka:
         )
         return bool(found.brokers) and identity is not None and found.cluster_id == identity[1]
 
-    def start(self, timeout: float = 60.0) -> None:
+    def start(self, timeout: float | None = None) -> None:
         """Start the broker and wait until it answers; it ends with the thread that called this."""
-        if self.pid is not None:
-            return
-        self._process = Process(self.part())
-        self._process.wait_ready(timeout)
+        super().start(timeout)
         self._admin = None
-
-    def stop(self, timeout: float = 20.0) -> None:
-        """End the broker cleanly."""
-        if self._process:
-            self._process.stop(timeout)
-
-    def kill(self) -> None:
-        """End the broker as ``kill -9`` does."""
-        if self._process:
-            self._process.kill()
 
     def _format(self, java_command: Sequence[str]) -> None:
         # Beside the place of the data, so that a format that was cut short is never mistaken for a whole one.

@@ -14,7 +14,8 @@ from typing import Final
 import valkey
 
 from tailrace.embedded.ports import HOST, free_port
-from tailrace.embedded.process import Part, Process
+from tailrace.embedded.process import Part
+from tailrace.embedded.server import EmbeddedServer
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 
 _SLOTS: Final = 16_384
@@ -33,7 +34,7 @@ _SETTINGS: Final = {
 }
 
 
-class EmbeddedValkey:
+class EmbeddedValkey(EmbeddedServer):
     """A server whose data lives in one folder.
 
     Args:
@@ -53,28 +54,16 @@ class EmbeddedValkey:
         settings: Mapping[str, str] | None = None,
         binary: Path | None = None,
     ) -> None:
-        self.folder = folder.absolute()
-        self.port = port or free_port()
-        self.log = log or self.folder / "logs" / "valkey.log"
+        folder = folder.absolute()
+        super().__init__(folder, port or free_port(), log or folder / "logs" / "valkey.log")
         self._file = self.folder / "valkey.conf"
         self._extra = dict(settings or {})
         self._binary = binary
-        self._process: Process | None = None
-
-    @property
-    def address(self) -> str:
-        """``host:port`` for clients."""
-        return f"{HOST}:{self.port}"
 
     @property
     def url(self) -> str:
         """The address as the configuration wants it."""
         return f"valkey://{self.address}/0"
-
-    @property
-    def pid(self) -> int | None:
-        """The process started by ``start``, while it runs."""
-        return self._process.pid if self._process and self._process.exit_code is None else None
 
     def part(self) -> Part:
         """Write the settings and say how to run the server on the folder."""
@@ -96,23 +85,6 @@ class EmbeddedValkey:
                 return bool(client.ping()) and client.info("server")["config_file"] == str(self._file)
         except (valkey.ValkeyError, OSError):
             return False
-
-    def start(self, timeout: float = 30.0) -> None:
-        """Start the server and wait until it answers; it ends with the thread that called this."""
-        if self.pid is not None:
-            return
-        self._process = Process(self.part())
-        self._process.wait_ready(timeout)
-
-    def stop(self, timeout: float = 10.0) -> None:
-        """End the server cleanly."""
-        if self._process:
-            self._process.stop(timeout)
-
-    def kill(self) -> None:
-        """End the server as ``kill -9`` does."""
-        if self._process:
-            self._process.kill()
 
 
 def start_cluster(folder: Path, ports: Sequence[int] = (0, 0, 0), *, timeout: float = 30.0) -> list[EmbeddedValkey]:

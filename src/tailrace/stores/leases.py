@@ -18,6 +18,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -70,8 +71,8 @@ class _Held(msgspec.Struct):
 class Leases:
     """The leases of this process. ``run`` keeps them alive."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: Nodes, clock: Callable[[], float] = time.time) -> None:
+        self._nodes, self._clock = nodes, clock
         self.process = _new_name()
         self._began = False
         self._held: dict[int, _Held] = {}
@@ -93,7 +94,7 @@ class Leases:
         """
         self._next += 1
         number = self._next
-        asked = msgspec.structs.replace(asked or Asked(), since_ms=time.time_ns() // 1_000_000)
+        asked = msgspec.structs.replace(asked or Asked(), since_ms=round(self._clock() * 1000))
         self._held[number] = _Held(search, asked, ended or asyncio.Event())
         try:
             for _ in range(TRIES):
@@ -186,8 +187,15 @@ class Watchdog:
         idle: how many may live on between the two.
     """
 
-    def __init__(self, shards: Shards, keep_ms: int, popular_ms: int = 0, idle: int = 0) -> None:
-        self._shards, self._keeping = shards, (keep_ms, popular_ms, idle)
+    def __init__(
+        self,
+        shards: Shards,
+        keep_ms: int,
+        popular_ms: int = 0,
+        idle: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._shards, self._keeping, self._clock = shards, (keep_ms, popular_ms, idle), clock
 
     @classmethod
     def of(cls, shards: Shards, settings: Settings) -> Watchdog:
@@ -211,7 +219,7 @@ class Watchdog:
 
     def _drop(self) -> None:
         """Remove the logs of lives that are over; and again a while later: a task that is under way may append."""
-        keys, now = self._shards.keys, time.time_ns() // 1_000_000
+        keys, now = self._shards.keys, round(self._clock() * 1000)
         left, late = self._shards.run_all([(0, ("HGETALL", keys.dropping())), (0, ("HGETALL", keys.dropped()))])
         # Scans wait meanwhile: the rest is dropped next time.
         for life, numbers in list(mapping(left).items())[:AT_ONCE]:

@@ -106,7 +106,7 @@ class Auditing:
         clock: Callable[[], int] = now_ms,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        require_copy(settings, view)
+        self._require(settings, view)
         self.view, self.whole = view, pattern is None
         self._settings, self._wanted, self._keys, self._spark = settings, Wanted(pattern), keys, spark
         self._clock, self._stopped = clock, stopped
@@ -125,17 +125,25 @@ class Auditing:
             Unavailable, StoreChanged, PipelineError: It could not be done, or was given up.
         """
         started = self._clock()
-        if not any(read_marks(shards, self.view)) and not Registry(shards, self.view).count():
-            # It was never written, as tags are that nobody has asked for: no session is begun for nothing.
+        if not self._is_written(shards):
+            # As tags are that nobody has asked for: no session is begun for nothing.
             self._ended = True
             return
         with spark_for(self._settings, self._spark) as session:
-            auditor = Auditor(self._settings, session, self.view, self._clock, self._stopped)
-            found = auditor.audit(shards, self._wanted)
+            found = self._auditor(session).audit(shards, self._wanted)
         if self._keys:
             found = msgspec.structs.replace(found, findings=(*found.findings, *stray_keys(shards, self.view)))
         self.found = msgspec.structs.replace(found, seconds=(self._clock() - started) / 1000)
         self._ended = True
+
+    def _require(self, settings: Settings, view: str) -> None:
+        require_copy(settings, view)
+
+    def _is_written(self, shards: Shards) -> bool:
+        return any(read_marks(shards, self.view)) or Registry(shards, self.view).count() > 0
+
+    def _auditor(self, spark: Any) -> Auditor:
+        return Auditor(self._settings, spark, self.view, self._clock, self._stopped)
 
 
 class Auditor:

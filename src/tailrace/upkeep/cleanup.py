@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest, StoreError
+from tailrace.errors import StoreError
 from tailrace.model.cleaned import Cleaned, beside, thinned, without
 from tailrace.model.event import Source
 from tailrace.model.pack import digest, pack, pieces
@@ -28,25 +28,12 @@ from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import look, read_held
 from tailrace.upkeep.job import milliseconds, now_ms, require_copy
 from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.taking_out import CLEANED, MOVED, UNREADABLE, Cleanup, TakingOut
 
 logger = logging.getLogger(__name__)
 
 STEPS = ("cleaned", "thin-staged", "thinned")
 """The failpoints, in order."""
-
-CLEANED, UNREADABLE, MOVED = "cleaned", "unreadable", "moved"
-"""What became of a tag: the source is gone from it; left, in part, since a run cannot be read, or was changed."""
-
-
-class Cleanup(msgspec.Struct, frozen=True):
-    """What became of one tag."""
-
-    tag: str
-    verdict: str
-    events: int
-    """Of the source, that were taken out."""
-    segments: int
-    """That they were in."""
 
 
 class _Found(msgspec.Struct):
@@ -64,7 +51,7 @@ class _Found(msgspec.Struct):
         return sum(self.segments.values())
 
 
-class Cleaning:
+class Cleaning(TakingOut):
     """One run of the job; what became of each tag is in ``cleaned``.
 
     Args:
@@ -74,10 +61,6 @@ class Cleaning:
     Raises:
         BadRequest: There are no tags in Valkey.
     """
-
-    name = "cleanup"
-    view = VIEW
-    whole = True
 
     def __init__(
         self,
@@ -89,24 +72,10 @@ class Cleaning:
         reached: Callable[[str], None] = failpoint.reached,
     ) -> None:
         require_copy(settings, VIEW)
-        self._source, self._tag, self._clock, self._reached = source, tag, clock, reached
+        super().__init__(source, tag, reached)
+        self._clock = clock
         self._piece_bytes = settings.upkeep.segment_bytes
         self._remember_ms = milliseconds(settings.upkeep.remember)
-        self.cleaned: list[Cleanup] = []
-
-    def facts(self) -> dict[str, object]:
-        """What was done, for reports."""
-        left: dict[str, int] = {}
-        for each in self.cleaned:
-            if each.verdict != CLEANED:
-                left[each.verdict] = left.get(each.verdict, 0) + 1
-        return {
-            "source": self._source,
-            "tags": len(self.cleaned),
-            "events": sum(each.events for each in self.cleaned),
-            "segments": sum(each.segments for each in self.cleaned),
-            "left": left,
-        }
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Count what would be taken out, and change nothing.
@@ -114,7 +83,7 @@ class Cleaning:
         Raises:
             BadRequest: No such tag has events of the source.
         """
-        for tag in self._holding(shards):
+        for tag in self._asked(tags_of(shards, self._source)):
             found = self._find(shards, tag, look(shards, VIEW, [tag])[0].log.segments)
             self._note(Cleanup(tag, CLEANED, found.events, len(found.segments)), "would be taken out")
         return self.facts()
@@ -126,7 +95,7 @@ class Cleaning:
             BadRequest: No such tag has events of the source.
             StaleUpkeep: Another process has taken over.
         """
-        tags = self._holding(shards)
+        tags = self._asked(tags_of(shards, self._source))
         staging = Staging(shards, VIEW, lease.token)
         opened = staging.reopen(self._clock() // 1000)
         for tag in tags:
@@ -146,21 +115,7 @@ class Cleaning:
                 verdict = UNREADABLE if found.unreadable else CLEANED
             self._note(Cleanup(tag, verdict, found.events, len(found.segments)), "taken out")
 
-    def _note(self, done: Cleanup, told: str) -> None:
-        if not done.events and done.verdict == CLEANED:
-            return
-        self.cleaned.append(done)
-        logger.info("tag %r: %d event(s) of %r %s; %s", done.tag, done.events, self._source, told, done.verdict)
-
     # What there is.
-
-    def _holding(self, shards: Shards) -> list[str]:
-        """Return the tags that the source has come somewhere in."""
-        tags = [tag for tag in tags_of(shards, self._source) if self._tag is None or tag == self._tag]
-        if not tags:
-            where = "no tag has" if self._tag is None else f"the tag {self._tag!r} has no"
-            raise BadRequest(f"{where} events of the source {self._source!r}")
-        return tags
 
     def _find(self, shards: Shards, tag: str, segments: Sequence[Segment]) -> _Found:
         """Look for the source's events in a tag."""

@@ -9,7 +9,7 @@ segments; a rebuild that dies is begun again from the beginning, and what it had
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -70,7 +70,7 @@ class Rebuilding:
         clock: Callable[[], int] = now_ms,
         reached: Callable[[str], None] = failpoint.reached,
     ) -> None:
-        require_copy(settings, view)
+        self._require(settings, view)
         if view == TAGS and day_ms is not None:
             raise BadRequest("a tag is rebuilt as a whole, not a day of it: its numbers go on from day to day")
         if view != TAGS and source is not None:
@@ -125,13 +125,22 @@ class Rebuilding:
             epochs, marks = tuple(epoch for epoch, _ in opened), [marks for _, marks in opened]
             self._restore(spark, shards, names, epochs, marks, lease.token)
             lease.check()
-            if self._source is not None:
-                for tag in self._asked(shards) or ():
-                    Staging(shards, self.view, lease.token).clean(tag, self._source, None)
+            self._take_back(shards, lease, self._asked(shards))
+
+    def _require(self, settings: Settings, view: str) -> None:
+        require_copy(settings, view)
+
+    def _take_back(self, shards: Shards, lease: Lease, tags: frozenset[str] | None) -> None:
+        """Forget that the source was taken out of tags: what was is there again."""
+        if self._source is not None:
+            for tag in tags or ():
+                Staging(shards, self.view, lease.token).clean(tag, self._source, None)
+
+    def _auditor(self, spark: Any) -> Auditor:
+        return Auditor(self._settings, spark, self.view, self._clock, brought_back=self._source)
 
     def _suspects(self, spark: Any, shards: Shards) -> frozenset[str]:
-        auditor = Auditor(self._settings, spark, self.view, self._clock, brought_back=self._source)
-        names, self._names = auditor.suspects(shards, Wanted(names=self._asked(shards)))
+        names, self._names = self._auditor(spark).suspects(shards, Wanted(names=self._asked(shards)))
         if self._name is not None and not self._names:
             raise StreamNotFound(self._name)
         return frozenset(names)
@@ -141,14 +150,17 @@ class Rebuilding:
 
         Those of a source are the tags that it was taken out of, or has come somewhere in.
         """
-        if self._source is None:
-            return None if self._name is None else frozenset([self._name])
         if self._name is not None:
             return frozenset([self._name])
+        if self._source is None:
+            return None
         cleaned = [tag for tag, sources in read_cleaned(shards).items() if self._source in sources]
-        if not (tags := frozenset([*cleaned, *tags_of(shards, self._source)])):
+        if not (tags := frozenset([*cleaned, *self._tags_of(shards, self._source)])):
             raise BadRequest(f"no tag has, or had, events of the source {self._source!r}")
         return tags
+
+    def _tags_of(self, shards: Shards, source: str) -> Iterable[str]:
+        return tags_of(shards, source)
 
     def _restore(
         self,

@@ -29,10 +29,9 @@ from tailrace.stores.tag_rows import Narrow, Row
 from tailrace.stores.tags import VIEW, read_numbers
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.anchor import read_all_numbers
-from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditor, batch_of, kafka_places, sums_of
-from tailrace.upkeep.history import Assignment, Wanted, spark_for
-from tailrace.upkeep.job import milliseconds, now_ms
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
+from tailrace.upkeep.history import Assignment, Wanted
+from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.row_walk import Rows
 
 PAGE = 1000
@@ -53,7 +52,7 @@ class RowAudit(Audit, frozen=True):
         return {**super().facts(), "repeats": self.repeats}
 
 
-class RowAuditing:
+class RowAuditing(Auditing):
     """One run of an audit; what it found is in ``found``.
 
     Args:
@@ -65,42 +64,18 @@ class RowAuditing:
         BadRequest: The pattern is none.
     """
 
-    name = "audit"
-    view = VIEW
+    def __init__(self, settings: Settings, **given: Any) -> None:
+        super().__init__(settings, VIEW, **given)
+        self.found = RowAudit(VIEW)
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        pattern: str | None = None,
-        spark: Any = None,
-        clock: Callable[[], int] = now_ms,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.whole = pattern is None
-        self._settings, self._wanted, self._spark = settings, Wanted(pattern), spark
-        self._clock, self._stopped = clock, stopped
-        self._wanted.test()
-        self.found: Audit = RowAudit(VIEW)
-        self._ended = False
+    def _require(self, settings: Settings, view: str) -> None:
+        """Rows are compared here, wherever logs are."""
 
-    def facts(self) -> dict[str, object]:
-        """What was found, for reports; an audit that failed has nothing to say of what it did not see."""
-        return self.found.facts() if self._ended else {}
+    def _is_written(self, shards: Shards) -> bool:
+        return any(read_marks(shards, VIEW))
 
-    def run(self, shards: Shards, lease: Lease) -> None:
-        """Audit the rows. Changes nothing.
-
-        Raises:
-            Unavailable, StoreChanged, PipelineError: It could not be done, or was given up.
-        """
-        started = self._clock()
-        if any(read_marks(shards, VIEW)):
-            with spark_for(self._settings, self._spark) as session:
-                auditor = RowAuditor(self._settings, session, VIEW, self._clock, self._stopped)
-                found = auditor.audit(shards, self._wanted)
-            self.found = msgspec.structs.replace(found, seconds=(self._clock() - started) / 1000)
-        self._ended = True
+    def _auditor(self, spark: Any) -> Auditor:
+        return RowAuditor(self._settings, spark, VIEW, self._clock, self._stopped)
 
 
 class RowAuditor(Auditor):

@@ -13,7 +13,6 @@ from itertools import islice
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest
 from tailrace.model.cleaned import Cleaned
 from tailrace.model.event import Source
 from tailrace.model.name import shard_of
@@ -25,9 +24,9 @@ from tailrace.stores.tag_rows import Narrow, writer
 from tailrace.stores.tags import VIEW, tag_options
 from tailrace.stores.valkey import Command, Shards
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.cleanup import CLEANED, Cleanup, logger
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.row_walk import Rows
+from tailrace.upkeep.taking_out import CLEANED, Cleanup, TakingOut
 
 STEPS = ("cleaned", "rows-deleted")
 """The failpoints, in order."""
@@ -45,17 +44,13 @@ class _Found(msgspec.Struct):
     places: set[Source] = msgspec.field(default_factory=set)
 
 
-class RowCleaning:
+class RowCleaning(TakingOut):
     """One run of the job; what became of each tag is in ``cleaned``.
 
     Args:
         source: Whose rows are deleted.
         tag: Out of one tag; None = out of all.
     """
-
-    name = "cleanup"
-    view = VIEW
-    whole = True
 
     def __init__(
         self,
@@ -68,18 +63,8 @@ class RowCleaning:
         options = tag_options(settings).cassandra
         assert options is not None
         self._options: CassandraOptions = options
-        self._batch, self._source, self._tag, self._reached = settings.tags.batch, source, tag, reached
-        self.cleaned: list[Cleanup] = []
-
-    def facts(self) -> dict[str, object]:
-        """What was done, for reports."""
-        return {
-            "source": self._source,
-            "tags": len(self.cleaned),
-            "events": sum(each.events for each in self.cleaned),
-            "segments": sum(each.segments for each in self.cleaned),
-            "left": {},
-        }
+        super().__init__(source, tag, reached)
+        self._batch = settings.tags.batch
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Count what would be taken out, and change nothing.
@@ -89,7 +74,7 @@ class RowCleaning:
         """
         marks = read_marks(shards, VIEW)
         with Rows(self._options) as rows:
-            for tag in self._holding(shards, rows):
+            for tag in self._asked(tags_of(shards, rows, self._source)):
                 found = _Found()
                 for row in self._covered(rows, tag, marks[shard_of(tag, len(marks))]):
                     _count(found, row)
@@ -105,7 +90,7 @@ class RowCleaning:
         """
         staging = Staging(shards, VIEW, lease.token)
         with Rows(self._options) as rows:
-            for tag in self._holding(shards, rows):
+            for tag in self._asked(tags_of(shards, rows, self._source)):
                 lease.check()
                 marks = read_marks(shards, VIEW)[shard_of(tag, shards.options.shards)]
                 found = _Found()
@@ -134,19 +119,6 @@ class RowCleaning:
         for row in rows.narrow(tag):
             if row.pid == self._source and row.offset <= marks.get(row.place, NOTHING):
                 yield row
-
-    def _holding(self, shards: Shards, rows: Rows) -> list[str]:
-        """Return the tags that the source has come somewhere in."""
-        tags = [tag for tag in tags_of(shards, rows, self._source) if self._tag is None or tag == self._tag]
-        if not tags:
-            where = "no tag has" if self._tag is None else f"the tag {self._tag!r} has no"
-            raise BadRequest(f"{where} events of the source {self._source!r}")
-        return tags
-
-    def _note(self, done: Cleanup, told: str) -> None:
-        if done.events:
-            self.cleaned.append(done)
-            logger.info("tag %r: %d row(s) of %r %s", done.tag, done.events, self._source, told)
 
 
 def tags_of(shards: Shards, rows: Rows, source: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ begun again, and comes to the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -17,17 +17,16 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest, PipelineError, StaleDriver, StreamNotFound
+from tailrace.errors import PipelineError, StaleDriver
 from tailrace.model.event import Source
-from tailrace.stores.cleaned import read_cleaned
 from tailrace.stores.marks import parse_time, read_marks
-from tailrace.stores.staging import Staging
 from tailrace.stores.tags import VIEW, lift, tag_options
 from tailrace.stores.valkey import Shards, mapping
+from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.history import ATTEMPTS, History, Wanted, collect, spark_for
-from tailrace.upkeep.job import milliseconds, now_ms
+from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.lease import Lease
-from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, listed, routed
+from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, Rebuilding, listed, routed
 from tailrace.upkeep.restore import REBUILT
 from tailrace.upkeep.row_audit import RowAuditor, rests_in
 from tailrace.upkeep.row_cleanup import tags_of
@@ -42,7 +41,7 @@ _RESTORED = (
 )
 
 
-class RowRebuilding:
+class RowRebuilding(Rebuilding):
     """One run of a rebuild. What it has done so far is in ``facts``, also when it failed.
 
     Args:
@@ -54,25 +53,9 @@ class RowRebuilding:
         BadRequest: A day was asked for: a tag is rebuilt as a whole.
     """
 
-    name = "rebuild"
-    view = VIEW
-    whole = True
-
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        name: str | None = None,
-        day_ms: int | None = None,
-        source: str | None = None,
-        spark: Any = None,
-        clock: Callable[[], int] = now_ms,
-    ) -> None:
-        if day_ms is not None:
-            raise BadRequest("a tag is rebuilt as a whole, not a day of it: its numbers go on from day to day")
-        self._settings, self._name, self._source, self._spark, self._clock = settings, name, source, spark, clock
-        self._names = 0
-        self.restored: dict[str, RestoredRows] = {}
+    def __init__(self, settings: Settings, **given: Any) -> None:
+        super().__init__(settings, VIEW, **given)
+        self.restored: dict[str, RestoredRows] = {}  # type: ignore[assignment]
         """What became of every tag that something was wrong with, by name."""
 
     def facts(self) -> dict[str, object]:
@@ -91,7 +74,7 @@ class RowRebuilding:
         """Say what would be done, and change nothing."""
         with spark_for(self._settings, self._spark) as spark:
             if names := self._suspects(spark, shards):
-                self._restore(spark, shards, names, None)
+                self._restore_rows(spark, shards, names, None)
         return self.facts()
 
     def run(self, shards: Shards, lease: Lease) -> None:
@@ -107,32 +90,23 @@ class RowRebuilding:
             if names := self._suspects(spark, shards):
                 lease.check()
                 _level(shards)
-                self._restore(spark, shards, names, lease.token)
+                self._restore_rows(spark, shards, names, lease.token)
             lease.check()
-            if self._source is not None:
-                for tag in asked or ():
-                    Staging(shards, VIEW, lease.token).clean(tag, self._source, None)
+            self._take_back(shards, lease, asked)
 
-    def _suspects(self, spark: Any, shards: Shards) -> frozenset[str]:
-        auditor = RowAuditor(self._settings, spark, VIEW, self._clock, brought_back=self._source)
-        names, self._names = auditor.suspects(shards, Wanted(names=self._asked(shards)))
-        if self._name is not None and not self._names:
-            raise StreamNotFound(self._name)
-        return frozenset(names)
+    def _require(self, settings: Settings, view: str) -> None:
+        """Rows are restored here, wherever logs are."""
 
-    def _asked(self, shards: Shards) -> frozenset[str] | None:
-        """Return the tags that it is about, or None for all of them."""
-        if self._name is not None:
-            return frozenset([self._name])
-        if self._source is None:
-            return None
-        cleaned = [tag for tag, sources in read_cleaned(shards).items() if self._source in sources]
+    def _auditor(self, spark: Any) -> Auditor:
+        return RowAuditor(self._settings, spark, VIEW, self._clock, brought_back=self._source)
+
+    def _tags_of(self, shards: Shards, source: str) -> Iterable[str]:
         options = tag_options(self._settings).cassandra
         assert options is not None
         with Rows(options) as rows:
-            return frozenset([*cleaned, *tags_of(shards, rows, self._source)])
+            return list(tags_of(shards, rows, source))
 
-    def _restore(self, spark: Any, shards: Shards, names: frozenset[str], token: int | None) -> None:
+    def _restore_rows(self, spark: Any, shards: Shards, names: frozenset[str], token: int | None) -> None:
         """Restore tags; once more if Kafka dropped what was to be read."""
         history = History(self._settings, spark, VIEW, self._source)
         marks = read_marks(shards, VIEW)
@@ -148,7 +122,7 @@ class RowRebuilding:
                 keep_ms=None if keep is None else milliseconds(keep),
             )
             try:
-                rows = collect(spark, self._job(spark, history, orders))
+                rows = collect(spark, self._rows_job(spark, history, orders))
             except PipelineError as error:
                 if attempt == ATTEMPTS - 1 or not history.has_moved(extent):
                     raise
@@ -157,7 +131,7 @@ class RowRebuilding:
             self.restored |= {row.name: RestoredRows(*row) for row in rows}
             return
 
-    def _job(self, spark: Any, history: History, orders: Orders) -> Any:
+    def _rows_job(self, spark: Any, history: History, orders: Orders) -> Any:
         from pyspark.sql import Window
         from pyspark.sql.functions import coalesce, col, least, lit, when
         from pyspark.sql.functions import max as highest

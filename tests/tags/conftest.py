@@ -1,0 +1,27 @@
+"""The worlds that cases of reading tags are told in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tailrace.stores.cassandra import CassandraOptions
+from tailrace.stores.valkey import StoreOptions
+from tests.tags.cases import World
+
+
+@pytest.fixture(params=["valkey", "cassandra"])
+def world(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[World]:
+    """Either store, written by the pipeline."""
+    made = World(store, request.getfixturevalue("rows_store") if request.param == "cassandra" else None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def theirs(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]:
+    """Rows alone, which somebody else may write: without marks, so that only numbers say what is missing."""
+    made = World(store, rows_store)
+    yield made
+    made.close()
