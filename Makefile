@@ -10,7 +10,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
-	bench-grep bench-tags clean lock java
+	bench-grep bench-tags bench-sessions protos clean lock java
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 faults: setup ## Kill the driver at random points, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
-bench: bench-ingest bench-pack bench-folds bench-query bench-grep bench-tags ## Run all measurements
+bench: bench-ingest bench-pack bench-folds bench-query bench-grep bench-tags bench-sessions ## Run all measurements
 
 bench-ingest: setup ## Measure events per second, CPU-seconds per million events, and latency
 	$(BIN)/python bench/ingest.py $(ARGS)
@@ -60,6 +60,12 @@ bench-grep: setup ## Measure searches over the past and live, beside kcat with g
 
 bench-tags: setup ## Measure tags in Valkey and in Cassandra, written and read, beside a plain loop of inserts
 	$(BIN)/python bench/tags.py $(ARGS)
+
+bench-sessions: setup ## Measure telemetry into Valkey, by the pipeline and the writer library, and its viewers
+	$(BIN)/python bench/sessions.py $(ARGS)
+
+protos: $(STAMPS)/project ## Renew the code that is made from src/tailrace/model/rta/*.proto
+	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tailrace/model/rta/*.proto
 
 lock: $(STAMPS)/uv ## Renew requirements/*.txt and the lock of the peers in Node
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from tailrace.client import Feed, River, connect
     from tailrace.errors import TailraceError
     from tailrace.folder import Folder
+    from tailrace.session_writer import SessionWriter
     from tailrace.wire import Event
 
 __version__ = "0.1.0"
 
-__all__ = ["Event", "Feed", "Folder", "River", "TailraceError", "__version__", "connect"]
+__all__ = ["Event", "Feed", "Folder", "River", "SessionWriter", "TailraceError", "__version__", "connect"]
 
 _HOMES = {
     "Event": "tailrace.wire",
     "Feed": "tailrace.client",
     "Folder": "tailrace.folder",
     "River": "tailrace.client",
+    "SessionWriter": "tailrace.session_writer",
     "TailraceError": "tailrace.errors",
     "connect": "tailrace.client",
 }

@@ -31,6 +31,7 @@ from tailrace.options import (
 )
 from tailrace.retag_cli import retag
 from tailrace.searches_cli import searches
+from tailrace.sessions_cli import sessions
 from tailrace.tags_cli import tagged, tags
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ settings = typer.Typer(help="What is configured, and why.", no_args_is_help=True
 app.add_typer(streams, name="streams")
 app.add_typer(folds, name="folds")
 app.add_typer(searches, name="searches")
+app.add_typer(sessions, name="sessions")
 app.add_typer(tags, name="tags")
 app.add_typer(settings, name="config")
 

@@ -20,6 +20,7 @@ import msgspec
 
 from tailrace.errors import BadRequest, Unavailable
 from tailrace.following import Asked, Feed, Query
+from tailrace.telemetry_client import Telemetry
 from tailrace.wire import (
     Control,
     Coordinates,
@@ -60,7 +61,7 @@ def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float 
     return River(url, token=token, timeout=timeout, silence=silence)
 
 
-class River:
+class River(Telemetry):
     """A service, as an asynchronous context manager that owns the connections to it."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 10.0, silence: float = 45.0) -> None:

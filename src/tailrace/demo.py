@@ -3,7 +3,7 @@
 Queues hold jobsets, a jobset runs a few jobs, and a job goes from submitted over queued, leased and running to
 succeeded or failed, with retries and preemptions between; when all its jobs are done the jobset finishes and later
 starts again. The stories are a pure function of the random numbers and the clock. Sending them goes on over restarts
-of the service, and so does sending the other samples beside them, ``posts``, ``shop`` and ``carts``.
+of the service, and so does sending the other samples beside them, ``posts``, ``shop``, ``carts`` and ``laps``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tailrace.carts import steps as cart_steps
 from tailrace.client import River, connect
 from tailrace.config import Settings
 from tailrace.errors import TailraceError
+from tailrace.laps import Laps
+from tailrace.laps import steps as lap_steps
 from tailrace.posts import posts, steps
 from tailrace.settings import Demo
 from tailrace.shop import Shop, Told
@@ -200,6 +202,10 @@ def _carts(settings: Demo, random: Random) -> Plan:
     return cart_steps(Carts(random, _now, settings.carts)) if settings.carts else ()
 
 
+def _laps(settings: Demo, random: Random) -> Plan:
+    return lap_steps(Laps(random, _now, settings.cars)) if settings.cars else ()
+
+
 def _now() -> datetime:
     return datetime.now(UTC)
 
@@ -208,9 +214,15 @@ async def send(settings: Settings, random: Random) -> None:
     """Send all samples to the service until cancelled."""
     demo, serve = settings.demo, settings.serve
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serve.host, serve.host)
-    others, third, fourth = (Random(random.getrandbits(64)) for _ in range(3))
+    others, third, fourth, fifth = (Random(random.getrandbits(64)) for _ in range(4))
     async with connect(f"http://{host}:{serve.port}") as river:
-        plans = _jobs(demo, random), _posts(demo, others), _orders(demo, third), _carts(demo, fourth)
+        plans: tuple[Plan, ...] = (
+            _jobs(demo, random),
+            _posts(demo, others),
+            _orders(demo, third),
+            _carts(demo, fourth),
+            _laps(demo, fifth),
+        )
         await asyncio.gather(*(_deliver(river, plan) for plan in plans))
 
 

@@ -3,6 +3,7 @@
     TailraceError
     ├── UsageError                    the caller can mend the request
     │   ├── BadRequest                request.invalid      a parameter, a body or a frame that cannot be read
+    │   │   └── BadBurst              burst.invalid        bytes that are no burst of telemetry, or too many
     │   ├── CursorError               cursor.invalid       not a cursor of this feed
     │   ├── CursorGone                cursor.gone          the place is gone, and the caller asked to be told
     │   ├── StreamNotFound            stream.not_found     no such stream, and the caller would not wait
@@ -16,6 +17,7 @@
     │   ├── WindowsRefused            windows.refused      windows of folds that the settings would not take
     │   ├── QueryError                query.invalid        a query that cannot be compiled
     │   ├── TagsOff                   tags.off             nothing is tagged: the view is off, or has no rules
+    │   ├── SessionNotFound           session.not_found    no such telemetry session, or configuration of one
     │   ├── SearchNotFound            search.not_found     no search that is alive has this id
     │   ├── SearchFollowed            search.followed      a search that somebody follows is not ended
     │   ├── SearchEnded               search.ended         a search was ended while it was followed
@@ -69,6 +71,12 @@ class UsageError(TailraceError):
 
 class BadRequest(UsageError):
     """A parameter, a header or a body that cannot be read."""
+
+
+class BadBurst(BadRequest):
+    """Bytes that are no burst of telemetry, or that would become more than a burst may be."""
+
+    code = "burst.invalid"
 
 
 class CursorError(UsageError):
@@ -191,6 +199,13 @@ class TagsOff(UsageError):
     """Tags that are asked for where nothing is tagged."""
 
     code = "tags.off"
+    status = 404
+
+
+class SessionNotFound(UsageError):
+    """A telemetry session that is not kept here, or none yet; or a configuration of sessions."""
+
+    code = "session.not_found"
     status = 404
 
 

@@ -74,6 +74,17 @@ class Metrics:
         self.frames = Counter("tailrace_feed_frames", "Frames given to clients: events and control frames", **given)
         self.bytes = Counter("tailrace_feed_bytes", "Bytes given to clients of feeds, heartbeats included", **given)
         self.slow_closes = Counter("tailrace_feed_slow_closes", "Feeds closed since the client took no bytes", **given)
+        self.viewers_open = Gauge("tailrace_viewers_open", "WebSockets of sessions that are open now", **given)
+        self.viewer_bytes = Counter("tailrace_viewer_bytes", "Bytes given to viewers of sessions", **given)
+        self.viewer_drops = Counter(
+            "tailrace_viewer_dropped_bursts", "Messages left out for viewers that were too far behind", **given
+        )
+        self.viewer_slow_closes = Counter(
+            "tailrace_viewer_slow_closes", "Viewers closed since they took no bytes, or were too far behind", **given
+        )
+        self.bursts_unread = Counter(
+            "tailrace_session_bursts_unread", "Messages of sessions, per viewer, that could not be read", **given
+        )
         self.put_events = Counter("tailrace_put_events", "Events that Kafka has acknowledged", **given)
         self.put_seconds = Histogram(
             "tailrace_put_seconds", "From the last byte of a request to the acknowledgement of its events", **given

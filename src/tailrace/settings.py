@@ -251,6 +251,7 @@ class Demo(Section):
     posts_topic: Topic = "posts"
     orders: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = 2.0
     carts: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = 0.5
+    cars: Annotated[int, Field(ge=0, le=100)] = 2
 
 
 class Shown(NamedTuple):

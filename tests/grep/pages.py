@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import re
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.browser import browsing
 from tests.grep.site import PATIENCE_S
-
-BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
 
 SCRIPT = """
 const source = new EventSource(%s);
@@ -31,15 +22,6 @@ const tell = (kind, event) => console.log(
     JSON.stringify({kind, id: event.lastEventId, data: event.data, state: source.readyState}));
 for (const kind of ["open", "message", "error", "caught-up", "progress", "gap", "end", "problem"])
     source.addEventListener(kind, (event) => tell(kind, event));
-"""
-
-# A browser that is driven through pipes wants them to be the descriptors 3 and 4.
-_SHIM = """
-import fcntl, os, sys
-ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
-for want, end in zip((3, 4), ends):
-    os.dup2(end, want)
-os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -79,65 +61,11 @@ class Page:
 @contextlib.contextmanager
 def in_browser(url: str, path: str, folder: Path) -> Iterator[Page]:
     """Follow a feed with the EventSource of a browser, in a page that the service itself has."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"there is none of {', '.join(BROWSERS)} on this machine")
-    theirs, ours = os.pipe(), os.pipe()
-    given = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={folder}")
-    command = [sys.executable, "-I", "-S", "-c", _SHIM, str(theirs[0]), str(ours[1]), browser, *given]
-    with (
-        (folder / "browser.log").open("wb") as log,
-        subprocess.Popen(
-            command, pass_fds=(theirs[0], ours[1]), stdout=log, stderr=log, start_new_session=True
-        ) as process,
-        os.fdopen(theirs[1], "wb", 0) as commands,
-        os.fdopen(ours[0], "rb") as answers,
-    ):
-        os.close(theirs[0])
-        os.close(ours[1])
-        try:
-            driven = _Driven(commands, _messages(answers))
-            target = driven.call("Target.createTarget", url=url)["targetId"]
-            session = driven.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-            driven.call("Runtime.enable", session)
-            while (
-                driven.call("Runtime.evaluate", session, expression="document.title")["result"]["value"] != "Tailrace"
-            ):
-                time.sleep(0.05)
-            driven.call("Runtime.evaluate", session, expression=SCRIPT % json.dumps(path))
-            yield Page(driven.logged())
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # what is called a browser may be a script that starts one
-
-
-class _Driven:
-    """A browser that does what it is told."""
-
-    def __init__(self, commands: Any, messages: Iterator[dict[str, Any]]) -> None:
-        self._commands, self._messages, self._numbers = commands, messages, count(1)
-
-    def call(self, method: str, session: str | None = None, **given: object) -> dict[str, Any]:
-        number = next(self._numbers)
-        sent = {"id": number, "method": method, "params": given} | ({"sessionId": session} if session else {})
-        self._commands.write(json.dumps(sent).encode() + b"\0")
-        answer = next(message for message in self._messages if message.get("id") == number)
-        assert "error" not in answer, answer
-        assert "exceptionDetails" not in answer["result"], answer
-        found: dict[str, Any] = answer["result"]
-        return found
-
-    def logged(self) -> Iterator[dict[str, Any]]:
-        """Yield what the page logs."""
-        for message in self._messages:
-            if message.get("method") == "Runtime.consoleAPICalled":
-                yield json.loads(message["params"]["args"][0]["value"])
-
-
-def _messages(answers: Any) -> Iterator[dict[str, Any]]:
-    rest = b""
-    while chunk := answers.read1(1 << 16):
-        *whole, rest = (rest + chunk).split(b"\0")
-        yield from map(json.loads, whole)
+    with browsing(url, folder) as tab:
+        while tab.evaluate("document.title") != "Tailrace":
+            time.sleep(0.05)
+        tab.evaluate(SCRIPT % json.dumps(path))
+        yield Page(tab.logged())
 
 
 class Wire:

@@ -50,7 +50,8 @@ class Running:
     def __init__(self, settings: Settings) -> None:
         app = create_app(settings)
         self.service = app.state.service
-        self.server = Server(app, self.service.drain, settings.serve.client_bytes)
+        ping_s = settings.sessions.ping.total_seconds()
+        self.server = Server(app, self.service.drain, settings.serve.client_bytes, ping_s)
         listener = listen("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

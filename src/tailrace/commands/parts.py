@@ -59,17 +59,18 @@ def stack(settings: Settings, *, demo: bool) -> int:
         from tailrace.embedded.stack import run_stack
     except ImportError as error:
         raise lacking(error, "embedded") from None
-    from tailrace import carts
+    from tailrace import carts, laps
     from tailrace.demo import example
     from tailrace.posts import with_rule
     from tailrace.shop import searches
 
     return run_stack(
-        carts.with_tags(with_rule(settings)) if demo else settings,
+        laps.with_sessions(carts.with_tags(with_rule(settings))) if demo else settings,
         demo=demo,
         console=Console(),
         example=example(settings.demo.queues, settings.demo.jobsets),
-        searches=(*searches(settings), *carts.examples(settings)),
+        searches=(*searches(settings), *carts.examples(settings), *laps.examples(settings)),
+        pages=laps.pages(settings),
     )
 
 

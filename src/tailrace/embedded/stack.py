@@ -36,7 +36,13 @@ _SERVICE_TIMEOUT: Final = 180.0
 
 
 def run_stack(
-    settings: Settings, *, demo: bool, console: Console, example: str = "NAME", searches: Sequence[str] = ()
+    settings: Settings,
+    *,
+    demo: bool,
+    console: Console,
+    example: str = "NAME",
+    searches: Sequence[str] = (),
+    pages: Sequence[str] = (),
 ) -> int:
     """Run everything until a signal, and return the exit code.
 
@@ -47,6 +53,7 @@ def run_stack(
         console: Where the addresses are printed; what happens to the parts goes to standard error.
         example: A stream to name in what to try next.
         searches: Searches to name there, as arguments of ``tailrace``.
+        pages: What to open in a browser, as paths of the service.
 
     Raises:
         DirectoryInUse: Another process runs the stack of this folder.
@@ -87,7 +94,7 @@ def run_stack(
         def ready() -> None:
             _say(console, f"READY {url}", *addresses)
             if demo:
-                _say(console, "", *_next_steps(url, example, searches))
+                _say(console, "", *_next_steps(url, example, searches, pages))
 
         async def supervise() -> int:
             return await Supervisor(folder, parts, events).run(ready)
@@ -179,7 +186,7 @@ def _log(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.log"
 
 
-def _next_steps(url: str, example: str, searches: Sequence[str]) -> list[str]:
+def _next_steps(url: str, example: str, searches: Sequence[str], pages: Sequence[str]) -> list[str]:
     script = Path(sys.executable).with_name("tailrace")
     if shutil.which("tailrace") == str(script):
         command = "tailrace"
@@ -193,6 +200,7 @@ def _next_steps(url: str, example: str, searches: Sequence[str]) -> list[str]:
         f"  {command} tail '{example}' --from start{elsewhere}",
         f"  curl -N '{url}/v1/streams/{quote(example, safe='')}/events?from=start'",
         *(f"  {command} {search}{elsewhere}" for search in searches),
+        *(f"  {url}{page} in a browser" for page in pages),
         "Ctrl-C here stops everything; the data stays.",
     ]
 

@@ -7,7 +7,7 @@ from typing import Literal, Protocol, overload
 
 import msgspec
 
-ControlName = Literal["caught-up", "gap", "progress", "problem", "end"]
+ControlName = Literal["caught-up", "gap", "progress", "life", "dropped", "problem", "end"]
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):

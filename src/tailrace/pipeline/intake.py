@@ -42,8 +42,7 @@ class Intake(View):
         for i, reason in records.poison.items():
             if i >= begin:
                 dead += 1
-                id_ = event_id(records.source, records.offsets[i])
-                items += ["O", id_, self._topic, *_letter(records, i, reason), b""]
+                items += dead_letter(records, i, reason, self._topic)
         if dead:
             items += ["C", "dead", dead]
         if stored := len(records) - begin - dead:
@@ -52,7 +51,8 @@ class Intake(View):
         return [Window(home, records.offsets[-1], items)]
 
 
-def _letter(records: Slice, i: int, reason: str) -> tuple[bytes, bytes]:
+def dead_letter(records: Slice, i: int, reason: str, topic: str, **more: object) -> list[Arg]:
+    """Return the item that puts a dead letter for a record into the outbox; it says ``more``, too, where that is so."""
     value = records.values[i] or b""
     quoted, key = value[:MAX_QUOTED], records.keys[i]
     if key is not None and len(key) > MAX_QUOTED:
@@ -66,6 +66,7 @@ def _letter(records: Slice, i: int, reason: str) -> tuple[bytes, bytes]:
         "reason": reason,
         "key": msgspec.Raw(key_json(key)),
         "bytes": len(value),
+        **{name: what for name, what in more.items() if what},
     }
     try:
         letter["value"] = quoted.decode()
@@ -73,4 +74,4 @@ def _letter(records: Slice, i: int, reason: str) -> tuple[bytes, bytes]:
         letter["value_base64"] = b64encode(quoted).decode()
     if len(quoted) < len(value):
         letter["truncated"] = True
-    return key or b"", _encode(letter)
+    return ["O", event_id(records.source, records.offsets[i]), topic, key or b"", _encode(letter), b""]

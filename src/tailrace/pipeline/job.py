@@ -40,6 +40,8 @@ from tailrace.pipeline.publish import Publisher
 from tailrace.pipeline.report import Report
 from tailrace.pipeline.ruling import applied, asked_for, begin_at_end, begin_matches, frontiers
 from tailrace.pipeline.scan import Scanner
+from tailrace.pipeline.sessions import VIEW as SESSIONS
+from tailrace.pipeline.sessions import SessionPlan, held_back
 from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import reader_options, starting_offsets
 from tailrace.pipeline.timing import Timing
@@ -171,10 +173,14 @@ class Job:
             bounds = self._broker.bounds(topics.values())
             if FOLDS in self.views and settings.folds.begin == "end":
                 begin_at_end(shards, FOLDS, self._epoch, generations, bounds)
+            if SESSIONS in self.views and settings.sessions.begin == "end":
+                begin_at_end(shards, SESSIONS, self._epoch, generations, bounds)
             if MATCHES in self.views:
                 begin_matches(shards, self._epoch, generations, bounds)
-            marks = [lowest(read_marks(shards, view)) for view in self.views]
-            starts, lost = starting_offsets(topics.values(), generations, bounds, marks)
+            marks = {view: lowest(read_marks(shards, view)) for view in self.views}
+            if SESSIONS in self.views:
+                marks[SESSIONS] = held_back(shards, SessionPlan.of(settings), marks[SESSIONS])
+            starts, lost = starting_offsets(topics.values(), generations, bounds, list(marks.values()))
             begun = {
                 Source(topic, int(partition), generations[topic]): offset
                 for topic, partitions in starts.items()
@@ -340,6 +346,7 @@ def make_plan(
         rules=tuple((rules_of(settings) if rules is None else rules).values()),
         kept_bytes=settings.grep.kept,
         tags=tag_options(settings),
+        sessions=SessionPlan.of(settings),
     )
 
 

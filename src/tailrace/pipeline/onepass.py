@@ -24,6 +24,7 @@ from tailrace.pipeline.days import Days
 from tailrace.pipeline.folds import FoldView
 from tailrace.pipeline.intake import Intake
 from tailrace.pipeline.matches import Matches
+from tailrace.pipeline.sessions import SessionPlan, SessionView
 from tailrace.pipeline.slice import Limits, Slice, slices
 from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.view import Place, View, Window
@@ -33,6 +34,9 @@ from tailrace.stores.valkey import Arg, Call, Command, Shards, StoreOptions
 
 MAX_REFUSALS = 100
 """Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""
+
+LARGE = 32 << 20
+"""Bytes of records that are worked on at once, at most: what views make of them is as large again."""
 
 COUNTED = "records long"
 """The only thing that leaves a task."""
@@ -64,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True):
     kept_bytes: int = 0
     """How much of what matched records say is kept, for each source."""
     tags: TagOptions = TagOptions()
+    sessions: SessionPlan = SessionPlan()
 
     def make_views(self) -> list[View]:
         """Make the views of this plan."""
@@ -109,6 +114,7 @@ VIEWS: Mapping[str, Callable[[Plan], View]] = {
     "folds": _folds,
     "matches": _matches,
     "tags": _tags,
+    "sessions": lambda plan: SessionView(plan.store.shards, plan.sessions, plan.dead_letters),
 }
 """Every view that the pipeline can write, by name."""
 
@@ -128,6 +134,9 @@ class Host:
 
     def take(self, batch: pa.RecordBatch) -> int:
         """Apply one batch of records to all views; return how many records it had."""
+        if batch.nbytes > LARGE and batch.num_rows > 1:
+            half = batch.num_rows // 2
+            return self.take(batch.slice(0, half)) + self.take(batch.slice(half))
         pending: list[_Pending] = []
         for records in slices(batch, self._plan.generations, self._plan.limits):
             if records.source.generation < 0:
@@ -174,19 +183,21 @@ class Host:
 
     def _apply(self, pending: Sequence[_Pending]) -> list[_Pending]:
         """Send the windows of all pending slices in one round trip per node; return what was refused."""
-        calls: list[Call] = []
-        sent: list[tuple[_Pending, Window]] = []
+        sent: list[tuple[_Pending, Window, int]] = []
         for waiting in pending:
             marks = list(self._place(waiting).marks)
             for window in waiting.view.cut(waiting.records, marks):
-                calls.append((window.shard, "apply", self._arguments(waiting, window, marks[window.shard])))
-                marks[window.shard] = window.end
-                sent.append((waiting, window))
-        for view in self._views:
-            view.store([window for waiting, window in sent if waiting.view is view])
-        refused: dict[int, _Pending] = {}
+                sent.append((waiting, window, marks[window.shard]))
+                marks[window.shard] = max(marks[window.shard], window.end)
+        refused = self._store(sent)
+        calls: list[Call] = []
+        told: list[tuple[_Pending, Window]] = []
+        for waiting, window, seen in sent:
+            if id(waiting) not in refused and window.end > seen:
+                calls.append((window.shard, "apply", self._arguments(waiting, window, seen)))
+                told.append((waiting, window))
         moved: set[tuple[str, str]] = set()
-        for (waiting, window), answer in zip(sent, self._shards.call_all(calls), strict=True):
+        for (waiting, window), answer in zip(told, self._shards.call_all(calls), strict=True):
             known = self._places[waiting.view.name, str(waiting.records.source)]
             verdict = answer[0]
             if verdict == b"ok":
@@ -206,6 +217,14 @@ class Host:
             del self._places[place]
         self._remember(list(refused.values()))
         return list(refused.values())
+
+    def _store(self, sent: Sequence[tuple[_Pending, Window, int]]) -> dict[int, _Pending]:
+        """Let views write what rests elsewhere; return the slices of which some was refused, by identity."""
+        refused: set[int] = set()
+        for view in self._views:
+            windows = [window for waiting, window, _ in sent if waiting.view is view]
+            refused |= {id(window) for window in view.store(windows) or ()}
+        return {id(waiting): waiting for waiting, window, _ in sent if id(window) in refused}
 
     def _arguments(self, waiting: _Pending, window: Window, seen: int) -> list[Arg]:
         plan, view = self._plan, waiting.view

@@ -1,6 +1,6 @@
 """What a view is to the pipeline: it looks at a slice of records and says what each shard has to write.
 
-All five views have this interface. The host (``onepass``) owns the marks, the calls and the answers.
+All views have this interface. The host (``onepass``) owns the marks, the calls and the answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Window(msgspec.Struct, frozen=True):
     time: int | None = None
     """The running-maximum time that the shard keeps with the mark, if it does."""
     rows: Sequence[Any] = ()
-    """What is written elsewhere, before the shard is told."""
+    """What is written elsewhere, before the shard is told. A window that ends where its shard is, or before, has only
+    that."""
 
 
 class Place(NamedTuple):
@@ -59,9 +60,12 @@ class View(Protocol):
         """
         ...
 
-    def store(self, windows: Sequence[Window]) -> None:
-        """Write what rests outside of the shards, before they are told. It may be written again, and by others."""
-        return
+    def store(self, windows: Sequence[Window]) -> Sequence[Window] | None:
+        """Write what rests outside of the shards, before they are told. It may be written again, and by others.
+
+        Return the windows that were refused there, if any: their slices are loaded and cut again.
+        """
+        return None
 
     def refused(self, window: Window, mark: int) -> None:
         """Take note that a shard refused a window of which it has applied no more than up to a mark."""

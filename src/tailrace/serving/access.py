@@ -1,12 +1,13 @@
 """Who may do what: users as a proxy names them in a header, and the topics that each may search.
 
 Whoever may search all topics may do everything. Of the others, searches are narrowed to their topics and all else is
-refused, since streams, folds and listings know no topics. Without ``serve.user_header`` nobody is asked.
+refused, since streams, folds, sessions and listings know no topics. Without ``serve.user_header`` nobody is asked.
 """
 
 from __future__ import annotations
 
 from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from tailrace.config import Settings
 from tailrace.errors import AccessDenied
@@ -17,7 +18,7 @@ EVERYTHING = ""
 """The topics of whoever may search all of them."""
 
 
-def topics_of(settings: Settings, request: Request) -> str:
+def topics_of(settings: Settings, request: HTTPConnection) -> str:
     """Return the regular expression of the topics that the user of a request may search; empty for all.
 
     Raises:
@@ -37,5 +38,10 @@ def topics_of(settings: Settings, request: Request) -> str:
 
 async def everything(request: Request) -> None:
     """Refuse whoever may not do everything. A dependency of routes."""
-    if topics_of(request.app.state.service.settings, request) != EVERYTHING:
+    refuse_partial(request.app.state.service.settings, request)
+
+
+def refuse_partial(settings: Settings, request: HTTPConnection) -> None:
+    """Refuse whoever may not do everything; a WebSocket too, by the header that it was opened with."""
+    if topics_of(settings, request) != EVERYTHING:
         raise AccessDenied("you may search, with /v1/grep, and nothing else: see serve.topics_by_user")

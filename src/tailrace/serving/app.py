@@ -65,7 +65,8 @@ def main(settings: Settings) -> int:
     raise_file_limit(settings.serve.connections + SPARE_FILES)
     listener = listen(settings.serve.host, settings.serve.port)
     app = create_app(settings)
-    server = Server(app, app.state.service.drain, settings.serve.client_bytes)
+    ping_s = settings.sessions.ping.total_seconds()
+    server = Server(app, app.state.service.drain, settings.serve.client_bytes, ping_s)
     host, port = listener.getsockname()[:2]
     logger.info("serving on http://%s:%d", host, port)
     try:

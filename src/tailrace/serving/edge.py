@@ -2,7 +2,8 @@
 
 Routes are matched on the path as it was sent, and each part is decoded once after the match: an escaped slash inside a
 name never divides it, so every name has one address and no address means two names. Every answer carries a request id.
-An error that nobody expected becomes a problem without details; its log line carries the same id.
+An error that nobody expected becomes a problem without details; its log line carries the same id. A WebSocket that is
+not accepted is answered like any other request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import re
 from urllib.parse import quote
 from uuid import uuid4
 
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tailrace.serving.problems import Problems, problem_of
@@ -19,6 +22,7 @@ from tailrace.serving.problems import Problems, problem_of
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(rb"[!-~]{1,128}")
+_ANSWERS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 
 
 class Edge:
@@ -29,7 +33,7 @@ class Edge:
         self._problems = problems
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         raw = scope.get("raw_path")
@@ -40,15 +44,19 @@ class Edge:
 
         async def sender(message: Message) -> None:
             nonlocal started
-            if message["type"] == "http.response.start":
+            if message["type"] in _ANSWERS:
                 started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            elif message["type"] == "websocket.close" and not started:  # how the router says that there is nothing
+                nothing = self._problems.unrouted(HTTPConnection(scope), HTTPException(404))
+                await nothing(scope, receive, sender)
+                return
             await send(message)
 
         try:
             await self._app(scope, receive, sender)
         except Exception as error:
-            logger.exception("request %s: %s %s", request_id.decode(), scope["method"], scope["path"])
+            logger.exception("request %s: %s %s", request_id.decode(), scope.get("method", "GET"), scope["path"])
             if started:
                 raise  # the server closes the connection, so that nobody takes a part for the whole
             await self._problems.answer(problem_of(error))(scope, receive, sender)

@@ -100,6 +100,128 @@ FEED: Responses = {
 _LINES: dict[str, Any] = {"application/x-ndjson": {"schema": _TAGGED}}
 TAG_FEED: Responses = {**FEED, 200: {**FEED[200], "content": {**FEED[200]["content"], **_LINES}}}
 
+_SESSION: dict[str, Any] = {
+    "type": "object",
+    "title": "Session",
+    "description": "Session JSON, with all that its writer said; null means not known, and empty means empty.",
+    "required": ["identity", "state", "timestamp", "identifier"],
+    "properties": {
+        "identity": {"type": "string"},
+        "state": {"type": "string", "examples": ["open", "closed", "truncated", "failed", "abandoned"]},
+        "timestamp": {"type": "string"},
+        "identifier": {"type": "string"},
+        "timeRange": {
+            "type": "object",
+            "description": "Nanoseconds since the epoch, both inclusive: too large for a double.",
+            "properties": {
+                "startTime": {"type": "integer", "format": "int64"},
+                "endTime": {"type": "integer", "format": "int64"},
+            },
+        },
+        "startTimestamp": {"type": ["string", "null"]},
+        "endTimestamp": {"type": ["string", "null"]},
+    },
+}
+_SESSION_LIST = {"type": "object", "properties": {"sessions": {"type": "array", "items": _SESSION}}}
+
+RTA_SESSION: Responses = {200: {"content": {"application/json": {"schema": _SESSION}}}}
+RTA_SESSIONS: Responses = {200: {"content": {"application/json": {"schema": _SESSION_LIST}}}}
+RTA_CONFIG: Responses = {200: {"content": {"application/vnd.mat.config+json": {"schema": {"type": "object"}}}}}
+RTA_STREAM: Responses = {
+    101: {
+        "description": "Binary frames, each a burst as a raw LZ4 block: first the Session JSON, then the time range, "
+        "then updates; samples and events after a `StreamRequest`, which is not compressed."
+    },
+    406: {"description": "The sub-protocol is missing."},
+}
+
+_BURST_EXAMPLE = (
+    '{"session":"lap-7","position":"1789200000000-3","range":["1789200000000000000","1789200000005000000"],'
+    '"channels":[{"channel":1,"name":"vCar:Chassis","unit":"km/h","start":"1789200000000000000",'
+    '"t":[0,5000000],"v":[88.5,null]}],"events":[]}'
+)
+_SERIES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "channel": {"type": "integer"},
+        "name": {"type": "string", "description": "Of the parameter, or of the channel if it has none."},
+        "unit": {"type": "string"},
+        "start": {"type": "string", "description": "Nanoseconds since the epoch, too large for a double."},
+        "t": {"type": "array", "items": {"type": "integer"}, "description": "Nanoseconds since `start`."},
+        "v": {"type": "array", "description": "Numbers or texts; null where there is no number."},
+    },
+}
+_BURST: dict[str, Any] = {
+    "type": "object",
+    "title": "Burst",
+    "required": ["session", "position", "channels", "events"],
+    "properties": {
+        "session": {"type": "string"},
+        "position": {"type": "string", "description": "Of the last entry in it, in the session's stream."},
+        "range": {"type": "array", "items": {"type": "string"}, "description": "Nanoseconds, if it changed."},
+        "json": {"type": "object", "description": "Session JSON, if it changed."},
+        "channels": {"type": "array", "items": _SERIES},
+        "events": {"type": "array", "items": {"type": "object"}},
+        "cursor": {"type": "string", "description": "Only in lines of JSON; in an event stream it is the `id:` line."},
+    },
+}
+SESSION_FEED: Responses = {
+    200: {
+        "description": "Bursts of samples and events until the session ends. Control frames are those of every feed, "
+        "and `life`, when the session was opened again. `caught-up` has the `position` where live began; `gap` says "
+        "`from`, `to`, a `reason`, and `possible` when nobody knows whether anything was there.",
+        "content": {
+            "text/event-stream": {
+                "schema": {"type": "string"},
+                "example": f"id: 42.1789200000000-3\ndata: {_BURST_EXAMPLE}\n\n",
+            },
+            "application/x-ndjson": {"schema": _BURST},
+        },
+    },
+    204: FEED[204],
+}
+_LISTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "identity": {"type": "string"},
+        "state": {"type": "string"},
+        "identifier": {"type": ["string", "null"]},
+        "stream": {"type": "string"},
+        "range": {"type": ["array", "null"], "items": {"type": "string"}, "description": "Nanoseconds."},
+        "updated": {"type": "string", "format": "date-time"},
+        "json": _SESSION,
+    },
+}
+
+
+def _json(schema: dict[str, Any]) -> Responses:
+    return {200: {"content": {"application/json": {"schema": schema}}}}
+
+
+SESSION_LIST = _json({"type": "object", "properties": {"sessions": {"type": "array", "items": _LISTED}}})
+SESSION_DETAILS = _json(
+    {
+        "type": "object",
+        "properties": {
+            **_LISTED["properties"],
+            "number": {"type": "integer"},
+            "position": {"type": "string"},
+            "writer": {"type": "string"},
+            "complete": {"type": "boolean", "description": "Whether all of its configurations are known."},
+            "channels": {"type": "array", "items": {"type": "object"}},
+            "buffer": {
+                "type": "object",
+                "description": "Its first and its last entry in the stream, and the last one that was trimmed.",
+                "properties": {name: {"type": ["string", "null"]} for name in ("first", "last", "trimmed")},
+            },
+        },
+    }
+)
+_LISTS = {
+    name: {"type": "array", "items": {"type": "object"}} for name in ("bindings", "channels", "parameters", "events")
+}
+SESSION_CONFIG = _json({"type": "object", "properties": {"complete": {"type": "boolean"}, **_LISTS}})
+
 PUT_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -166,7 +288,7 @@ def problems(*statuses: int) -> Responses:
     said = {
         400: "A parameter, a cursor or a body that cannot be read.",
         403: "The user may not do this: see `serve.topics_by_user`.",
-        404: "No such stream, tag, topic, rule or search, a group that holds nothing, or nothing is tagged.",
+        404: "No such stream, tag, topic, rule, search or session, a group that holds nothing, or nothing is tagged.",
         409: "Somebody follows the search; `force=true` ends it all the same.",
         410: "Events are gone, and the request said `on_gap=fail`; or the search was ended.",
         413: "Larger than a request may be.",

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 
 from tailrace.errors import BadRequest, TailraceError, UsageError
 from tailrace.metrics import Metrics
@@ -92,10 +93,14 @@ class Problems:
 
     async def _routing(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        return self.unrouted(request, error)
+
+    def unrouted(self, request: HTTPConnection, error: HTTPException) -> Response:
+        """Return the answer to a request, or a WebSocket, that no route takes."""
         status, path = error.status_code, request.scope["path"]
         detail = {
             404: f"nothing is served at {path}: the root page lists what is; a / inside a name is written %2F",
-            405: f"{request.method} is not for {path}; the header Allow says what is",
+            405: f"{request.scope.get('method', 'GET')} is not for {path}; the header Allow says what is",
         }.get(status, str(error.detail))
         code = _ROUTING.get(status, f"http.{status}")
         return self.answer(_document(code, HTTPStatus(status).phrase, status, detail), dict(error.headers or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from html import escape
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -12,6 +12,8 @@ import msgspec
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
 
 from tailrace.metrics import CONTENT_TYPE
 from tailrace.model.folded import stream_of
@@ -33,7 +35,25 @@ from tailrace.serving.grep import (
     read_body,
 )
 from tailrace.serving.health import Readiness, Status
-from tailrace.serving.openapi import FEED, GROUP_BODY, PUT_BODY, TAG_FEED, WINDOWS_BODY, Responses, problems
+from tailrace.serving.live import live_not_upgraded, session_live
+from tailrace.serving.openapi import (
+    FEED,
+    GROUP_BODY,
+    PUT_BODY,
+    RTA_CONFIG,
+    RTA_SESSION,
+    RTA_SESSIONS,
+    RTA_STREAM,
+    SESSION_CONFIG,
+    SESSION_DETAILS,
+    SESSION_FEED,
+    SESSION_LIST,
+    TAG_FEED,
+    WINDOWS_BODY,
+    Responses,
+    problems,
+)
+from tailrace.serving.pages import page_file, session_page, sessions_page
 from tailrace.serving.parameters import (
     FeedQuery,
     ListQuery,
@@ -48,6 +68,7 @@ from tailrace.serving.parameters import (
 )
 from tailrace.serving.pending import Pending, list_pending
 from tailrace.serving.puts import body_of, read_events
+from tailrace.serving.rta import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
 from tailrace.serving.searches import (
     EndedSearch,
     EndQuery,
@@ -60,6 +81,7 @@ from tailrace.serving.searches import (
     show_search,
 )
 from tailrace.serving.service import Service
+from tailrace.serving.sessions import follow_session, list_sessions, session_config, show_session
 from tailrace.serving.sse import FeedResponse
 from tailrace.serving.tags import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
 from tailrace.serving.windows import Changed, change_windows
@@ -282,10 +304,14 @@ _SEARCHES = (search, search_by_body, explain_search)
 _STREAMING = {"response_class": FeedResponse, "status_code": 200}
 _FEED = FEED | problems(400, 404, 410, 503)
 _TAGS = TAG_FEED | problems(400, 404, 410, 503)
+_SESSION = SESSION_FEED | problems(400, 404, 410, 503)
 _PENDING: Responses = {200: {"model": Pending}, **problems(400, 404, 503)}
 _CHANGE = problems(400, 404, 413, 503)
 _READY: Responses = {200: {"model": Readiness}, 503: {"model": Readiness, "description": "A part does not answer."}}
 _METRICS: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+_PLAIN = {"response_class": Response}
+_PAGE: Responses = {200: {"content": {"text/html": {"schema": {"type": "string"}}}}}
+_HTML = {"response_class": HTMLResponse}
 
 ROUTES = (
     Route("GET", "/v1/streams", list_streams, "streams", problems(400, 503)),
@@ -324,6 +350,18 @@ ROUTES = (
         {200: {"model": Put}, **problems(400, 404, 413, 422, 503)},
         {"openapi_extra": PUT_BODY},
     ),
+    Route("GET", "/v1/sessions", list_sessions, "sessions", SESSION_LIST | problems(400, 503), _PLAIN),
+    Route("GET", "/v1/sessions/{identity}", show_session, "sessions", SESSION_DETAILS | problems(404, 503), _PLAIN),
+    Route("GET", "/v1/sessions/{identity}/config", session_config, "sessions", SESSION_CONFIG | problems(404), _PLAIN),
+    Route("GET", "/v1/sessions/{identity}/events", follow_session, "sessions", _SESSION, _STREAMING),
+    Route("GET", "/v1/sessions/{identity}/live", live_not_upgraded, "sessions", problems(400), _PLAIN),
+    Route("GET", "/sessions", sessions_page, "pages", _PAGE, _HTML),
+    Route("GET", "/sessions/{identity}", session_page, "pages", _PAGE, _HTML),
+    Route("GET", "/pages/{name}", page_file, "pages", _PAGE | problems(404), {"response_class": Response}),
+    Route("GET", "/rta/v2/sessions", rta_sessions, "rta", RTA_SESSIONS | problems(400, 503), _PLAIN),
+    Route("GET", "/rta/v2/sessions/{identity}", rta_session, "rta", RTA_SESSION | problems(400, 404, 503), _PLAIN),
+    Route("GET", "/rta/v2/sessions/{identity}/stream", rta_not_upgraded, "rta", RTA_STREAM | problems(400), _PLAIN),
+    Route("GET", "/rta/v2/configs/{identifier}", rta_config, "rta", RTA_CONFIG | problems(400, 404, 503), _PLAIN),
     Route("GET", "/v1/status", status, "operations", problems(503)),
     Route("GET", "/healthz", alive, "operations", {}, {"response_class": PlainTextResponse}),
     Route("GET", "/readyz", ready, "operations", _READY),
@@ -331,9 +369,17 @@ ROUTES = (
     Route("GET", "/", root, "operations", {}),
 )
 
+SOCKETS: tuple[tuple[str, Callable[[WebSocket], Awaitable[None]]], ...] = (
+    ("/rta/v2/sessions/{identity}/stream", rta_stream),
+    ("/v1/sessions/{identity}/live", session_live),
+)
+"""WebSockets; what a plain request there is told stands in the table above."""
+
 
 def install(app: FastAPI) -> None:
-    """Serve the table. Whatever can be got can be asked for its head."""
+    """Serve the tables. Whatever can be got can be asked for its head."""
+    for path, endpoint in SOCKETS:
+        app.router.routes.append(WebSocketRoute(path, endpoint))
     for route in ROUTES:
         app.add_api_route(
             route.path,

@@ -1,13 +1,14 @@
 """The server: uvicorn, told how to say goodbye and how to drop a client that does not read.
 
-On SIGTERM or Ctrl-C open feeds are told to connect again, requests under way get their answers, and the process ends
-with code 0 within ``DRAIN_S`` and a little.
+On SIGTERM or Ctrl-C open feeds are told to connect again, WebSockets by their close code, requests under way get their
+answers, and the process ends with code 0 within ``DRAIN_S`` and a little.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
 from collections.abc import Callable, Iterator
@@ -16,12 +17,22 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from tailrace.errors import PrerequisiteMissing
 from tailrace.serving.sse import ABORT
 
 DRAIN_S = 4
 BACKLOG = 2048
+FRAME_BYTES = 256 << 10
+"""What a client may say in one message of a WebSocket: a subscription to tens of thousands of channels fits."""
+FAREWELL_S = 2.0
+"""How long a client that is told that it is over may take to take note."""
+
+
+_quiet = logging.getLogger(f"{__name__}.websockets")
+_quiet.setLevel(logging.WARNING)  # no line for each connection, as for requests
 
 
 class Protocol(HttpToolsProtocol):
@@ -39,16 +50,48 @@ class Protocol(HttpToolsProtocol):
         self.scope["state"][ABORT] = self.transport.abort
 
 
+class SocketProtocol(WebSocketsSansIOProtocol):
+    """The same for WebSockets; and one that is over is over, whether or not the client reads."""
+
+    buffer_bytes = HIGH_WATER_LIMIT
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.logger = _quiet
+        super().connection_made(transport)
+        self.transport.set_write_buffer_limits(high=self.buffer_bytes)
+
+    def handle_connect(self, event: Any) -> None:
+        super().handle_connect(event)
+        if not self.close_sent:
+            self.scope["state"][ABORT] = self.transport.abort
+
+    async def send(self, message: Any) -> None:
+        await self.writable.wait()
+        if self.close_sent:
+            raise ClientDisconnected
+        await super().send(message)
+        if message["type"] == "websocket.close":
+            self.loop.call_later(self.close_timeout + FAREWELL_S, self.transport.abort)
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self.loop.call_later(FAREWELL_S, self.transport.abort)
+
+
 class Server(uvicorn.Server):
     """A server that drains before it closes, and for which being asked to end is no failure."""
 
-    def __init__(self, app: Any, drain: Callable[[], None], client_bytes: int) -> None:
+    def __init__(self, app: Any, drain: Callable[[], None], client_bytes: int, ping_s: float = 20.0) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
                 http=type("BoundedProtocol", (Protocol,), {"buffer_bytes": client_bytes}),
-                ws="none",
+                ws=type("BoundedSocket", (SocketProtocol,), {"buffer_bytes": client_bytes}),
+                ws_max_size=FRAME_BYTES,
+                ws_ping_interval=ping_s,
+                ws_ping_timeout=ping_s,
+                ws_per_message_deflate=False,
                 lifespan="on",
                 log_config=None,
                 access_log=False,

@@ -18,16 +18,22 @@ from tailrace.feeds.grep import Grep
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.log import LogFeeds
 from tailrace.feeds.parts import Parts
+from tailrace.feeds.retained import Archive
+from tailrace.feeds.session import SessionFeeds
+from tailrace.feeds.session_life import Configurations, SessionParts
+from tailrace.feeds.streams import StreamHub
 from tailrace.feeds.tagged import OpensTags, open_store
 from tailrace.metrics import Metrics
 from tailrace.model.event import home_of
 from tailrace.stores.broker import client_properties
 from tailrace.stores.kafka import Topics
 from tailrace.stores.leases import Leases
+from tailrace.stores.live import LiveSessions
 from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.readers import Readers
+from tailrace.stores.records import Records
 from tailrace.stores.rules import rules_of
 from tailrace.stores.searched import Searched
 from tailrace.stores.searches import VIEW as MATCHES
@@ -58,6 +64,24 @@ class Service:
         self.days = Logs(self.nodes, "days")
         self.matches = Logs(self.nodes, MATCHES)
         self.tag_logs = Logs(self.nodes, TAGS)
+        self.live = LiveSessions(self.nodes, settings.sessions.key)
+        self.streams = StreamHub(self.live, settings.sessions.ring_bytes)
+        """Sessions are served whether or not our pipeline writes any: others may, under the same keys."""
+        self.records = Records(client_properties(settings))
+        self.sessions = SessionFeeds(
+            SessionParts(
+                self.streams,
+                Configurations(self.live, settings.sessions.unit_rational),
+                Archive(
+                    self.records,
+                    Searched(settings, self.nodes).is_current,
+                    settings.pipeline.max_event_bytes,
+                    settings.pipeline.max_depth,
+                ),
+                settings.sessions.container,
+            ),
+            now_ms,
+        )
         self.readers = Readers(self.nodes)
         self.leases = Leases(self.nodes)
         self.searches = Searches(self.nodes, settings.grep.searches, round(settings.grep.keep.total_seconds() * 1000))
@@ -122,6 +146,8 @@ class Service:
             stack.push_async_callback(self.nodes.close)
             stack.push_async_callback(self.topics.close)
             stack.push_async_callback(self.payloads.close)
+            stack.push_async_callback(self.records.close)
+            await stack.enter_async_context(self.streams)
             self.topics.open()
             connecting = asyncio.create_task(self._connect(stack), name="connect to valkey")
             await asyncio.wait({connecting}, timeout=1.0)

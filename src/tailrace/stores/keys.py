@@ -63,6 +63,25 @@ name, which may be any text, comes last and no two names share a key.
                                          is a source, or the source of a stretch; expires
     …:kept                       hash    shelf -> bytes of that
     <prefix>:{0}:gaps            stream  ranges that Kafka no longer had when they were to be read, capped
+
+Telemetry sessions rest under names that others know too, without our prefix, and in no shard. What is ours beside a
+stream has the stream's key as its hash tag, so it is in the stream's slot, and one call can change both; names of
+streams have no braces.
+
+    stream:<stream>              stream  id: number of the session, data: burst
+    streams                      set     the names of all streams
+    lastStreamSessionId          string  the last number given to a session
+    sessions:<identity>          hash    where a session is, and what is known of it; expires. Fields: streamSessionId,
+                                         streamName, streamPosition, lastUpdated, json, tStart, tEnd; and ours: state,
+                                         merged, order, writer, opened, heard. The key's template is a setting
+    <prefix>:{stream:<stream>}                          the tag of what is ours beside a stream
+    …:marks                      hash    writer -> the last of its offsets, or sequence numbers, that is in the stream
+    …:sessions                   hash    identity -> version (8 bytes) and state of its session
+    …:claims                     hash    identity -> number, position, writer and offset of an opening that is under way
+    …:ledger                     stream  id of the last entry of a write -> w: writer, f: mark before, m: mark after it
+    …:trimmed                    hash    number of a session -> id of the newest of its entries that was trimmed
+    <prefix>:sessions            zset    identity -> ms when its session was last updated
+    <prefix>:config:<identifier>  string  configuration, as JSON; never changed; expires when no session has it
 """
 
 from __future__ import annotations
@@ -222,3 +241,40 @@ class Keys(msgspec.Struct, frozen=True):
 
     def readers(self) -> str:
         return f"{self.tag(0)}:readers"
+
+    def stream(self, stream: str) -> str:
+        return f"stream:{stream}"
+
+    def streams(self) -> str:
+        return "streams"
+
+    def last_session(self) -> str:
+        return "lastStreamSessionId"
+
+    def session(self, template: str, identity: str) -> str:
+        return template.replace("{identity}", identity)
+
+    def stream_tag(self, stream: str) -> str:
+        """Return what every key of ours beside a stream begins with."""
+        return f"{self.prefix}:{{{self.stream(stream)}}}"
+
+    def stream_marks(self, stream: str) -> str:
+        return f"{self.stream_tag(stream)}:marks"
+
+    def stream_sessions(self, stream: str) -> str:
+        return f"{self.stream_tag(stream)}:sessions"
+
+    def claims(self, stream: str) -> str:
+        return f"{self.stream_tag(stream)}:claims"
+
+    def ledger(self, stream: str) -> str:
+        return f"{self.stream_tag(stream)}:ledger"
+
+    def trimmed(self, stream: str) -> str:
+        return f"{self.stream_tag(stream)}:trimmed"
+
+    def sessions(self) -> str:
+        return f"{self.prefix}:sessions"
+
+    def config(self, identifier: str) -> str:
+        return f"{self.prefix}:config:{identifier}"

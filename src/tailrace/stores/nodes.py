@@ -1,9 +1,10 @@
-"""The asyncio client of the read side: plain commands on shards, wherever their node is."""
+"""The asyncio client of the read side: plain commands on shards and on keys, wherever their node is."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import valkey.asyncio
@@ -13,28 +14,26 @@ from valkey.exceptions import ValkeyError
 from tailrace.errors import StoreError, StoreUnavailable
 from tailrace.stores.functions import function
 from tailrace.stores.keys import Keys
-from tailrace.stores.valkey import Address, Arg, StoreOptions, homes, translated
+from tailrace.stores.slots import Address, Slots
+from tailrace.stores.valkey import Arg, Keyed, KeyedCall, StoreOptions, by_node, is_cluster, keyed_calls, translated
 
 
 class Nodes:
-    """Every node that holds a shard, for the service; the pipeline has ``Shards``."""
+    """Every node that holds a key, for the service; the pipeline has ``Shards``."""
 
     def __init__(self, options: StoreOptions, connections: int = 64) -> None:
         self.options = options
         self.keys: Keys = options.keys
         self._limit = connections
         self._clients: dict[Address | None, valkey.asyncio.Valkey] = {}
-        self._blocking: dict[tuple[int, str], valkey.asyncio.Valkey] = {}
+        self._blocking: dict[tuple[int | str, str], valkey.asyncio.Valkey] = {}
+        self._slots: Slots | None = None
         self._homes: list[Address | None] = []
 
     async def open(self) -> Nodes:
         """Find the node of every shard."""
-        with translated():
-            entry = self._client(None)
-            info = await entry.info("cluster")
-            clustered = int(info.get("cluster_enabled", 0))
-            slots = await entry.execute_command("CLUSTER", "SLOTS") if clustered else None
-            self._homes = homes(self.options, info, lambda: slots)
+        self._slots = None
+        await self._resolve()
         return self
 
     async def close(self) -> None:
@@ -56,25 +55,13 @@ class Nodes:
 
     async def read_all(self, commands: Sequence[tuple[int, tuple[Arg, ...]]]) -> list[Any]:
         """Run commands on shards, many in one round trip per node; answers in the order of the commands."""
-        if not self._homes:
-            await self.open()
-        answers: list[Any] = [None] * len(commands)
-        by_node: dict[Address | None, list[int]] = {}
-        for i, (shard, _) in enumerate(commands):
-            by_node.setdefault(self._homes[shard], []).append(i)
-        with translated():
-            try:
-                for address, wanted in by_node.items():
-                    pipeline = self._client(address).pipeline(transaction=False)
-                    for i in wanted:
-                        pipeline.execute_command(*commands[i][1])
-                    for i, answer in zip(wanted, await pipeline.execute(), strict=True):
-                        answers[i] = answer
-            except ValkeyError:
-                self._homes = []  # the shard may be on another node by now
-                raise
-        _heed_cancellation()
-        return answers
+        await self._resolve()
+        return await self._run([(self._homes[shard], command) for shard, command in commands])
+
+    async def read_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
+        """Run commands on the nodes of keys, many in one round trip per node; answers in the order of the commands."""
+        placed = (await self._resolve()).nodes_of(key for key, _ in commands)
+        return await self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
 
     async def call(self, shard: int, name: str, *args: Arg) -> Any:
         """Call one of our functions.
@@ -82,37 +69,96 @@ class Nodes:
         Raises:
             StoreUnavailable: Nobody has loaded them yet.
         """
-        try:
+        with _loaded():
             return await self.read(shard, "FCALL", function(name), 1, self.keys.tag(shard), *args)
-        except StoreError as error:
-            if "unction not found" not in str(error):
-                raise
-            raise StoreUnavailable("no pipeline of this version has prepared the store yet: is one running?") from None
+
+    async def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
+        """Call our functions on the nodes of their keys; answers in the order of the calls.
+
+        Raises:
+            StoreUnavailable: Nobody has loaded them yet.
+        """
+        with _loaded():
+            return await self.read_keyed(keyed_calls(calls))
 
     async def block(self, shard: int, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
         """Run a blocking command for a shard, with time to block, on the connection of whoever blocks."""
-        if not self._homes:
-            await self.open()
+        await self._resolve()
+        return await self._block((shard, who), self._homes[shard], command, timeout_s)
+
+    async def block_keyed(self, key: str, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
+        """The same on the node of a key; the connection is there until ``end_block``."""
+        (address,) = (await self._resolve()).nodes_of([key])
+        return await self._block((key, who), address, command, timeout_s)
+
+    async def end_block(self, key: str, who: str) -> None:
+        """Close the connection on which somebody blocked for a key, if there is one."""
+        client = self._blocking.pop((key, who), None)
+        if client is not None:
+            await client.aclose()
+
+    async def _block(
+        self, which: tuple[int | str, str], address: Address | None, command: tuple[Arg, ...], timeout_s: float
+    ) -> Any:
         with translated():
-            client = self._blocking.get((shard, who))
+            client = self._blocking.get(which)
             if client is None:
-                given = self.options.connection(self._homes[shard])
+                given = self.options.connection(address)
                 given["socket_timeout"] = timeout_s + self.options.timeout_s
-                client = self._blocking[shard, who] = _plain(given, 1)
+                client = self._blocking[which] = _plain(given, 1)
             try:
                 answer = await client.execute_command(*command)
             except ValkeyError:
-                self._homes = []
-                await self._blocking.pop((shard, who)).aclose()
+                self._slots = None
+                if self._blocking.pop(which, None) is not None:
+                    await client.aclose()
                 raise
         _heed_cancellation()
         return answer
+
+    async def _run(self, placed: Sequence[tuple[Address | None, tuple[Arg, ...]]]) -> list[Any]:
+        answers: list[Any] = [None] * len(placed)
+        with translated():
+            try:
+                for address, wanted in by_node(address for address, _ in placed).items():
+                    pipeline = self._client(address).pipeline(transaction=False)
+                    for i in wanted:
+                        pipeline.execute_command(*placed[i][1])
+                    for i, answer in zip(wanted, await pipeline.execute(), strict=True):
+                        answers[i] = answer
+            except ValkeyError:
+                self._slots = None  # the keys may be on another node by now
+                raise
+        _heed_cancellation()
+        return answers
+
+    async def _resolve(self) -> Slots:
+        slots = self._slots
+        if slots is None or not slots.is_complete:
+            with translated():
+                entry = self._client(None)
+                info = await entry.info("cluster")
+                ranges = await entry.execute_command("CLUSTER", "SLOTS") if is_cluster(info) else None
+            slots = Slots(ranges, self.options.host)
+            self._homes = slots.nodes_of(self.keys.tag(shard) for shard in range(self.options.shards))
+            self._slots = slots
+        return slots
 
     def _client(self, address: Address | None) -> valkey.asyncio.Valkey:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = _plain(self.options.connection(address), self._limit)
         return client
+
+
+@contextmanager
+def _loaded() -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        if "unction not found" not in str(error):
+            raise
+        raise StoreUnavailable("no pipeline of this version has prepared the store yet: is one running?") from None
 
 
 def _heed_cancellation() -> None:

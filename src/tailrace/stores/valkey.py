@@ -1,15 +1,16 @@
 """Valkey connections: which node a shard is on, and the guard against a server that is not the one we knew.
 
-A shard is one hash tag, so it is on one node; we look the node up and speak plain protocol to it, single server or
-cluster alike. Invariant: a guarded connection is only ever used with the server process whose run_id was noted first. A
-restarted server may have lost its last writes, and writing on top of the hole would hide it for ever.
+A shard is one hash tag, so it is on one node, and so is a key that belongs to no shard; we look the node up and speak
+plain protocol to it, single server or cluster alike. Invariant: a guarded connection is only ever used with the server
+process whose run_id was noted first. A restarted server may have lost its last writes, and writing on top of the hole
+would hide it for ever.
 Driver exceptions do not leave this file: they become StoreUnavailable or StoreError.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,22 +18,25 @@ import msgspec
 import valkey
 import valkey.asyncio
 from valkey.connection import Connection, ConnectionPool, SSLConnection, parse_url
-from valkey.crc import key_slot
 from valkey.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, ResponseError, ValkeyError
 
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreMismatch, StoreUnavailable
 from tailrace.stores.functions import CODE, LIBRARY, function
 from tailrace.stores.keys import FORMAT, Keys
+from tailrace.stores.slots import Address, Slots
 
 if TYPE_CHECKING:
     from tailrace.settings import Valkey
 
-Address: TypeAlias = tuple[str, int]
 Arg: TypeAlias = bytes | str | int
 Call: TypeAlias = tuple[int, str, Sequence[Arg]]
 """Shard, function, arguments."""
 Command: TypeAlias = tuple[int, tuple[Arg, ...]]
 """Shard, plain command."""
+Keyed: TypeAlias = tuple[str, tuple[Arg, ...]]
+"""Key that says which node, plain command."""
+KeyedCall: TypeAlias = tuple[str, Sequence[str], Sequence[Arg]]
+"""Function, keys that are all on one node, arguments."""
 
 
 def mapping(answer: Any) -> dict[bytes, bytes]:
@@ -59,6 +63,11 @@ class StoreOptions(msgspec.Struct, frozen=True):
     def keys(self) -> Keys:
         """The key names of this installation."""
         return Keys(self.prefix)
+
+    @property
+    def host(self) -> str:
+        """The host that the URL names."""
+        return str(self.connection().get("host", "127.0.0.1"))
 
     def connection(self, address: Address | None = None) -> dict[str, Any]:
         """Return the client's arguments for one node, or for the node that the URL names."""
@@ -135,11 +144,13 @@ class Shards:
         self.run_ids: MutableMapping[str, str] = {} if run_ids is None else run_ids
         """Address of each node -> the process that we deal with there; filled at the first connection."""
         self._nodes: dict[Address | None, valkey.Valkey] = {}
+        self._slots: Slots | None = None
         self._homes: list[Address | None] = []
 
     def open(self) -> Shards:
         """Find the node of every shard."""
         with translated():
+            self._slots = None
             self._resolve()
         return self
 
@@ -151,15 +162,12 @@ class Shards:
 
     def client(self, shard: int) -> valkey.Valkey:
         """Return the plain client of the node that a shard is on."""
-        if not self._homes:
-            self._resolve()
+        self._resolve()
         return self._node(self._homes[shard])
 
     def primaries(self) -> list[valkey.Valkey]:
-        """Return a client of every node that holds a shard."""
-        if not self._homes:
-            self._resolve()
-        return [self._node(address) for address in dict.fromkeys(self._homes)]
+        """Return a client of every node that holds keys, also of one that has no shard."""
+        return [self._node(address) for address in self._resolve().primaries]
 
     def call(self, shard: int, name: str, *args: Arg) -> Any:
         """Call one function on one shard."""
@@ -172,23 +180,32 @@ class Shards:
 
     def run_all(self, commands: Sequence[Command]) -> list[Any]:
         """Run plain commands on shards, many in one round trip per node; answers in the order of the commands."""
-        answers: list[Any] = [None] * len(commands)
-        by_node: dict[Address | None, list[int]] = {}
         with translated():
-            if not self._homes:
-                self._resolve()
-            for i, (shard, _) in enumerate(commands):
-                by_node.setdefault(self._homes[shard], []).append(i)
-            try:
-                for address, wanted in by_node.items():
-                    pipeline = self._node(address).pipeline(transaction=False)
-                    for i in wanted:
-                        pipeline.execute_command(*commands[i][1])
-                    for i, answer in zip(wanted, pipeline.execute(), strict=True):
-                        answers[i] = answer
-            except ValkeyError:
-                self._homes = []  # the shard may be on another node by now
-                raise
+            self._resolve()
+            return self._run([(self._homes[shard], command) for shard, command in commands])
+
+    def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
+        """Call functions on the nodes of their keys, in order for each node; answers in the order of the calls."""
+        return self.run_keyed(keyed_calls(calls))
+
+    def run_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
+        """Run plain commands on the nodes of keys, many in one round trip per node; answers in their order."""
+        with translated():
+            placed = self._resolve().nodes_of(key for key, _ in commands)
+            return self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
+
+    def _run(self, placed: Sequence[tuple[Address | None, tuple[Arg, ...]]]) -> list[Any]:
+        answers: list[Any] = [None] * len(placed)
+        try:
+            for address, wanted in by_node(address for address, _ in placed).items():
+                pipeline = self._node(address).pipeline(transaction=False)
+                for i in wanted:
+                    pipeline.execute_command(*placed[i][1])
+                for i, answer in zip(wanted, pipeline.execute(), strict=True):
+                    answers[i] = answer
+        except ValkeyError:
+            self._slots = None  # the keys may be on another node by now
+            raise
         return answers
 
     def _node(self, address: Address | None) -> valkey.Valkey:
@@ -202,35 +219,45 @@ class Shards:
             self._nodes[address] = node
         return node
 
-    def _resolve(self) -> None:
-        entry = self._node(None)
-        info: Any = entry.info("cluster")
-        self._homes = homes(self.options, info, lambda: entry.execute_command("CLUSTER", "SLOTS"))
+    def _resolve(self) -> Slots:
+        if self._slots is None or not self._slots.is_complete:
+            entry = self._node(None)
+            info: Any = entry.info("cluster")
+            ranges = entry.execute_command("CLUSTER", "SLOTS") if is_cluster(info) else None
+            slots = Slots(ranges, self.options.host)
+            self._homes = slots.nodes_of(self.keys.tag(shard) for shard in range(self.options.shards))
+            self._slots = slots
+        return self._slots
 
 
-def homes(options: StoreOptions, info: dict[str, Any], slots: Callable[[], Any]) -> list[Address | None]:
-    """Return the node address of each shard; None is the server that the URL names."""
-    if not int(info.get("cluster_enabled", 0)):
-        return [None] * options.shards
-    return place_shards(options, slots())
+def is_cluster(info: dict[str, Any]) -> bool:
+    """Read the answer to INFO cluster."""
+    return bool(int(info.get("cluster_enabled", 0)))
 
 
-def place_shards(options: StoreOptions, ranges: Any) -> list[Address | None]:
-    """Return the primary of each shard from the answer to CLUSTER SLOTS."""
-    found: list[Address | None] = []
-    for shard in range(options.shards):
-        slot = key_slot(options.keys.tag(shard).encode())
-        for low, high, primary, *_ in ranges:
-            if low <= slot <= high:
-                host = primary[0].decode() if isinstance(primary[0], bytes) else primary[0]
-                found.append((host or options.connection().get("host", "127.0.0.1"), int(primary[1])))
-                break
-        else:
-            raise StoreUnavailable(f"no node of the valkey cluster serves slot {slot}: is the cluster complete?")
+def by_node(addresses: Iterable[Address | None]) -> dict[Address | None, list[int]]:
+    """Return which of them are at each address."""
+    found: dict[Address | None, list[int]] = {}
+    for i, address in enumerate(addresses):
+        found.setdefault(address, []).append(i)
     return found
 
 
+def keyed_calls(calls: Sequence[KeyedCall]) -> list[Keyed]:
+    """Return the commands that call functions with keys of their own."""
+    return [(keys[0], ("FCALL", function(name), len(keys), *keys, *args)) for name, keys, args in calls]
+
+
 # What a driver does before it writes.
+
+
+def load_functions(shards: Shards) -> None:
+    """Load the functions on every node that lacks them, and note each node's run_id."""
+    with translated():
+        for node in shards.primaries():
+            loaded = node.execute_command("FUNCTION", "LIST", "LIBRARYNAME", LIBRARY)
+            if not loaded:
+                node.execute_command("FUNCTION", "LOAD", "REPLACE", CODE)
 
 
 def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, int]:
@@ -238,11 +265,8 @@ def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, i
 
     Notes each node's run_id: from here on, a node that was restarted or that was not there is refused.
     """
+    load_functions(shards)
     with translated():
-        for node in shards.primaries():
-            loaded = node.execute_command("FUNCTION", "LIST", "LIBRARYNAME", LIBRARY)
-            if not loaded:
-                node.execute_command("FUNCTION", "LOAD", "REPLACE", CODE)
         ids = [run_id_of_client(shards, shard) for shard in range(shards.options.shards)]
     count = shards.options.shards
     answers = shards.call_all(

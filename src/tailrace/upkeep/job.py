@@ -18,7 +18,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
 from tailrace.stores.valkey import Shards, StoreOptions, check_layout, prepare
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.report import leave
 from tailrace.values import compiled
 
@@ -141,9 +141,15 @@ class Looking(Protocol):
 
 
 def run_job(
-    settings: Settings, work: Work, *, alone: bool = True, wait_s: float = 0.0, clock: Callable[[], int] = now_ms
+    settings: Settings,
+    work: Work,
+    *,
+    alone: bool = True,
+    wait_s: float = 0.0,
+    clock: Callable[[], int] = now_ms,
+    what: str = WHAT,
 ) -> Facts:
-    """Do one run of a job under the lease, and leave its report; return what it did.
+    """Do one run of a job under a lease, and leave its report; return what it did.
 
     Without ``alone`` the lease is not taken, which is for work that changes nothing.
 
@@ -155,7 +161,7 @@ def run_job(
     try:
         prepare(shards)
         owner = f"{socket.gethostname()}:{os.getpid()} {work.name}"
-        lease = Lease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s)
+        lease = Lease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s, what=what)
         with lease if alone else nullcontext():
             started, error = clock(), ""
             try:

@@ -1,7 +1,7 @@
-"""The lease of upkeep: one process at a time, by the store's clock, each with a higher token than all before it.
+"""The leases of upkeep: one process at a time, by the store's clock, each with a higher token than all before it.
 
 The token is put into force on every shard before anything is done, so whoever held the lease before is refused there.
-Invariant: of all who ever believed to hold the lease, only the one with the highest token can change a log.
+Invariant: of all who ever believed to hold the lease of logs, only the one with the highest token can change a log.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from tailrace.stores.valkey import Shards, hold
 logger = logging.getLogger(__name__)
 
 WHAT = "upkeep"
+"""The lease of whoever changes logs."""
+SESSIONS = "session-upkeep"
+"""The lease of whoever looks after sessions; what they do can be done by two at once, and is only wasted then."""
 
 
 class Lease:
@@ -28,6 +31,7 @@ class Lease:
         owner: Who takes it, as other processes are told.
         length_s: How long it lasts when it is not renewed.
         wait_s: How long to wait for another owner to give it back.
+        what: Which lease.
 
     Raises:
         LeaseHeld: Another process has it, and kept it for as long as we waited.
@@ -40,7 +44,9 @@ class Lease:
         length_s: float = 30.0,
         wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        what: str = WHAT,
     ) -> None:
+        self._what = what
         self._shards, self._owner, self._length_s, self._wait_s, self._clock = shards, owner, length_s, wait_s, clock
         self._ending = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -50,7 +56,7 @@ class Lease:
     def __enter__(self) -> Lease:
         deadline = self._clock() + self._wait_s
         while True:
-            answer = self._shards.call(0, "lease", WHAT, self._owner, round(self._length_s * 1000), 0)
+            answer = self._shards.call(0, "lease", self._what, self._owner, round(self._length_s * 1000), 0)
             if answer[0] == b"ok":
                 break
             if self._clock() >= deadline:
@@ -58,7 +64,7 @@ class Lease:
             time.sleep(0.2)
         self.token = int(answer[1])
         try:
-            hold(self._shards, (WHAT,), self.token)
+            hold(self._shards, (self._what,), self.token)
         except StaleDriver as error:
             raise StaleUpkeep(self.token, error.stored) from None
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -72,7 +78,7 @@ class Lease:
         if self._renewing is not None:
             self._renewing.join()
         try:
-            self._shards.call(0, "lease", WHAT, self._owner, 0, self.token)
+            self._shards.call(0, "lease", self._what, self._owner, 0, self.token)
         except TailraceError as problem:
             logger.warning("the lease could not be given back: %s; it ends by itself", problem)
 
@@ -86,7 +92,7 @@ class Lease:
         try:
             while not self._ending.wait(self._length_s / 3):
                 try:
-                    answer = own.call(0, "lease", WHAT, self._owner, round(self._length_s * 1000), self.token)
+                    answer = own.call(0, "lease", self._what, self._owner, round(self._length_s * 1000), self.token)
                     if answer[0] != b"ok":
                         self._lost = True
                         return

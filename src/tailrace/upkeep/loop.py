@@ -1,7 +1,8 @@
 """The process of upkeep: runs each job of each view when it is due, one at a time, until it is told to stop.
 
 Every run connects anew, takes the lease, works, leaves its report in the store and gives the lease back; between runs
-there is no connection and no JVM. Invariant: whatever a run ends with, the process goes on; what was not done is due
+there is no connection and no JVM. Sessions have a thread and a lease of their own, since trimming must not wait for a
+pack that takes an hour. Invariant: whatever a run ends with, the process goes on; what was not done is due
 again.
 """
 
@@ -21,9 +22,10 @@ from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.units import format_duration
-from tailrace.upkeep import pack, sweep
+from tailrace.upkeep import abandon, forget, pack, sweep, trim
 from tailrace.upkeep.by_store import auditing
-from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, now_ms, run_job
+from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, Work, now_ms, run_job
+from tailrace.upkeep.lease import SESSIONS
 from tailrace.upkeep.report import last_end
 from tailrace.upkeep.spread import Spread, step_back
 from tailrace.upkeep.throttle import Throttle
@@ -36,6 +38,8 @@ BACKOFF_S = (1.0, 60.0)
 """Pauses after a run that could not begin: the store does not answer, or another process is at work."""
 TURN_S = 60.0
 """How long a job may work when another one is due."""
+FORGET_EVERY = timedelta(minutes=10)
+"""How often idle sessions are looked for, unless they expire so soon that it must be more often."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -78,6 +82,34 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
         "pack": Job(upkeep.pack_every, pack_once, yields=True, views=settings.log_views),
         "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.audited_views),
     }
+
+
+def session_jobs(settings: Settings) -> Jobs:
+    """Return the jobs of telemetry sessions."""
+    memory = trim.Memory()
+    rules = trim.Rules.of(settings), abandon.Rules.of(settings), forget.Rules.of(settings)
+
+    def run(work: Work) -> Facts:
+        # Streams of that name may be anybody's in a store where nobody has anything to do with sessions.
+        is_used = settings.sessions.is_used or _has_sessions(settings)
+        return run_job(settings, work, what=SESSIONS) if is_used else {}
+
+    every = settings.sessions.trim_every
+    forget_every = min(FORGET_EVERY, settings.sessions.expire / 4)
+    return {
+        "trim": Job(every, lambda _, stopped: run(trim.Trimming(rules[0], memory, Scope(stopped=stopped)))),
+        "abandon": Job(every, lambda _, stopped: run(abandon.Abandoning(rules[1], Scope(stopped=stopped)))),
+        "forget": Job(forget_every, lambda _, stopped: run(forget.Forgetting(rules[2], Scope(stopped=stopped)))),
+    }
+
+
+def _has_sessions(settings: Settings) -> bool:
+    """Return whether anybody wrote sessions with Tailrace, without the pipeline."""
+    shards = Shards(StoreOptions.of(settings.valkey))
+    try:
+        return bool(shards.run_keyed([(shards.keys.sessions(), ("EXISTS", shards.keys.sessions()))])[0])
+    finally:
+        shards.close()
 
 
 def _next_audit(settings: Settings) -> float:
@@ -187,5 +219,12 @@ def main(settings: Settings) -> int:
             f"{name} {f'every {format_duration(job.every)}' if job.every else 'never'}" for name, job in jobs.items()
         ]
         logger.info("upkeep of %s: %s", ", ".join(views), ", ".join(told))
-        Loop(jobs, views, stopping, spread.stop).run()
+        sessions = Loop(session_jobs(settings), ("sessions",), stopping)
+        thread = threading.Thread(target=sessions.run, name="sessions")
+        thread.start()
+        try:
+            Loop(jobs, views, stopping, spread.stop).run()
+        finally:
+            stopping.set()
+            thread.join()
     return 0

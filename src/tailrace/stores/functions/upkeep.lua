@@ -302,10 +302,10 @@ local function count_from(keys, args)
   return {'ok'}
 end
 
-redis.register_function('tailrace_lease_VERSION', lease)
+register_for_full('tailrace_lease_VERSION', lease)
 redis.register_function('tailrace_stage_VERSION', stage)
 redis.register_function('tailrace_swap_VERSION', swap)
-redis.register_function('tailrace_expire_VERSION', expire)
+register_for_full('tailrace_expire_VERSION', expire)
 redis.register_function('tailrace_reopen_VERSION', reopen)
 redis.register_function('tailrace_replace_VERSION', replace)
 redis.register_function('tailrace_thin_VERSION', thin)

@@ -1,0 +1,176 @@
+"""A reader of one session in its stream: what comes next, from the shared tap or from the store.
+
+Invariant: the entries that a reader returns are the session's, each once and in order, from its place on; where some
+were trimmed away, it returns that in their place. What was trimmed is asked before and after the store is read, and if
+the answers differ it is read again, so a trim between two reads hides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from tailrace.errors import StoreUnavailable
+from tailrace.feeds.streams import Tap
+from tailrace.model.session_cursor import Place
+from tailrace.stores.live import BEGINNING, END, Entry, EntryId, LiveSessions, entry_of, id_text, parse_id
+from tailrace.stores.valkey import mapping
+
+AT_ONCE = 32
+"""Entries that a reader takes at once."""
+PAGE, NEAR_PAGES = 32, 8
+"""Entries that are looked at together with what they say, and how often."""
+WEIGHED, WEIGHED_BYTES = 1_000, 4 << 20
+"""Entries, and bytes of them, of which the store is asked at once whose they are."""
+TRIES = 5
+"""How often a read that a trim has crossed is begun again."""
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """A stretch that is gone."""
+
+    after: Place
+    to: Place
+    reason: str
+    possible: bool = False
+    """Somebody else trimmed the stream: whether the session had anything there, nobody knows."""
+
+
+class SessionReader:
+    """One life of a session, one place in its stream."""
+
+    def __init__(self, live: LiveSessions, tap: Tap, number: int, place: EntryId) -> None:
+        self.number = number
+        self.looked = place
+        """Up to where everything of the session was returned."""
+        self._live, self._tap = live, tap
+        self._era = tap.era
+        self._managed: bool | None = None
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether everything was returned that the tap knows of."""
+        return self._era == self._tap.era and self.looked >= self._tap.head
+
+    @property
+    def behind(self) -> int:
+        """How many bytes of the session are held that were not returned."""
+        return self._tap.behind(self.looked, self.number)
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether an entry is one that the tap holds for all."""
+        return entry.id > self._tap.base
+
+    def skip(self) -> EntryId:
+        """Go to the end, and return the place there."""
+        self.looked = max(self.looked, self._tap.head)
+        return self.looked
+
+    async def next(self) -> list[Entry | Lost]:
+        """Return what follows, and move behind it; nothing at the end."""
+        tap = self._tap
+        if tap.era != self._era:
+            self._era, lost = tap.era, Lost(Place.of(self.looked), Place.of(tap.base), "store-rolled-back")
+            self.looked = tap.base
+            return [lost]
+        held = tap.after(self.looked, self.number)
+        if held is None:
+            return await self._from_store()
+        few = held[:AT_ONCE]
+        self.looked = few[-1].id if len(few) < len(held) else max(self.looked, tap.head)
+        return list(few)
+
+    async def _from_store(self) -> list[Entry | Lost]:
+        stream, head = self._tap.stream, self._tap.head
+        for _ in range(TRIES):
+            gone = await self._live.trimmed(stream, self.number) or BEGINNING
+            begin = max(self.looked, gone)
+            lost = await self._cut(begin) if gone <= self.looked else None
+            entries, reached = await self._live.scan(stream, begin, AT_ONCE, self.number, head)
+            if (await self._live.trimmed(stream, self.number) or BEGINNING) == gone:
+                break
+        found: list[Entry | Lost] = []
+        if gone > self.looked:
+            found.append(Lost(Place.of(self.looked), Place.of(gone), "trimmed"))
+        elif lost is not None:
+            found.append(lost)
+        self.looked = max(reached, begin)
+        return [*found, *entries]
+
+    async def _cut(self, place: EntryId) -> Lost | None:
+        """Return whether a stream that we do not keep was cut behind a place."""
+        stream, live = self._tap.stream, self._live
+        if self._managed is None:
+            marks, trimmed = live.keys.stream_marks(stream), live.keys.trimmed(stream)
+            (there,) = await live.nodes.read_keyed([(marks, ("EXISTS", marks, trimmed))])
+            self._managed = bool(there)
+        if self._managed:
+            return None
+        first = await live.first(stream)
+        if first is None or first <= place:
+            return None
+        key = live.keys.stream(stream)
+        (answer,) = await live.nodes.read_keyed([(key, ("XINFO", "STREAM", key))])
+        facts = mapping(answer)
+        if int(facts.get(b"entries-added", 0)) <= int(facts[b"length"]):
+            return None
+        return Lost(Place.of(place), Place(True, first[0], first[1] - 1 if first[1] else 0), "trimmed", possible=True)
+
+
+async def first_entry(live: LiveSessions, stream: str, number: int, begin: EntryId) -> EntryId | None:
+    """Return the first entry of a session after a place; None if there is none."""
+    async for entry, whose in _heads(live, stream, begin, END):
+        if whose == number:
+            return entry
+    return None
+
+
+async def last_entries(
+    live: LiveSessions, stream: str, number: int, count: int, begin: EntryId, until: EntryId
+) -> list[EntryId]:
+    """Return the last entries of a session between two places, the latest first; at most ``count``."""
+    key, found, last = live.keys.stream(stream), list[EntryId](), until
+    edge = id_text(until)
+    for _ in range(NEAR_PAGES):
+        command = ("XREVRANGE", key, edge, f"({id_text(begin)}", "COUNT", PAGE)
+        (answers,) = await live.nodes.read_keyed([(key, command)])
+        entries = [entry_of(answer) for answer in answers]
+        found += [entry.id for entry in entries if entry.number == number]
+        if len(found) >= count or len(answers) < PAGE:
+            return found[:count]
+        last = entries[-1].id
+        edge = f"({id_text(last)}"
+    # It has said little of late, and others much: what they said need not come here.
+    older: deque[EntryId] = deque(maxlen=count - len(found))
+    async for entry, whose in _heads(live, stream, begin, last):
+        if whose == number and entry < last:
+            older.append(entry)
+    return [*found, *reversed(older)]
+
+
+async def entry_at(live: LiveSessions, stream: str, entry: EntryId) -> Entry | None:
+    """Return one entry; None if it is gone."""
+    key, where = live.keys.stream(stream), id_text(entry)
+    (answers,) = await live.nodes.read_keyed([(key, ("XRANGE", key, where, where))])
+    return entry_of(answers[0]) if answers else None
+
+
+async def _heads(live: LiveSessions, stream: str, after: EntryId, until: EntryId) -> AsyncIterator[tuple[EntryId, int]]:
+    """Yield the entries between two places, each with the number of its session, but without what it says."""
+    keys = [live.keys.stream(stream), live.keys.stream_tag(stream)]
+    while after < until:
+        try:
+            (flat,) = await live.nodes.call_keyed([("weigh", keys, [id_text(after), WEIGHED, WEIGHED_BYTES])])
+            found = [
+                (parse_id(flat[i]), int(flat[i + 1]) if flat[i + 1].isdigit() else -1) for i in range(0, len(flat), 3)
+            ]
+        except StoreUnavailable:  # nobody of ours has written here, and loaded our functions
+            found = [(entry.id, entry.number) for entry in await live.read(stream, after, PAGE)]
+        if not found:
+            return
+        for entry, number in found:
+            if entry <= until:
+                yield entry, number
+        after = found[-1][0]

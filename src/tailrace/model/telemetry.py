@@ -1,0 +1,320 @@
+"""Telemetry records: what producers write into a topic that has sessions, one JSON object a record.
+
+A record belongs to the session that its field ``session`` names, or else its key, as text. ``type`` says what it is:
+
+    {"type": "open", "session": "lap-7", "json": {…}, "configs": {"car-7": {…}}}
+    {"type": "session", "session": "lap-7", "json": {"details": {"driver": "A"}}}
+    {"type": "config", "identifier": "car-7", "config": {…}}
+    {"type": "data", "session": "lap-7", "periodic": […], "timestamped": […], "rows": […], "events": […], "range": {…}}
+    {"type": "close", "session": "lap-7", "state": "closed", "json": {…}}
+
+``open``
+    begins the session, with its Session JSON. What is missing of ``identity``, ``state``, ``timestamp`` and
+    ``identifier`` is filled in: the session's name, ``open``, the record's time, the name again. ``configs`` are
+    configurations that are published with it, by identifier. Written again while the session is open it is an update;
+    after the session was closed, it begins a new one under the same name.
+``session``
+    updates the Session JSON. A property that is missing or ``null`` stays what it was; one that is empty is known to be
+    empty from here on. With a ``state`` that is a closed one it closes the session.
+``config``
+    publishes a configuration, which never changes afterwards. It needs no session.
+``data``
+    is samples and events, as many as there are of any kind; see below. The first of a session that was never opened
+    opens it.
+``close``
+    closes the session: ``state`` is ``closed`` (if it is missing), ``truncated`` or ``failed``.
+
+The parts of ``data``:
+
+    periodic     {"channel": 16, "start": T, "interval": 5000000, "values": [12.7, 14.9, null]}
+    timestamped  {"channel": 17, "times": [T, T, T], "values": [1, 0, 1]}
+                 {"channel": 17, "start": T, "scale": 1000000, "deltas": [0, 4, 5], "data": "AQAB"}
+    rows         {"channels": [3, 4], "time": T, "values": [88, 3.2]}
+    events       {"id": 4, "app": "engine", "time": T, "text": "over speed", "values": [301.5]}
+    range        {"start": T, "end": T}
+
+Times are nanoseconds since the epoch: JSON integers, or the same digits as a text, since many writers of JSON lose what
+is beyond 2^53. ``deltas`` are the steps from sample to sample in units of ``scale`` nanoseconds (1 if it is missing),
+the first one from ``start``. ``interval`` may be missing if the configuration has it.
+
+Samples are ``values``, numbers as they are before conversion, in which ``null`` stands for a float that is not there,
+or ``data``, the base64 of the same numbers as bytes, in the order of bytes that the configuration says (little-endian).
+Of which type they are the configuration says, too; for a channel that no configuration has, ``as`` does: ``u8``,
+``s8``, ``u16``, ``s16``, ``u32``, ``s32``, ``f32``, ``3f32`` or ``f64``, which it is if that is missing; for a row, one
+type for all of its channels. A sample of ``3f32`` is three values.
+
+Invariant: what can be used is used. A part that cannot, a sample that is not of its channel's type, or a field that is
+unknown, costs that part alone: the others of its record are taken, and the record goes to the dead letters with the
+names of the parts and what is wrong with each. The reasons of dead letters:
+
+    bad-record          no object, an unknown type, or something that it cannot do without is missing or wrong
+    bad-part            some of its parts; ``parts`` in the letter names them
+    no-session          neither a field ``session`` nor a key that is text
+    bad-identity        a name of a session that is empty, longer than 1,000 bytes, or has control characters in it
+    session-closed      samples, events or updates of a session after its end
+    session-elsewhere   the session is open in another stream
+    session-too-large   Session JSON that does not fit into a message, or would not with what is known of it before
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+
+import msgspec
+
+Time: TypeAlias = int | str
+"""Nanoseconds since the epoch, as they are written."""
+ChannelId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Type: TypeAlias = Literal["u8", "s8", "u16", "s16", "u32", "s32", "f32", "3f32", "f64"]
+Closed: TypeAlias = Literal["closed", "truncated", "failed"]
+Values: TypeAlias = list[float | None]
+
+CLOSED: frozenset[str] = frozenset(get_args(Closed))
+"""States that end a session."""
+LONGEST = 1_000
+"""Bytes of a session's name."""
+FIRST, LAST = -(2**63), 2**63 - 1
+"""The bounds of time."""
+
+_DIGITS = re.compile(r"-?[0-9]{1,19}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Refused(ValueError):
+    """A record of which nothing can be used, with the word for why."""
+
+    def __init__(self, reason: str, what: str = "") -> None:
+        self.reason, self.what = reason, what
+        super().__init__(what or reason)
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a record that cannot be used."""
+
+    part: str
+    """Its name, such as ``periodic[2]``."""
+    what: str
+
+
+def nanoseconds(time: Time) -> int:
+    """Return a time as it is meant.
+
+    Raises:
+        ValueError: It is no number, or none that a message can hold.
+    """
+    if isinstance(time, str):
+        if _DIGITS.fullmatch(time) is None:
+            raise ValueError(f"{time[:40]!r} is no time: write nanoseconds since the epoch, in digits")
+        time = int(time)
+    if not FIRST <= time <= LAST:
+        raise ValueError(f"{time} is no time: it does not fit into 64 bits")
+    return time
+
+
+# The parts of data.
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, gc=False):
+    values: Values | None = None
+    data: bytes | None = None
+    as_: Type = msgspec.field(name="as", default="f64")
+
+    def __post_init__(self) -> None:
+        if (self.values is None) == (self.data is None):
+            raise ValueError("samples are either `values` or `data`")
+
+
+class Periodic(_Part, frozen=True):
+    """Samples of one channel at a fixed interval."""
+
+    channel: ChannelId
+    start: Time
+    interval: Time | None = None
+
+
+class Timestamped(_Part, frozen=True):
+    """Samples of one channel, each with its time."""
+
+    channel: ChannelId
+    times: list[Time] | None = None
+    start: Time | None = None
+    scale: Time = 1
+    deltas: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.times is None) == (self.deltas is None) or (self.start is None) != (self.deltas is None):
+            raise ValueError("times are either `times`, or `start` and `deltas`")
+
+
+class Row(_Part, frozen=True):
+    """One sample of each of several channels, at one time."""
+
+    channels: list[ChannelId]
+    time: Time
+
+
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that happened; what it is called is in the configuration of its app."""
+
+    id: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+    time: Time
+    app: str = ""
+    text: str = ""
+    values: list[float] = []
+
+
+class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The time that the session spans, at least: both ends belong to it."""
+
+    start: Time
+    end: Time
+
+
+# The records.
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+    session: str | None = None
+
+
+class Open(_Record, frozen=True, tag="open"):
+    """Begins a session, or updates it if it is open."""
+
+    json: dict[str, Any] = {}
+    configs: dict[str, msgspec.Raw] = {}
+
+
+class Update(_Record, frozen=True, tag="session"):
+    """Updates a session's JSON."""
+
+    json: dict[str, Any]
+
+
+class Config(_Record, frozen=True, tag="config"):
+    """Publishes a configuration."""
+
+    identifier: str
+    config: msgspec.Raw
+
+
+class Data(_Record, frozen=True, tag="data"):
+    """Samples and events."""
+
+    LISTS: ClassVar[tuple[str, ...]] = ("periodic", "timestamped", "rows", "events")
+
+    periodic: list[Periodic] = []
+    timestamped: list[Timestamped] = []
+    rows: list[Row] = []
+    events: list[Event] = []
+    range: Range | None = None
+
+
+class Close(_Record, frozen=True, tag="close"):
+    """Ends a session."""
+
+    state: Closed = "closed"
+    json: dict[str, Any] = {}
+
+
+Record: TypeAlias = Open | Update | Config | Data | Close
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What is looked at first: whose record it is, and what."""
+
+    type: str = ""
+    session: str | None = None
+    identifier: str = ""
+
+
+_KINDS: dict[str, type[Record]] = {"open": Open, "session": Update, "config": Config, "data": Data, "close": Close}
+_PARTS: dict[str, type[Any]] = {"periodic": Periodic, "timestamped": Timestamped, "rows": Row, "events": Event}
+
+_decode = msgspec.json.Decoder(Record).decode
+_decode_head = msgspec.json.Decoder(Head).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def head(value: bytes) -> Head:
+    """Return whose record it is, and what; the rest is not looked at.
+
+    Raises:
+        Refused: It is no such record.
+    """
+    try:
+        return _decode_head(value)
+    except ValueError as error:
+        raise Refused("bad-record", str(error)) from None
+
+
+def identity_of(session: str | None, key: bytes | None) -> str:
+    """Return the name of a record's session.
+
+    Raises:
+        Refused: It has none, or one that cannot be used.
+    """
+    if session is None:
+        try:
+            session = key.decode() if key is not None else None
+        except UnicodeDecodeError:
+            session = None
+        if session is None:
+            raise Refused("no-session", "neither a field `session` nor a key that is text")
+    if not session or len(session.encode()) > LONGEST or _CONTROL.search(session):
+        raise Refused("bad-identity", f"{session[:40]!r} cannot be the name of a session")
+    return session
+
+
+def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
+    """Return a record with the parts of it that can be read, and what is wrong with the others.
+
+    Raises:
+        Refused: Nothing of it can be used.
+    """
+    try:
+        return _decode(value), ()
+    except (msgspec.ValidationError, RecursionError) as error:
+        return _leniently(value, error)
+    except ValueError as error:
+        raise Refused("bad-record", str(error)) from None
+
+
+def _leniently(value: bytes, error: Exception) -> tuple[Record, Sequence[Fault]]:
+    """Read a record in which something is wrong, field by field."""
+    try:
+        fields = _decode_fields(value)
+        kind = _KINDS[msgspec.json.decode(fields.pop("type", msgspec.Raw(b"null")), type=str)]
+    except (ValueError, KeyError, RecursionError):
+        raise Refused("bad-record", str(error)) from None
+    known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    given: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for name, raw in fields.items():
+        try:
+            if name not in known:
+                faults.append(Fault(name[:100], "there is no such field"))
+            elif name in _PARTS:
+                given[name] = list(_parts(name, raw, faults))
+            else:
+                given[name] = msgspec.json.decode(raw, type=known[name].type)
+        except (ValueError, RecursionError) as wrong:
+            # Whose record it is must be certain; the rest is worth having without.
+            if known[name].required or name == "session":
+                raise Refused("bad-record", f"{name}: {wrong}") from None
+            faults.append(Fault(name, str(wrong)))
+    missing = [name for name, field in known.items() if field.required and name not in given]
+    if missing or not faults:
+        raise Refused("bad-record", str(error))
+    return kind(**given), faults
+
+
+def _parts(name: str, raw: msgspec.Raw, faults: list[Fault]) -> Any:
+    for i, each in enumerate(_decode_list(raw)):
+        try:
+            yield msgspec.json.decode(each, type=_PARTS[name])
+        except (ValueError, RecursionError) as wrong:
+            faults.append(Fault(f"{name}[{i}]", str(wrong)))

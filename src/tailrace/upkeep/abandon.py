@@ -1,0 +1,118 @@
+"""The job that says of open sessions which have been silent for too long that they are abandoned.
+
+Silence is measured by the time that the pipeline has reached, not by the clock: when it lags behind, or is down, nobody
+can know whether a session has spoken. A session that a program writes without the pipeline goes by the store's clock.
+Invariant: a session that spoke meanwhile is not abandoned: the word is refused if its state is not the one that was
+read, and its next record says that it is open again. Sessions that are closed, truncated or failed stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.config import Settings
+from tailrace.model.block import pack
+from tailrace.model.burst import bursts, session_json
+from tailrace.model.session import Session
+from tailrace.stores.marks import NOTHING
+from tailrace.stores.session_keeping import AT_ONCE, SessionKeeping
+from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.stores.valkey import Shards
+from tailrace.upkeep.job import Scope, milliseconds
+from tailrace.upkeep.lease import Lease
+
+PROGRAM = "writer:"
+"""What the names of writers begin with that are programs, and not partitions."""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """How long a session may be silent, and where sessions are."""
+
+    after_ms: int
+    options: SessionOptions
+
+    @classmethod
+    def of(cls, settings: Settings) -> Rules:
+        """Return the rules of the configuration."""
+        return cls(milliseconds(settings.sessions.abandon_after), SessionOptions.of(settings))
+
+
+class _Status(msgspec.Struct):
+    frontier_ms: int | None = None
+
+
+class _Open(NamedTuple):
+    identity: str
+    stream: str
+    writer: str
+    heard_ms: int
+
+
+class Abandoning:
+    """One run of the job."""
+
+    name = "abandon"
+    view = "sessions"
+    whole = True
+
+    def __init__(self, rules: Rules, scope: Scope) -> None:
+        self._rules, self._scope = rules, scope
+        self._sessions = 0
+
+    def facts(self) -> dict[str, object]:
+        """How many sessions were abandoned."""
+        return {"sessions": self._sessions}
+
+    def run(self, shards: Shards, lease: Lease) -> None:
+        """Look at every session that is listed."""
+        # The frontier before the sessions: what they say is at least as late as it is.
+        reached = _frontier(shards)
+        store = SessionStore(shards, self._rules.options)
+        names = SessionKeeping(store).listed()
+        clocks: dict[str, int] = {}
+        for at in range(0, len(names), AT_ONCE):
+            lease.check()
+            for found in _open_of(store, names[at : at + AT_ONCE]):
+                now = reached
+                if found.writer.startswith(PROGRAM):
+                    if found.stream not in clocks:
+                        clocks[found.stream] = store.server_ms(found.stream)
+                    now = clocks[found.stream]
+                if now is not None and now - found.heard_ms > self._rules.after_ms:
+                    self._sessions += _abandon(store, found)
+            if self._scope.stopped():
+                return
+
+
+def _frontier(shards: Shards) -> int | None:
+    """Return the time that the pipeline has reached; None when there is none, or it cannot say."""
+    (stored,) = shards.run_all([(0, ("GET", shards.keys.status("sessions")))])
+    try:
+        return msgspec.json.decode(stored, type=_Status).frontier_ms if stored else None
+    except msgspec.DecodeError:
+        return None
+
+
+def _open_of(store: SessionStore, identities: list[str]) -> list[_Open]:
+    answers = store.hash_fields(identities, ("state", "streamName", "writer", "heard"))
+    found: list[_Open] = []
+    for identity, (state, stream, writer, heard) in zip(identities, answers, strict=True):
+        if state == b"open" and stream and writer and heard:
+            found.append(_Open(identity, stream.decode(), writer.decode(), int(heard)))
+    return found
+
+
+def _abandon(store: SessionStore, found: _Open) -> bool:
+    """Say it, in the order of steps of every writer; return whether it was said."""
+    value = store.read(found.stream, "", [found.identity])[1].get(found.identity)
+    if value is None:
+        return False
+    session = Session.decode(state_of(value))
+    said = session.abandoned()
+    if said.state == session.state or session.heard > found.heard_ms:
+        return False
+    change = Change(found.identity, said.number, value, said.encode(), said.order, said.fields())
+    entries = [(said.number, pack(burst)) for burst in bursts([session_json(said.json)])]
+    return store.write([Write(found.stream, "", NOTHING, NOTHING, [change], entries)]) == [Verdict.OK]

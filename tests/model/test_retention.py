@@ -1,0 +1,104 @@
+"""What streams keep of their sessions."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.model.retention import EntryId, Limits, Weights, told_enough
+
+PLENTY = Limits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
+
+
+def weighed(*entries: tuple[int, int]) -> Weights:
+    """A stream with entries of sessions, each with its size, a millisecond after the other."""
+    weights = Weights()
+    for ms, (number, size) in enumerate(entries, 1):
+        weights.add((ms, 0), number, size)
+    return weights
+
+
+def limits(**given: int) -> Limits:
+    return Limits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **given})
+
+
+def test_with_room_for_everything_nothing_is_too_much() -> None:
+    assert weighed(*[(n % 3, 100) for n in range(100)]).surplus(PLENTY, 100) == {}
+    assert Weights().surplus(PLENTY, 100) == {}
+
+
+def test_each_session_keeps_its_newest_entries_whatever_others_write() -> None:
+    chatty_and_quiet = weighed(*[(2 if n % 50 == 0 else 1, 10) for n in range(500)])
+    assert chatty_and_quiet.surplus(limits(entries=10), 500) == {1: 480}
+    assert chatty_and_quiet.surplus(limits(bytes=200), 500) == {1: 470}
+
+
+def test_entries_are_kept_for_a_time_by_the_servers_clock() -> None:
+    weights = weighed((1, 5), (2, 5), (1, 5), (2, 5))
+    assert weights.surplus(limits(age_ms=10), 11) == {}
+    assert weights.surplus(limits(age_ms=10), 13) == {1: 1, 2: 1}
+    assert weights.surplus(limits(age_ms=10), 1_000) == {1: 2, 2: 2}
+
+
+def test_one_entry_that_is_larger_than_allowed_goes_too() -> None:
+    assert weighed((1, 50), (1, 5)).surplus(limits(bytes=10), 2) == {1: 1}
+    assert weighed((1, 5), (1, 50)).surplus(limits(bytes=10), 2) == {1: 2}
+
+
+def test_when_the_stream_is_too_large_the_largest_session_gives_first() -> None:
+    weights = weighed(*[(1, 10)] * 10, *[(2, 10)] * 4, (3, 10))
+    assert weights.surplus(limits(stream_bytes=100), 15) == {1: 5}
+    # Down to where the next one is as large; then they give in turn.
+    assert weights.surplus(limits(stream_bytes=70), 15) == {1: 7, 2: 1}
+    assert weights.surplus(limits(stream_bytes=0), 15) == {1: 10, 2: 4, 3: 1}
+
+
+def test_what_was_dropped_is_forgotten_and_weighing_goes_on_after_it() -> None:
+    weights = weighed(*[(1, 10)] * 3000, (2, 7))
+    assert weights.oldest(1, 2) == [(1, 0), (2, 0)]
+    assert weights.drop(1, 2000) == 20_000
+    assert (len(weights), weights.bytes, weights.oldest(1, 1)) == (1001, 10_007, [(2001, 0)])
+    assert weights.drop(2, 1) == 7
+    assert weights.drop(1, 1000) == 10_000
+    assert (len(weights), weights.bytes, weights.last) == (0, 0, (3001, 0))
+
+
+def test_it_is_told_of_trimmed_entries_while_somebody_may_ask() -> None:
+    trimmed: dict[int, EntryId] = {1: (10, 0), 2: (10, 5), 3: (20, 0)}
+    assert told_enough(trimmed, {2}, 15) == [1]
+
+
+_entries = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 50)), max_size=60)
+_limits = st.builds(Limits, st.integers(1, 20), st.integers(0, 300), st.integers(0, 60), st.integers(0, 500))
+
+
+@given(_entries, _limits)
+def test_what_is_left_is_within_all_limits_and_no_more_goes_than_must(
+    entries: list[tuple[int, int]], limits: Limits
+) -> None:
+    now = len(entries)
+    weights = weighed(*entries)
+    going = weights.surplus(limits, now)
+    left: dict[int, list[tuple[int, int]]] = {}
+    for ms, (number, size) in enumerate(entries, 1):
+        left.setdefault(number, []).append((ms, size))
+    for number, n in going.items():
+        assert weights.oldest(number, n) == [(ms, 0) for ms, _ in left[number][:n]]
+    kept = {number: some[going.get(number, 0) :] for number, some in left.items()}
+    total = {number: sum(s for _, s in some) for number, some in kept.items()}
+    for number, some in kept.items():
+        assert len(some) <= limits.entries
+        assert total[number] <= limits.bytes
+        assert all(ms >= now - limits.age_ms for ms, _ in some)
+    assert sum(total.values()) <= limits.stream_bytes
+    for number, n in going.items():
+        ms, given = left[number][n - 1]
+        alone = (
+            len(kept[number]) + 1 > limits.entries or total[number] + given > limits.bytes or ms < now - limits.age_ms
+        )
+        # Or it gave for the stream, in which case it was the largest one when it did.
+        assert alone or sum(total.values()) + given > limits.stream_bytes - 50 * len(left)
+        assert alone or total[number] + given >= max(total.values())
+    for number, n in going.items():
+        weights.drop(number, n)
+    assert weights.surplus(limits, now) == {}

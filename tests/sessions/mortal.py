@@ -1,0 +1,54 @@
+"""Tasks that die on the way: some of their calls have been carried out, and nobody heard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tailrace.stores.valkey import Call, KeyedCall, Shards
+from tests.writing import Writer
+
+
+class Died(Exception):
+    """What a task of these tests dies of."""
+
+
+STEPS = [
+    ("claim", 0),
+    ("claim", None),
+    ("put_session", 0),
+    ("put_session", 1),
+    ("put_session", None),
+    ("append", 0),
+    ("append", 1),
+    ("append", None),
+    ("apply", 0),
+    ("apply", 1),
+    ("apply", None),
+]
+"""How far a task comes: so many calls of a function have been carried out, or all that it made at once."""
+
+
+class _Mortal(Shards):
+    step: tuple[str, int | None] = "", None
+
+    def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
+        if any(name == self.step[0] for name, _, _ in calls):
+            super().call_keyed(calls[: self.step[1]])
+            raise Died
+        return super().call_keyed(calls)
+
+    def call_all(self, calls: Sequence[Call]) -> list[Any]:
+        if any(name == self.step[0] for _, name, _ in calls):
+            super().call_all(calls[: self.step[1]])
+            raise Died
+        return super().call_all(calls)
+
+
+def dying(driver: Writer, step: tuple[str, int | None]) -> Writer:
+    """Return a task that dies at a step."""
+    task = driver.another_task()
+    mortal = _Mortal(driver.plan.store, dict(driver.plan.run_ids))
+    mortal.step = step
+    task.host._shards = mortal
+    return task

@@ -1,0 +1,160 @@
+"""Sessions longer than their stream: what was trimmed comes from Kafka, each sample once, or is told as gone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from tailrace.config import load
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.feeds.frame import Frame
+from tailrace.feeds.retained import Archive
+from tailrace.feeds.session import SessionFeeds
+from tailrace.model.session_cursor import SessionCursor
+from tailrace.stores.broker import client_properties
+from tailrace.stores.nodes import Nodes
+from tailrace.stores.records import Records
+from tailrace.stores.searched import Searched
+from tailrace.stores.valkey import StoreOptions
+from tests.sessions.recorded import MS, T0, Track
+from tests.sessions.test_feed import BOUND, CONFIG, shed
+from tests.sessions.viewing import controls, events, feeds_of, opened, read, samples, shown_in, until
+from tests.writing import Record
+
+
+class Kept(Track):
+    """A track whose records are in Kafka, too."""
+
+    def __init__(self, store: StoreOptions, kafka: EmbeddedKafka, **more: Any) -> None:
+        super().__init__(store, **more)
+        self.admin = AdminClient({"bootstrap.servers": kafka.address})
+        self.admin.create_topics([NewTopic(self.topic, 1, 1)])[self.topic].result(20)
+        self._producer = Producer({"bootstrap.servers": kafka.address})
+
+    def write(self, *records: Record) -> None:
+        for record in records:
+            self._producer.produce(self.topic, record.value, record.key, 0, timestamp=record.time)
+        assert self._producer.flush(20) == 0
+        super().write(*records)
+
+    def expire(self, offset: int) -> None:
+        """Let Kafka forget what is before an offset."""
+        place = TopicPartition(self.topic, 0, offset)
+        self.admin.delete_records([place])[place].result(20)
+
+    async def trim(self, feeds: SessionFeeds, entries: int) -> None:
+        """Trim so many of the first entries."""
+        located = await feeds.parts.live.get("lap")
+        assert located is not None
+        found = await feeds.parts.live.read(located.stream, (0, 0), entries, located.number)
+        shed(self, located.number, [entry.id for entry in found])
+
+
+@asynccontextmanager
+async def archived(track: Track, kafka: EmbeddedKafka, folder: Path) -> AsyncIterator[SessionFeeds]:
+    (folder / "tailrace.toml").touch()
+    store = track.shards.options
+    settings = load(folder / "tailrace.toml", {"valkey.url": store.url, "kafka.bootstrap": kafka.address})
+    records, nodes = Records(client_properties(settings)), Nodes(store)
+    try:
+        archive = Archive(records, Searched(settings, nodes).is_current)
+        async with feeds_of(store, track.plan.store.key, archive) as feeds:
+            yield feeds
+    finally:
+        await records.close()
+        await nodes.close()
+
+
+def lap(track: Kept, writes: int = 5) -> dict[str, list[tuple[int, Any]]]:
+    """Write a session in so many writes of several entries each, with others beside it; return what it has."""
+    track.write(
+        track.record("", "config", identifier="car-7", config=CONFIG),
+        track.record("lap", "open", json={"configBindings": BOUND}),
+    )
+    for i in range(writes):
+        values = [(37 * n) % 1000 for n in range(400 * i, 400 * i + 400)]
+        track.write(
+            track.data("other", periodic=[{"channel": 9, "start": T0, "interval": 1, "values": [1.5] * 50}]),
+            track.periodic("lap", 400 * i, values),
+            track.data("lap", timestamped=[{"channel": 77, "times": [T0], "values": [1]}]),  # no such channel
+            track.data("lap", events=[{"id": 4, "app": "Chassis", "time": T0 + i, "text": f"{i}"}]),
+        )
+    return {"vCar:Chassis": [(T0 + n * MS, (37 * n) % 1000 * 0.1) for n in range(400 * writes)]}
+
+
+@pytest.fixture
+def track(store: StoreOptions, kafka: EmbeddedKafka) -> Kept:
+    return Kept(store, kafka, burst=1 << 9)
+
+
+async def test_what_was_trimmed_comes_from_kafka_and_each_sample_once(
+    track: Kept, kafka: EmbeddedKafka, tmp_path: Path
+) -> None:
+    whole = lap(track)
+    async with archived(track, kafka, tmp_path) as feeds:
+        before = await read(feeds, follow=False)
+        for trimmed in (1, 4, 3):  # also in the middle of a write, and more when some was trimmed before
+            await track.trim(feeds, trimmed)
+            got = await read(feeds, follow=False)
+            assert samples(got) == samples(before) == whole
+            assert [event["text"] for event in events(got)] == ["0", "1", "2", "3", "4"]
+            assert [name for name, _ in controls(got)] == ["caught-up", "end"]
+            assert shown_in(got)[0]["position"].startswith("k")
+            assert shown_in(got)[0]["json"]["state"] == "open"
+        late = await read(feeds, start=str(T0 + 1990 * MS), follow=False)
+        assert samples(late) == {"vCar:Chassis": whole["vCar:Chassis"][1990:]}
+        early = await read(feeds, start=str(T0 + 7 * MS), follow=False)
+        assert samples(early) == {"vCar:Chassis": whole["vCar:Chassis"][7:]}
+
+
+@pytest.mark.parametrize("asked", [{}, {"pixel": "33ms"}])
+async def test_from_every_place_in_the_trimmed_part_exactly_the_rest_comes(
+    track: Kept, kafka: EmbeddedKafka, tmp_path: Path, asked: dict[str, str]
+) -> None:
+    lap(track)
+    async with archived(track, kafka, tmp_path) as feeds:
+        await track.trim(feeds, 7)
+        whole = await read(feeds, follow=False, **asked)
+        for count in range(1, 12):
+            feed = await opened(feeds, start="start", **asked)
+            assert feed._life is not None
+            for _ in range(count):
+                feed._take(await feed._life.next())  # type: ignore[arg-type]
+            first, cursor = feed._frames(), feed.cursor
+            await feed.aclose()
+            rest = await read(feeds, last_event_id=cursor, follow=False, **asked)
+            assert samples([*first, *rest]) == samples(whole)
+            assert events([*first, *rest]) == events(whole)
+
+
+async def test_more_may_be_trimmed_while_the_past_is_read(track: Kept, kafka: EmbeddedKafka, tmp_path: Path) -> None:
+    whole = lap(track)
+    async with archived(track, kafka, tmp_path) as feeds:
+        await track.trim(feeds, 2)
+        feed = await opened(feeds, start="start")
+        await track.trim(feeds, 9)
+        got = await until(feed, lambda found: controls(found))
+        assert samples(got) == whole
+        place = next(frame.cursor for frame in got if isinstance(frame, Frame))
+        assert not SessionCursor.parse(place).place.in_stream
+
+
+async def test_what_kafka_no_longer_has_is_told(track: Kept, kafka: EmbeddedKafka, tmp_path: Path) -> None:
+    whole = lap(track)
+    async with archived(track, kafka, tmp_path) as feeds:
+        await track.trim(feeds, 9)
+        track.expire(4)  # the first samples are in record 3
+        got = await read(feeds, follow=False)
+        name, said = controls(got)[0]
+        assert (name, said["from"], said["to"], said["reason"]) == ("gap", "k0", "k3", "expired")
+        assert samples(got) == {"vCar:Chassis": whole["vCar:Chassis"][400:]}
+        track.admin.delete_topics([track.topic])[track.topic].result(20)
+        gone = await read(feeds, follow=False)
+        assert controls(gone)[0][1]["reason"] == "deleted"
+        assert samples(gone)["vCar:Chassis"][-1] == whole["vCar:Chassis"][-1]
