@@ -57,12 +57,7 @@ def make_request(
         raise BadRequest(f"a feed is over 1 to {MAX_NAMES} names; this one has {len(names)}")
     if len(set(names)) != len(names):
         raise BadRequest("a name is given twice: each event is sent once, so name each stream once")
-    if limit is not None and limit < 0:
-        raise BadRequest(f"limit={limit}: a count of events, 0 or more")
-    if missing not in ("wait", "fail"):
-        raise BadRequest(f"missing={missing!r}: wait or fail")
-    if on_gap not in ("skip", "fail"):
-        raise BadRequest(f"on_gap={on_gap!r}: skip or fail")
+    check_manner(limit, missing, on_gap)
     sent, since_ms, resumed = 0, None, False
     begin: Start
     if last_event_id:
@@ -91,6 +86,16 @@ def make_request(
         on_gap=on_gap,  # type: ignore[arg-type]
         resumed=resumed,
     )
+
+
+def check_manner(limit: int | None, missing: str, on_gap: str, counted: str = "events") -> None:
+    """Refuse what no feed takes."""
+    if limit is not None and limit < 0:
+        raise BadRequest(f"limit={limit}: a count of {counted}, 0 or more")
+    if missing not in ("wait", "fail"):
+        raise BadRequest(f"missing={missing!r}: wait or fail")
+    if on_gap not in ("skip", "fail"):
+        raise BadRequest(f"on_gap={on_gap!r}: skip or fail")
 
 
 def _until(text: str | None, names: int, now_ms: int) -> tuple[int | None, Cursor | None]:

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
+from tailrace.feeds.request import check_manner
 from tailrace.model.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start, parse_time
 from tailrace.model.search import Search
 
@@ -80,12 +81,7 @@ def make_grep_request(
     client: str | None = None,
 ) -> GrepRequest | None:
     """Read the parameters. None when the request has ended before (HTTP answers 204)."""
-    if limit is not None and limit < 0:
-        raise BadRequest(f"limit={limit}: a count of events, 0 or more")
-    if missing not in ("wait", "fail"):
-        raise BadRequest(f"missing={missing!r}: wait or fail")
-    if on_gap not in ("skip", "fail"):
-        raise BadRequest(f"on_gap={on_gap!r}: skip or fail")
+    check_manner(limit, missing, on_gap)
     if not LEAST_WINDOW <= window <= MOST_WINDOW:
         raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
     if client is not None and not _CLIENT.fullmatch(client):

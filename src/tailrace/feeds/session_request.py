@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest
+from tailrace.feeds.request import check_manner
 from tailrace.model.cursor import FromEnd, FromStart
 from tailrace.model.session_cursor import (
     FromMoment,
@@ -62,12 +63,7 @@ def make_session_request(
     on_gap: str = "skip",
 ) -> SessionRequest | None:
     """Read the parameters of a feed. None when the request has ended before (HTTP answers 204)."""
-    if limit is not None and limit < 0:
-        raise BadRequest(f"limit={limit}: a count of bursts, 0 or more")
-    if missing not in ("wait", "fail"):
-        raise BadRequest(f"missing={missing!r}: wait or fail")
-    if on_gap not in ("skip", "fail"):
-        raise BadRequest(f"on_gap={on_gap!r}: skip or fail")
+    check_manner(limit, missing, on_gap, "bursts")
     names = tuple(dict.fromkeys(name for part in (channels or "").split(",") if (name := part.strip())))
     if channels is not None and not names:
         raise BadRequest("channels= has no names in it: leave it out for all channels")

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -18,12 +17,10 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tailrace.errors import BrokerUnavailable
 from tailrace.model.event import Source
 from tailrace.model.run import Run, decode
-from tailrace.stores.broker import reader_properties
+from tailrace.stores.consumers import Consumers
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping
 
-READERS = 2
-"""Consumers that fetch records at the same time."""
 FAR = 2_000
 """Offsets that are skipped by seeking rather than by reading."""
 TAKEN = 1_000
@@ -38,21 +35,17 @@ class Payloads:
     def __init__(
         self, nodes: Nodes, properties: Mapping[str, Any], home: Callable[[Source], int], memory_bytes: int
     ) -> None:
-        self._nodes, self._properties, self._home = nodes, dict(properties), home
+        self._nodes, self._home = nodes, home
         self._memory: dict[str, dict[int, bytes]] = {}
         self._order: deque[tuple[str, list[int], int]] = deque()
         """What came into memory together: of which source, which offsets, and how many bytes; the oldest first."""
         self._size, self.memory_bytes = 0, memory_bytes
         self._locks: dict[str, asyncio.Lock] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._idle: list[Consumer] = []
+        self._consumers = Consumers(properties, "payloads", 4 << 10)
 
     async def close(self) -> None:
         """Let the broker go."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        for consumer in self._idle:
-            await asyncio.to_thread(consumer.close)
+        await self._consumers.close()
 
     async def frames(
         self,
@@ -142,26 +135,7 @@ class Payloads:
             del self._memory[label]
 
     async def _fetched(self, source: Source, offsets: Sequence[int]) -> Run | None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(READERS, "payloads")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, source, offsets)
-
-    def _consumer(self) -> Consumer:
-        try:
-            return self._idle.pop()  # not looked before: another thread may take the last one in between
-        except IndexError:
-            return Consumer(reader_properties(self._properties, "tailrace-payloads", 4 << 10))
-
-    def _read(self, source: Source, offsets: Sequence[int]) -> Run | None:
-        """Read records from Kafka, in a thread."""
-        consumer = self._consumer()
-        try:
-            found = _messages(consumer, source, offsets)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not answer: {error}") from error
-        finally:
-            consumer.unassign()  # else it goes on fetching for nobody
-            self._idle.append(consumer)
+        found = await self._consumers.run(lambda consumer: _messages(consumer, source, offsets))
         if not found:
             return None
         headers = [message.headers() or [] for message in found]

@@ -6,9 +6,7 @@ where it begins. Driver exceptions do not leave this file.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -16,10 +14,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
 from tailrace.model.event import Source
-from tailrace.stores.broker import reader_properties
+from tailrace.stores.consumers import Consumers
 
-READERS = 2
-"""Consumers that read at the same time."""
 MOST, MOST_BYTES = 500, 1 << 20
 """Records, and bytes of them, that are returned at once, about."""
 PATIENCE_S = 5.0
@@ -48,16 +44,11 @@ class Records:
     """Reads ranges of partitions, in threads."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
-        self._properties = dict(properties)
-        self._pool: ThreadPoolExecutor | None = None
-        self._idle: list[Consumer] = []
+        self._consumers = Consumers(properties, "records", 1 << 10)
 
     async def close(self) -> None:
         """Let the broker go."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        for consumer in self._idle:
-            await asyncio.to_thread(consumer.close)
+        await self._consumers.close()
 
     async def read(self, source: Source, first: int, last: int) -> Stretch:
         """Return the records from one offset to another, or the first ones of them.
@@ -65,22 +56,7 @@ class Records:
         Raises:
             BrokerUnavailable: Kafka does not answer.
         """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(READERS, "records")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, source, first, last)
-
-    def _read(self, source: Source, first: int, last: int) -> Stretch:
-        try:
-            consumer = self._idle.pop()
-        except IndexError:
-            consumer = Consumer(reader_properties(self._properties, "tailrace-records", 1 << 10))
-        try:
-            return _stretch(consumer, source, first, last)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"kafka does not answer: {error}") from error
-        finally:
-            consumer.unassign()
-            self._idle.append(consumer)
+        return await self._consumers.run(lambda consumer: _stretch(consumer, source, first, last))
 
 
 def _stretch(consumer: Consumer, source: Source, first: int, last: int) -> Stretch:
