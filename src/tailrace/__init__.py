@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from tailrace.errors import TailraceError
     from tailrace.folder import Folder
     from tailrace.session_writer import SessionWriter
+    from tailrace.telemetry_client import Burst
     from tailrace.wire import Event
 
 __version__ = "0.1.0"
 
-__all__ = ["Event", "Feed", "Folder", "River", "SessionWriter", "TailraceError", "__version__", "connect"]
+__all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "TailraceError", "__version__", "connect"]
 
 _HOMES = {
+    "Burst": "tailrace.telemetry_client",
     "Event": "tailrace.wire",
     "Feed": "tailrace.client",
     "Folder": "tailrace.folder",

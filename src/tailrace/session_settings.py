@@ -55,6 +55,11 @@ class Sessions(Section):
     origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+$")], ...] = ()
 
     @property
+    def forget_every(self) -> timedelta:
+        """How often idle sessions are looked for."""
+        return min(timedelta(minutes=10), self.expire / 4)
+
+    @property
     def is_used(self) -> bool:
         """Whether any topic has sessions."""
         return bool(self.topics)

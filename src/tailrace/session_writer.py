@@ -19,18 +19,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from operator import index
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavailable, TailraceError
 from tailrace.model.catalogue import Catalogue
+from tailrace.model.given import Times, Values, bytes_of, channel_of, times_of, type_of, values_of
 from tailrace.model.recording import STORED, Outcome, Recorder
 from tailrace.model.session import bindings_in, checked, identifiers
 from tailrace.model.telemetry import (
+    CLOSED,
     Close,
     Closed,
     Config,
@@ -49,7 +50,7 @@ from tailrace.model.telemetry import (
     identity_of,
 )
 from tailrace.stores.session_steps import Known, Numbers, learn_configs, write_drafts
-from tailrace.stores.sessions import SessionOptions, SessionStore
+from tailrace.stores.sessions import SessionOptions, SessionStore, is_stream_name
 from tailrace.stores.valkey import Shards, StoreOptions, load_functions
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,6 @@ ATTEMPTS = 100
 """Refusals of one flush before it gives up."""
 PAUSE_S = (0.05, 2.0)
 
-
-Values: TypeAlias = Sequence[float | None] | npt.NDArray[Any]
-Times: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 _NOTHING = Data()
 
@@ -114,6 +112,8 @@ class SessionWriter:
         patience_s: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        if not is_stream_name(stream) or "{identity}" not in key:
+            raise ValueError("the name of a stream has no braces and is not empty, and a key has {identity} in it")
         self._place = StoreOptions(url, password, prefix, timeout_s=timeout_s)
         self._options = SessionOptions(key, round(expire.total_seconds() * 1000), burst)
         self._stream, self._writer = stream, f"writer:{writer}"
@@ -190,7 +190,14 @@ class SessionWriter:
         self._part(
             session,
             "periodic",
-            lambda: Periodic(channel=channel, start=start, interval=interval, values=_list(values), data=data, as_=as_),
+            lambda: Periodic(
+                channel=channel_of(channel),
+                start=index(start),
+                interval=None if interval is None else index(interval),
+                values=values_of(values),
+                data=bytes_of(data),
+                as_=type_of(as_),
+            ),
         )
 
     def timestamped(
@@ -207,7 +214,13 @@ class SessionWriter:
         self._part(
             session,
             "timestamped",
-            lambda: Timestamped(channel=channel, times=_list(times), values=_list(values), data=data, as_=as_),
+            lambda: Timestamped(
+                channel=channel_of(channel),
+                times=times_of(times),
+                values=values_of(values),
+                data=bytes_of(data),
+                as_=type_of(as_),
+            ),
         )
 
     def row(
@@ -224,7 +237,13 @@ class SessionWriter:
         self._part(
             session,
             "rows",
-            lambda: Row(channels=list(channels), time=time, values=_list(values), data=data, as_=as_),
+            lambda: Row(
+                channels=[channel_of(channel) for channel in channels],
+                time=index(time),
+                values=None if values is None else list(values),
+                data=bytes_of(data),
+                as_=type_of(as_),
+            ),
         )
 
     def event(
@@ -241,18 +260,20 @@ class SessionWriter:
         self._part(
             session,
             "events",
-            lambda: Event(id=definition, time=time, app=app, text=text, values=[float(value) for value in values]),
+            lambda: Event(index(definition), index(time), app, text, [float(value) for value in values]),
         )
 
     def range(self, start: int, end: int, session: str | None = None) -> None:
         """Let the session span these times, whether it has samples of them or not."""
-        self._say(self._of(session), Data(range=Range(start, end)))
+        self._part(session, "range", lambda: Range(index(start), index(end)))
 
     def close_session(
         self, state: Closed = "closed", json: Mapping[str, Any] | None = None, session: str | None = None
     ) -> None:
         """End a session, and send all that there is of it."""
         identity = self._of(session)
+        if state not in CLOSED:
+            raise _refused(identity, Outcome("dead", "bad-record", (Fault("state", f"{state!r} ends no session"),)))
         self._say(identity, Close(state=state, json=self._checked(identity, json)))
         self.flush()
 
@@ -269,7 +290,11 @@ class SessionWriter:
         return self._current if session is None else session
 
     def _checked(self, identity: str, json: Mapping[str, Any] | None) -> dict[str, Any]:
-        update, faults = checked(identity, json or {})
+        try:
+            # A copy, since the caller may go on with what it has given.
+            update, faults = checked(identity, msgspec.json.decode(msgspec.json.encode(dict(json or {}))))
+        except (TypeError, ValueError) as error:
+            faults = [Fault("json", str(error))]
         if faults:
             raise _refused(identity, Outcome("dead", "bad-part", tuple(faults)))
         return update
@@ -278,9 +303,9 @@ class SessionWriter:
         identity = self._of(session)
         try:
             part = make()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise _refused(identity, Outcome("dead", "bad-part", (Fault(name, str(error)),))) from None
-        self._say(identity, msgspec.structs.replace(_NOTHING, **{name: [part]}))
+        self._say(identity, msgspec.structs.replace(_NOTHING, **{name: part if name == "range" else [part]}))
 
     def _say(self, identity: str, record: Record) -> None:
         named = identifiers(bindings_in(record.json)) if isinstance(record, Open | Update) else set()
@@ -385,11 +410,6 @@ class SessionWriter:
         self._is_lost = False
         if refused:
             raise refused[0]
-
-
-def _list(values: Values | Times | None) -> Any:
-    """Return values as a record has them; an array of numpy's stays one."""
-    return values if values is None or isinstance(values, np.ndarray) else list(values)
 
 
 def _refused(identity: str, outcome: Outcome) -> EventRefused:

@@ -150,6 +150,27 @@ def test_a_channel_that_is_not_known_is_read_as_f64_if_its_samples_are_as_wide()
     assert decoded.unreadable == 2
 
 
+def test_samples_from_before_their_configuration_was_published_are_read_as_f64() -> None:
+    decoded = _decoded(
+        [
+            *periodic(102, NOW, 5, 8, pack_values("f64", [0.5, 1.5])),
+            *timestamped(120, [NOW], 8, pack_values("f64", [2.5])),
+            row([102, 120], NOW, pack_values("f64", [3.5, 4.5])),
+            row([102, 120], NOW + 1, pack_values("s16", [7]) + pack_values("s16", [8], True)),
+        ]
+    )
+    raw = [(each.channel, each.times.tolist(), each.raw.tolist()) for each in decoded.series]
+    assert raw == [
+        (102, [NOW, NOW + 5], [0.5, 1.5]),
+        (120, [NOW], [2.5]),
+        (102, [NOW], [3.5]),
+        (120, [NOW], [4.5]),
+        (102, [NOW + 1], [7]),
+        (120, [NOW + 1], [8]),
+    ]
+    assert (decoded.uneven, decoded.unreadable) == (0, 0)
+
+
 def test_times_beyond_what_a_double_holds_stay_exact() -> None:
     times = [2**53 + 1, 2**53 + 2, 2**53 + 5]
     (series,) = _decoded(timestamped(102, times, 2, bytes(6))).series

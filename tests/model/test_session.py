@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.model.block import MAX_BURST
+from tailrace.model.burst import bursts, session_json
 from tailrace.model.session import MAX_JSON, Session, bindings_in, checked
 from tailrace.model.telemetry import Refused
 
@@ -91,6 +93,8 @@ def test_a_range_only_grows(spans: list[tuple[int, int]]) -> None:
 def test_a_range_in_the_json_counts_too() -> None:
     session = opened(timeRange={"startTime": 5, "endTime": 9}).widened(7, 12)
     assert (session.start, session.end) == (5, 12)
+    update, faults = checked("lap", {"timeRange": {"startTime": 9, "endTime": 5}})
+    assert (update, [fault.part for fault in faults]) == ({}, ["json.timeRange"])
 
 
 def test_a_hash_has_all_fields_and_the_range_only_as_a_pair() -> None:
@@ -111,10 +115,12 @@ def test_a_hash_has_all_fields_and_the_range_only_as_a_pair() -> None:
 
 
 def test_json_that_no_message_can_hold_is_refused_and_at_the_limit_the_state_still_changes() -> None:
-    room = MAX_JSON - len(opened(group="").json)
+    room = MAX_JSON + len("open") - len(opened(group="").json)
     session = opened(group="x" * room)
-    assert len(session.json) == MAX_JSON
-    assert len(session.abandoned().json) > MAX_JSON
+    for changed in (session.abandoned(), session.updated({"state": "truncated"})):
+        assert len(changed.json) > len(session.json)
+        (data,) = bursts([session_json(changed.json)])
+        assert len(data) <= MAX_BURST
     with pytest.raises(Refused) as refused:
         opened(group="x" * (room + 1))
     assert refused.value.reason == "session-too-large"

@@ -105,12 +105,17 @@ def test_what_is_wrong_with_a_part_costs_the_part_alone() -> None:
 def test_a_record_is_of_the_session_that_it_names_or_of_its_key() -> None:
     assert identity_of("a", b"b") == "a"
     assert identity_of(None, "ä/ b".encode()) == "ä/ b"
+    assert identity_of(None, b'["car-1"]') == "car-1"
+    for text in ('["fleet","car-1"]', "[1]", "[car", "[" * 500):
+        assert identity_of(None, text.encode()) == text
     for session, key, reason in (
         (None, None, "no-session"),
         (None, b"\xff", "no-session"),
         ("", b"b", "bad-identity"),
         ("a\nb", None, "bad-identity"),
         ("a\0", None, "bad-identity"),
+        ("a\ud800", None, "bad-identity"),
+        (None, b'[""]', "bad-identity"),
         ("ä" * (LONGEST // 2 + 1), None, "bad-identity"),
     ):
         with pytest.raises(Refused) as refused:
@@ -121,5 +126,9 @@ def test_a_record_is_of_the_session_that_it_names_or_of_its_key() -> None:
 def test_the_head_of_a_record_is_read_without_the_rest() -> None:
     found = head(b'{"periodic":[{"anything":1}],"type":"data","session":"a"}')
     assert (found.type, found.session) == ("data", "a")
+    assert head(b'{"identifier":5,"type":"data","session":"a"}').session == "a"
     with pytest.raises(Refused):
         head(b'{"type":5}')
+    # Whatever is used of a record was found by whoever looked at its head.
+    with pytest.raises(Refused):
+        parse(b'{"type":[1],"session":"a","state":"closed","type":"open"}')

@@ -47,6 +47,15 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
+def test_the_jobs_of_sessions_are_wanted_where_there_are_sessions(client: httpx.Client, serve: Serve) -> None:
+    def jobs(client: httpx.Client) -> list[str]:
+        return [job["job"] for job in client.get("/v1/status").json()["upkeep"] if job["view"] == "sessions"]
+
+    assert jobs(client) == []
+    with serve(sessions__topics=["laps"]).client() as other:
+        assert jobs(other) == ["abandon", "forget", "trim"]
+
+
 def test_status_shows_when_each_job_ran_and_what_it_did(client: httpx.Client, store: StoreOptions) -> None:
     left_by_pack(store)
     left(store, "rebuild", ago_s=90 * 86_400, names=3)

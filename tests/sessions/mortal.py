@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.stores.valkey import Call, KeyedCall, Shards
+from tailrace.stores.functions import function
+from tailrace.stores.valkey import Call, Keyed, Shards
 from tests.writing import Writer
 
 
@@ -32,11 +33,13 @@ STEPS = [
 class _Mortal(Shards):
     step: tuple[str, int | None] = "", None
 
-    def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
-        if any(name == self.step[0] for name, _, _ in calls):
-            super().call_keyed(calls[: self.step[1]])
+    def run_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
+        called = [i for i, (_, command) in enumerate(commands) if command[:2] == ("FCALL", function(self.step[0]))]
+        if called:
+            made = len(called) if self.step[1] is None else min(self.step[1], len(called))
+            super().run_keyed([commands[i] for i in called[:made]])
             raise Died
-        return super().call_keyed(calls)
+        return super().run_keyed(commands)
 
     def call_all(self, calls: Sequence[Call]) -> list[Any]:
         if any(name == self.step[0] for _, name, _ in calls):

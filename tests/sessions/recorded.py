@@ -137,6 +137,12 @@ class Track:
     def write(self, *records: Record) -> None:
         self.driver.write(records)
 
+    def shed(self, number: int, ids: Iterable[tuple[int, int]]) -> None:
+        """Trim entries of a session as upkeep does."""
+        keys, stream = self.shards.keys, self.stream()
+        gone = [f"{ms}-{seq}" for ms, seq in ids]
+        self.shards.call_keyed([("shed", [keys.stream(stream), keys.stream_tag(stream)], [number, *gone])])
+
     # What there is.
 
     def stream(self, partition: int = 0) -> str:

@@ -145,6 +145,20 @@ def test_events_are_an_event_stream_or_lines(track: Track, http: httpx.Client) -
     problem(http.get("/v1/sessions/none/events?missing=fail"), 404, "session.not_found")
 
 
+def test_a_message_that_cannot_be_read_is_told_and_counted(track: Track, http: httpx.Client) -> None:
+    def counted() -> float:
+        name = "tailrace_session_bursts_unread_total "
+        [line] = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name)]
+        return float(line.split(" ")[1])
+
+    configured(track)
+    key, number = track.shards.keys.stream(track.stream()), track.hash()["streamSessionId"]
+    track.shards.run_keyed([(key, ("XADD", key, "*", "id", number, "data", b"\xffnot a block"))])
+    before = counted()
+    assert '"unreadable"' in http.get("/v1/sessions/lap/events?follow=false&format=ndjson").text
+    assert counted() == before + 1
+
+
 async def test_messages_are_arrays_that_a_browser_can_use_as_they_are(track: Track, service: Running) -> None:
     configured(track)
     async with opened(service, "from=start") as connection:

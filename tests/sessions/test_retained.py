@@ -23,7 +23,7 @@ from tailrace.stores.records import Records
 from tailrace.stores.searched import Searched
 from tailrace.stores.valkey import StoreOptions
 from tests.sessions.recorded import MS, T0, Track
-from tests.sessions.test_feed import BOUND, CONFIG, shed
+from tests.sessions.test_feed import BOUND, CONFIG
 from tests.sessions.viewing import controls, events, feeds_of, opened, read, samples, shown_in, until
 from tests.writing import Record
 
@@ -53,7 +53,7 @@ class Kept(Track):
         located = await feeds.parts.live.get("lap")
         assert located is not None
         found = await feeds.parts.live.read(located.stream, (0, 0), entries, located.number)
-        shed(self, located.number, [entry.id for entry in found])
+        self.shed(located.number, [entry.id for entry in found])
 
 
 @asynccontextmanager
@@ -131,6 +131,8 @@ async def test_from_every_place_in_the_trimmed_part_exactly_the_rest_comes(
             rest = await read(feeds, last_event_id=cursor, follow=False, **asked)
             assert samples([*first, *rest]) == samples(whole)
             assert events([*first, *rest]) == events(whole)
+            ranges = [int(shown["range"][0]) for shown in shown_in(rest) if "range" in shown]
+            assert set(ranges) <= {T0}
 
 
 async def test_more_may_be_trimmed_while_the_past_is_read(track: Kept, kafka: EmbeddedKafka, tmp_path: Path) -> None:

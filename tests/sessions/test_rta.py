@@ -377,6 +377,8 @@ def test_a_session_of_the_writer_library_is_listed_and_followed(service: Running
                 writer.periodic(1, T0 + 1000 * i, 10, [float(j) for j in range(100)])
                 writer.event(3, T0 + 1000 * i, "car", f"number {i}")
                 writer.flush()
+                shown = http.get(f"/rta/v2/sessions/{quote(identity, safe='')}").json()["timeRange"]
+                assert shown == {"startTime": T0, "endTime": T0 + 1000 * i + 990}  # never older than the stream
             viewer.until(lambda v: len(v.samples) == 5000 and len(v.events) == 50)
             assert viewer.range == (T0, T0 + 49 * 1000 + 990)
             (found,) = [s for s in http.get("/rta/v2/sessions").json()["sessions"] if s["identity"] == identity]

@@ -90,6 +90,23 @@ async def test_a_hash_without_what_every_writer_writes_is_no_session(store: Stor
             assert (half.json, half.start, half.end) == (None, None, None)
 
 
+async def test_what_nobody_should_have_written_stops_no_reader(store: StoreOptions) -> None:
+    deep = '{"state": "open", "details": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    with connected(store) as client:
+        mine = Foreign(client, store.prefix, f"{store.prefix}a").open()
+        async with hub_of(store) as hub, hub.follow(store.prefix, asyncio.Event()) as tap:
+            for json in (deep, "no json", "[1]"):
+                client.hset(mine.key, "json", json)
+                located = await hub.live.get(mine.identity)
+                assert located is not None
+                assert (located.json, located.state) == (None, "")
+            client.xadd(f"stream:{store.prefix}", {"id": "9" * 5000, "data": b""})
+            client.xadd(f"stream:{store.prefix}", {"other": "field"})
+            last = parse_id(mine.append(event(1, T0, "more")))
+            await happens(lambda: tap.head == last)
+            assert numbers(tap.after(tap.base)) == [-1, -1, mine.number]
+
+
 async def test_a_scan_says_how_far_it_looked(store: StoreOptions) -> None:
     with connected(store) as client:
         mine = Foreign(client, store.prefix, f"{store.prefix}a").open()

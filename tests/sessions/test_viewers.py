@@ -163,6 +163,29 @@ async def test_a_viewer_that_the_ring_no_longer_holds_reads_the_store_and_misses
         assert (viewer.dropped_bursts, viewer.unread) == (0, 0)
 
 
+async def test_what_came_between_two_subscriptions_is_not_read_back_again(
+    store: StoreOptions, session: Foreign
+) -> None:
+    def sent(at: int) -> None:
+        session.append(periodic(1, T0 + at, 1, [1.0]), periodic(2, T0 + at, 1, [1.0]))
+
+    sent(0)
+    async with hub_of(store) as hub:
+        viewer, got = Viewer(hub, session.identity, ViewerOptions()), list[tuple[int, int]]()
+        messages = viewer.messages()
+        await anext(messages)
+        for at in (1, 2):  # both come before there is time to read back
+            viewer.hear(request(channels=[at]))
+            sent(at)
+            await level(hub, session)
+            got += [(channel, time - T0) for channel, time, _ in decode(await anext(messages)).samples]
+        async with asyncio.timeout(20):
+            while len(got) < 6:
+                got += [(channel, time - T0) for channel, time, _ in decode(await anext(messages)).samples]
+        await messages.aclose()
+        assert sorted(got) == [(channel, at) for channel in (1, 2) for at in range(3)]
+
+
 async def test_a_viewer_too_far_behind_goes_on_at_the_end_and_is_told_what_it_missed(
     store: StoreOptions, session: Foreign
 ) -> None:

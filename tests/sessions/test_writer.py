@@ -178,6 +178,18 @@ def test_what_is_refused_costs_nothing_else(rig: Rig) -> None:
             ("too-large", lambda: writer.event(1, T0, text="x" * (1 << 20))),
             ("session-too-large", lambda: writer.update({"group": "x" * (1 << 20)})),
             ("cannot be the name", lambda: writer.open("")),
+            ("cannot be the name", lambda: writer.open("\ud800")),
+            ("no number of a channel", lambda: writer.periodic(-1, T0, MS, [1])),
+            ("no number of a channel", lambda: writer.row([1, 1 << 32], T0, [1, 1])),
+            ("as an integer", lambda: writer.periodic(1, float(T0), MS, [1])),  # type: ignore[arg-type]
+            ("as an integer", lambda: writer.timestamped(1, [T0, T0 + 0.5], [1, 2])),  # type: ignore[list-item]
+            ("times are integers", lambda: writer.timestamped(1, np.array([0.5]), [1])),
+            ("times are integers", lambda: writer.timestamped(1, np.array([1 << 63], np.uint64), [1])),
+            ("as bytes", lambda: writer.periodic(1, T0, MS, data="ab")),  # type: ignore[arg-type]
+            ("no channel has the type", lambda: writer.periodic(1, T0, MS, [1], as_="u64")),  # type: ignore[arg-type]
+            ("as an integer", lambda: writer.range(0.5, 2)),  # type: ignore[arg-type]
+            ("json", lambda: writer.update({"x": object()})),
+            ("ends no session", lambda: writer.close_session("open")),  # type: ignore[arg-type]
         ]
         for what, call in refused:
             with pytest.raises(EventRefused, match=what):
@@ -190,6 +202,32 @@ def test_what_is_refused_costs_nothing_else(rig: Rig) -> None:
     (told,) = rig.told(width=2)
     assert told.samples == {1: [(T0, b"\1\0"), (T0 + MS, b"\xff\xff"), (T0 + 2 * MS, b"\3\0")]}
     assert SessionStore(rig.shards).configs([rig.stream])
+
+
+def test_a_stream_or_a_key_that_cannot_be_is_refused_before_anything_is_written(rig: Rig) -> None:
+    for wrong in ({"stream": "a{b}"}, {"stream": ""}, {"key": "sessions"}):
+        with pytest.raises(ValueError, match="braces"), rig.writer(**wrong):
+            pass
+
+
+def test_a_program_may_use_its_arrays_again_at_once(rig: Rig) -> None:
+    times, values, details = np.array([1, 2], np.int32), np.array([1.0, 2.0]), {"driver": "A"}
+    buffer = bytearray(b"".join(doubles(3)))
+    with rig.writer(flush_every=60) as writer:
+        writer.open("run", {"details": details})
+        writer.timestamped(1, times, values)
+        writer.periodic(2, np.int64(T0), np.int64(MS), data=buffer)  # type: ignore[arg-type]
+        writer.row(np.array([3, 4]), T0, np.array([5.0, 6.0]))  # type: ignore[arg-type]
+        times[:], values[:], details["driver"], buffer[:] = 9, 9, "B", bytes(8)
+        writer._is_lost = True  # so that all is recorded anew
+    (told,) = rig.told()
+    assert told.jsons[0]["details"] == {"driver": "A"}
+    assert told.samples == {
+        1: [(1, *doubles(1)), (2, *doubles(2))],
+        2: [(T0, *doubles(3))],
+        3: [(T0, *doubles(5))],
+        4: [(T0, *doubles(6))],
+    }
 
 
 def test_a_session_that_was_given_up_is_open_again_when_it_speaks(rig: Rig) -> None:

@@ -253,7 +253,8 @@ def test_numbers_that_were_taken_early_and_come_late_are_taken_anew(any_store: S
     low = int(store.shards.run_keyed([(keys.last_session(), ("INCRBY", keys.last_session(), 1))])[0])
     high, _ = store.claim(stream, identity, "t:0", 3) or (0, "")
     slot = [keys.stream(stream), keys.stream_tag(stream)]
-    assert store.shards.call_keyed([("claim", slot, ("t:0", 9, identity, b"", low))]) == [[b"low"]]
+    late = store.shards.call_keyed([("claim", slot, ("t:0", 9, identity, b"", low, 0))])
+    assert late == [[b"low", str(high).encode()]]
     openings = [
         Opening(stream, identity, "t:0", 9),
         *(Opening(stream, a_name("lap"), "t:0", 10 + i) for i in range(50)),
@@ -262,6 +263,34 @@ def test_numbers_that_were_taken_early_and_come_late_are_taken_anew(any_store: S
     assert claimed == sorted(set(claimed))
     assert len(claimed) == 51
     assert claimed[0] > high > low
+
+
+def test_no_number_is_given_twice_in_a_stream_though_the_counter_has_lost_its_last_writes(store: StoreOptions) -> None:
+    sessions, stream = a_store(store), a_name("stream")
+    counter = sessions.shards.keys.last_session()
+    given = [sessions.claim(stream, a_name("lap"), "t:0", i) for i in range(3)]
+    sessions.shards.run_keyed([(counter, ("DECRBY", counter, 2))])
+    given += sessions.claim_all([Opening(stream, a_name("lap"), "t:0", 3 + i) for i in range(2)])
+    numbers = [each[0] for each in given if each is not None]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 5
+    assert int(sessions.shards.run_keyed([(counter, ("GET", counter))])[0]) == numbers[-1]
+
+
+def test_an_opening_is_repeated_under_a_new_number_when_its_name_had_a_later_life_elsewhere(
+    any_store: StoreOptions,
+) -> None:
+    store, identity = a_store(any_store), a_name("lap")
+    here, there = a_name("stream"), a_name("stream")
+    early, _ = store.claim(here, identity, "t:0", 0) or (0, "")
+    later, _ = store.claim(there, identity, "u:0", 0) or (0, "")
+    closed = a_change(there, identity, later, 1, state="closed")
+    assert store.write([Write(there, "u:0", NOTHING, 0, [closed], [(later, b"x")])]) == [Verdict.OK]
+    number, _ = store.claim(here, identity, "t:0", 0) or (0, "")
+    assert number > later > early
+    assert store.claim(here, identity, "t:0", 0) == (number, "0-0")
+    opened = a_change(here, identity, number, 1)
+    assert store.write([Write(here, "t:0", NOTHING, 0, [opened], [(number, b"x")])]) == [Verdict.OK]
 
 
 def test_a_configuration_never_changes_under_its_identifier(any_store: StoreOptions) -> None:

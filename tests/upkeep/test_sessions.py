@@ -24,6 +24,7 @@ from tailrace.upkeep import abandon, forget, trim
 from tailrace.upkeep.job import Scope, Work
 from tailrace.upkeep.lease import SESSIONS, Lease
 from tailrace.upkeep.loop import Loop, session_jobs
+from tests.sessions.foreign import Foreign, connected
 
 HOUR = 3_600_000
 PLENTY = Limits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
@@ -42,7 +43,8 @@ class Site:
     def connect(self) -> None:
         self.shards = Shards(self.options).open()
         prepare(self.shards)
-        self.store = SessionStore(self.shards, SessionOptions())
+        # Whatever is written here was written ten minutes ago.
+        self.store = SessionStore(self.shards, SessionOptions(), lambda: time.time() - 600)
         self.keeping = SessionKeeping(self.store)
 
     def do(self, work: Work) -> dict[str, object]:
@@ -228,6 +230,37 @@ def test_a_session_that_is_silent_is_abandoned_and_comes_back_when_it_speaks(sit
     assert site.state("lap") == ("open", "open")
 
 
+def test_a_session_whose_records_are_old_is_not_silent_while_they_come(site: Site) -> None:
+    site.reached(10**9)
+    site.store = SessionStore(site.shards, SessionOptions())
+    site.open("lap", heard=1_000)
+    assert site.abandon(after_ms=60_000) == {"sessions": 0}
+    assert site.state("lap") == ("open", "open")
+
+
+def test_the_word_of_a_watchdog_that_died_comes_to_the_stream_all_the_same(site: Site) -> None:
+    site.open("lap", heard=1_000)
+    (value,) = site.store.read("cars-0", "", ["lap"])[1].values()
+    said = Session.decode(state_of(value)).abandoned()
+    change = Change("lap", said.number, value, said.encode(), said.order, said.fields())
+    site.store.put([Write("cars-0", "", NOTHING, NOTHING, [change])])
+    assert site.state("lap") == ("abandoned", "open")
+    assert site.abandon() == {"sessions": 0}  # it has been said for ten minutes by the clock of the store here
+    site.store = SessionStore(site.shards, SessionOptions())
+    site.store.put([Write("cars-0", "", NOTHING, NOTHING, [change])])
+    assert site.abandon() == {"sessions": 1}
+    assert site.state("lap") == ("abandoned", "abandoned")
+    assert site.abandon() == {"sessions": 0}
+
+
+def test_a_topic_that_is_called_like_programs_goes_by_the_pipeline(site: Site) -> None:
+    site.open("lap", heard=1_000, writer="writer:0")
+    site.reached(1_500)
+    rules = abandon.Rules(1_000, SessionOptions(), ("writer",))
+    assert site.do(abandon.Abandoning(rules, Scope())) == {"sessions": 0}
+    assert site.abandon() == {"sessions": 1}
+
+
 def test_without_a_pipeline_nobody_knows_who_is_silent(site: Site) -> None:
     site.open("lap", heard=10_000)
     assert site.abandon() == {"sessions": 0}
@@ -297,6 +330,23 @@ def test_idle_sessions_are_forgotten_and_the_configurations_of_others_kept(site:
     assert again.number > idle.number
 
 
+def test_sessions_of_other_programs_get_their_place_in_the_listing(site: Site) -> None:
+    site.open("ours", heard=1)
+    with connected(site.options) as client:
+        Foreign(client, "theirs", "ran *?[{x}]").open()
+        Foreign(client, "theirs", "elsewhere", key="other:elsewhere").open()
+        Foreign(client, "theirs", "idle").open()
+        client.hset("sessions:idle", "lastUpdated", round(time.time() * 1000) - HOUR - 1_000)
+        client.hset("sessions:half", "streamName", "theirs")
+        client.hset(b"sessions:\xff", "streamName", "theirs")
+        client.set("sessions:text", "x")
+        site.forget()
+        assert sorted(site.keeping.listed()) == ["ours", "ran *?[{x}]"]
+        client.delete("sessions:ran *?[{x}]")
+    assert site.abandon() == {"sessions": 0}
+    assert site.forget(ahead_ms=1_000) == {"sessions": 0, "streams": 0}
+
+
 def test_a_stream_that_nobody_writes_to_is_removed_and_its_marks_stay(site: Site) -> None:
     site.write("quiet", (1, b"x"))
     site.write("busy", (1, b"x"))
@@ -344,7 +394,8 @@ def test_in_a_store_without_sessions_nothing_of_others_is_touched(site: Site) ->
     keys = site.shards.keys
     key = keys.stream("theirs")
     site.shards.run_keyed([(key, ("XADD", key, "*", "a", "b")) for _ in range(20)])
-    site.shards.run_keyed([(keys.streams(), ("SADD", keys.streams(), "theirs"))])
+    site.shards.run_keyed([(keys.streams(), ("SADD", keys.streams(), "theirs", "none", b"\xff", "another"))])
+    site.shards.run_keyed([("stream:another", ("SET", "stream:another", "no stream"))])
     jobs = session_jobs(settings_of(site.options, **{"sessions.keep_entries": 5}))
     assert [job.run("sessions", lambda: False) for job in jobs.values()] == [{}, {}, {}]
     assert site.shards.run_keyed([(key, ("XLEN", key))]) == [20]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from tailrace.feeds.session_life import Piece
 from tailrace.model.shown import LineSeries
+
+Span: TypeAlias = tuple[int, int]
 
 JOINED_SAMPLES, JOINED_ENTRIES = 20_000, 64
 """What one frame has at most of several entries; an entry is not divided."""
@@ -17,7 +19,7 @@ class Joined:
 
     def __init__(self) -> None:
         self.json: str | None = None
-        self.range: tuple[int, int] | None = None
+        self.range: Span | None = None
         self.series: list[LineSeries] = []
         self.events: list[dict[str, Any]] = []
         self.samples = self.entries = 0
@@ -38,3 +40,10 @@ class Joined:
             time = int(event["time"])
             if (since is None or time >= since) and (until is None or time <= until):
                 self.events.append(event)
+
+
+def together(one: Span | None, other: Span | None) -> Span | None:
+    """Return the time from the first to the last of both."""
+    if one is None or other is None:
+        return one or other
+    return min(one[0], other[0]), max(one[1], other[1])

@@ -15,8 +15,8 @@ import msgspec
 
 from tailrace.errors import CursorGone, SessionNotFound
 from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
-from tailrace.feeds.joined import Joined
-from tailrace.feeds.session_end import is_closed, is_whole
+from tailrace.feeds.joined import Joined, Span, together
+from tailrace.feeds.session_end import is_closed, is_whole, life_between
 from tailrace.feeds.session_life import ENDED, Life, Piece, SessionParts
 from tailrace.feeds.session_reader import Lost
 from tailrace.feeds.session_request import SessionRequest
@@ -75,7 +75,10 @@ class SessionFeed:
         self._place = Place.of(BEGINNING)
         self._joined = Joined()
         self._sent = request.sent
-        self._range: tuple[int, int] | None = None
+        self._range: Span | None = None
+        """As it was last shown: it only grows."""
+        self._resumed_range: Span | None = None
+        """What the session's range was when the feed was resumed: about what the viewer has seen before."""
         self._announced = request.resumed
         self._next_life: Located | None = None
         """The life after this one, of which only what was not sent is left to send."""
@@ -84,6 +87,7 @@ class SessionFeed:
         """Why there will be no more of the session."""
         self._ended = self._moved = self._dropping = False
         self._quiet_since: float | None = None
+        self._looked = asyncio.get_running_loop().time()
         self._wake = asyncio.Event()
 
     @property
@@ -163,7 +167,7 @@ class SessionFeed:
         await self._happens(POLL_S)
         return False
 
-    async def _join(self, located: Located, start: SessionStart) -> None:
+    async def _join(self, located: Located, start: SessionStart) -> Life:
         """Follow the session from where a request begins."""
         life = await Life.join(self._parts, located, self._selection, self._wake)
         self._life = life
@@ -171,8 +175,10 @@ class SessionFeed:
         if begin.is_over:
             # What is left of the life that is over comes first, if it was in this stream.
             self._next_life = life.located
-            life.reader.number, life.state = start.cursor.number if isinstance(start, FromPlace) else 0, ""
-        life.begin(begin.origin, begin.past)
+            life.turn(start.cursor.number if isinstance(start, FromPlace) else 0, begin.origin)
+        else:
+            life.begin(begin.origin, begin.past)
+            self._resumed_range = life.located.span if isinstance(start, FromPlace) else None
         life.thinning = self._thinned_before(begin.held)
         self._place, self._held = begin.place, begin.held
         self._thinner = Thinner(self._request.thinning, begin.held)
@@ -180,6 +186,7 @@ class SessionFeed:
             self._unsaid.append(self._lose(begin.lost))
         if begin.lost is not None or not isinstance(start, FromPlace | FromStart):
             self._describe(life.located)
+        return life
 
     def _thinned_before(self, held: Held | None) -> Thinning | None:
         """Return how samples may be thinned before any are left out; only whole cells may be left out afterwards."""
@@ -190,9 +197,8 @@ class SessionFeed:
 
     def _describe(self, located: Located) -> None:
         """Show the session as it is: whoever begins in the middle has not seen it."""
-        span = None if located.start is None or located.end is None else (located.start, located.end)
-        shown = Shown(located.identity, str(self._place), located.merged or located.json, span)
-        self._range = span
+        self._range = together(located.span, self._range)
+        shown = Shown(located.identity, str(self._place), located.merged or located.json, self._range)
         self._unsaid.append(self._frame(shown))
 
     async def _described(self) -> list[AnyFrame]:
@@ -228,6 +234,9 @@ class SessionFeed:
                 frames += self._frames()
                 size += len(frames[-1].data) if frames and isinstance(frames[-1], Frame) else 0
             if isinstance(piece, Lost):
+                if frames and self._request.on_gap == "fail":
+                    life.put_back(piece)
+                    break
                 frames += [*self._flushed(), self._lose(piece), *await self._described()]
             elif piece is None:
                 break
@@ -258,7 +267,9 @@ class SessionFeed:
         if not is_seen:
             self._place = piece.place
             joined.json = content.json if content.json is not None else joined.json
-            joined.range = content.range if content.range not in (None, self._range) else joined.range
+            if content.range is not None:
+                grown = together(content.range, joined.range or self._range or self._resumed_range)
+                joined.range = None if grown == self._range else grown
             joined.happened(content.events, request.since, until)
 
     def _frames(self) -> list[AnyFrame]:
@@ -382,19 +393,29 @@ class SessionFeed:
 
     async def _turn(self, life: Life, found: Located) -> list[AnyFrame]:
         """Go on with another life of the session."""
-        frames = self._flushed()
+        frames, before = self._flushed(), life.number
+        between = await life_between(self._parts, life, self._place.entry, found)
+        number, position = (found.number, found.position) if between is None else between
         if not await is_whole(self._parts, life):
-            frames.append(self._lose(Lost(self._place, Place.of(found.position), "life-over")))
-        await life.stack.aclose()
-        before, self._life, self._next_life = life.number, None, None
+            frames.append(self._lose(Lost(self._place, Place.of(position), "life-over")))
         self._thinner, self._held, self._quiet_since = Thinner(self._request.thinning), None, None
-        self._place = Place.of(BEGINNING)
-        await self._join(found, FromStart())
-        facts = {"before": before, "number": found.number, "position": id_text(found.position)}
+        self._range = self._resumed_range = None
+        if between is not None:
+            self._place, self._next_life = Place.of(position), found
+            life.turn(number, self._place)
+        else:
+            await life.stack.aclose()
+            self._place, self._life, self._next_life = Place.of(BEGINNING), None, None
+            joined = await self._join(found, FromStart())  # there may be a later one already
+            number, position = joined.number, joined.located.position
+        facts = {"before": before, "number": number, "position": id_text(position)}
         return [*frames, Control("life", self.cursor, _encode(facts))]
 
     async def _wait(self) -> None:
-        if not await self._happens(LOOK_S if self._quiet_since is None else 1.0):
+        clock = asyncio.get_running_loop().time
+        left = self._looked + (LOOK_S if self._quiet_since is None else 1.0) - clock()
+        if left <= 0 or not await self._happens(left):  # others in the stream may never be silent
+            self._looked = clock()
             await self._look()
 
     async def _happens(self, timeout_s: float) -> bool:

@@ -59,6 +59,10 @@ class Configurations:
         """Return the channels of a session that binds these."""
         return Channels.of([(await self._configuration(each.identifier), each.offset) for each in bindings])
 
+    def knows(self, identifier: str) -> bool:
+        """Whether a configuration has been read."""
+        return identifier in self._known
+
     async def _configuration(self, identifier: str) -> Configuration | None:
         known = self._known.get(identifier)
         if known is not None:
@@ -83,6 +87,8 @@ class SessionParts(msgspec.Struct, frozen=True):
     configurations: Configurations
     archive: Archive | None = None
     container: str = "auto"
+    on_unread: Callable[[], object] | None = None
+    """Called for each entry that no burst could be read from, per viewer."""
 
     @property
     def live(self) -> LiveSessions:
@@ -111,6 +117,8 @@ class Life:
         self._ahead: deque[Entry | Told | Lost] = deque()
         self._bindings: tuple[Binding, ...] = ()
         self._channels = Channels.of([])
+        self._known: tuple[bool, ...] = ()
+        """Which of the configurations are in the channels."""
         self._lines: Lines = selection.lines(self._channels)
         self._asked = 0.0
 
@@ -161,7 +169,7 @@ class Life:
         """
         try:
             found = bindings_in(_fields(json)) if json else ()
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return
         if found and found != self._bindings:
             self._bindings = found
@@ -170,6 +178,7 @@ class Life:
     async def _load(self) -> None:
         self._asked = asyncio.get_running_loop().time()
         self._channels = await self._parts.configurations.channels(self._bindings)
+        self._known = tuple(self._parts.configurations.knows(each.identifier) for each in self._bindings)
         self._lines = self._selection.lines(self._channels)
 
     @property
@@ -226,11 +235,22 @@ class Life:
             if len(found.data) > LARGE:
                 await asyncio.sleep(0)
         if content.unread:
+            if self._parts.on_unread is not None:
+                self._parts.on_unread()
             return Lost(before, self.place, "unreadable")
         if content.json is not None:
             self.state = _state(content.json) or self.state
             await self.bind(content.json)
         return Piece(before, self.place, content, held)
+
+    def put_back(self, lost: Lost) -> None:
+        """Return it again: what was before it goes out first."""
+        self._ahead.appendleft(lost)
+
+    def turn(self, number: int, place: Place) -> None:
+        """Go on with another life in the same stream, after a place."""
+        self.reader.number, self.state = number, ""
+        self.begin(place)
 
     def drop(self) -> int:
         """Go to the live end; return how many bytes are left out."""
@@ -270,7 +290,7 @@ class Life:
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
-        return "shown", self._selection, self._bindings, self._channels.complete, self.thinning
+        return "shown", self._selection, self._bindings, self._known, self.thinning
 
 
 def _together(contents: list[Content]) -> Content:

@@ -2,7 +2,8 @@
 
 Invariant: the entries that a reader returns are the session's, each once and in order, from its place on; where some
 were trimmed away, it returns that in their place. What was trimmed is asked before and after the store is read, and if
-the answers differ it is read again, so a trim between two reads hides nothing.
+the answers differ it is read again, so a trim between two reads hides nothing. Where somebody else may have cut the
+stream is asked after it was read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ import msgspec
 from tailrace.errors import StoreUnavailable
 from tailrace.feeds.streams import Tap
 from tailrace.model.session_cursor import Place
-from tailrace.stores.live import BEGINNING, END, Entry, EntryId, LiveSessions, entry_of, id_text, parse_id
+from tailrace.stores.live import (
+    BEGINNING,
+    END,
+    Entry,
+    EntryId,
+    LiveSessions,
+    before,
+    entry_of,
+    id_text,
+    number_of,
+    parse_id,
+)
 from tailrace.stores.valkey import mapping
 
 AT_ONCE = 32
@@ -47,7 +59,7 @@ class SessionReader:
         """Up to where everything of the session was returned."""
         self._live, self._tap = live, tap
         self._era = tap.era
-        self._managed: bool | None = None
+        self._ours = False
 
     @property
     def is_at_end(self) -> bool:
@@ -87,36 +99,50 @@ class SessionReader:
         for _ in range(TRIES):
             gone = await self._live.trimmed(stream, self.number) or BEGINNING
             begin = max(self.looked, gone)
-            lost = await self._cut(begin) if gone <= self.looked else None
             entries, reached = await self._live.scan(stream, begin, AT_ONCE, self.number, head)
-            if (await self._live.trimmed(stream, self.number) or BEGINNING) == gone:
+            since, gone = gone, await self._live.trimmed(stream, self.number) or BEGINNING
+            if since == gone:
                 break
+        else:  # trimmed all the time: what lies before the last of it may be there in part
+            begin = max(self.looked, gone)
+            entries = [entry for entry in entries if entry.id > gone]
         found: list[Entry | Lost] = []
         if gone > self.looked:
             found.append(Lost(Place.of(self.looked), Place.of(gone), "trimmed"))
-        elif lost is not None:
-            found.append(lost)
         self.looked = max(reached, begin)
-        return [*found, *entries]
+        cut = await self._cut(begin)
+        if cut is None or self.looked < cut:
+            return [*found, *entries]
+        earlier, later = [e for e in entries if e.id < cut], [e for e in entries if e.id >= cut]
+        after = Place.of(earlier[-1].id if earlier else begin)
+        return [*found, *earlier, Lost(after, Place.of(before(cut)), "trimmed", possible=True), *later]
 
-    async def _cut(self, place: EntryId) -> Lost | None:
-        """Return whether a stream that we do not keep was cut behind a place."""
+    async def _cut(self, place: EntryId) -> EntryId | None:
+        """Return where the stream begins, if somebody else has cut it behind a place.
+
+        Our trimming takes out of the ledger what was written before the stream's first entry, at once: a write that is
+        in the ledger alone was cut by somebody else. Of a stream without a ledger it is only known how many entries it
+        had.
+        """
         stream, live = self._tap.stream, self._live
-        if self._managed is None:
-            marks, trimmed = live.keys.stream_marks(stream), live.keys.trimmed(stream)
-            (there,) = await live.nodes.read_keyed([(marks, ("EXISTS", marks, trimmed))])
-            self._managed = bool(there)
-        if self._managed:
-            return None
         first = await live.first(stream)
         if first is None or first <= place:
             return None
+        if await self._is_ours():
+            return first if await live.noted(stream, place, first) else None
         key = live.keys.stream(stream)
         (answer,) = await live.nodes.read_keyed([(key, ("XINFO", "STREAM", key))])
         facts = mapping(answer)
-        if int(facts.get(b"entries-added", 0)) <= int(facts[b"length"]):
-            return None
-        return Lost(Place.of(place), Place(True, first[0], first[1] - 1 if first[1] else 0), "trimmed", possible=True)
+        return first if int(facts.get(b"entries-added", 0)) > int(facts[b"length"]) else None
+
+    async def _is_ours(self) -> bool:
+        """Whether the stream is one that we write or trim."""
+        if not self._ours:
+            live, stream = self._live, self._tap.stream
+            marks, trimmed = live.keys.stream_marks(stream), live.keys.trimmed(stream)
+            (there,) = await live.nodes.read_keyed([(marks, ("EXISTS", marks, trimmed))])
+            self._ours = bool(there)
+        return self._ours
 
 
 async def first_entry(live: LiveSessions, stream: str, number: int, begin: EntryId) -> EntryId | None:
@@ -125,6 +151,14 @@ async def first_entry(live: LiveSessions, stream: str, number: int, begin: Entry
         if whose == number:
             return entry
     return None
+
+
+async def first_entries(live: LiveSessions, stream: str, begin: EntryId, until: EntryId) -> dict[int, EntryId]:
+    """Return the first entry of each session that there is between two places, by the session's number."""
+    found: dict[int, EntryId] = {}
+    async for entry, whose in _heads(live, stream, begin, until):
+        found.setdefault(whose, entry)
+    return found
 
 
 async def last_entries(
@@ -163,9 +197,7 @@ async def _heads(live: LiveSessions, stream: str, after: EntryId, until: EntryId
     while after < until:
         try:
             (flat,) = await live.nodes.call_keyed([("weigh", keys, [id_text(after), WEIGHED, WEIGHED_BYTES])])
-            found = [
-                (parse_id(flat[i]), int(flat[i + 1]) if flat[i + 1].isdigit() else -1) for i in range(0, len(flat), 3)
-            ]
+            found = [(parse_id(flat[i]), number_of(flat[i + 1])) for i in range(0, len(flat), 3)]
         except StoreUnavailable:  # nobody of ours has written here, and loaded our functions
             found = [(entry.id, entry.number) for entry in await live.read(stream, after, PAGE)]
         if not found:

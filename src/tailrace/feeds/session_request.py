@@ -9,6 +9,7 @@ import msgspec
 from tailrace.errors import BadRequest
 from tailrace.feeds.request import check_manner
 from tailrace.model.cursor import FromEnd, FromStart
+from tailrace.model.selection import is_pattern
 from tailrace.model.session_cursor import (
     FromMoment,
     FromPlace,
@@ -19,8 +20,8 @@ from tailrace.model.session_cursor import (
 )
 from tailrace.model.thinning import Thinning, parse_thinning
 
-MOST_CHANNELS = 1_000
-"""Names and patterns of channels in one request."""
+MOST_CHANNELS, MOST_PATTERNS = 1_000, 50
+"""Names of channels in one request, and patterns among them: each is tried with every channel."""
 
 
 class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +72,8 @@ def make_session_request(
         raise BadRequest(
             f"{len(names)} names of channels, at most {MOST_CHANNELS}: a pattern, such as *:Chassis, is one"
         )
+    if (patterns := sum(map(is_pattern, names))) > MOST_PATTERNS:
+        raise BadRequest(f"{patterns} patterns of channels, at most {MOST_PATTERNS}: take fewer, or names")
     sent, since, resumed = 0, None, False
     begin: SessionStart
     if last_event_id:

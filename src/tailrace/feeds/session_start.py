@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tailrace.feeds.retained import Retained, source_of
+from tailrace.feeds.session_end import is_of_another
 from tailrace.feeds.session_life import Life, SessionParts
 from tailrace.feeds.session_reader import Lost, last_entries
 from tailrace.model.cursor import FromEnd, FromLast
@@ -90,6 +91,9 @@ async def _resumed(parts: SessionParts, life: Life, cursor: SessionCursor) -> Be
             return Beginning(place, cursor.held, past)
         to = Place.of(located.position)
         return Beginning(to, lost=Lost(place, to, "life-over" if is_over else "trimmed"), is_over=is_over)
+    if is_over and await is_of_another(parts, life, cursor.number):
+        to = Place.of(located.position)
+        return Beginning(to, lost=Lost(place, to, "life-over"))
     end = max(life.target, await live.last_given(located.stream))
     if place.entry > end and not is_over:
         to = Place.of(life.target)

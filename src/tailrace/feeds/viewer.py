@@ -220,9 +220,8 @@ class Viewer:
         self._patience = self._clock() + SETTLE_S
         if not self._options.backfill_ms:
             return
-        if self._past and not self._past[-1].begun:
-            waiting = self._past[-1]
-            waiting.wanted, waiting.until = self._given, self._edge
+        if self._past and not self._past[-1].begun and self._past[-1].until == self._edge:
+            self._past[-1].wanted = self._given  # nothing was sent since then that would come twice
             return
         # What the session said last counts, not the clock: it may have been silent for long.
         spoke_ms = min(self._spoke_ms or tap.head[0], tap.head[0])

@@ -149,7 +149,7 @@ def run_of(part: Periodic, channel_of: ChannelOf) -> Run | None:
         interval = nanoseconds(part.interval)
     if interval < 0 or (not interval and count > 1):
         raise BadSample("bad-interval", f"{interval} ns between samples: `interval` is missing, or not above 0")
-    nanoseconds(start + interval * count)
+    nanoseconds(start + interval * max(0, count - 1))
     return Run(part.channel, start, interval, width, [buffer], count) if count else None
 
 

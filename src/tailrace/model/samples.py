@@ -3,11 +3,13 @@
 Invariant: times are integers of nanoseconds, computed as the format says and never through a float. Reading is lenient
 where writers are known to slip: of times and samples that are not equally many, as many as there are of both are
 taken, and it is counted. A channel that no configuration knows is read as ``f64`` if its samples are 8 bytes wide, as a
-channel is of which nothing is said; otherwise it cannot be read, which is counted as well.
+channel is of which nothing is said; otherwise it cannot be read, which is counted as well. Where a channel has narrower
+samples, those of 8 bytes are read as ``f64``, too: they were written before anybody had published what they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +20,9 @@ from tailrace.model.burst import parse
 from tailrace.model.channel import Channel, unpack_values
 from tailrace.model.configuration import Channels
 from tailrace.model.rta import PeriodicData, RowData, StreamDataBurst, TimestampedData
+
+_PLAIN = Channel(0)
+"""A channel of which nothing is said."""
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -95,7 +100,9 @@ def _timestamped(decoded: Decoded, given: TimestampedData, channels: Channels) -
 
 
 def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
-    channel = channels.get(number) or (Channel(number) if len(buffer) == 8 * count else None)
+    channel = channels.get(number)
+    if (channel is None or channel.width < _PLAIN.width) and len(buffer) == _PLAIN.width * count:
+        channel = _PLAIN
     if channel is None:
         decoded.unreadable += 1
         return None
@@ -106,16 +113,24 @@ def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Cha
 
 
 def _rows(decoded: Decoded, numbers: tuple[int, ...], messages: list[RowData], channels: Channels) -> None:
-    known = [channels.get(number) or Channel(number) for number in numbers]
-    width = sum(channel.width for channel in known)
+    plain = [_PLAIN] * len(numbers)
+    known = [channels.get(number) or _PLAIN for number in numbers]
+    width, plain_width = (sum(channel.width for channel in each) for each in (known, plain))
     whole = [message for message in messages if len(message.buffer) == width]
-    decoded.unreadable += len(messages) - len(whole)
-    if not whole or not width:
+    early = [message for message in messages if len(message.buffer) == plain_width > width]
+    decoded.unreadable += len(messages) - len(whole) - len(early)
+    _columns(decoded, numbers, plain, early)
+    _columns(decoded, numbers, known, whole)
+
+
+def _columns(decoded: Decoded, numbers: tuple[int, ...], known: Sequence[Channel], messages: list[RowData]) -> None:
+    width = sum(channel.width for channel in known)
+    if not messages or not width:
         return
-    times = np.array([message.timestamp for message in whole], np.int64)
-    table = np.frombuffer(b"".join(message.buffer for message in whole), np.uint8).reshape(len(whole), width)
+    times = np.array([message.timestamp for message in messages], np.int64)
+    table = np.frombuffer(b"".join(message.buffer for message in messages), np.uint8).reshape(len(messages), width)
     at = 0
-    for channel in known:
+    for number, channel in zip(numbers, known, strict=True):
         column = table[:, at : at + channel.width].tobytes()
-        decoded.series.append(Series(channel.id, times, unpack_values(channel, column)))
+        decoded.series.append(Series(number, times, unpack_values(channel, column)))
         at += channel.width

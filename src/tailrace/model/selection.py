@@ -7,8 +7,9 @@ the conversion of its line's parameter, or not at all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 import msgspec
 
@@ -47,24 +48,21 @@ class Selection(msgspec.Struct, frozen=True):
         """
         return Lines(self, channels)
 
-    def wants(self, *called: str) -> bool:
-        """Return whether one of the names of a line was asked for."""
-        return not self.names or any(_matches(wanted, name) for wanted in self.names for name in called if name)
-
 
 class Lines:
     """The lines of a session that a viewer wants."""
 
     def __init__(self, selection: Selection, channels: Channels) -> None:
-        self._selection = selection
+        self._wanted = _Wanted(selection.names)
         self._lines: dict[int, tuple[Line, ...]] = {}
         """By channel; one that the configuration does not have is added when it is met."""
         used: set[str] = set()
         every: list[str] = []
         for line, called in _all(selection, channels):
             every.append(line.name)
-            used.update(name for name in selection.names if any(_matches(name, each) for each in called if each))
-            wanted = (line,) if selection.wants(*called) else ()
+            found = self._wanted.among(called)
+            used |= found
+            wanted = (line,) if found or not selection.names else ()
             self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
         unknown = [name for name in selection.names if name not in used]
         if unknown and channels.complete:
@@ -78,7 +76,8 @@ class Lines:
         found = self._lines.get(channel)
         if found is None:
             name = str(channel)
-            found = self._lines[channel] = (Line(channel, name),) if self._selection.wants(name) else ()
+            is_wanted = self._wanted.is_all or self._wanted.among((name,))
+            found = self._lines[channel] = (Line(channel, name),) if is_wanted else ()
         return found
 
 
@@ -97,5 +96,20 @@ def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple
             yield line, (*own, parameter.id, parameter.name)
 
 
-def _matches(wanted: str, name: str) -> bool:
-    return wanted == name or (any(sign in wanted for sign in "*?[") and fnmatchcase(name, wanted))
+class _Wanted:
+    """What was asked for: names are looked up, and only patterns are tried one by one."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.is_all = not names
+        self._names = frozenset(names)
+        self._patterns = [(name, re.compile(translate(name))) for name in names if is_pattern(name)]
+
+    def among(self, called: tuple[str, ...]) -> frozenset[str]:
+        """Return which of the names and patterns that were asked for a line goes by."""
+        found = self._names.intersection(called)
+        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name stands for all that are like it."""
+    return any(sign in name for sign in "*?[")

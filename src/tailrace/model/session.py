@@ -24,7 +24,7 @@ from tailrace.model.telemetry import CLOSED, FIRST, LAST, Fault, Refused
 
 ABANDONED: Final = "abandoned"
 MAX_JSON = MAX_BURST - 64
-"""Bytes of Session JSON: a message around it, and a longer word for its state, must still fit into a burst."""
+"""Bytes of Session JSON without the word for its state: that, and a message around it, must still fit into a burst."""
 
 _Scalar: TypeAlias = str | int | float | bool
 _Instant: TypeAlias = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -41,6 +41,10 @@ class Binding(msgspec.Struct, frozen=True):
 class _TimeRange(msgspec.Struct, frozen=True):
     start: _Nanoseconds = msgspec.field(name="startTime")
     end: _Nanoseconds = msgspec.field(name="endTime")
+
+    def __post_init__(self) -> None:
+        if self.start > self.end:
+            raise ValueError("its start is after its end")
 
 
 _PROPERTIES: Final[dict[str, Any]] = {
@@ -228,7 +232,8 @@ def text(json: Mapping[str, Any]) -> str:
         Refused: It does not fit into a message.
     """
     written = _encode(json)
-    if len(written) > MAX_JSON:
+    # A session at the limit must still be able to end.
+    if len(written) - len(json["state"]) > MAX_JSON:
         raise Refused("session-too-large", f"{len(written)} bytes of Session JSON; {MAX_JSON} fit into a message")
     return written.decode()
 

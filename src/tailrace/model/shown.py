@@ -88,7 +88,7 @@ def _last_json(decoded: Decoded) -> str | None:
     for text in reversed(decoded.session_json):
         try:
             msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue  # another program's slip; it could not be a part of our JSON
         return text
     return None

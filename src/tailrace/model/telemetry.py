@@ -1,6 +1,7 @@
 """Telemetry records: what producers write into a topic that has sessions, one JSON object a record.
 
-A record belongs to the session that its field ``session`` names, or else its key, as text. ``type`` says what it is:
+A record belongs to the session that its field ``session`` names, or else its key, as text; or the text in the key, if
+that is a JSON array of one text, as Tailrace's own tools write keys. ``type`` says what it is:
 
     {"type": "open", "session": "lap-7", "json": {…}, "configs": {"car-7": {…}}}
     {"type": "session", "session": "lap-7", "json": {"details": {"driver": "A"}}}
@@ -79,7 +80,7 @@ FIRST, LAST = -(2**63), 2**63 - 1
 """The bounds of time."""
 
 _DIGITS = re.compile(r"-?[0-9]{1,19}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class Refused(ValueError):
@@ -227,7 +228,8 @@ class Head(msgspec.Struct, frozen=True):
 
     type: str = ""
     session: str | None = None
-    identifier: str = ""
+    identifier: Any = ""
+    """Of a configuration; in other records a field that there is not, so that it may be anything."""
 
 
 _KINDS: dict[str, type[Record]] = {"open": Open, "session": Update, "config": Config, "data": Data, "close": Close}
@@ -237,6 +239,7 @@ _decode = msgspec.json.Decoder(Record).decode
 _decode_head = msgspec.json.Decoder(Head).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_key = msgspec.json.Decoder(tuple[str]).decode
 
 
 def head(value: bytes) -> Head:
@@ -247,7 +250,7 @@ def head(value: bytes) -> Head:
     """
     try:
         return _decode_head(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused("bad-record", str(error)) from None
 
 
@@ -259,14 +262,23 @@ def identity_of(session: str | None, key: bytes | None) -> str:
     """
     if session is None:
         try:
-            session = key.decode() if key is not None else None
+            session = _text_of(key) if key is not None else None
         except UnicodeDecodeError:
             session = None
         if session is None:
             raise Refused("no-session", "neither a field `session` nor a key that is text")
-    if not session or len(session.encode()) > LONGEST or _CONTROL.search(session):
+    if not session or _UNFIT.search(session) or len(session.encode()) > LONGEST:
         raise Refused("bad-identity", f"{session[:40]!r} cannot be the name of a session")
     return session
+
+
+def _text_of(key: bytes) -> str:
+    if key.startswith(b"["):
+        try:
+            return _decode_key(key)[0]
+        except (ValueError, RecursionError):
+            pass
+    return key.decode()
 
 
 def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
@@ -285,6 +297,7 @@ def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
 
 def _leniently(value: bytes, error: Exception) -> tuple[Record, Sequence[Fault]]:
     """Read a record in which something is wrong, field by field."""
+    head(value)  # whoever looked at that first must have found a session in all that is used
     try:
         fields = _decode_fields(value)
         kind = _KINDS[msgspec.json.decode(fields.pop("type", msgspec.Raw(b"null")), type=str)]

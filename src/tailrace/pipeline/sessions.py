@@ -209,8 +209,8 @@ class _Sheet:
         """Where the stream will be when this window comes; records of the window."""
         self.end = begin.mark
         self.notes: dict[int, Outcome] = {}
-        older = [offset for offset in begin.notes if offset <= counted][:-OLDER]
-        self._all: dict[int, Outcome] = {offset: begin.notes[offset] for offset in begin.notes if offset not in older}
+        older = sum(offset <= counted for offset in begin.notes)
+        self._all: dict[int, Outcome] = dict(sorted(begin.notes.items())[max(0, older - OLDER) :])
         self._clear()
 
     def _clear(self) -> None:
@@ -262,7 +262,7 @@ def _look(records: Slice) -> _Looked:
         try:
             found = head(value)
             if found.type == "config":
-                configs.add(found.identifier)
+                configs |= {found.identifier} if isinstance(found.identifier, str) else set()
                 continue
             identities[identity_of(found.session, records.keys[i])] = None
             if found.type in ("open", "session"):

@@ -104,7 +104,7 @@ def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
     """Return a session's JSON with its time range as the hash has it; None when it has none that can be read."""
     try:
         fields = _fields(located.merged or located.json or "")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if located.start is not None and located.end is not None:
         fields["timeRange"] = msgspec.Raw(_encode({"startTime": located.start, "endTime": located.end}))

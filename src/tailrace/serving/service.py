@@ -79,6 +79,7 @@ class Service:
                     settings.pipeline.max_depth,
                 ),
                 settings.sessions.container,
+                self.metrics.bursts_unread.inc,
             ),
             now_ms,
         )

@@ -170,7 +170,7 @@ def summary(located: Located) -> dict[str, Any]:
 def _json(located: Located) -> dict[str, Any]:
     try:
         return _fields(located.merged or located.json or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
 
 

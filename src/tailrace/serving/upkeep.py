@@ -19,6 +19,8 @@ from tailrace.stores.valkey import mapping
 
 PERIODIC = ("pack", "sweep", "audit")
 """The jobs that run by themselves, each every so often."""
+SESSIONS = {"trim": "trim_every", "abandon": "trim_every", "forget": "forget_every"}
+"""Those of telemetry sessions, and which setting says how often."""
 LATE = 2
 """Intervals without a run after which a job is overdue."""
 
@@ -48,7 +50,8 @@ class Upkeep:
     async def jobs(self) -> list[Job]:
         """Return every job that has run or that should run, by view and name."""
         runs = {(run.job, run.view): run.report for run in await self.runs()}
-        wanted = {(job, view) for job in PERIODIC for view in self._views(job) if self._every(job) is not None}
+        jobs = (*PERIODIC, *SESSIONS)
+        wanted = {(job, view) for job in jobs for view in self._views(job) if self._every(job) is not None}
         return [
             self._job(job, view, runs.get((job, view), {}))
             for job, view in sorted(wanted | runs.keys(), key=lambda key: key[::-1])
@@ -63,10 +66,16 @@ class Upkeep:
 
     def _views(self, job: str) -> tuple[str, ...]:
         settings = self._service.settings
+        if job in SESSIONS:
+            return ("sessions",) if settings.sessions.is_used else ()
         return settings.audited_views if job == "audit" else settings.log_views
 
     def _every(self, job: str) -> timedelta | None:
-        found: timedelta | None = getattr(self._service.settings.upkeep, f"{job}_every") if job in PERIODIC else None
+        settings, found = self._service.settings, None
+        if job in SESSIONS:
+            found = getattr(settings.sessions, SESSIONS[job])
+        elif job in PERIODIC:
+            found = getattr(settings.upkeep, f"{job}_every")
         return found
 
     def _job(self, job: str, view: str, report: Mapping[str, Any]) -> Job:

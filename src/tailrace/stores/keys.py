@@ -76,7 +76,8 @@ streams have no braces.
                                          merged, order, writer, opened, heard. The key's template is a setting
     <prefix>:{stream:<stream>}                          the tag of what is ours beside a stream
     …:marks                      hash    writer -> the last of its offsets, or sequence numbers, that is in the stream
-    …:sessions                   hash    identity -> version (8 bytes) and state of its session
+    …:sessions                   hash    identity -> version (8 bytes) and state of its session; a zero byte -> the
+                                         highest number given out here; a zero byte and a writer -> its notes
     …:claims                     hash    identity -> number, position, writer and offset of an opening that is under way
     …:ledger                     stream  id of the last entry of a write -> w: writer, f: mark before, m: mark after it
     …:trimmed                    hash    number of a session -> id of the newest of its entries that was trimmed

@@ -29,6 +29,7 @@ PAGES = 16
 """Of those, that are looked through backwards for an entry of one session."""
 AT_ONCE = 500
 """Sessions that are looked up in one round trip."""
+NUMBER_DIGITS = 19
 
 
 class _Stated(msgspec.Struct):
@@ -36,6 +37,7 @@ class _Stated(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Stated).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -58,7 +60,7 @@ class Located(msgspec.Struct, frozen=True):
     position: EntryId
     """The last entry before the session's first one."""
     json: str | None = None
-    """The last Session JSON in the stream; a session that has none yet cannot be followed."""
+    """The last Session JSON in the stream; a session that has none yet, or none that is JSON, cannot be followed."""
     merged: str | None = None
     """All of them merged, if the writer does that."""
     start: int | None = None
@@ -69,6 +71,11 @@ class Located(msgspec.Struct, frozen=True):
     writer: str = ""
     opened: int | None = None
     order: tuple[int, ...] = ()
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The session's time range, in nanoseconds."""
+        return None if self.start is None or self.end is None else (self.start, self.end)
 
 
 def parse_id(text: bytes | str) -> EntryId:
@@ -82,11 +89,21 @@ def id_text(entry: EntryId) -> str:
     return f"{entry[0]}-{entry[1]}"
 
 
+def before(entry: EntryId) -> EntryId:
+    """Return the id right before that of an entry."""
+    ms, seq = entry
+    return (ms, seq - 1) if seq else (ms - 1, END[1]) if ms else BEGINNING
+
+
+def number_of(text: bytes) -> int:
+    """Read the number of a session; below zero if it is none."""
+    return int(text) if text.isdigit() and len(text) <= NUMBER_DIGITS else -1
+
+
 def entry_of(answer: Sequence[Any]) -> Entry:
     """Return an entry as a stream's command answers it."""
     fields = mapping(answer[1] or ())
-    number = fields.get(b"id", b"")
-    return Entry(parse_id(answer[0]), int(number) if number.isdigit() else -1, fields.get(b"data", b""))
+    return Entry(parse_id(answer[0]), number_of(fields.get(b"id", b"")), fields.get(b"data", b""))
 
 
 class LiveSessions:
@@ -118,7 +135,8 @@ class LiveSessions:
     async def listing(self, most: int = 10_000) -> list[Located]:
         """Return the sessions that were updated last, the latest first; those without a Session JSON are not shown.
 
-        The index has what Tailrace wrote. A session of another program is served, and is not listed.
+        The index has what Tailrace wrote. A session of another program is served at once, and listed when upkeep has
+        come across it.
         """
         index = self.keys.sessions()
         (found,) = await self.nodes.read_keyed([(index, ("ZREVRANGE", index, 0, most - 1))])
@@ -206,6 +224,13 @@ class LiveSessions:
         (found,) = await self.nodes.read_keyed([(key, ("HGET", key, number))])
         return None if found is None else parse_id(found)
 
+    async def noted(self, stream: str, after: EntryId, until: EntryId) -> bool:
+        """Whether the ledger has a write whose last entry lies between two places, itself not included."""
+        key = self.keys.ledger(stream)
+        command = ("XRANGE", key, f"({id_text(after)}", f"({id_text(until)}", "COUNT", 1)
+        (found,) = await self.nodes.read_keyed([(key, command)])
+        return bool(found)
+
     async def ledger(self, stream: str, entry: EntryId) -> tuple[str, int, int] | None:
         """Return the write that an entry is from: the writer, its mark before and its mark after; None if not known."""
         key = self.keys.ledger(stream)
@@ -218,13 +243,13 @@ class LiveSessions:
 
 def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
     number, stream = fields.get(b"streamSessionId", b""), fields.get(b"streamName", b"")
-    if not number.isdigit() or not stream:
+    if number_of(number) < 0 or not stream:
         return None
     try:
         position = parse_id(fields.get(b"streamPosition", b"0-0"))
         start, end = (_integer(fields.get(name)) for name in (b"tStart", b"tEnd"))
         paired = start is not None and end is not None
-        json, merged = (None if (text := fields.get(name)) is None else text.decode() for name in (b"json", b"merged"))
+        json, merged = (_object(fields.get(name)) for name in (b"json", b"merged"))
         return Located(
             identity=identity,
             number=int(number),
@@ -244,6 +269,15 @@ def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
         return None
 
 
+def _object(text: bytes | None) -> str | None:
+    """Return a JSON object as it is written; None for anything else, which could not be a part of ours."""
+    found = None if text is None else text.decode()
+    try:
+        return None if found is None or _fields(found) is None else found
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
 def _integer(text: bytes | None) -> int | None:
     return int(text) if text else None
 
@@ -252,5 +286,5 @@ def state_of(json: str | bytes | None) -> str:
     """Return the state that a Session JSON says; empty if it says none."""
     try:
         return _decode(json).state if json else ""
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return ""

@@ -6,12 +6,12 @@ changed since it was looked at stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tailrace.model.retention import EntryId
 from tailrace.stores.sessions import VERSION_BYTES, SessionStore, is_stream_name
-from tailrace.stores.valkey import Keyed, KeyedCall, mapping
+from tailrace.stores.valkey import Keyed, KeyedCall, mapping, translated
 
 WEIGHED = 500, 2 << 20
 """Entries that are weighed in one call, and bytes, about."""
@@ -19,6 +19,10 @@ SHED = 200
 """Entries that are taken out in one call."""
 AT_ONCE = 200
 """Sessions that one round trip is about."""
+LOOKED_AT = 1_000
+"""Keys of the store that are looked at in one call."""
+
+_GLOB = str.maketrans({special: f"\\{special}" for special in "\\*?[]"})
 
 
 class Weighed(NamedTuple):
@@ -45,8 +49,11 @@ class SessionKeeping:
         self._store, self._shards, self._keys = store, store.shards, store.shards.keys
 
     def streams(self) -> list[str]:
-        """Return the streams that can be kept: all but those of others whose names have braces."""
-        return sorted(name for name in self._store.streams() if is_stream_name(name))
+        """Return the streams that can be kept: all but those of others whose names have braces, or are no streams."""
+        names = sorted(name for name in self._store.streams() if is_stream_name(name))
+        keys = [self._keys.stream(name) for name in names]
+        kinds = self._shards.run_keyed([(key, ("TYPE", key)) for key in keys])
+        return [name for name, kind in zip(names, kinds, strict=True) if kind in (b"stream", b"none")]
 
     def weigh(self, stream: str, after: EntryId) -> list[Weighed]:
         """Return some of the next entries of a stream; none at its end."""
@@ -105,6 +112,36 @@ class SessionKeeping:
         index = self._keys.sessions()
         return int(self._shards.run_keyed([(index, ("ZREMRANGEBYSCORE", index, "-inf", f"({before_ms}"))])[0])
 
+    def strangers(self, since_ms: int) -> Iterator[dict[str, int]]:
+        """Look at all keys; yield sessions of other programs as they are found, with when they were last updated.
+
+        Those are hashes whose keys are by the template, and that have what every writer writes. Some of the portions
+        are empty.
+        """
+        before, _, after = self._store.options.key.partition("{identity}")
+        pattern = f"{before.translate(_GLOB)}*{after.translate(_GLOB)}"
+        fields = ("streamSessionId", "streamName", "json", "lastUpdated", "order")
+        for node in self._shards.primaries():
+            cursor = -1
+            while cursor:
+                with translated():
+                    cursor, keys = _page(node, max(cursor, 0), pattern)
+                names = [key[len(before) : len(key) - len(after)] for key in keys]
+                found: dict[str, int] = {}
+                for name, (number, stream, json, updated, order) in zip(
+                    names, self._store.hash_fields(names, fields), strict=True
+                ):
+                    if number and stream and json and updated and updated.isdigit() and order is None:
+                        found[name] = int(updated)
+                yield {name: updated for name, updated in found.items() if updated >= since_ms}
+
+    def enlist(self, updated: Mapping[str, int], now_ms: int) -> None:
+        """Take sessions into the listing."""
+        index = self._keys.sessions()
+        flat = [part for name, ms in updated.items() for part in (min(ms, now_ms), name)]
+        if flat:
+            self._shards.run_keyed([(index, ("ZADD", index, "GT", *flat))])
+
     def drop(self, stream: str, before_ms: int) -> bool:
         """Remove a stream that has no sessions and no entry since a time; return whether it was."""
         if not self._shards.call_keyed([("drop_stream", self._slot(stream), (before_ms,))])[0]:
@@ -128,6 +165,12 @@ class SessionKeeping:
 
     def _slot(self, stream: str) -> list[str]:
         return [self._keys.stream(stream), self._keys.stream_tag(stream)]
+
+
+def _page(node: Any, cursor: int, pattern: str) -> tuple[int, list[str]]:
+    """Return some of the hashes of a node whose keys are by a pattern, and where to go on; 0 at the end."""
+    cursor, keys = node.execute_command("SCAN", cursor, "MATCH", pattern, "COUNT", LOOKED_AT, "TYPE", "hash")
+    return int(cursor), [key.decode(errors="replace") for key in keys]
 
 
 def read_id(text: bytes) -> EntryId:

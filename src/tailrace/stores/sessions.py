@@ -178,8 +178,8 @@ class SessionStore:
         found: dict[str, Owner] = {}
         answers = self.hash_fields(names, ("streamName", "state", "streamSessionId"))
         for identity, (stream, state, number) in zip(names, answers, strict=True):
-            if stream is not None and number is not None:
-                found[identity] = Owner(stream.decode(), (state or b"").decode(), int(number))
+            if stream is not None and number is not None and number.isdigit():
+                found[identity] = Owner(stream.decode(errors="replace"), (state or b"").decode(), int(number))
         return found
 
     def hash_fields(self, identities: Sequence[str], fields: Sequence[str]) -> list[list[bytes | None]]:
@@ -190,7 +190,7 @@ class SessionStore:
     def streams(self) -> set[str]:
         """Return the names of all streams, also of those that others write."""
         key = self._keys.streams()
-        return {name.decode() for name in self.shards.run_keyed([(key, ("SMEMBERS", key))])[0]}
+        return {name.decode(errors="replace") for name in self.shards.run_keyed([(key, ("SMEMBERS", key))])[0]}
 
     def stream_marks(self, streams: Iterable[str]) -> dict[str, dict[str, int]]:
         """Return how far each writer has come in streams."""
@@ -219,23 +219,32 @@ class SessionStore:
         """Do the same for many, those of one session in the order of their records."""
         found: list[tuple[int, str] | None] = [None] * len(openings)
         open_still = list(range(len(openings)))
+        last = needed = 0
         while open_still:
-            number, streams = self._keys.last_session(), self._keys.streams()
+            counter, streams = self._keys.last_session(), self._keys.streams()
             names = {openings[i].stream for i in open_still}
-            last, _ = self.shards.run_keyed(
-                [(number, ("INCRBY", number, len(open_still))), (streams, ("SADD", streams, *names))]
+            step = max(needed - last, 0) + len(open_still)
+            answer, _ = self.shards.run_keyed(
+                [(counter, ("INCRBY", counter, step)), (streams, ("SADD", streams, *names))]
             )
+            last = int(answer)
+            owners = self.owners({openings[i].identity for i in open_still})
             calls: list[KeyedCall] = []
-            for candidate, i in enumerate(open_still, int(last) - len(open_still) + 1):
+            for candidate, i in enumerate(open_still, last - len(open_still) + 1):
                 each = openings[i]
+                owner = owners.get(each.identity)
+                # Of its own stream the hash may have a later life already, of openings that are repeated here.
+                floor = owner.number if owner is not None and owner.stream != each.stream else 0
                 version = each.seen[:VERSION_BYTES]
-                args: tuple[Arg, ...] = (each.writer, each.offset, each.identity, version, candidate)
+                args: tuple[Arg, ...] = (each.writer, each.offset, each.identity, version, candidate, floor)
                 calls.append(("claim", self._slot(each.stream), args))
             answers = self.shards.call_keyed(calls)
             for i, answer in zip(open_still, answers, strict=True):
                 found[i] = (int(answer[1]), answer[2].decode()) if answer[0] == b"ok" else None
-            # A number that was taken from the counter before another one may come to the stream after it.
-            open_still = [i for i, answer in zip(open_still, answers, strict=True) if answer[0] == b"low"]
+            # A number that was taken from the counter before another one may come to the stream after it; and the
+            # counter may have lost its last writes.
+            low = {i: int(answer[1]) for i, answer in zip(open_still, answers, strict=True) if answer[0] == b"low"}
+            open_still, needed = list(low), max(low.values(), default=0)
         return found
 
     def write(self, writes: Sequence[Write]) -> list[Verdict]:

@@ -1,7 +1,8 @@
 """The job that says of open sessions which have been silent for too long that they are abandoned.
 
 Silence is measured by the time that the pipeline has reached, not by the clock: when it lags behind, or is down, nobody
-can know whether a session has spoken. A session that a program writes without the pipeline goes by the store's clock.
+can know whether a session has spoken. And a session whose records bear times of long ago is not silent while they come:
+it was not written for as long, either. A session that a program writes without the pipeline goes by the store's clock.
 Invariant: a session that spoke meanwhile is not abandoned: the word is refused if its state is not the one that was
 read, and its next record says that it is open again. Sessions that are closed, truncated or failed stay what they are.
 """
@@ -15,7 +16,8 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.model.block import pack
 from tailrace.model.burst import bursts, session_json
-from tailrace.model.session import Session
+from tailrace.model.search import TopicFilter
+from tailrace.model.session import ABANDONED, Session
 from tailrace.stores.marks import NOTHING
 from tailrace.stores.session_keeping import AT_ONCE, SessionKeeping
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
@@ -23,6 +25,8 @@ from tailrace.stores.valkey import Shards
 from tailrace.upkeep.job import Scope, milliseconds
 from tailrace.upkeep.lease import Lease
 
+AGAIN_MS = 600_000
+"""For how long it is made sure that the word has come to the stream: whoever says it may die in between."""
 PROGRAM = "writer:"
 """What the names of writers begin with that are programs, and not partitions."""
 
@@ -32,22 +36,31 @@ class Rules(msgspec.Struct, frozen=True):
 
     after_ms: int
     options: SessionOptions
+    topics: str | tuple[str, ...] = ()
+    """Those that have sessions."""
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
         """Return the rules of the configuration."""
-        return cls(milliseconds(settings.sessions.abandon_after), SessionOptions.of(settings))
+        given = settings.sessions
+        return cls(milliseconds(given.abandon_after), SessionOptions.of(settings), given.topics)
+
+    def is_program(self, writer: str) -> bool:
+        """Whether a writer is a program; none is taken for one where a topic is called as their names begin."""
+        return writer.startswith(PROGRAM) and PROGRAM.rstrip(":") not in TopicFilter(self.topics)
 
 
 class _Status(msgspec.Struct):
     frontier_ms: int | None = None
 
 
-class _Open(NamedTuple):
+class _Found(NamedTuple):
     identity: str
+    state: str
     stream: str
     writer: str
     heard_ms: int
+    updated_ms: int
 
 
 class Abandoning:
@@ -74,16 +87,21 @@ class Abandoning:
         clocks: dict[str, int] = {}
         for at in range(0, len(names), AT_ONCE):
             lease.check()
-            for found in _open_of(store, names[at : at + AT_ONCE]):
-                now = reached
-                if found.writer.startswith(PROGRAM):
-                    if found.stream not in clocks:
-                        clocks[found.stream] = store.server_ms(found.stream)
-                    now = clocks[found.stream]
-                if now is not None and now - found.heard_ms > self._rules.after_ms:
+            for found in _found(store, names[at : at + AT_ONCE]):
+                if found.stream not in clocks:
+                    clocks[found.stream] = store.server_ms(found.stream)
+                if self._is_silent(found, reached, clocks[found.stream]):
                     self._sessions += _abandon(store, found)
             if self._scope.stopped():
                 return
+
+    def _is_silent(self, found: _Found, reached: int | None, clock_ms: int) -> bool:
+        after_ms = self._rules.after_ms
+        if found.state == ABANDONED:
+            return clock_ms - found.updated_ms < AGAIN_MS
+        if self._rules.is_program(found.writer):
+            return clock_ms - found.heard_ms > after_ms
+        return reached is not None and min(reached - found.heard_ms, clock_ms - found.updated_ms) > after_ms
 
 
 def _frontier(shards: Shards) -> int | None:
@@ -95,16 +113,17 @@ def _frontier(shards: Shards) -> int | None:
         return None
 
 
-def _open_of(store: SessionStore, identities: list[str]) -> list[_Open]:
-    answers = store.hash_fields(identities, ("state", "streamName", "writer", "heard"))
-    found: list[_Open] = []
-    for identity, (state, stream, writer, heard) in zip(identities, answers, strict=True):
-        if state == b"open" and stream and writer and heard:
-            found.append(_Open(identity, stream.decode(), writer.decode(), int(heard)))
+def _found(store: SessionStore, identities: list[str]) -> list[_Found]:
+    """Return those of some sessions that are open, or said to be abandoned."""
+    answers = store.hash_fields(identities, ("state", "streamName", "writer", "heard", "lastUpdated"))
+    found: list[_Found] = []
+    for identity, (state, stream, writer, heard, updated) in zip(identities, answers, strict=True):
+        if state in (b"open", ABANDONED.encode()) and stream and writer and heard and updated:
+            found.append(_Found(identity, state.decode(), stream.decode(), writer.decode(), int(heard), int(updated)))
     return found
 
 
-def _abandon(store: SessionStore, found: _Open) -> bool:
+def _abandon(store: SessionStore, found: _Found) -> bool:
     """Say it, in the order of steps of every writer; return whether it was said."""
     value = store.read(found.stream, "", [found.identity])[1].get(found.identity)
     if value is None:

@@ -1,7 +1,8 @@
 """The job that forgets sessions which nobody has updated for long, and streams that nobody writes to any more.
 
 A session's hash expires by itself; here goes what lies beside its stream, and its place in the listing. The
-configurations of all others are kept alive. A stream goes when it has no session and had no entry for a time.
+configurations of all others are kept alive. A stream goes when it has no session and had no entry for a time. Sessions
+that other programs write get their place in the listing here, too.
 
 Invariant: marks stay for ever, and so do the notes of writers; they are a few bytes of each writer. Without them a
 pipeline that comes back to records which Kafka still has would write them into the stream a second time. What is
@@ -82,7 +83,15 @@ class Forgetting:
         else:
             # Last: a session without a place there is forgotten in the next run, if not in this one.
             keeping.forget_listed(before_ms)
+            self._enlist(keeping, before_ms, now_ms, lease)
         keeping.renew_configs(bound)
+
+    def _enlist(self, keeping: SessionKeeping, since_ms: int, now_ms: int, lease: Lease) -> None:
+        for found in keeping.strangers(since_ms):
+            lease.check()
+            keeping.enlist(found, now_ms)
+            if self._scope.stopped():
+                return
 
     def _look(self, keeping: SessionKeeping, stream: str, before_ms: int, bound: set[str]) -> set[int]:
         """Forget the idle sessions of a stream; return the numbers of the others, and add their configurations."""

@@ -38,8 +38,6 @@ BACKOFF_S = (1.0, 60.0)
 """Pauses after a run that could not begin: the store does not answer, or another process is at work."""
 TURN_S = 60.0
 """How long a job may work when another one is due."""
-FORGET_EVERY = timedelta(minutes=10)
-"""How often idle sessions are looked for, unless they expire so soon that it must be more often."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -94,8 +92,7 @@ def session_jobs(settings: Settings) -> Jobs:
         is_used = settings.sessions.is_used or _has_sessions(settings)
         return run_job(settings, work, what=SESSIONS) if is_used else {}
 
-    every = settings.sessions.trim_every
-    forget_every = min(FORGET_EVERY, settings.sessions.expire / 4)
+    every, forget_every = settings.sessions.trim_every, settings.sessions.forget_every
     return {
         "trim": Job(every, lambda _, stopped: run(trim.Trimming(rules[0], memory, Scope(stopped=stopped)))),
         "abandon": Job(every, lambda _, stopped: run(abandon.Abandoning(rules[1], Scope(stopped=stopped)))),

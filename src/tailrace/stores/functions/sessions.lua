@@ -3,6 +3,8 @@
 local NOTHING = '-1'
 -- So many bytes before the state of a session are its version, which is never used again.
 local STAMP = 8
+-- Where the sessions of a stream are, the highest number that was given out there; no session can have that name.
+local GIVEN = '\0'
 
 -- Answers the id that the stream's last entry had, also when it is gone.
 local function last_id(stream)
@@ -40,25 +42,29 @@ local function highest_other(claims, writer)
   return highest
 end
 
--- claim(writer, offset, identity, version seen, number): the number and the position of a session that a record opens. Whoever
--- repeats it gets the same. old: the record is in the stream, or the session has changed since it was read; low: a higher number
--- is needed. Numbers rise with the offsets of a writer, and of several writers only the one that was last may go on.
+-- claim(writer, offset, identity, version seen, number, floor): the number and the position of a session that a record opens.
+-- Whoever repeats it gets the same, unless the name had a life in another stream meanwhile, whose number is the floor. old: the
+-- record is in the stream, or the session has changed since it was read; low: a number above the one answered is needed. Numbers
+-- rise with the offsets of a writer, and of several writers only the one that was last may go on; no number is given twice in a
+-- stream, also when the counter has lost its last writes.
 local function claim(keys, args)
   local stream, tag = keys[1], keys[2]
   local writer, offset, identity, number = args[1], tonumber(args[2]), args[3], tonumber(args[5])
   if tonumber(redis.call('HGET', tag .. ':marks', writer) or NOTHING) >= offset then return {'old'} end
   if version_of(tag, identity) ~= args[4] then return {'old'} end
   local claims = claims_of(tag, identity)
-  local other, highest, kept = highest_other(claims, writer), 0, {}
+  local floor = math.max(highest_other(claims, writer), tonumber(args[6]))
+  local highest, kept = math.max(floor, tonumber(redis.call('HGET', tag .. ':sessions', GIVEN) or 0)), {}
   for _, each in ipairs(claims) do
     highest = math.max(highest, each[1])
-    if each[3] == writer and each[4] == offset and each[1] > other then return {'ok', text(each[1]), each[2]} end
+    if each[3] == writer and each[4] == offset and each[1] > floor then return {'ok', text(each[1]), each[2]} end
     if each[3] ~= writer or each[4] < offset then kept[#kept + 1] = each end
   end
-  if number <= highest then return {'low'} end
+  if number <= highest then return {'low', text(highest)} end
   local position = last_id(stream)
   kept[#kept + 1] = {number, position, writer, offset, milliseconds()}
   keep_claims(tag, identity, kept)
+  redis.call('HSET', tag .. ':sessions', GIVEN, text(number))
   return {'ok', text(number), position}
 end
 
