@@ -29,7 +29,7 @@ from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavail
 from tailrace.model.catalogue import Catalogue
 from tailrace.model.given import Times, Values, bytes_of, channel_of, times_of, type_of, values_of
 from tailrace.model.recording import STORED, Outcome, Recorder
-from tailrace.model.session import bindings_in, checked, identifiers
+from tailrace.model.session import PROGRAM, bindings_in, checked, identifiers
 from tailrace.model.telemetry import (
     CLOSED,
     Close,
@@ -116,7 +116,7 @@ class SessionWriter:
             raise ValueError("the name of a stream has no braces and is not empty, and a key has {identity} in it")
         self._place = StoreOptions(url, password, prefix, timeout_s=timeout_s)
         self._options = SessionOptions(key, round(expire.total_seconds() * 1000), burst)
-        self._stream, self._writer = stream, f"writer:{writer}"
+        self._stream, self._writer = stream, f"{PROGRAM}{writer}"
         self._flush_s, self._patience_s, self._clock = flush_every, patience_s, clock
         self._catalogue = Catalogue()
         self._said: list[_Said] = []

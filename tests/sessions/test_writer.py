@@ -83,7 +83,7 @@ def test_a_program_writes_sessions_as_the_pipeline_does(any_store: StoreOptions)
     assert told.events == [(T0 + 2 * MS, "over speed")]
     assert told.ranges == [(T0 - MS, T0 + 5 * MS)]
     stored = rig.hash("run")
-    assert (stored["state"], stored["writer"], stored["streamName"]) == ("truncated", "writer:w", rig.stream)
+    assert (stored["state"], stored["writer"], stored["streamName"]) == ("truncated", "~w", rig.stream)
     assert msgspec.json.decode(stored["merged"])["details"] == {"driver": "A"}
     assert "details" not in msgspec.json.decode(stored["json"])
 
@@ -146,7 +146,7 @@ def test_a_new_process_with_the_name_of_an_old_one_goes_on_after_it(rig: Rig) ->
     (told,) = rig.told()
     assert told.samples[1] == [(T0 + i * MS, *doubles(i)) for i in range(3)]
     assert len(told.jsons) == 1
-    assert SessionStore(rig.shards).stream_marks([rig.stream]) == {rig.stream: {"writer:w": 2}}
+    assert SessionStore(rig.shards).stream_marks([rig.stream]) == {rig.stream: {"~w": 2}}
 
 
 def test_two_processes_with_one_name_are_told(rig: Rig) -> None:
@@ -155,7 +155,7 @@ def test_two_processes_with_one_name_are_told(rig: Rig) -> None:
         with rig.writer() as second:
             second.open("b")
             second.open("c")
-        with pytest.raises(StoreError, match="somebody else writes as 'writer:w'"):
+        with pytest.raises(StoreError, match="somebody else writes as '~w'"):
             first.flush()
         first._said.clear()
 

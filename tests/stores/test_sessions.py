@@ -170,16 +170,14 @@ def test_of_two_writers_that_open_one_session_one_succeeds(any_store: StoreOptio
 
 def test_a_writer_that_died_while_opening_does_not_keep_others_from_it(any_store: StoreOptions) -> None:
     store, stream, identity = a_store(any_store), a_name("stream"), a_name("lap")
-    dead = store.claim(stream, identity, "writer:dead", 1)
+    dead = store.claim(stream, identity, "~dead", 1)
     assert dead is not None
-    store.put(
-        [Write(stream, "writer:dead", NOTHING, 1, [a_change(stream, identity, dead[0], 1, writer="writer:dead")])]
-    )
-    number, _ = store.claim(stream, identity, "writer:alive", 1) or (0, "")
+    store.put([Write(stream, "~dead", NOTHING, 1, [a_change(stream, identity, dead[0], 1, writer="~dead")])])
+    number, _ = store.claim(stream, identity, "~alive", 1) or (0, "")
     assert number > dead[0]
-    change = a_change(stream, identity, number, 1, opened=1, writer="writer:alive")
-    assert store.write([Write(stream, "writer:alive", NOTHING, 1, [change], [(number, b"a")])]) == [Verdict.OK]
-    assert hash_of(store, identity)["writer"] == "writer:alive"
+    change = a_change(stream, identity, number, 1, opened=1, writer="~alive")
+    assert store.write([Write(stream, "~alive", NOTHING, 1, [change], [(number, b"a")])]) == [Verdict.OK]
+    assert hash_of(store, identity)["writer"] == "~alive"
 
 
 def test_the_hash_only_goes_forward_and_a_new_life_leaves_nothing_of_the_old(any_store: StoreOptions) -> None:

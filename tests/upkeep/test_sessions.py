@@ -253,14 +253,6 @@ def test_the_word_of_a_watchdog_that_died_comes_to_the_stream_all_the_same(site:
     assert site.abandon() == {"sessions": 0}
 
 
-def test_a_topic_that_is_called_like_programs_goes_by_the_pipeline(site: Site) -> None:
-    site.open("lap", heard=1_000, writer="writer:0")
-    site.reached(1_500)
-    rules = abandon.Rules(1_000, SessionOptions(), ("writer",))
-    assert site.do(abandon.Abandoning(rules, Scope())) == {"sessions": 0}
-    assert site.abandon() == {"sessions": 1}
-
-
 def test_without_a_pipeline_nobody_knows_who_is_silent(site: Site) -> None:
     site.open("lap", heard=10_000)
     assert site.abandon() == {"sessions": 0}
@@ -274,8 +266,8 @@ def test_without_a_pipeline_nobody_knows_who_is_silent(site: Site) -> None:
 
 def test_a_session_that_a_program_writes_goes_by_the_stores_clock(site: Site) -> None:
     now = site.store.server_ms("cars-0")
-    site.open("silent", heard=now - 5_000, writer="writer:a")
-    site.open("alive", heard=now, writer="writer:b")
+    site.open("silent", heard=now - 5_000, writer="~a")
+    site.open("alive", heard=now, writer="~b")
     assert site.abandon(after_ms=4_000) == {"sessions": 1}
     assert site.state("silent") == ("abandoned", "abandoned")
     assert site.state("alive") == ("open", "open")

@@ -19,7 +19,7 @@ from tailrace.model.catalogue import Catalogue
 from tailrace.model.event import Source
 from tailrace.model.poison import poison
 from tailrace.model.recording import Recorder
-from tailrace.model.session import Session
+from tailrace.model.session import PROGRAM, Session
 from tailrace.model.session_cursor import Place
 from tailrace.model.telemetry import Refused, head, identity_of, parse
 from tailrace.stores.live import BEGINNING, EntryId, LiveSessions, Located, id_text, parse_id
@@ -56,7 +56,7 @@ class Seam(msgspec.Struct, frozen=True):
 
 def source_of(located: Located) -> Source | None:
     """Return the partition that a session comes from; None if it comes from no Kafka."""
-    if located.opened is None or located.writer.startswith("writer:"):
+    if located.opened is None or located.writer.startswith(PROGRAM):
         return None
     try:
         return Source.parse(located.writer)

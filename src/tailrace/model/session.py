@@ -23,6 +23,8 @@ from tailrace.model.event import iso_time
 from tailrace.model.telemetry import CLOSED, FIRST, LAST, Fault, Refused
 
 ABANDONED: Final = "abandoned"
+PROGRAM: Final = "~"
+"""What the names of writers begin with that are programs, and not partitions: no topic can be called so."""
 MAX_JSON = MAX_BURST - 64
 """Bytes of Session JSON without the word for its state: that, and a message around it, must still fit into a burst."""
 

@@ -61,6 +61,9 @@ BACKOFF_S = (0.5, 5.0)
 HEALTHY_S = 30.0
 """A query that ran this long was well: the next restart does not wait."""
 
+UNNAMED = "you must specify all TopicPartitions"
+"""What Spark says of a partition that came after its offsets were listed and before it looked."""
+
 GONE = -1
 """The generation of a topic that is not there: if it comes back, it gets the next one before it is read."""
 
@@ -230,6 +233,9 @@ class Job:
         planned = sum(len(topic.partitions) for topic in topics.values())
         while not stopping.wait(self._settings.pipeline.advance.total_seconds()):
             if not run.query.isActive:
+                if UNNAMED in str(run.query.exception()):
+                    logger.info("topics were created while the query began: starting it again with them")
+                    return
                 raise failure_of(run.query)
             for loop in run.loops:
                 if loop.failure is not None:

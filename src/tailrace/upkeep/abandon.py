@@ -16,8 +16,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.model.block import pack
 from tailrace.model.burst import bursts, session_json
-from tailrace.model.search import TopicFilter
-from tailrace.model.session import ABANDONED, Session
+from tailrace.model.session import ABANDONED, PROGRAM, Session
 from tailrace.stores.marks import NOTHING
 from tailrace.stores.session_keeping import AT_ONCE, SessionKeeping
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
@@ -27,8 +26,6 @@ from tailrace.upkeep.lease import Lease
 
 AGAIN_MS = 600_000
 """For how long it is made sure that the word has come to the stream: whoever says it may die in between."""
-PROGRAM = "writer:"
-"""What the names of writers begin with that are programs, and not partitions."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -36,18 +33,12 @@ class Rules(msgspec.Struct, frozen=True):
 
     after_ms: int
     options: SessionOptions
-    topics: str | tuple[str, ...] = ()
-    """Those that have sessions."""
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
         """Return the rules of the configuration."""
         given = settings.sessions
-        return cls(milliseconds(given.abandon_after), SessionOptions.of(settings), given.topics)
-
-    def is_program(self, writer: str) -> bool:
-        """Whether a writer is a program; none is taken for one where a topic is called as their names begin."""
-        return writer.startswith(PROGRAM) and PROGRAM.rstrip(":") not in TopicFilter(self.topics)
+        return cls(milliseconds(given.abandon_after), SessionOptions.of(settings))
 
 
 class _Status(msgspec.Struct):
@@ -99,7 +90,7 @@ class Abandoning:
         after_ms = self._rules.after_ms
         if found.state == ABANDONED:
             return clock_ms - found.updated_ms < AGAIN_MS
-        if self._rules.is_program(found.writer):
+        if found.writer.startswith(PROGRAM):
             return clock_ms - found.heard_ms > after_ms
         return reached is not None and min(reached - found.heard_ms, clock_ms - found.updated_ms) > after_ms
 

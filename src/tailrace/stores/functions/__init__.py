@@ -10,7 +10,7 @@ from hashlib import sha256
 from importlib.resources import files
 
 # One library, so one text: the later parts use what the first defines.
-_PARTS = ("tailrace.lua", "upkeep.lua", "searches.lua", "sessions.lua")
+_PARTS = ("tailrace.lua", "folds.lua", "tags.lua", "apply.lua", "upkeep.lua", "searches.lua", "sessions.lua")
 _SOURCE = "\n".join((files(__package__) / name).read_text() for name in _PARTS)
 
 VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]

@@ -1,0 +1,126 @@
+-- Folds: what groups hold, what is due, and what was given out.
+
+-- A rule of folds is given as name:form, the end of its keys; what is counted is counted under its name.
+local function name_of(rule) return string.match(rule, '^[^:]*') end
+
+-- A group of a fold rule: a field of the hash fold:<rule>, whose value begins with a version of eight bytes that is never
+-- used again, and a member of the sorted set due:<rule>. closed:<rule> remembers for a while when groups fell quiet.
+
+-- Returns for each group whether it has the version that was seen, '' for none.
+local function have_versions(tag, rule, groups, seen)
+  local same = {}
+  for first = 1, #groups, MOST do
+    local last = math.min(first + MOST - 1, #groups)
+    local stored = redis.call('HMGET', tag .. ':fold:' .. rule, unpack(groups, first, last))
+    for i = first, last do
+      local value = stored[i - first + 1]
+      same[i] = (value and string.sub(value, 1, 8) or '') == seen[i]
+    end
+  end
+  return same
+end
+
+-- Writes groups; those without a value are removed.
+local function write_groups(tag, rule, groups, values, dues)
+  local set, due, gone = {}, {}, {}
+  for i = 1, #groups do
+    if values[i] == '' then
+      gone[#gone + 1] = groups[i]
+    else
+      set[#set + 1], set[#set + 2] = groups[i], values[i]
+      due[#due + 1], due[#due + 2] = dues[i], groups[i]
+    end
+  end
+  call_many('HSET', tag .. ':fold:' .. rule, set)
+  call_many('ZADD', tag .. ':due:' .. rule, due)
+  call_many('HDEL', tag .. ':fold:' .. rule, gone)
+  call_many('ZREM', tag .. ':due:' .. rule, gone)
+end
+
+-- What was counted and remembered of folds that a call gave out; written at its end.
+local function new_account() return {counts = {}, quiet = {}, keep = {}} end
+
+local function count(account, field, n) account.counts[field] = (account.counts[field] or 0) + n end
+
+local function emit(tag, account, epoch, number, rule, group, id, topic, key, value, reason, last, keep)
+  count(account, 'emitted:' .. name_of(rule), 1)
+  count(account, 'reason:' .. name_of(rule) .. ':' .. reason, 1)
+  if reason == 'quiet' then
+    local quiet = account.quiet[rule] or {}
+    quiet[#quiet + 1], quiet[#quiet + 2] = last, group
+    account.quiet[rule], account.keep[rule] = quiet, keep
+  end
+  return send(tag, epoch, number, id, topic, key, value, '')
+end
+
+local function close_account(tag, account)
+  for field, n in pairs(account.counts) do redis.call('HINCRBY', tag .. ':counts:folds', field, text(n)) end
+  for rule, quiet in pairs(account.quiet) do
+    call_many('ZADD', tag .. ':closed:' .. rule, quiet)
+    redis.call('PEXPIRE', tag .. ':closed:' .. rule, account.keep[rule])
+  end
+end
+
+-- Reads a G item at i: rule, inputs, groups, then for each group, seen, value, due, near. Returns it, and where the next is.
+local function read_groups(args, i)
+  local found = {rule = args[i + 1], inputs = tonumber(args[i + 2]), groups = {}, seen = {}, values = {}, dues = {}, near = {}}
+  local n, at = tonumber(args[i + 3]), i + 4
+  for k = 1, n do
+    found.groups[k], found.seen[k], found.values[k], found.dues[k], found.near[k] = unpack(args, at, at + 4)
+    at = at + 5
+  end
+  return found, at
+end
+
+-- Counts what a G item adds: groups that held nothing, and those of them that had been given out too early.
+local function count_groups(tag, account, item)
+  local name = name_of(item.rule)
+  count(account, 'input:' .. name, item.inputs)
+  local closed = tag .. ':closed:' .. item.rule
+  local known = redis.call('EXISTS', closed) == 1
+  for k = 1, #item.groups do
+    if item.seen[k] == '' then
+      count(account, 'new:' .. name, 1)
+      local quieted = known and redis.call('ZSCORE', closed, item.groups[k])
+      if quieted and tonumber(quieted) > tonumber(item.near[k]) then count(account, 'premature:' .. name, 1) end
+    end
+  end
+end
+
+-- settle(rule, driver epoch, forget ms, (group, seen, value, due, folds, (id, topic, key, value, reason, last, keep)…)…)
+-- Gives out what is due of groups, each one if its version is still the one seen; answers 1 for those and 0 for others. Groups
+-- that fell quiet before forget are not remembered any more. A driver that was overtaken changes nothing; others than drivers
+-- have the epoch 0.
+local function settle(keys, args)
+  local tag, rule = keys[1], args[1]
+  local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
+  if not epoch then return {} end
+  local driver = tonumber(args[2])
+  if driver > 0 and fenced(tag, 'folds', driver) then return {'stale'} end
+  redis.call('ZREMRANGEBYSCORE', tag .. ':closed:' .. rule, '-inf', args[3])
+  local groups, seen, places = {}, {}, {}
+  local i = 4
+  while i <= #args do
+    groups[#groups + 1], seen[#seen + 1], places[#places + 1] = args[i], args[i + 1], i
+    i = i + 5 + 7 * tonumber(args[i + 4])
+  end
+  local same = have_versions(tag, rule, groups, seen)
+  local changed, values, dues, done = {}, {}, {}, {}
+  local number = tonumber(redis.call('GET', tag .. ':number') or '0')
+  local began, account = number, new_account()
+  for k, at in ipairs(places) do
+    done[k] = same[k] and 1 or 0
+    if same[k] then
+      changed[#changed + 1], values[#values + 1], dues[#dues + 1] = groups[k], args[at + 2], args[at + 3]
+      for f = at + 5, at + 5 + 7 * (tonumber(args[at + 4]) - 1), 7 do
+        number = emit(tag, account, epoch, number, rule, groups[k], unpack(args, f, f + 6))
+      end
+    end
+  end
+  write_groups(tag, rule, changed, values, dues)
+  close_account(tag, account)
+  if number > began then redis.call('SET', tag .. ':number', text(number)) end
+  return done
+end
+
+redis.register_function('tailrace_settle_VERSION', settle)
