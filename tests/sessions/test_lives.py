@@ -13,8 +13,9 @@ from tailrace.feeds import session as feed_module
 from tailrace.feeds import session_reader, streams
 from tailrace.feeds.frame import AnyFrame, Frame
 from tailrace.feeds.session import SessionFeeds
+from tailrace.model.entry_id import EntryId
 from tailrace.model.session_cursor import SessionCursor
-from tailrace.stores.live import EntryId, Located
+from tailrace.stores.live import Located
 from tailrace.stores.valkey import StoreOptions
 from tests.sessions.foreign import Foreign, connected, event, periodic, time_range
 from tests.sessions.recorded import MS, T0, Track

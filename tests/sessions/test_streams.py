@@ -15,7 +15,8 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.feeds import streams
 from tailrace.feeds.streams import Entry, EntryId, StreamHub, Tap
-from tailrace.stores.live import END, LiveSessions, parse_id
+from tailrace.model.entry_id import END, parse_id
+from tailrace.stores.live import LiveSessions
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import StoreOptions
 from tests.sessions.foreign import T0, Foreign, connected, event, periodic

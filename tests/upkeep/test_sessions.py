@@ -15,9 +15,10 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.model.block import unpack
 from tailrace.model.burst import parse
+from tailrace.model.entry_id import parse_id
 from tailrace.model.retention import Limits
 from tailrace.model.session import Session
-from tailrace.stores.session_keeping import SessionKeeping, read_id
+from tailrace.stores.session_keeping import SessionKeeping
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.stores.valkey import Shards, StoreOptions, mapping, prepare
 from tailrace.upkeep import abandon, forget, trim
@@ -179,7 +180,7 @@ def test_whoever_reads_while_it_is_trimmed_is_told_what_is_missing(site: Site) -
                     assert trimmed > before, "something is missing, and nobody said so"
                     gaps += 1
                 got.append(n)
-            cursor = read_id(at)
+            cursor = parse_id(at)
         site.write("cars-0", (1, b"%d" % (100 + round_)))
         site.trim(entries=max(1, 60 - 7 * round_))
     assert gaps > 0

@@ -16,13 +16,14 @@ import msgspec
 from tailrace.errors import BrokerUnavailable
 from tailrace.feeds.session_reader import Lost
 from tailrace.model.catalogue import Catalogue
+from tailrace.model.entry_id import BEGINNING, EntryId, id_text, parse_id
 from tailrace.model.event import Source
 from tailrace.model.poison import poison
 from tailrace.model.recording import Recorder
 from tailrace.model.session import PROGRAM, Session
 from tailrace.model.session_cursor import Place
 from tailrace.model.telemetry import Refused, head, identity_of, parse
-from tailrace.stores.live import BEGINNING, EntryId, LiveSessions, Located, id_text, parse_id
+from tailrace.stores.live import LiveSessions, Located
 from tailrace.stores.records import Records, Stored
 from tailrace.stores.valkey import mapping
 

@@ -17,16 +17,18 @@ from tailrace.errors import CursorGone, SessionNotFound
 from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
 from tailrace.feeds.joined import Joined, Span, together
 from tailrace.feeds.session_end import is_closed, is_whole, life_between
-from tailrace.feeds.session_life import ENDED, Life, Piece, SessionParts
+from tailrace.feeds.session_life import Life, Piece, SessionParts
 from tailrace.feeds.session_reader import Lost
 from tailrace.feeds.session_request import SessionRequest
 from tailrace.feeds.session_start import beginning
 from tailrace.model.cursor import FromStart
+from tailrace.model.entry_id import BEGINNING, id_text
 from tailrace.model.selection import Line, Selection
 from tailrace.model.session_cursor import FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.model.shown import Shown, as_json
+from tailrace.model.telemetry import CLOSED
 from tailrace.model.thinning import Thinner, Thinning
-from tailrace.stores.live import BEGINNING, Located, id_text
+from tailrace.stores.live import Located
 
 BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512
 """After so much the reader has its turn, also when there is nothing to show."""
@@ -333,7 +335,7 @@ class SessionFeed:
             return frames + self._end("until")
         if self._announced and life.is_read and self._is_late():
             return frames + self._flushed() + self._end("until")
-        if life.is_read and life.state in ENDED:
+        if life.is_read and life.state in CLOSED:
             frames += await self._closes(life)
         if not self._ended and not request.follow and life.is_past(life.target):
             frames += self._flushed() + self._end("caught-up")
@@ -368,7 +370,7 @@ class SessionFeed:
         found = await live.get(self._request.identity)
         if found is not None and found.number != life.number:
             return await self._turn(life, found)
-        if not life.is_past(until) or (found is not None and found.state not in ENDED):
+        if not life.is_past(until) or (found is not None and found.state not in CLOSED):
             return []
         closed = await is_closed(self._parts, life, until)
         clock = asyncio.get_running_loop().time()
@@ -388,7 +390,7 @@ class SessionFeed:
             self._over = "expired" if life.is_past(until) else ""
         elif found.number != life.number:
             self._next_life = found
-        elif found.state in ENDED:
+        elif found.state in CLOSED:
             life.state = found.state
 
     async def _turn(self, life: Life, found: Located) -> list[AnyFrame]:

@@ -7,11 +7,13 @@ from contextlib import suppress
 import msgspec
 
 from tailrace.errors import BadBurst
-from tailrace.feeds.session_life import ENDED, Life, SessionParts
+from tailrace.feeds.session_life import Life, SessionParts
 from tailrace.feeds.session_reader import entry_at, first_entries, first_entry, last_entries
 from tailrace.model.block import unpack
 from tailrace.model.burst import parse
-from tailrace.stores.live import BEGINNING, EntryId, Located, before, state_of
+from tailrace.model.entry_id import BEGINNING, EntryId, before
+from tailrace.model.telemetry import CLOSED
+from tailrace.stores.live import Located, state_of
 
 
 class _Called(msgspec.Struct):
@@ -26,13 +28,13 @@ async def is_closed(parts: SessionParts, life: Life, until: EntryId) -> bool | N
     stream = life.located.stream
     newest = await last_entries(parts.live, stream, life.number, 1, BEGINNING, until)
     entry = await entry_at(parts.live, stream, newest[0]) if newest else None
-    return None if entry is None else any(state_of(text) in ENDED for text in _said(entry.data, parts.container))
+    return None if entry is None else any(state_of(text) in CLOSED for text in _said(entry.data, parts.container))
 
 
 async def is_whole(parts: SessionParts, life: Life) -> bool:
     """Whether all that a life had was read, as far as can be known: another one has its place."""
     live, stream = parts.live, life.located.stream
-    if life.state in ENDED:
+    if life.state in CLOSED:
         return True
     closed = await is_closed(parts, life, await live.tail(stream))
     if closed is None:

@@ -18,14 +18,14 @@ from tailrace.feeds.retained import Archive, Retained, Told
 from tailrace.feeds.session_reader import Lost, SessionReader
 from tailrace.feeds.streams import Entry, StreamHub, Tap
 from tailrace.model.configuration import BadConfiguration, Channels, Configuration
+from tailrace.model.entry_id import EntryId
 from tailrace.model.selection import Line, Lines, Selection
 from tailrace.model.session import Binding, bindings_in
-from tailrace.model.session_cursor import EntryId, Place
+from tailrace.model.session_cursor import Place
 from tailrace.model.shown import Content, LineSeries, content_of
 from tailrace.model.thinning import Thinner, Thinning, step, thinned
 from tailrace.stores.live import LiveSessions, Located
 
-ENDED = frozenset({"closed", "truncated", "failed"})
 KNOWN = 1_000
 """Configurations that are remembered; a process that meets more begins anew."""
 AGAIN_S = 1.0

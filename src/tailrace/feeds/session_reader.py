@@ -15,19 +15,9 @@ import msgspec
 
 from tailrace.errors import StoreUnavailable
 from tailrace.feeds.streams import Tap
+from tailrace.model.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.model.session_cursor import Place
-from tailrace.stores.live import (
-    BEGINNING,
-    END,
-    Entry,
-    EntryId,
-    LiveSessions,
-    before,
-    entry_of,
-    id_text,
-    number_of,
-    parse_id,
-)
+from tailrace.stores.live import Entry, LiveSessions, entry_of, number_of
 from tailrace.stores.valkey import mapping
 
 AT_ONCE = 32

@@ -9,9 +9,10 @@ from tailrace.feeds.session_end import is_of_another
 from tailrace.feeds.session_life import Life, SessionParts
 from tailrace.feeds.session_reader import Lost, last_entries
 from tailrace.model.cursor import FromEnd, FromLast
+from tailrace.model.entry_id import BEGINNING, EntryId
 from tailrace.model.session_cursor import FromMoment, FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.model.shown import range_end
-from tailrace.stores.live import BEGINNING, EntryId, Located
+from tailrace.stores.live import Located
 
 NEAR_MS = 200
 """How near to a time its place is looked for; what is before it is read, and left out."""

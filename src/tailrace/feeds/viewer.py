@@ -28,10 +28,10 @@ from tailrace.feeds.repacked import Form, live_form, message_block, past_form
 from tailrace.feeds.streams import Entry, EntryId, StreamHub, Tap
 from tailrace.model.burst import NOTHING, Subscription, session_json, time_range
 from tailrace.model.rta import StreamRequest
+from tailrace.model.telemetry import CLOSED
 from tailrace.session_settings import Sessions
 from tailrace.stores.live import Located
 
-ENDED = frozenset({"closed", "truncated", "failed"})
 TICK_S = 0.1
 """Between two time ranges that come without anything else."""
 LOOK_S = 5.0
@@ -244,10 +244,10 @@ class Viewer:
 
     async def _has_ended(self, tap: Tap, located: Located) -> bool:
         """Whether a session is over in its stream too: the hash is written first, and the last samples after it."""
-        if located.state not in ENDED:
+        if located.state not in CLOSED:
             return False
         last = await self._live.newest(tap.stream, located.number, self._edge)
-        return last is None or live_form(last, NOTHING, self._options.container).state in ENDED
+        return last is None or live_form(last, NOTHING, self._options.container).state in CLOSED
 
     async def _next(self, tap: Tap, number: int) -> tuple[list[tuple[Entry, bool]], EntryId]:
         """Return the next entries, whether each is held for all, and the place up to which they are all."""
@@ -268,7 +268,7 @@ class Viewer:
     def _noted(self, form: Form) -> Form:
         self.unread += bool(form.unread)
         if form.state:
-            self._ended = form.state in ENDED
+            self._ended = form.state in CLOSED
         if form.span is not None:
             old = self._span or form.span
             merged = min(old[0], form.span[0]), max(old[1], form.span[1])

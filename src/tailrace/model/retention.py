@@ -11,12 +11,10 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from heapq import heapify, heapreplace
-from typing import TypeAlias
 
 import msgspec
 
-EntryId: TypeAlias = tuple[int, int]
-"""The id of a stream's entry: milliseconds, and a number among those of one millisecond."""
+from tailrace.model.entry_id import EntryId
 
 _SPARE = 1024
 """Entries that are gone from the front of a line before it is moved up."""

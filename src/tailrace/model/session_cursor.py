@@ -13,7 +13,6 @@ The life is the number that the session has in its stream: one that was closed a
 from __future__ import annotations
 
 import re
-from typing import TypeAlias
 
 import msgspec
 
@@ -28,13 +27,12 @@ from tailrace.model.cursor import (
     parse_start,
     parse_time,
 )
+from tailrace.model.entry_id import EntryId
 
 _PLACE = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
 _CURSOR = re.compile(rf"(\d{{1,19}})\.({_PLACE})(?:~({_PLACE})~(-?\d{{1,19}}))?(?:~(.+))?", re.ASCII)
 _STATE = re.compile(r"(?=.)(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?", re.ASCII)
 _NS = re.compile(r"\d{16,19}", re.ASCII)
-
-EntryId: TypeAlias = tuple[int, int]
 
 
 class Place(msgspec.Struct, frozen=True, order=True):

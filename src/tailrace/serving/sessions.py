@@ -17,6 +17,7 @@ from tailrace.feeds.session_reader import first_entry, last_entries
 from tailrace.feeds.session_request import SessionRequest, make_session_request
 from tailrace.model.configuration import Channels
 from tailrace.model.conversion import Conversion, Text
+from tailrace.model.entry_id import BEGINNING, id_text
 from tailrace.model.event import iso_time
 from tailrace.model.session import bindings_in
 from tailrace.serving.dependencies import Here, LastEventId
@@ -24,7 +25,7 @@ from tailrace.serving.encodings import choose
 from tailrace.serving.parameters import FeedQuery, NoQuery, decoded, refuse_repeats
 from tailrace.serving.service import Service, now_ms
 from tailrace.serving.sse import FeedResponse
-from tailrace.stores.live import BEGINNING, Located, id_text
+from tailrace.stores.live import Located
 
 MOST = 10_000
 """Sessions that are looked at for a list: those that were updated last."""

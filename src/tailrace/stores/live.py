@@ -9,19 +9,14 @@ lost between the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from tailrace.errors import StoreError
+from tailrace.model.entry_id import BEGINNING, END, EntryId, id_text, parse_id
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping
-
-EntryId: TypeAlias = tuple[int, int]
-"""The id of a stream's entry: milliseconds, and a number among those of one millisecond."""
-
-BEGINNING: EntryId = (0, 0)
-END: EntryId = ((1 << 64) - 1, (1 << 64) - 1)
 
 PAGE = 32
 """Entries that are read at once: each may have a megabyte."""
@@ -76,23 +71,6 @@ class Located(msgspec.Struct, frozen=True):
     def span(self) -> tuple[int, int] | None:
         """The session's time range, in nanoseconds."""
         return None if self.start is None or self.end is None else (self.start, self.end)
-
-
-def parse_id(text: bytes | str) -> EntryId:
-    """Read the id of an entry; ValueError if it is none."""
-    ms, _, seq = (text.decode() if isinstance(text, bytes) else text).partition("-")
-    return int(ms), int(seq or 0)
-
-
-def id_text(entry: EntryId) -> str:
-    """Return the id of an entry as the store writes it."""
-    return f"{entry[0]}-{entry[1]}"
-
-
-def before(entry: EntryId) -> EntryId:
-    """Return the id right before that of an entry."""
-    ms, seq = entry
-    return (ms, seq - 1) if seq else (ms - 1, END[1]) if ms else BEGINNING
 
 
 def number_of(text: bytes) -> int:

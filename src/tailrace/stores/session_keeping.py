@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tailrace.model.retention import EntryId
+from tailrace.model.entry_id import EntryId, id_text, parse_id
 from tailrace.stores.sessions import VERSION_BYTES, SessionStore, is_stream_name
 from tailrace.stores.valkey import Keyed, KeyedCall, mapping, translated
 
@@ -60,7 +60,7 @@ class SessionKeeping:
         call: KeyedCall = "weigh", self._slot(stream), (id_text(after), *WEIGHED)
         flat = iter(self._shards.call_keyed([call])[0])
         return [
-            Weighed(read_id(entry), int(number) if number.isdigit() else -1, int(size))
+            Weighed(parse_id(entry), int(number) if number.isdigit() else -1, int(size))
             for entry, number, size in zip(flat, flat, flat, strict=True)
         ]
 
@@ -76,7 +76,8 @@ class SessionKeeping:
         """Return up to where sessions were trimmed, by number."""
         key = self._keys.trimmed(stream)
         return {
-            int(n): read_id(entry) for n, entry in mapping(self._shards.run_keyed([(key, ("HGETALL", key))])[0]).items()
+            int(n): parse_id(entry)
+            for n, entry in mapping(self._shards.run_keyed([(key, ("HGETALL", key))])[0]).items()
         }
 
     def forget_trimmed(self, stream: str, numbers: Sequence[int]) -> None:
@@ -171,14 +172,3 @@ def _page(node: Any, cursor: int, pattern: str) -> tuple[int, list[str]]:
     """Return some of the hashes of a node whose keys are by a pattern, and where to go on; 0 at the end."""
     cursor, keys = node.execute_command("SCAN", cursor, "MATCH", pattern, "COUNT", LOOKED_AT, "TYPE", "hash")
     return int(cursor), [key.decode(errors="replace") for key in keys]
-
-
-def read_id(text: bytes) -> EntryId:
-    """Read the id of an entry."""
-    ms, _, seq = text.partition(b"-")
-    return int(ms), int(seq)
-
-
-def id_text(entry: EntryId) -> str:
-    """Return the id of an entry as the store writes it."""
-    return f"{entry[0]}-{entry[1]}"
