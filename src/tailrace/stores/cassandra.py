@@ -147,6 +147,7 @@ class Connection:
             reconnection_policy=ConstantReconnectionPolicy(1.0, max_attempts=None),
             connect_timeout=options.timeout_s,
             control_connection_timeout=options.timeout_s,
+            compression=False,  # else it depends on which packages happen to be there, and so does what is too large
         )
         try:
             with translated():
