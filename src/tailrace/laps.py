@@ -169,7 +169,9 @@ def with_sessions(settings: Settings) -> Settings:
     told = settings.origin("sessions.topics") != "default" or settings.sessions.is_used
     if told or "sessions" not in settings.pipeline.views or not settings.demo.cars:
         return settings
-    return settings.model_copy(update={"sessions": settings.sessions.model_copy(update={"topics": (TOPIC,)})})
+    # The cars may be under way before the pipeline is: without their first record nobody knows what they say.
+    update = {"topics": (TOPIC,), "begin": "start"}
+    return settings.model_copy(update={"sessions": settings.sessions.model_copy(update=update)})
 
 
 def pages(settings: Settings) -> tuple[str, ...]:

@@ -45,10 +45,17 @@ def begin_at_end(
     generations: Mapping[str, int],
     bounds: Mapping[tuple[str, int], tuple[int, int]],
 ) -> None:
-    """Let a view that has never begun begin with what comes from now on."""
+    """Let a view that has never begun begin with what comes from now on.
+
+    That it has begun is noted: where Kafka had nothing there are no marks, and what came since would be passed over.
+    """
+    meta, field = shards.keys.meta(0), f"begun:{view}"
+    if shards.run_all([(0, ("HEXISTS", meta, field))])[0]:
+        return
     if not lowest(read_marks(shards, view)):
         ends = {Source(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
         advance(shards, view, epoch, ends)
+    shards.run_all([(0, ("HSET", meta, field, epoch))])
 
 
 def begin_matches(

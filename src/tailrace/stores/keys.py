@@ -5,7 +5,7 @@ function call can change all of it atomically. ``view`` is a word without colons
 name, which may be any text, comes last and no two names share a key.
 
     <prefix>:{<shard>}                                  the tag itself; declared as the key of every function call
-    …:meta                       hash    run_id, epoch, shards, format
+    …:meta                       hash    run_id, epoch, shards, format; in shard 0 also begun:<view>, once it has
     …:number                     string  the last number given out in the shard
     …:fence                      hash    view -> driver epoch that owns it
     …:marks:<view>               hash    source -> last offset applied
