@@ -64,7 +64,9 @@ def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for at, column in enumerate(columns):
+        table.add_column(column, no_wrap=at == 0)  # the name, which is what people copy
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     Console().print(table)
