@@ -15,6 +15,9 @@ from tailrace.units import format_size
 
 T = TypeVar("T")
 
+LONG = 40
+"""Characters of a name from which on it may be broken over lines."""
+
 
 def ask(url: str, question: Callable[[River], Awaitable[T]]) -> T:
     """Ask the service one question."""
@@ -65,8 +68,10 @@ def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    # The name is what people copy; a long one would leave no room for the rest.
+    is_whole = all(len(row[0]) <= LONG for row in rows)
     for at, column in enumerate(columns):
-        table.add_column(column, no_wrap=at == 0)  # the name, which is what people copy
+        table.add_column(column, no_wrap=at == 0 and is_whole)
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     Console().print(table)
