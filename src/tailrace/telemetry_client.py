@@ -9,6 +9,7 @@ A time is an integer of nanoseconds all the way. Like every feed, a session goes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -192,15 +193,16 @@ class SessionFeed:
                 yield self.feed._control(frame)
 
 
-class Telemetry:
+class Telemetry(ABC):
     """What a ``River`` does with telemetry sessions."""
 
+    @abstractmethod
     def _feed(self, path: str, query: Query, document: str | None = None, **given: Unpack[Asked]) -> Feed:
-        raise NotImplementedError
+        """Follow what is at a path."""
 
+    @abstractmethod
     async def call(self, method: str, path: str, patience: float = 30.0, **options: Any) -> bytes:
         """Ask anything of the service; return the body of the answer."""
-        raise NotImplementedError
 
     def session(
         self,
