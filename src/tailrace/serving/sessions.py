@@ -156,7 +156,7 @@ async def follow_session(
 def summary(located: Located) -> dict[str, Any]:
     """Return what a list says of a session."""
     json = _json(located)
-    span = None if located.start is None or located.end is None else [str(located.start), str(located.end)]
+    span = None if located.span is None else [str(each) for each in located.span]
     return {
         "identity": located.identity,
         "state": located.state,
