@@ -98,6 +98,13 @@ class Wire:
                     found.append((last[1] if last else "", answer))
         return found
 
+    def carries(self, pattern: re.Pattern[str]) -> None:
+        """Wait for an answer to a search to have such a text in it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(pattern.search(answer) for _, answer in self.feeds()):
+            assert time.monotonic() < deadline, f"nothing like {pattern.pattern!r} in {self.feeds()}"
+            time.sleep(0.01)
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:

@@ -14,6 +14,7 @@ from tests.grep.site import Site, numbered
 from tests.writing import NOON
 
 CLOSED = 2
+LONE_ID = re.compile(r"\n\nid: (\S+)\n\n")
 
 
 def test_an_event_source_goes_on_after_restarts_sees_each_event_once_and_stops_at_the_end(
@@ -62,6 +63,7 @@ def test_ids_alone_move_an_event_source_that_was_never_shown_anything(site: Site
     path = grep_path(topics=topic, start=iso_time(NOON + 100_000))
     with Served(site, tmp_path) as served, Wire(served.port) as wire, in_browser(wire.url, path, tmp_path) as page:
         page.saw("open")
+        wire.carries(LONE_ID)
         served.kill()
         served.start()
         page.saw("open", 2)
@@ -70,5 +72,5 @@ def test_ids_alone_move_an_event_source_that_was_never_shown_anything(site: Site
             page.until(lambda page: len(page.events) >= 5)
     assert [event["data"]["n"] for event in page.events] == list(range(100, 105))
     (first, opening), (second, _) = wire.feeds()
-    assert (first, [second]) == ("", re.findall(r"\n\nid: (\S+)\n\n", opening)[-1:])
+    assert (first, [second]) == ("", LONE_ID.findall(opening)[-1:])
     assert not re.search(r"^data:", opening, re.MULTILINE)
