@@ -26,14 +26,19 @@ SHOWN = """document.querySelector("#events") && ({
     state: document.getElementById("state").textContent,
     link: document.getElementById("link").textContent,
     note: document.getElementById("note").hidden ? "" : document.getElementById("note").textContent,
-    events: [...document.querySelectorAll("#events li")].map((each) => each.lastChild.textContent),
+    events: [...document.querySelectorAll("#events li span:last-child")].map((each) => each.textContent),
     details: document.getElementById("details").textContent,
     counted: window.counted ?? {},
+    shown: [...document.querySelectorAll(".chart:not([hidden]) .name")].map((each) => each.textContent),
+    address: location.hash,
     now: Object.fromEntries([...document.querySelectorAll(".chart")].map((card) =>
         [card.querySelector(".name").textContent, card.querySelector(".now").textContent])),
     drawn: [...document.querySelectorAll(".chart canvas")].filter((canvas) => canvas.width && canvas
         .getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean)).length,
 })"""
+
+TYPED = """{{ const field = document.getElementById("{name}");
+    field.value = "{text}"; field.dispatchEvent(new Event("input")); }}"""
 
 
 class Driven:
@@ -42,9 +47,12 @@ class Driven:
     def __init__(self, writer: SessionWriter, identity: str) -> None:
         self._writer, self.identity, self.steps = writer, identity, 0
         self._began = time.time_ns() // STEP * STEP
+        self.open()
+
+    def open(self) -> None:
         bound = [{"identifier": IDENTIFIER, "channelOffset": 0}]
         given = {"identifier": "Car 1", "details": {"driver": "Ada"}, "configBindings": bound}
-        writer.open(identity, given, {IDENTIFIER: CONFIGURATION})
+        self._writer.open(self.identity, given, {IDENTIFIER: CONFIGURATION})
 
     def go(self, steps: int) -> None:
         for _ in range(steps):
@@ -75,6 +83,11 @@ def until(tab: Tab, condition: Any) -> dict[str, Any]:
     return shown
 
 
+def press(tab: Tab, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        tab.call("Input.dispatchKeyEvent", type=kind, key=key)
+
+
 def is_live(shown: dict[str, Any]) -> bool:
     return bool(shown["link"].startswith("live"))
 
@@ -100,6 +113,13 @@ def test_a_page_shows_a_session_goes_on_after_a_crash_and_misses_and_repeats_not
             assert shown["now"]["vCar"] == f"{18 * 3.6:.1f}", "the sample of the cell that is open is still to come"
             assert "Ada" in shown["details"]
             assert shown["events"] == [f"lap {n}" for n in range(19, -1, -1)]
+            assert len(shown["shown"]) == 4
+            tab.evaluate(TYPED.format(name="filter", text="gear, none"))
+            until(tab, lambda page: (page["shown"], page["address"]) == (["NGear"], "#show=gear%2C+none"))
+            press(tab, "ArrowLeft")
+            until(tab, lambda page: page["link"].startswith("paused, at "))
+            press(tab, "End")
+            until(tab, is_live)
             service.kill()
             car.go(10)
             until(tab, lambda page: page["link"].startswith("connecting again"))
@@ -113,6 +133,21 @@ def test_a_page_shows_a_session_goes_on_after_a_crash_and_misses_and_repeats_not
         assert shown["counted"]["samples"] == 4 * car.steps
         assert shown["counted"]["connections"] == 2
         assert (shown["counted"]["gaps"], shown["note"]) == (0, "")
+
+
+def test_a_page_goes_on_with_a_session_that_is_opened_again(
+    store: StoreOptions, service: Mortal, tmp_path: Path
+) -> None:
+    identity = f"again-{store.prefix}"
+    with driving(store, identity) as car, browsing(f"{service.url}/sessions/{identity}", tmp_path) as tab:
+        car.go(2)
+        car.close()
+        until(tab, lambda page: page["link"] == "over: closed")
+        car.open()
+        car.go(2)
+        shown = until(tab, lambda page: page["events"][:1] == ["lap 3"] and is_live(page))
+        assert (shown["events"], shown["state"]) == ([f"lap {n}" for n in range(3, -1, -1)], "open")
+        assert "opened again" in shown["note"]
 
 
 def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
@@ -148,8 +183,15 @@ def test_the_sessions_are_listed_in_a_page(store: StoreOptions, tmp_path: Path) 
                 assert time.monotonic() < deadline, said
                 time.sleep(0.1)
             assert "open" in said
-            link = tab.evaluate('document.querySelector("#rows a").getAttribute("href")')
-    assert link == f"/sessions/listed%2F{store.prefix}"
+            tab.evaluate('document.querySelector("#rows a").focus()')
+            before = said
+            while (said := tab.evaluate(rows)) == before:  # how long ago it was updated
+                assert time.monotonic() < deadline, said
+                time.sleep(0.1)
+            focused = tab.evaluate('document.activeElement.getAttribute("href")')
+            tab.evaluate(TYPED.format(name="filter", text="grace"))
+            assert tab.evaluate(rows) == "[]"
+    assert focused == f"/sessions/listed%2F{store.prefix}", "a list that is asked for again takes nobody's focus"
 
 
 def test_pages_are_whole_and_ask_for_nothing_from_elsewhere(store: StoreOptions, tmp_path: Path) -> None:
@@ -165,5 +207,6 @@ def test_pages_are_whole_and_ask_for_nothing_from_elsewhere(store: StoreOptions,
             assert answer.headers["content-type"].startswith(kind)
             assert "default-src 'self'" in answer.headers["content-security-policy"]
             assert "://" not in answer.text
+        assert client.get("/sessions/%ff").status_code == 400
         assert client.get("/pages/nothing.js").status_code == 404
         assert client.get("/pages/..%2Fpages.py").status_code == 404

@@ -47,11 +47,15 @@ def refused(url: str, identity: str, **more: Any) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("offered", [None, ["chat"], ["mat.ocs.rta.stream"]])
 def test_a_websocket_without_the_subprotocol_is_answered_with_406(
-    service: Running, session: Foreign, offered: Any
+    service: Running, session: Foreign, caplog: pytest.LogCaptureFixture, offered: Any
 ) -> None:
-    status, said = refused(service.url, session.identity, subprotocols=offered)
+    with caplog.at_level("WARNING"):
+        status, said = refused(service.url, session.identity, subprotocols=offered)
+        service.stop()
     assert (status, said["code"]) == (406, "http.406")
     assert SUBPROTOCOL in said["detail"]
+    logged = [record.message for record in caplog.records if record.name.startswith("tailrace.serving")]
+    assert not logged, "a refusal is an answer, and no error of the service"
 
 
 @pytest.mark.parametrize("origin", ["https://elsewhere.example", "null", "http://127.0.0.1:1", "http://["])

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from typing import Annotated
 
-from fastapi import HTTPException, Response
+from fastapi import HTTPException, Path, Response
+
+from tailrace.serving.sessions import Identity
 
 _TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript"}
 _HEADERS = {
@@ -24,12 +27,14 @@ async def sessions_page() -> Response:
     return _file("sessions.html")
 
 
-async def session_page(identity: str) -> Response:
-    """Show a session in a browser while it goes on: charts, values, events."""
+async def session_page(identity: Identity) -> Response:
+    """Show a session in a browser while it goes on: charts, values, events. It waits for one that is not there yet."""
     return _file("session.html")
 
 
-async def page_file(name: str) -> Response:
+async def page_file(
+    name: Annotated[str, Path(description="Name of a file of the pages, such as `pages.css`.")],
+) -> Response:
     """Return a script or a style sheet of the pages."""
     return _file(name)
 

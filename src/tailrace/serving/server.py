@@ -70,6 +70,8 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         if self.close_sent:
             raise ClientDisconnected
         await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            self.handshake_complete = True  # a refusal is an answer; uvicorn would log an error for each
         if message["type"] == "websocket.close":
             self.loop.call_later(self.close_timeout + FAREWELL_S, self.transport.abort)
 

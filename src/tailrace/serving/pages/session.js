@@ -1,22 +1,34 @@
 // One session while it goes on: charts of the last seconds, current values, events; resumed where it was cut off.
 
-import {Chart, colours} from "/pages/charts.js";
+import {Chart, colours} from "/pages/chart.js";
+import {Choice} from "/pages/choice.js";
+import {Events, rows} from "/pages/events.js";
 import {readFrame} from "/pages/frames.js";
+import {KEPT_MS, View} from "/pages/view.js";
+import {clock, span} from "/pages/writing.js";
 
-const KEPT_MS = 65_000;
 const PIXEL = "50ms"; // of so long a time the least and the greatest sample are sent
-const FRAME_MS = 40;
+const SMOOTH_MS = 40, CALM_MS = 100; // between two drawings, of a short and of a long stretch
 const FIRST_WAIT_MS = 300;
 const LONGEST_WAIT_MS = 8_000;
-const SHOWN_EVENTS = 200;
+const FULL_PAST = 50; // parameters whose past is read as far back as it is kept; of more of them less is read
+const SHORTEST_PAST_MS = 10_000;
+const LOOK_MS = 2_000;
+const SILENT_MS = 15_000; // after so long without a word it is asked whether there is any
+const CLOSED = ["closed", "truncated", "failed"];
 
 const identity = decodeURIComponent(location.pathname.replace(/^\/sessions\//, ""));
 const address = `/v1/sessions/${encodeURIComponent(identity)}`;
 const $ = (id) => document.getElementById(id);
 
 const charts = new Map();
-const latest = new Map();
 const parameters = new Map();
+const view = new View($("window"), $("pause"), $("charts"));
+const choice = new Choice($("filter"), $("window"), $("count"), () => [...charts.values()]);
+const events = new Events($("events"), $("latest"), (at) => view.show(at));
+const watched = new IntersectionObserver((entries) => {
+  for (const entry of entries) entry.target.chart.seen = entry.isIntersecting;
+}, {rootMargin: "80px"});
 let json = {};
 let range = null;
 let link = "connecting";
@@ -24,44 +36,32 @@ let base = null; // the first time that was seen, in nanoseconds: what is shown 
 let cursor = "";
 let start = "-1m";
 let newest = null;
-let edge = null;
+let socket = null;
+let heard = 0;
 let drawn = 0;
 let wait = FIRST_WAIT_MS;
 let ended = false;
-let missing = false; // whether the note says that there is no session
+let known = false; // whether there is such a session
+let complete = false; // whether its configuration is known
 let shades = colours();
 const counted = {frames: 0, samples: 0, gaps: 0, connections: 0}; // for whoever looks at the page from outside
 window.counted = counted;
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { shades = colours(); });
+$("note").querySelector("button").addEventListener("click", () => note(""));
 
 /** Milliseconds since the base. A difference of two times fits into a number; a time does not. */
 function since(time) {
-  base ??= time;
+  if (base === null) {
+    base = time;
+    view.zero = Number(base) / 1e6;
+  }
   return Number(time - base) / 1e6;
 }
 
-function clock(time) {
-  const date = new Date(Number(time / 1_000_000n));
-  return `${date.toLocaleTimeString([], {hour12: false})}.${String(date.getMilliseconds()).padStart(3, "0")}`;
-}
-
-function span(start, end) {
-  const tenths = Number((end - start) / 100_000_000n);
-  return `${Math.floor(tenths / 600)}:${((tenths % 600) / 10).toFixed(1).padStart(4, "0")}`;
-}
-
 function note(text) {
-  $("note").textContent = text;
+  $("note").firstElementChild.textContent = text;
   $("note").hidden = !text;
-}
-
-function rows(list, pairs) {
-  list.replaceChildren(...pairs.flatMap(([name, value]) => {
-    const term = document.createElement("dt"), said = document.createElement("dd");
-    [term.textContent, said.textContent] = [name, value];
-    return [term, said];
-  }));
 }
 
 /** Show what is known: what an update leaves out, or calls unknown, stays. */
@@ -70,7 +70,11 @@ function showSession(update) {
   $("title").textContent = document.title = json.identifier || identity;
   $("state").textContent = json.state;
   $("state").className = `state ${json.state}`;
-  rows($("details"), [["identity", identity], ...Object.entries(json.details ?? {}).map(([k, v]) => [k, String(v)])]);
+  rows($("details"), [["identity", identity], ...Object.entries(json.details ?? {}).map(([k, v]) => [k, said(v)])]);
+}
+
+function said(value) {
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
 /** A range only grows; what comes from the past may have an older one. */
@@ -81,25 +85,16 @@ function showRange(told) {
 }
 
 function showLink() {
-  if (link !== "live" || newest === null) {
-    $("link").textContent = link;
-    return;
-  }
-  const behind = Math.max(0, Date.now() - Number(base / 1_000_000n) - newest) / 1000;
-  $("link").textContent = behind < 60 ? `live, ${behind.toFixed(1)} s behind the clock` : "live, and silent";
+  $("link").textContent = linkText();
+  $("link").className = link.startsWith("connecting") ? "lost" : "faint";
 }
 
-function showEvent(event) {
-  const kind = event.description || event.code || `${event.app} ${event.id}`;
-  const said = event.text || (event.values ?? []).join(" ");
-  latest.set(kind, said);
-  const item = document.createElement("li"), at = document.createElement("span"), text = document.createElement("span");
-  item.className = event.priority ?? "";
-  at.className = "faint number";
-  [at.textContent, text.textContent] = [clock(BigInt(event.time)), said || kind];
-  item.append(at, text);
-  $("events").prepend(item);
-  while ($("events").childElementCount > SHOWN_EVENTS) $("events").lastElementChild.remove();
+function linkText() {
+  if (!view.follows && view.edge !== null) return `paused, at ${clock(view.zero + view.edge, 1)}; ${link}`;
+  if (!["live", "catching up"].includes(link)) return link;
+  if (newest === null) return known ? `${link}, and nothing came yet` : "waiting for the session";
+  const behind = Math.max(0, Date.now() - view.zero - newest) / 1000;
+  return behind < 60 || link !== "live" ? `${link}, ${behind.toFixed(1)} s behind the clock` : "live, and silent";
 }
 
 function chartOf(channel) {
@@ -109,10 +104,12 @@ function chartOf(channel) {
     chart = new Chart({id: channel.name, name: channel.name, unit: channel.unit});
     chart.describe(parameters.get(channel.name) ?? {});
     chart.order = channel.channel;
+    chart.card.chart = chart;
     charts.set(key, chart);
     const after = [...$("charts").children].find((card) => card.chart.order > chart.order);
-    chart.card.chart = chart;
     $("charts").insertBefore(chart.card, after ?? null);
+    watched.observe(chart.card);
+    choice.apply();
   }
   return chart;
 }
@@ -123,7 +120,7 @@ function showFrame(frame) {
   counted.frames += 1;
   if (frame.json) {
     showSession(frame.json);
-    if (!parameters.size) describe();
+    if (!known) describe();
   }
   if (frame.range) showRange(frame.range);
   for (const channel of frame.channels ?? []) {
@@ -134,8 +131,8 @@ function showFrame(frame) {
     newest = times.reduce((a, b) => Math.max(a, b), newest ?? -Infinity);
     chart.samples.drop(newest - KEPT_MS);
   }
-  for (const event of frame.events ?? []) showEvent(event);
-  if (frame.events?.length) rows($("latest"), [...latest]);
+  if (frame.events?.length) events.add(frame.events, since);
+  if (newest !== null) events.drop(newest - KEPT_MS);
 }
 
 function showControl(frame) {
@@ -143,11 +140,16 @@ function showControl(frame) {
     case "gap":
     case "dropped":
       counted.gaps += 1;
+      for (const chart of charts.values()) chart.samples.cut();
       note(`${frame.event === "gap" ? "A part is missing" : "This page was too slow: a part was left out"} ` +
-        `(${frame.reason}), from ${frame.from} to ${frame.to}. ${counted.gaps} in all.`);
+        `(${frame.reason}), from ${entry(frame.from)} to ${entry(frame.to)}. ${counted.gaps} in all.`);
+      break;
+    case "caught-up":
+      link = "live";
       break;
     case "life":
       note("The session was opened again under the same name.");
+      describe();
       break;
     case "end":
       ended = true;
@@ -158,16 +160,24 @@ function showControl(frame) {
   }
 }
 
+/** Ids of entries begin with the time at which they were written; those of records in Kafka do not. */
+function entry(id) {
+  const found = /^(\d{12,14})-/.exec(id);
+  return found ? clock(Number(found[1]), 1) : id === "0-0" ? "the start" : id;
+}
+
 function connect() {
   const query = new URLSearchParams({pixel: PIXEL, ...(cursor ? {after: cursor} : {from: start})});
-  const socket = new WebSocket(`${location.origin.replace(/^http/, "ws")}${address}/live?${query}`);
+  socket = new WebSocket(`${location.origin.replace(/^http/, "ws")}${address}/live?${query}`);
   socket.binaryType = "arraybuffer";
   socket.onopen = () => {
     counted.connections += 1;
     wait = FIRST_WAIT_MS;
-    link = "live";
+    link = "catching up";
+    heard = Date.now();
   };
   socket.onmessage = (message) => {
+    heard = Date.now();
     showFrame(typeof message.data === "string" ? JSON.parse(message.data) : readFrame(message.data));
   };
   socket.onclose = (closed) => {
@@ -180,41 +190,59 @@ function connect() {
 
 function draw(now) {
   requestAnimationFrame(draw);
-  if (now - drawn < FRAME_MS || newest === null) return;
-  // The right edge moves with the clock, and is pulled gently to where the newest sample is.
-  edge = edge === null || Math.abs(edge - newest) > 2_000 ? newest : edge + (now - drawn) + (newest - edge) * 0.1;
-  if (ended) edge = newest;
+  const pause = Math.min(CALM_MS, Math.max(SMOOTH_MS, view.span / 300)); // about the time of a pixel
+  if (now - drawn < pause || newest === null) return;
+  view.advance(newest, now - drawn, ended);
   drawn = now;
-  const from = edge - 1000 * Number($("window").value);
-  for (const chart of charts.values()) {
-    chart.draw(from, edge, shades);
-  }
+  const shown = view.shown();
+  for (const chart of charts.values()) if (chart.seen) chart.draw(shown, events.marks, shades);
 }
 
-/** Ask what the session and its parameters are; say so if it is not there yet. */
+/** Ask what the session and its parameters are. Returns what the service says; nothing if it does not answer. */
 async function describe() {
+  let answer, told;
   try {
-    const answer = await fetch(address);
-    const told = await answer.json();
-    if (!answer.ok) throw new Error(told.detail ?? answer.statusText);
-    if (missing) note("");
-    missing = false;
-    showSession({...told.json, state: told.state});
-    for (const channel of told.channels ?? []) {
-      for (const parameter of channel.parameters ?? []) parameters.set(parameter.id, parameter);
-    }
-    for (const chart of charts.values()) chart.describe(parameters.get(chart.parameter.id) ?? {});
-    if (told.range) {
-      showRange(told.range);
-      start = String(BigInt(told.range[1]) - BigInt(KEPT_MS) * 1_000_000n); // also of a session that is over
-    }
-  } catch (error) {
-    missing = true;
-    note(error.message);
+    answer = await fetch(address);
+    told = await answer.json();
+  } catch {
+    return; // the connection says so
+  }
+  if (!answer.ok) {
+    if (!known) note(told.detail ?? answer.statusText);
+    return;
+  }
+  if (!known) note("");
+  [known, complete] = [true, told.complete];
+  showSession({...told.json, state: told.state});
+  for (const channel of told.channels ?? []) {
+    for (const parameter of channel.parameters ?? []) parameters.set(parameter.id, parameter);
+  }
+  for (const chart of charts.values()) chart.describe(parameters.get(chart.parameter.id) ?? {});
+  if (told.range) {
+    showRange(told.range);
+    const past = Math.max(SHORTEST_PAST_MS, KEPT_MS * Math.min(1, FULL_PAST / parameters.size));
+    start = String(BigInt(told.range[1]) - BigInt(Math.round(past)) * 1_000_000n); // also of a session that is over
+  }
+  return told;
+}
+
+/** See whether a session that is over began again, and whether a connection that is silent is one. */
+async function look() {
+  setTimeout(look, LOOK_MS);
+  const silent = ["live", "catching up"].includes(link) && Date.now() - heard > SILENT_MS;
+  if (!ended && !silent && (complete || !known)) return;
+  const told = await describe();
+  if (!told) return;
+  if (ended && !CLOSED.includes(told.state)) {
+    ended = false;
+    connect();
+  } else if (silent && Date.now() - heard > SILENT_MS && told.range && since(BigInt(told.range[1])) > newest + SILENT_MS) {
+    socket.close();
   }
 }
 
 requestAnimationFrame(draw);
 setInterval(showLink, 250);
+setTimeout(look, LOOK_MS);
 await describe();
 connect();
