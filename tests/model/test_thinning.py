@@ -138,7 +138,7 @@ def test_what_is_thinned_entry_by_entry_before_comes_out_the_same(
     other: Thinner[str] = Thinner(thinning)
     out, before = run(one, entries, start), list[Series[str]]()
     for entry in entries:
-        before += other.take(start, entry.newest, [thinned(each, thinning) for each in entry.series()])
+        before += other.take(start, entry.newest, thinned(entry.series(), thinning))
     assert flat([*out, *one.flush()]) == flat([*before, *other.flush()])
 
 

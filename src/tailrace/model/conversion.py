@@ -44,8 +44,8 @@ class Rational(msgspec.Struct, frozen=True):
         c1, c2, c3, c4, c5, c6 = self.coefficients
         x = raw.astype(np.float64)
         with np.errstate(all="ignore"):
-            quotient: Array = _quadratic(x, c1, c2, c3) / _quadratic(x, c4, c5, c6)
-        return quotient
+            quotient = _quadratic(x, c1, c2, c3) / _quadratic(x, c4, c5, c6)
+        return np.full(x.shape, quotient) if quotient.ndim < x.ndim else quotient
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -126,7 +126,8 @@ def _bits(raw: Array, shift: int, mask: int) -> Array:
 
 
 def _quadratic(x: Array, a: float, b: float, c: float) -> Array:
-    total: Array = np.full(x.shape, c)
+    """Return the sum of the terms that there are: of each number, or one for all if it is the same."""
+    total: Array = np.asarray(c, np.float64)
     if b:
         total = b * x + c if c else b * x
     return total + a * (x * x) if a else total

@@ -10,6 +10,7 @@ samples, those of 8 bytes are read as ``f64``, too: they were written before any
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,8 +22,11 @@ from tailrace.model.channel import Channel, unpack_values
 from tailrace.model.configuration import Channels
 from tailrace.model.rta import PeriodicData, RowData, StreamDataBurst, TimestampedData
 
+SHORT = 4096
+"""Samples of a message, up to which their distances are remembered."""
 _PLAIN = Channel(0)
 """A channel of which nothing is said."""
+_PLAIN_WIDTH = _PLAIN.width
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -86,8 +90,18 @@ def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
 def _periodic(decoded: Decoded, given: PeriodicData, channels: Channels) -> None:
     raw = _raw(decoded, given.channel_id, given.buffer, given.samples, channels)
     if raw is not None:
-        times = given.start_timestamp + given.interval * np.arange(len(raw), dtype=np.int64)
+        distances = _remembered if len(raw) <= SHORT else _distances
+        times = given.start_timestamp + distances(given.interval, len(raw))
         decoded.series.append(Series(given.channel_id, times, raw))
+
+
+def _distances(interval: int, count: int) -> npt.NDArray[np.int64]:
+    """Return how far samples are from their first."""
+    return interval * np.arange(count, dtype=np.int64)
+
+
+_remembered = lru_cache(maxsize=256)(_distances)
+"""Messages of a source have mostly as many samples, as far apart, as the one before."""
 
 
 def _timestamped(decoded: Decoded, given: TimestampedData, channels: Channels) -> None:
@@ -101,15 +115,17 @@ def _timestamped(decoded: Decoded, given: TimestampedData, channels: Channels) -
 
 def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
     channel = channels.get(number)
-    if (channel is None or channel.width < _PLAIN.width) and len(buffer) == _PLAIN.width * count:
-        channel = _PLAIN
+    width = 0 if channel is None else channel.width
+    if width < _PLAIN_WIDTH and len(buffer) == _PLAIN_WIDTH * count:
+        channel, width = _PLAIN, _PLAIN_WIDTH
     if channel is None:
         decoded.unreadable += 1
         return None
-    if len(buffer) != count * channel.width:
+    if len(buffer) != count * width:
         decoded.uneven += 1
-    count = max(0, min(count, len(buffer) // channel.width))
-    return unpack_values(channel, buffer[: count * channel.width]) if count else None
+        count = max(0, min(count, len(buffer) // width))
+        buffer = buffer[: count * width]
+    return unpack_values(channel, buffer) if count else None
 
 
 def _rows(decoded: Decoded, numbers: tuple[int, ...], messages: list[RowData], channels: Channels) -> None:

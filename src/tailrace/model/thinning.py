@@ -11,8 +11,9 @@ stopped and resumed: ``Held`` says which samples a successor has to be given aga
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import BadRequest
+from tailrace.model.cells import Places, ends, extremes, in_order, starts_of
 from tailrace.model.session_cursor import Held, Place
 from tailrace.units import parse_duration
 
@@ -115,20 +117,22 @@ def step(
     cell = newest // thinning.cell
     if state.cell is not None:
         cell = max(cell, state.cell)
-    lines = {each.line: each for each in state.held}
-    out: list[Series[K]] = []
-    kept: dict[K, Series[K]] = {} if cell != state.cell else dict(lines)
-    for each in _by_line(series):
-        reduced = thinned(_joined(lines.pop(each.line, None), each), thinning)
-        is_open = reduced.times >= cell * thinning.cell
-        if not is_open.all():
-            out.append(Series(each.line, reduced.times[~is_open], reduced.values[~is_open]))
-        if is_open.any():
-            kept[each.line] = Series(each.line, reduced.times[is_open], reduced.values[is_open])
+    held = {each.line: each for each in state.held}
+    brought = _by_line(series)
+    for line, found in brought.items():
+        if (open_one := held.pop(line, None)) is not None:
+            found.insert(0, open_one)
+    lots = [_left(lot, thinning) for lot in _lots(list(brought.values()))]
+    is_open = [lot.times >= cell * thinning.cell for lot in lots]
+    lines = list(brought)
+    out = _spread([lot.only(~which) for lot, which in zip(lots, is_open, strict=True)], lines)
+    kept = _spread([lot.only(which) for lot, which in zip(lots, is_open, strict=True)], lines)
     if cell != state.cell:
-        out += lines.values()
+        out += held.values()
+    elif state.held:
+        kept = list(({each.line: each for each in state.held} | {each.line: each for each in kept}).values())
     origin = before if cell != state.cell or state.origin is None else state.origin
-    return tuple(out), State(cell, tuple(kept.values()), origin if kept else None)
+    return tuple(out), State(cell, tuple(kept), origin if kept else None)
 
 
 class Thinner(Generic[K]):
@@ -159,66 +163,95 @@ class Thinner(Generic[K]):
         return out
 
 
-def _by_line(series: Iterable[Series[K]]) -> list[Series[K]]:
-    """Return the samples of each line as one series."""
-    lines: dict[K, list[Series[K]]] = {}
-    for each in series:
-        lines.setdefault(each.line, []).append(each)
-    return [found[0] if len(found) == 1 else concatenated(found) for found in lines.values()]
+def thinned(series: Iterable[Series[K]], thinning: Thinning) -> list[Series[K]]:
+    """Return what is left of each cell of each line: one series for a line, in the order of time.
+
+    What is left of parts that are put together is what is left of the whole, so it may be done for all viewers first.
+    """
+    lines = _by_line(series)
+    return _spread([_left(lot, thinning) for lot in _lots(list(lines.values()))], list(lines))
 
 
-def _joined(held: Series[K] | None, series: Series[K]) -> Series[K]:
-    return series if held is None else concatenated([held, series])
+def between(series: Sequence[Series[K]], since: int | None, until: int | None) -> Sequence[Series[K]]:
+    """Return the samples from a time on, and those up to a time and at it."""
+    if not series or (since is None and until is None):
+        return series
+    times = np.concatenate([each.times for each in series])
+    if not len(times) or (
+        (since is None or int(times.min()) >= since) and (until is None or int(times.max()) <= until)
+    ):
+        return series
+    return [each.since(since).until(until) for each in series]
 
 
 def concatenated(series: list[Series[K]]) -> Series[K]:
     """Return several series of one line as one."""
-    values = [each.values for each in series]
-    if any(each.dtype == object for each in values):
-        values = [each.astype(object) for each in values]
-    return Series(series[0].line, np.concatenate([each.times for each in series]), np.concatenate(values))
+    values = np.concatenate([each.values for each in series], dtype=_kind(series))
+    return Series(series[0].line, np.concatenate([each.times for each in series]), values)
 
 
-def thinned(series: Series[K], thinning: Thinning) -> Series[K]:
-    """Return what is left of each cell, in the order of time.
+class _Lot(msgspec.Struct, frozen=True):
+    """Samples of lines whose values are of one kind, line after line, each with the number of its line."""
 
-    What is left of parts that are put together is what is left of the whole, so it may be done for all viewers first.
-    """
-    if not len(series.times):
-        return series
-    times, values = series.times, series.values
-    if len(times) > 1 and (times[1:] < times[:-1]).any():
-        order = np.argsort(times, kind="stable")
-        times, values = times[order], values[order]
-    cells = times // thinning.cell
-    starts = np.flatnonzero(np.concatenate(([True], cells[1:] != cells[:-1])))
+    owners: Places
+    times: Times
+    values: Values
+
+    def only(self, wanted: Places | NDArray[np.bool_]) -> _Lot:
+        return _Lot(self.owners[wanted], self.times[wanted], self.values[wanted])
+
+
+def _by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
+    lines: dict[K, list[Series[K]]] = {}
+    for each in series:
+        lines.setdefault(each.line, []).append(each)
+    return lines
+
+
+def _kind(series: list[Series[K]]) -> np.dtype[Any]:
+    """Return the type that holds the values of several series of a line."""
+    first = series[0].values.dtype
+    for each in series:
+        if each.values.dtype is not first:
+            return np.result_type(*(each.values.dtype for each in series))
+    return first
+
+
+def _lots(lines: Sequence[list[Series[K]]]) -> Iterator[_Lot]:
+    """Put the samples of lines together; the number of a line is its place."""
+    kinds: dict[np.dtype[Any], list[int]] = {}
+    for number, found in enumerate(lines):
+        kinds.setdefault(_kind(found), []).append(number)
+    for kind, numbers in kinds.items():
+        series = [each for number in numbers for each in lines[number]]
+        owners = np.array([number for number in numbers for _ in lines[number]], np.intp)
+        yield _Lot(
+            np.repeat(owners, [len(each.times) for each in series]),
+            np.concatenate([each.times for each in series]),
+            np.concatenate([each.values for each in series], dtype=kind),
+        )
+
+
+def _spread(lots: Iterable[_Lot], lines: Sequence[K]) -> list[Series[K]]:
+    """Return the samples of each line that has any, in the order of the lines."""
+    found: list[Series[K] | None] = [None] * len(lines)
+    for lot in lots:
+        if not len(lot.owners):
+            continue
+        edges = [0, *(np.flatnonzero(lot.owners[1:] != lot.owners[:-1]) + 1).tolist(), len(lot.owners)]
+        for number, (first, last) in zip(lot.owners[edges[:-1]].tolist(), pairwise(edges), strict=True):
+            found[number] = Series(lines[number], lot.times[first:last], lot.values[first:last])
+    return [each for each in found if each is not None]
+
+
+def _left(lot: _Lot, thinning: Thinning) -> _Lot:
+    """Return what is left of each cell."""
+    if not len(lot.times):
+        return lot
+    order = in_order(lot.owners, lot.times)
+    if order is not None:
+        lot = lot.only(order)
+    starts = starts_of(lot.owners, lot.times, thinning.cell)
     if thinning.keeps == "first":
-        chosen = starts
-    elif values.dtype == object:
-        chosen = np.union1d(starts, np.append(starts[1:], len(times)) - 1)
-    else:
-        chosen = _extremes(values, starts)
-    return Series(series.line, times[chosen], values[chosen])
-
-
-def _extremes(values: Values, starts: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return where the least and the greatest number of each group are; of a group without numbers, its first."""
-    counts = np.diff(np.append(starts, len(values)))
-    group = np.repeat(np.arange(len(starts)), counts)
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        usable = np.isfinite(values)
-        with_numbers = np.zeros(len(starts), bool)
-        with_numbers[group[usable]] = True
-        at = np.flatnonzero(usable)
-        numbers = values[at]
-        inner = np.flatnonzero(np.concatenate(([True], group[at][1:] != group[at][:-1]))) if len(at) else at
-        found = at[_extremes(numbers, inner)] if len(at) else at
-        return np.union1d(found, starts[~with_numbers])
-    least, greatest = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    return np.union1d(_firsts(values == least[group], group), _firsts(values == greatest[group], group))
-
-
-def _firsts(holds: NDArray[np.bool_], group: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the first place in each group where something holds."""
-    at = np.flatnonzero(holds)
-    return at[np.concatenate(([True], group[at][1:] != group[at][:-1]))]
+        return lot.only(starts)
+    return lot.only(ends(starts) if lot.values.dtype == object else extremes(lot.values, starts))
