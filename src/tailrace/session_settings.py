@@ -43,6 +43,7 @@ class Sessions(Section):
     keep_entries: Count = 10_000
     keep_bytes: Annotated[Size, sizes("1MiB", "64GiB")] = 64 * 2**20
     keep_time: Annotated[Duration, durations("1s")] = timedelta(hours=1)
+    keep_ledger: Delay = timedelta(days=1)
     stream_bytes: Annotated[Size, sizes("1MiB", "1TiB")] = 512 * 2**20
     forget_streams: Annotated[Duration, durations("1h")] = timedelta(days=7)
     container: Literal["auto", "block", "frame", "sized", "pickle", "plain"] = "auto"

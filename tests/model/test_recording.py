@@ -19,7 +19,7 @@ T0 = 1_789_214_400_000 * MS
 
 
 def recorder() -> Recorder:
-    return Recorder("cars-0", "cars:0", {}, frozenset(), Catalogue(), 1024)
+    return Recorder("cars-0", "cars:0", {}, {}, Catalogue(), 1024)
 
 
 def take(recorder: Recorder, offset: int, session: str, **record: Any) -> str:

@@ -102,6 +102,18 @@ async def test_a_session_is_followed_from_its_start_to_its_close(any_store: Stor
         assert after[-1].cursor.endswith("~end")
 
 
+async def test_what_is_joined_says_all_that_was_said_of_the_session(store: StoreOptions) -> None:
+    track = Track(store)
+    track.write(track.record("lap", "open", json={"details": {"driver": "Ada"}}))
+    lap(track, 2)
+    track.write(track.record("lap", "session", json={"details": None, "configBindings": []}))
+    track.write(track.record("lap", "close"))
+    async with views(track) as feeds:
+        said = [frame["json"] for frame in shown_in(await read(feeds, follow=False)) if "json" in frame]
+    assert len(said) == 1
+    assert (said[0]["details"], said[0]["configBindings"], said[0]["state"]) == ({"driver": "Ada"}, [], "closed")
+
+
 async def test_values_are_converted_once_and_times_are_exact(store: StoreOptions) -> None:
     track = Track(store)
     configured(track)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tailrace.errors import CursorGone
-from tailrace.feeds import session as feed_module
-from tailrace.feeds import session_reader, streams
+from tailrace.feeds import session_reader, session_wait, streams
 from tailrace.feeds.frame import AnyFrame, Frame
 from tailrace.feeds.session import SessionFeeds
-from tailrace.model.entry_id import EntryId
+from tailrace.model.entry_id import EntryId, parse_id
 from tailrace.model.session_cursor import SessionCursor
 from tailrace.stores.live import Located
 from tailrace.stores.valkey import StoreOptions
@@ -41,6 +41,12 @@ async def located_in(feeds: SessionFeeds, identity: str = "lap") -> Located:
 async def entries_of(feeds: SessionFeeds, identity: str = "lap") -> list[EntryId]:
     located = await located_in(feeds, identity)
     return [each.id for each in await feeds.parts.live.read(located.stream, (0, 0), 100, located.number)]
+
+
+def ids_in(track: Track) -> list[EntryId]:
+    """Return the entries that the stream has, while nothing else of this process happens."""
+    key = track.shards.keys.stream(track.stream())
+    return [parse_id(entry) for entry, _ in track.shards.run_keyed([(key, ("XRANGE", key, "-", "+"))])[0]]
 
 
 def names(frames: list[AnyFrame]) -> list[str]:
@@ -182,7 +188,7 @@ async def test_what_comes_before_an_entry_that_cannot_be_read_is_sent_before_tha
 async def test_a_session_that_is_no_longer_kept_ends_also_beside_one_that_never_stops(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    monkeypatch.setattr(feed_module, "LOOK_S", 0.3)
+    monkeypatch.setattr(session_wait, "LOOK_S", 0.3)
     track = Track(store)
     track.write(track.open(), track.open("chatty"))
     lap(track, 1)
@@ -207,7 +213,7 @@ async def test_a_session_that_is_no_longer_kept_ends_also_beside_one_that_never_
 async def test_a_session_that_is_opened_again_in_another_stream_is_followed_there(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "LOOK_S", 0.3)
+    monkeypatch.setattr(session_wait, "LOOK_S", 0.3)
     with connected(store) as client:
         first = Foreign(client, f"{store.prefix}-a", f"{store.prefix}-mine").open()
         first.append(periodic(1, T0, 1, [1.0]))
@@ -255,3 +261,103 @@ async def test_a_cursor_of_another_session_shows_nothing_of_that_one(store: Stor
         assert dict(controls(got))["gap"]["reason"] == "life-over"
         assert samples(got) == expected(1)
         assert {shown["json"]["identity"] for shown in shown_in(got) if "json" in shown} == {"lap"}
+
+
+async def test_a_life_that_is_over_before_it_is_joined_is_not_skipped(
+    store: StoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    track = Track(store)
+    track.write(track.open())
+    lap(track, 0)
+    async with views(track) as feeds:
+        feed, live = await opened(feeds, start="start"), feeds.parts.live
+        first, get, seen = (await located_in(feeds)).number, live.get, list[int]()
+
+        async def crossed(identity: str) -> Located | None:
+            found: Located | None = await get(identity)
+            if found is not None and found.number > first and not seen:
+                seen.append(found.number)  # whoever goes there finds a third one
+                lap(track, 1)
+                track.write(track.close(), track.open())
+                lap(track, 2)
+                track.write(track.close())
+            return found
+
+        monkeypatch.setattr(live, "get", crossed)
+        track.write(track.close(), track.open())
+        got = await until(feed, ended)
+        assert samples(got) == expected(0, 1, 2)
+        assert [said["number"] for name, said in controls(got) if name == "life"] == [*seen, seen[0] + 1]
+
+
+async def test_what_is_left_of_a_life_between_is_found_also_without_its_beginning(store: StoreOptions) -> None:
+    track = Track(store)
+    track.write(track.open())
+    lap(track, 0)
+    async with views(track) as feeds:
+        feed = await opened(feeds, start="start")
+        track.write(track.close(), track.open())  # nothing reads from here on
+        number, end = int(track.hash()["streamSessionId"]), parse_id(track.hash()["streamPosition"])
+        lap(track, 1, 2)
+        ids = [entry for entry in ids_in(track) if entry > end]
+        track.write(track.close(), track.open())
+        lap(track, 3)
+        track.write(track.close())
+        track.shed(number, ids[:2])
+        got = await until(feed, ended)
+        assert samples(got) == expected(0, 2, 3)
+        assert [said["reason"] for name, said in controls(got) if name == "gap"] == ["trimmed"]
+
+
+# What is trimmed before anybody has read it.
+
+
+async def test_a_live_viewer_is_told_what_was_trimmed_before_its_stream_was_read(store: StoreOptions) -> None:
+    track = Track(store)
+    track.write(track.open())
+    lap(track, 0)
+    async with views(track) as feeds:
+        feed, got, is_trimmed = await opened(feeds, start="start"), list[AnyFrame](), False
+        async with asyncio.timeout(20), aclosing(feed):
+            async for frames in feed:
+                got += frames
+                if "caught-up" in names(got) and not is_trimmed:
+                    is_trimmed = True
+                    lap(track, 1, 2, 3)  # nothing reads meanwhile
+                    track.shed(int(track.hash()["streamSessionId"]), ids_in(track)[:-1])
+                if len(samples(got)["1"]) > 1:
+                    break
+        assert samples(got) == expected(0, 3)
+        assert [said["reason"] for name, said in controls(got) if name == "gap"] == ["trimmed"]
+
+
+async def test_whoever_comes_back_to_a_stream_without_entries_is_told_what_is_gone(store: StoreOptions) -> None:
+    track = Track(store)
+    track.write(track.open())
+    lap(track, 0, 1)
+    async with views(track) as feeds:
+        ids = await entries_of(feeds)
+        number = (await located_in(feeds)).number
+        track.shed(number, ids)
+        got = await read(feeds, after=f"{number}.{ids[0][0]}-{ids[0][1]}", follow=False)
+        (gap,) = [said for name, said in controls(got) if name == "gap"]
+        assert (gap["to"], gap["reason"]) == (f"{ids[-1][0]}-{ids[-1][1]}", "trimmed")
+        assert "gap" not in names(await read(feeds, after=f"{number}.{ids[-1][0]}-{ids[-1][1]}", follow=False))
+
+
+async def test_a_key_of_another_kind_is_no_session(store: StoreOptions) -> None:
+    track = Track(store)
+    track.write(track.open(), track.open("other"))
+    key = track.plan.store.key.replace("{identity}", "lap")
+    track.shards.run_keyed([(key, ("SET", key, "something else"))])
+    track.write(track.periodic("lap", 0, [1]), track.periodic("other", 0, [2]))
+    (letter,) = track.letters()
+    assert (letter["reason"], letter["offset"]) == ("session-key", 2)
+    assert f"{key} is a string" in letter["what"]
+    async with views(track) as feeds:
+        assert await feeds.parts.live.get("lap") is None
+        assert [found.identity for found in await feeds.parts.live.listing()] == ["other"]
+        assert samples(await read(feeds, "other", follow=False)) == {"1": [(T0, 2.0)]}
+        track.shards.run_keyed([(key, ("DEL", key))])
+        track.write(track.periodic("lap", 1, [3]))
+        assert samples(await read(feeds, follow=False)) == {"1": [(T0 + MS, 3.0)]}

@@ -2,90 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.config import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.feeds.frame import Frame
-from tailrace.feeds.retained import Archive
-from tailrace.feeds.session import SessionFeeds
 from tailrace.model.session_cursor import SessionCursor
-from tailrace.stores.broker import client_properties
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.records import Records
-from tailrace.stores.searched import Searched
 from tailrace.stores.valkey import StoreOptions
-from tests.sessions.recorded import MS, T0, Track
-from tests.sessions.test_feed import BOUND, CONFIG
-from tests.sessions.viewing import controls, events, feeds_of, opened, read, samples, shown_in, until
-from tests.writing import Record
-
-
-class Kept(Track):
-    """A track whose records are in Kafka, too."""
-
-    def __init__(self, store: StoreOptions, kafka: EmbeddedKafka, **more: Any) -> None:
-        super().__init__(store, **more)
-        self.admin = AdminClient({"bootstrap.servers": kafka.address})
-        self.admin.create_topics([NewTopic(self.topic, 1, 1)])[self.topic].result(20)
-        self._producer = Producer({"bootstrap.servers": kafka.address})
-
-    def write(self, *records: Record) -> None:
-        for record in records:
-            self._producer.produce(self.topic, record.value, record.key, 0, timestamp=record.time)
-        assert self._producer.flush(20) == 0
-        super().write(*records)
-
-    def expire(self, offset: int) -> None:
-        """Let Kafka forget what is before an offset."""
-        place = TopicPartition(self.topic, 0, offset)
-        self.admin.delete_records([place])[place].result(20)
-
-    async def trim(self, feeds: SessionFeeds, entries: int) -> None:
-        """Trim so many of the first entries."""
-        located = await feeds.parts.live.get("lap")
-        assert located is not None
-        found = await feeds.parts.live.read(located.stream, (0, 0), entries, located.number)
-        self.shed(located.number, [entry.id for entry in found])
-
-
-@asynccontextmanager
-async def archived(track: Track, kafka: EmbeddedKafka, folder: Path) -> AsyncIterator[SessionFeeds]:
-    (folder / "tailrace.toml").touch()
-    store = track.shards.options
-    settings = load(folder / "tailrace.toml", {"valkey.url": store.url, "kafka.bootstrap": kafka.address})
-    records, nodes = Records(client_properties(settings)), Nodes(store)
-    try:
-        archive = Archive(records, Searched(settings, nodes).is_current)
-        async with feeds_of(store, track.plan.store.key, archive) as feeds:
-            yield feeds
-    finally:
-        await records.close()
-        await nodes.close()
-
-
-def lap(track: Kept, writes: int = 5) -> dict[str, list[tuple[int, Any]]]:
-    """Write a session in so many writes of several entries each, with others beside it; return what it has."""
-    track.write(
-        track.record("", "config", identifier="car-7", config=CONFIG),
-        track.record("lap", "open", json={"configBindings": BOUND}),
-    )
-    for i in range(writes):
-        values = [(37 * n) % 1000 for n in range(400 * i, 400 * i + 400)]
-        track.write(
-            track.data("other", periodic=[{"channel": 9, "start": T0, "interval": 1, "values": [1.5] * 50}]),
-            track.periodic("lap", 400 * i, values),
-            track.data("lap", timestamped=[{"channel": 77, "times": [T0], "values": [1]}]),  # no such channel
-            track.data("lap", events=[{"id": 4, "app": "Chassis", "time": T0 + i, "text": f"{i}"}]),
-        )
-    return {"vCar:Chassis": [(T0 + n * MS, (37 * n) % 1000 * 0.1) for n in range(400 * writes)]}
+from tests.sessions.kept import Kept, archived, lap
+from tests.sessions.recorded import MS, T0
+from tests.sessions.viewing import controls, events, opened, read, samples, shown_in, until
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from tailrace.model.entry_id import EntryId, id_text
 from tailrace.stores.session_keeping import Kept, SessionKeeping, Weighed
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write
 from tailrace.stores.valkey import Arg, Shards, StoreOptions, load_functions, mapping
@@ -32,6 +33,10 @@ def written(store: SessionStore, stream: str, entries: list[tuple[int, bytes]]) 
         assert store.write([Write(stream, "t:0", n - 1, n, (), [entry])]) == [Verdict.OK]
 
 
+def text(entry: EntryId) -> bytes:
+    return id_text(entry).encode()
+
+
 def a_session(store: SessionStore, stream: str, identity: str, number: int) -> None:
     fields: dict[str, Arg] = {"streamSessionId": number, "streamName": stream, "state": "open", "writer": "t:9"}
     change = Change(identity, number, b"", b"state", (number, 1, 0), fields)
@@ -56,7 +61,7 @@ def test_entries_are_weighed_in_portions_without_their_data(sessions: SessionSto
     assert 0 < len(keeping.weigh(stream, found[-1].id)) < 20
 
 
-def test_readers_are_told_what_was_shed_and_the_ledger_keeps_what_is_left(sessions: SessionStore) -> None:
+def test_readers_are_told_what_was_shed_and_the_ledger_stays(sessions: SessionStore) -> None:
     keeping, stream = SessionKeeping(sessions), a_stream()
     written(sessions, stream, [(1, b"a"), (2, b"b"), (1, b"c"), (2, b"d")])
     ids = [entry.id for entry in keeping.weigh(stream, (0, 0))]
@@ -68,20 +73,55 @@ def test_readers_are_told_what_was_shed_and_the_ledger_keeps_what_is_left(sessio
             int(mapping(fields)[b"m"]) for _, fields in sessions.shards.run_keyed([(key, ("XRANGE", key, "-", "+"))])[0]
         ]
 
+    def noted() -> dict[bytes, bytes]:
+        key = keys.trimmed(stream)
+        return {
+            name: value
+            for name, value in mapping(sessions.shards.run_keyed([(key, ("HGETALL", key))])[0]).items()
+            if not name.isdigit()
+        }
+
     assert keeping.shed(stream, 1, [ids[0]]) == 1
     assert keeping.trimmed(stream) == {1: ids[0]}
-    assert ledger() == [1, 2, 3]
+    assert noted() == {b"newest": text(ids[0]), b"ours": b"(" + text(ids[1])}
     assert keeping.shed(stream, 1, [ids[0], ids[2]]) == 1
     assert keeping.shed(stream, 1, [ids[0]]) == 0
     assert keeping.trimmed(stream) == {1: ids[2]}
     assert [entry.number for entry in keeping.weigh(stream, (0, 0))] == [2, 2]
-    assert ledger() == [1, 2, 3]
+    assert noted() == {b"newest": text(ids[2]), b"ours": b"(" + text(ids[1])}
     assert keeping.shed(stream, 2, [ids[1], ids[3]]) == 2
-    assert ledger() == []
+    assert noted() == {b"newest": text(ids[3]), b"ours": text(ids[3])}
     written(sessions, stream, [(2, b"e")])
-    assert ledger() == [4]
+    assert ledger() == [0, 1, 2, 3, 4]
     keeping.forget_trimmed(stream, [1, 7])
     assert keeping.trimmed(stream) == {2: ids[3]}
+
+
+def test_the_ledger_forgets_writes_after_a_time_but_none_that_the_stream_has(sessions: SessionStore) -> None:
+    keeping, stream = SessionKeeping(sessions), a_stream()
+    keys = sessions.shards.keys
+    ledger, trimmed = keys.ledger(stream), keys.trimmed(stream)
+
+    def rows() -> list[bytes]:
+        return [entry for entry, _ in sessions.shards.run_keyed([(ledger, ("XRANGE", ledger, "-", "+"))])[0]]
+
+    assert keeping.cut_ledger(stream, 1) == 0
+    written(sessions, stream, [(1, b"a"), (2, b"b"), (1, b"c")])
+    ids = [entry.id for entry in keeping.weigh(stream, (0, 0))]
+    later = sessions.server_ms(stream) + 60_000
+    assert keeping.cut_ledger(stream, later) == 0
+    keeping.shed(stream, 1, [ids[0]])
+    assert keeping.cut_ledger(stream, -1) == 0
+    assert rows() == [text(each) for each in ids]
+    assert keeping.cut_ledger(stream, later) == 1
+    assert rows() == [text(each) for each in ids[1:]]
+    (whole,) = sessions.shards.run_keyed([(trimmed, ("HGET", trimmed, "whole"))])
+    assert whole == text(ids[1])
+    keeping.shed(stream, 1, [ids[2]])
+    keeping.shed(stream, 2, [ids[1]])
+    assert keeping.cut_ledger(stream, later) == 2
+    (whole,) = sessions.shards.run_keyed([(trimmed, ("HGET", trimmed, "whole"))])
+    assert whole == f"{later}-0".encode()
 
 
 def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) -> None:

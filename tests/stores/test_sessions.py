@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.errors import StoreChanged, StoreError, StoreUnavailable
 from tailrace.stores.nodes import Nodes
-from tailrace.stores.sessions import Change, Opening, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.stores.sessions import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.stores.slots import Slots
 from tailrace.stores.valkey import Arg, Shards, StoreOptions, load_functions, mapping, prepare
 
@@ -84,7 +84,7 @@ def test_a_session_is_opened_written_and_read_back(any_store: StoreOptions) -> N
     found = hash_of(store, identity)
     assert found["order"] == f"{number} 1 0"
     assert found["lastUpdated"] == "1000500"
-    assert store.owners([identity, "nobody"]) == {identity: (stream, "open", number)}
+    assert store.owners([identity, "nobody"]) == {identity: Owner(stream, "open", number)}
     assert stream in store.streams()
     assert store.stream_marks([stream]) == {stream: {"t:0": 9}}
     keys = store.shards.keys
@@ -104,9 +104,37 @@ def test_the_ledger_says_which_records_the_entries_are_of(any_store: StoreOption
     key, ledger = store.shards.keys.stream(stream), store.shards.keys.ledger(stream)
     entries, noted = store.shards.run_keyed([(key, ("XRANGE", key, "-", "+")), (key, ("XRANGE", ledger, "-", "+"))])
     assert [(at, mapping(fields)) for at, fields in noted] == [
-        (entries[1][0], {b"w": b"t:0", b"f": b"-1", b"m": b"4"}),
-        (entries[2][0], {b"w": b"t:0", b"f": b"5", b"m": b"8"}),
+        (entries[1][0], {b"w": b"t:0", b"f": b"-1", b"m": b"4", b"a": b"1"}),
+        (entries[2][0], {b"w": b"t:0", b"f": b"5", b"m": b"8", b"a": b"0"}),
     ]
+
+
+def test_a_key_of_another_kind_is_no_session_and_stops_nobody_else(any_store: StoreOptions) -> None:
+    store, stream, mine, other = a_store(any_store), a_name("stream"), a_name("lap"), a_name("lap")
+    key = store.shards.keys.session(store.options.key, mine)
+    store.shards.run_keyed([(key, ("SET", key, "mine"))])
+    (number, _) = store.claim(stream, mine, "t:0", 0) or (0, "")
+    (second, _) = store.claim(stream, other, "t:1", 0) or (0, "")
+    taken = Write(stream, "t:0", NOTHING, 0, [a_change(stream, mine, number, 1)], [(number, b"a")])
+    fine = Write(stream, "t:1", NOTHING, 0, [a_change(stream, other, second, 1)], [(second, b"b")])
+    assert store.write([taken, fine]) == [Verdict.TAKEN, Verdict.OK]
+    assert entries_of(store, stream) == [(second, b"b")]
+    assert store.owners([mine, other]) == {
+        mine: Owner("", "", 0, f"{key} is a string"),
+        other: Owner(stream, "open", second),
+    }
+    assert store.hash_fields([mine, other], ["state"]) == [[None], [b"open"]]
+
+
+def test_a_stream_of_another_kind_is_refused_by_name(any_store: StoreOptions) -> None:
+    store, stream = a_store(any_store), a_name("stream")
+    key = store.shards.keys.stream(stream)
+    store.shards.run_keyed([(key, ("SET", key, "theirs"))])
+    with pytest.raises(StoreError, match=rf"{key} is a string, not a stream of sessions: .* sessions\.stream"):
+        store.claim(stream, a_name("lap"), "t:0", 0)
+    with pytest.raises(StoreError, match=f"{key} is a string"):
+        store.append([Write(stream, "t:0", NOTHING, 0, (), [(1, b"a")])])
+    assert store.stream_marks([stream]) == {stream: {}}
 
 
 def test_a_mark_that_moved_or_a_session_that_changed_refuses_everything(any_store: StoreOptions) -> None:

@@ -13,31 +13,30 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 
 import msgspec
 
-from tailrace.errors import CursorGone, SessionNotFound
+from tailrace.errors import SessionNotFound
 from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
 from tailrace.feeds.joined import Joined, Span, together
 from tailrace.feeds.session_end import is_closed, is_whole, life_between
 from tailrace.feeds.session_life import Life, Piece, SessionParts
 from tailrace.feeds.session_reader import Lost
 from tailrace.feeds.session_request import SessionRequest
-from tailrace.feeds.session_start import beginning
+from tailrace.feeds.session_start import Beginning, beginning, overtaken
+from tailrace.feeds.session_until import Until
+from tailrace.feeds.session_wait import Wait
 from tailrace.model.cursor import FromStart
-from tailrace.model.entry_id import BEGINNING, id_text
+from tailrace.model.entry_id import BEGINNING, EntryId, id_text
 from tailrace.model.selection import Line, Selection
+from tailrace.model.session import both_said
 from tailrace.model.session_cursor import FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.model.shown import Shown, as_json
 from tailrace.model.telemetry import CLOSED
-from tailrace.model.thinning import Thinner, Thinning
+from tailrace.model.thinning import Thinner, between
 from tailrace.stores.live import Located
 
 BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512
 """After so much the reader has its turn, also when there is nothing to show."""
 POLL_S = 0.5
 """How often it is looked whether a session is there that somebody waits for."""
-LOOK_S = 5.0
-"""After so long a silence it is looked whether the session is still the one that is followed."""
-GRACE_NS = 1_000_000_000
-"""How long after ``until`` a live feed still waits for what was under way."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -69,7 +68,7 @@ class SessionFeed:
 
     def __init__(self, parts: SessionParts, request: SessionRequest, form: Form, clock: Callable[[], int]) -> None:
         self._parts, self._request, self._form, self._clock = parts, request, form, clock
-        self._selection = Selection(request.channels, request.raw)
+        self._selection, self._until = Selection(request.channels, request.raw), Until(request.until)
         self._life: Life | None = None
         self._thinner: Thinner[Line] = Thinner(request.thinning)
         self._held: Held | None = None
@@ -82,15 +81,13 @@ class SessionFeed:
         self._resumed_range: Span | None = None
         """What the session's range was when the feed was resumed: about what the viewer has seen before."""
         self._announced = request.resumed
-        self._next_life: Located | None = None
-        """The life after this one, of which only what was not sent is left to send."""
+        self._next_life: tuple[Located, EntryId] | None = None
+        """A life after this one, of which only what was not sent is left to send; that is not behind the place."""
         self._unsaid: list[AnyFrame] = []
         self._over = ""
         """Why there will be no more of the session."""
         self._ended = self._moved = self._dropping = False
-        self._quiet_since: float | None = None
-        self._looked = asyncio.get_running_loop().time()
-        self._wake = asyncio.Event()
+        self._wait = Wait()
 
     @property
     def cursor(self) -> str:
@@ -105,12 +102,12 @@ class SessionFeed:
     def stop(self) -> None:
         """End soon, without a word."""
         self._ended = True
-        self._wake.set()
+        self._wait.wake.set()
 
     def drop(self) -> None:
         """Go on at the live end, and say so: the viewer is too slow."""
         self._dropping = True
-        self._wake.set()
+        self._wait.wake.set()
 
     async def begin(self) -> None:
         """Join the session, if there is one, and read its first stretch."""
@@ -124,9 +121,13 @@ class SessionFeed:
                     )
                 return
             await self._join(located, self._request.start)
-            lost = await self._life.fill() if self._life is not None else None
-            if lost is not None and self._request.on_gap == "fail":
-                raise self._gone(lost)
+            while self._life is not None and (lost := await self._life.fill()) is not None:
+                if (begin := await overtaken(self._parts, self._life, self._cursor(), lost)) is not None:
+                    await self._go_back(self._life, begin)
+                elif self._request.on_gap == "fail":
+                    raise lost.error(self._request.identity)
+                else:
+                    break
         except BaseException:
             await self.aclose()
             raise
@@ -143,15 +144,17 @@ class SessionFeed:
     async def _batches(self) -> AsyncGenerator[list[AnyFrame], None]:
         try:
             while not self._ended:
-                self._wake.clear()
+                self._wait.wake.clear()
                 if self._life is None and not await self._appears():
                     continue
                 frames = await self._gather()
                 frames += await self._controls()
                 if frames:
                     yield frames
-                elif not self._ended:
-                    await self._wait()
+                elif self._life is not None and not self._life.is_read:
+                    await asyncio.sleep(0)  # there is more to read, and so far nothing to show
+                elif not self._ended and await self._wait.is_due(self._until.left_ns(self._clock())):
+                    await self._look()
         finally:
             await self.aclose()
 
@@ -166,36 +169,39 @@ class SessionFeed:
             self._announced = self._ended = True
             self._unsaid.append(Control("end", "", _encode({"reason": "caught-up", "events": 0})))
             return True
-        await self._happens(POLL_S)
+        await self._wait.happens(POLL_S, self._until.left_ns(self._clock()))
         return False
 
-    async def _join(self, located: Located, start: SessionStart) -> Life:
-        """Follow the session from where a request begins."""
-        life = await Life.join(self._parts, located, self._selection, self._wake)
+    async def _join(self, located: Located, start: SessionStart, is_latest: bool = True) -> None:
+        """Follow the session from where a request begins: its latest life, or this one, if there is a later one."""
+        life = await Life.join(self._parts, located, self._selection, self._wait.wake, is_latest)
         self._life = life
         begin = await beginning(self._parts, life, start)
         if begin.is_over:
             # What is left of the life that is over comes first, if it was in this stream.
-            self._next_life = life.located
+            await self._expect(life, life.located)
             life.turn(start.cursor.number if isinstance(start, FromPlace) else 0, begin.origin)
         else:
             life.begin(begin.origin, begin.past)
             self._resumed_range = life.located.span if isinstance(start, FromPlace) else None
-        life.thinning = self._thinned_before(begin.held)
-        self._place, self._held = begin.place, begin.held
-        self._thinner = Thinner(self._request.thinning, begin.held)
+        await self._begin_at(life, begin)
         if begin.lost is not None:
             self._unsaid.append(self._lose(begin.lost))
         if begin.lost is not None or not isinstance(start, FromPlace | FromStart):
             self._describe(life.located)
-        return life
 
-    def _thinned_before(self, held: Held | None) -> Thinning | None:
-        """Return how samples may be thinned before any are left out; only whole cells may be left out afterwards."""
-        request, thinning = self._request, self._request.thinning
-        if thinning is None or request.since is not None or isinstance(request.until, int):
-            return None
-        return thinning if held is None or held.floor % thinning.cell == 0 else None
+    async def _begin_at(self, life: Life, begin: Beginning) -> None:
+        life.thinning = self._request.thinned_before(begin.held)
+        self._place, self._held = begin.place, begin.held
+        self._thinner = Thinner(self._request.thinning, begin.held)
+        if begin.past is not None:
+            await self._until.look_up(self._parts.live, life.located)
+
+    async def _go_back(self, life: Life, begin: Beginning) -> None:
+        """Read on from Kafka what trimming has taken from the stream; what was joined has gone out, or comes again."""
+        self._joined = Joined()
+        life.begin(begin.origin, begin.past)
+        await self._begin_at(life, begin)
 
     def _describe(self, located: Located) -> None:
         """Show the session as it is: whoever begins in the middle has not seen it."""
@@ -223,12 +229,18 @@ class SessionFeed:
             return frames + await self._drop(life)
         size = taken = 0
         while size < BATCH_BYTES and taken < BATCH_ENTRIES and (limit is None or self._sent < limit):
-            if self._is_past_until():
-                break
             taken += 1
             lost = await life.fill()
-            if lost is not None and self._request.on_gap == "fail" and (frames or self._joined.entries):
-                break  # what precedes the gap goes out first
+            if self._is_past_until():
+                break
+            if lost is not None:
+                self._held = None if lost.back else self._held  # all that is left of it was read again
+                frames += self._frames()
+                if frames and self._request.on_gap == "fail":
+                    break  # what precedes the gap goes out first
+                if (begin := await overtaken(self._parts, life, self._cursor(), lost)) is not None:
+                    await self._go_back(life, begin)
+                    continue
             piece = await life.next()
             if isinstance(piece, Piece):
                 self._take(piece)
@@ -256,8 +268,8 @@ class SessionFeed:
         since = request.since
         if is_seen and self._held is not None:
             since = self._held.floor if since is None else max(since, self._held.floor)
-        until = request.until if isinstance(request.until, int) else None
-        series = [each.since(since).until(until) for each in content.series]
+        until = self._until.time
+        series = between(content.series, since, until)
         joined.entries += 1
         life = self._life
         if is_seen or since is not None or until is not None or life is None or life.thinning != request.thinning:
@@ -268,7 +280,7 @@ class SessionFeed:
             joined.add(life.thinned(piece, self._thinner))
         if not is_seen:
             self._place = piece.place
-            joined.json = content.json if content.json is not None else joined.json
+            joined.json = both_said(joined.json, content.json)
             if content.range is not None:
                 grown = together(content.range, joined.range or self._range or self._resumed_range)
                 joined.range = None if grown == self._range else grown
@@ -298,14 +310,9 @@ class SessionFeed:
 
     def _lose(self, lost: Lost) -> AnyFrame:
         if self._request.on_gap == "fail":
-            raise self._gone(lost)
-        self._place = lost.to if lost.reason == "store-rolled-back" else max(self._place, lost.to)
-        facts = {"session": self._request.identity, "from": str(lost.after), "to": str(lost.to), "reason": lost.reason}
-        return Control("gap", self.cursor, _encode(facts | ({"possible": True} if lost.possible else {})))
-
-    def _gone(self, lost: Lost) -> CursorGone:
-        name, after, to = self._request.identity, str(lost.after), str(lost.to)
-        return CursorGone(name, after, to, lost.reason, f"session {name!r}: what came after {after}")
+            raise lost.error(self._request.identity)
+        self._place = lost.moves(self._place)
+        return Control("gap", self.cursor, _encode(lost.facts(self._request.identity)))
 
     async def _drop(self, life: Life) -> list[AnyFrame]:
         self._dropping = False
@@ -322,8 +329,8 @@ class SessionFeed:
         life, request, frames = self._life, self._request, list[AnyFrame]()
         if life is None or self._ended:
             return frames
-        if self._next_life is not None and life.is_read:
-            return await self._turn(life, self._next_life)
+        if self._next_life is not None and life.is_read and life.is_past(self._next_life[1]):
+            return await self._turn(life, self._next_life[0])
         if self._over:
             return self._flushed() + self._end(self._over)
         if not self._announced and self._next_life is None and life.is_past(life.target):
@@ -337,21 +344,17 @@ class SessionFeed:
             return frames + self._flushed() + self._end("until")
         if life.is_read and life.state in CLOSED:
             frames += await self._closes(life)
-        if not self._ended and not request.follow and life.is_past(life.target):
+        if not self._ended and not request.follow and self._next_life is None and life.is_past(life.target):
             frames += self._flushed() + self._end("caught-up")
         return frames
 
     def _is_past_until(self) -> bool:
-        until = self._request.until
-        return (
-            isinstance(until, SessionCursor)
-            and self._life is not None
-            and ((until.number == self._life.number and self._place >= until.place) or until.number < self._life.number)
-        )
+        life = self._life
+        return life is not None and self._until.is_reached(life.number, self._place, life.upcoming)
 
     def _is_late(self) -> bool:
-        until = self._request.until
-        return isinstance(until, int) and self._clock() * 1_000_000 >= until + GRACE_NS
+        left = self._until.left_ns(self._clock())
+        return left is not None and left <= 0
 
     def _flushed(self) -> list[AnyFrame]:
         """Return what was held back, since no more of it comes."""
@@ -369,13 +372,12 @@ class SessionFeed:
         until = await live.tail(life.located.stream)
         found = await live.get(self._request.identity)
         if found is not None and found.number != life.number:
-            return await self._turn(life, found)
+            end = await self._expect(life, found)
+            return await self._turn(life, found) if life.is_past(end) else []
         if not life.is_past(until) or (found is not None and found.state not in CLOSED):
             return []
         closed = await is_closed(self._parts, life, until)
-        clock = asyncio.get_running_loop().time()
-        self._quiet_since = clock if self._quiet_since is None else self._quiet_since
-        if closed is False and clock - self._quiet_since < LOOK_S:
+        if not self._wait.was_long() and closed is False:
             return []
         return [*self._flushed(), *self._end(life.state)]
 
@@ -389,9 +391,17 @@ class SessionFeed:
         if found is None:
             self._over = "expired" if life.is_past(until) else ""
         elif found.number != life.number:
-            self._next_life = found
+            await self._expect(life, found)
         elif found.state in CLOSED:
             life.state = found.state
+
+    async def _expect(self, life: Life, later: Located) -> EntryId:
+        """Go on with another life when this one was read: since the other's hash is there, it is in the stream up to
+        the place that is returned.
+        """
+        end = await self._parts.live.tail(life.located.stream)
+        self._next_life = later, end
+        return end
 
     async def _turn(self, life: Life, found: Located) -> list[AnyFrame]:
         """Go on with another life of the session."""
@@ -400,43 +410,25 @@ class SessionFeed:
         number, position = (found.number, found.position) if between is None else between
         if not await is_whole(self._parts, life):
             frames.append(self._lose(Lost(self._place, Place.of(position), "life-over")))
-        self._thinner, self._held, self._quiet_since = Thinner(self._request.thinning), None, None
+        self._thinner, self._held = Thinner(self._request.thinning), None
+        self._wait.begin_anew()
         self._range = self._resumed_range = None
         if between is not None:
-            self._place, self._next_life = Place.of(position), found
+            self._place = Place.of(position)
             life.turn(number, self._place)
+            await self._expect(life, found)
         else:
             await life.stack.aclose()
             self._place, self._life, self._next_life = Place.of(BEGINNING), None, None
-            joined = await self._join(found, FromStart())  # there may be a later one already
-            number, position = joined.number, joined.located.position
+            await self._join(found, FromStart(), is_latest=False)
         facts = {"before": before, "number": number, "position": id_text(position)}
         return [*frames, Control("life", self.cursor, _encode(facts))]
-
-    async def _wait(self) -> None:
-        clock = asyncio.get_running_loop().time
-        left = self._looked + (LOOK_S if self._quiet_since is None else 1.0) - clock()
-        if left <= 0 or not await self._happens(left):  # others in the stream may never be silent
-            self._looked = clock()
-            await self._look()
-
-    async def _happens(self, timeout_s: float) -> bool:
-        until = self._request.until
-        if isinstance(until, int):
-            left_ns = until + GRACE_NS - self._clock() * 1_000_000
-            timeout_s = min(timeout_s, max(0.05, left_ns / 1e9))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._wake.wait()
-        except TimeoutError:
-            return False
-        return True
 
     @property
     def _is_rebuilt(self) -> bool:
         """Whether what was held has been read again; before that, nothing is sent, and it is still what it was."""
         life = self._life
-        return life is None or life.place >= self._place or life.is_read
+        return life is None or self._held is None or life.place >= self._place or life.is_read
 
     def _cursor(self) -> SessionCursor:
         assert self._life is not None

@@ -11,7 +11,7 @@ from tailrace.feeds.session_life import Life, SessionParts
 from tailrace.feeds.session_reader import entry_at, first_entries, first_entry, last_entries
 from tailrace.model.block import unpack
 from tailrace.model.burst import parse
-from tailrace.model.entry_id import BEGINNING, EntryId, before
+from tailrace.model.entry_id import BEGINNING, END, EntryId, before
 from tailrace.model.telemetry import CLOSED
 from tailrace.stores.live import Located, state_of
 
@@ -51,7 +51,8 @@ async def is_of_another(parts: SessionParts, life: Life, number: int) -> bool:
 async def life_between(parts: SessionParts, life: Life, begin: EntryId, later: Located) -> tuple[int, EntryId] | None:
     """Return the first life of the session after this one and before another one: its number, and the place before it.
 
-    Lives of a session follow each other, and each has a higher number than the one before.
+    Lives of a session follow each other, and each has a higher number than the one before. Of one that was trimmed
+    nobody knows where it began: then the place is the one up to which the life before it was read.
     """
     stream = life.located.stream
     if later.stream != stream or later.position <= begin:
@@ -59,14 +60,15 @@ async def life_between(parts: SessionParts, life: Life, begin: EntryId, later: L
     found = await first_entries(parts.live, stream, begin, later.position)
     for number in sorted(found):
         if life.number < number < later.number and await _is_called(parts, life, number, found[number]):
-            return number, before(found[number])
+            is_trimmed = await parts.live.trimmed(stream, number) is not None
+            return number, begin if is_trimmed else before(found[number])
     return None
 
 
 async def _is_called(parts: SessionParts, life: Life, number: int, first: EntryId) -> bool:
     """Whether the first or the last entry that there is of a life says that it is of this session."""
     live, located = parts.live, life.located
-    last = await last_entries(live, located.stream, number, 1, BEGINNING, life.target)
+    last = await last_entries(live, located.stream, number, 1, BEGINNING, END)
     for at in (first, *last):
         entry = await entry_at(live, located.stream, at)
         identity = None if entry is None else _identity(entry.data, parts.container)

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AsyncExitStack
+from functools import reduce
 from typing import TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from tailrace.feeds.streams import Entry, StreamHub, Tap
 from tailrace.model.configuration import BadConfiguration, Channels, Configuration
 from tailrace.model.entry_id import EntryId
 from tailrace.model.selection import Line, Lines, Selection
-from tailrace.model.session import Binding, bindings_in
+from tailrace.model.session import Binding, bindings_in, both_said
 from tailrace.model.session_cursor import Place
 from tailrace.model.shown import Content, LineSeries, content_of
 from tailrace.model.thinning import Thinner, Thinning, step, thinned
@@ -123,8 +124,13 @@ class Life:
         self._asked = 0.0
 
     @classmethod
-    async def join(cls, parts: SessionParts, located: Located, selection: Selection, waiter: asyncio.Event) -> Life:
+    async def join(
+        cls, parts: SessionParts, located: Located, selection: Selection, waiter: asyncio.Event, is_latest: bool = True
+    ) -> Life:
         """Follow the stream of a session: its end first, its hash then, until both are of the same life.
+
+        If it is not the latest life that is wanted, but this one, and there is a later one: all of this is in the
+        stream, and the end is taken then.
 
         Raises:
             BadRequest: Its configuration is known, and a channel that was asked for is not in it.
@@ -134,7 +140,10 @@ class Life:
                 tap = await stack.enter_async_context(parts.hub.follow(located.stream, waiter))
                 target = max(tap.head, await parts.live.tail(located.stream))
                 found = await parts.live.get(located.identity)
-                if found is None or (found.stream, found.number) == (located.stream, located.number):
+                is_same = found is not None and (found.stream, found.number) == (located.stream, located.number)
+                if found is not None and not is_same and not is_latest:
+                    found, target = None, max(target, await parts.live.tail(located.stream))
+                if found is None or is_same:
                     life = cls(parts, found or located, tap, target, selection)
                     await life.bind(life.located.merged or life.located.json)
                     life.stack = stack.pop_all()
@@ -150,6 +159,7 @@ class Life:
         """Begin after a place; what is in Kafka alone, if there is any, comes before the stream."""
         self.place, self._past = place, past
         self.reader.looked = place.entry
+        self._ahead.clear()
 
     async def first_time(self) -> int | None:
         """Return about when the first samples are that are in the stream; None if it has none."""
@@ -191,6 +201,12 @@ class Life:
         """Whether there is something that needs no waiting for."""
         return bool(self._ahead)
 
+    @property
+    def upcoming(self) -> Place | None:
+        """The place after the next piece, if one is there."""
+        head = self._ahead[0] if self._ahead else None
+        return Place.of(head.id) if isinstance(head, Entry) else head.place if isinstance(head, Told) else None
+
     def is_past(self, place: EntryId) -> bool:
         """Whether everything up to a place was returned."""
         return self._past is None and not self._ahead and self.reader.looked >= place
@@ -219,7 +235,7 @@ class Life:
             return None
         found = self._ahead.popleft()
         if isinstance(found, Lost):
-            self.place = found.to if found.reason == "store-rolled-back" else max(self.place, found.to)
+            self.place = found.moves(self.place)
             return found
         is_lacking = self._bindings and not self._channels.complete
         if is_lacking and asyncio.get_running_loop().time() >= self._asked + AGAIN_S:
@@ -261,13 +277,16 @@ class Life:
         return missed
 
     def _content(self, block: bytes, container: str = "") -> Content:
-        found = content_of(block, container or self._parts.container, self._channels, self._lines)
-        if self.thinning is None:
-            return found
-        return msgspec.structs.replace(found, series=tuple(thinned(each, self.thinning) for each in found.series))
+        return content_of(block, container or self._parts.container, self._channels, self._lines)
 
     def _held_content(self, entry: Entry) -> Content:
-        return self._parts.hub.form(entry, self._key, lambda each: self._content(each.data), lambda made: made.size)
+        return self._parts.hub.form(entry, self._key, self._small_content, lambda made: made.size)
+
+    def _small_content(self, entry: Entry) -> Content:
+        found = self._content(entry.data)
+        if self.thinning is None:
+            return found
+        return msgspec.structs.replace(found, series=tuple(thinned(found.series, self.thinning)))
 
     def thinned(self, piece: Piece, thinner: Thinner[Line]) -> Sequence[LineSeries]:
         """Return what goes out of a piece, and note what is held: worked out once for all who stand here."""
@@ -299,7 +318,7 @@ def _together(contents: list[Content]) -> Content:
         return contents[0]
     newest = [each.newest for each in contents if each.newest is not None]
     return Content(
-        next((each.json for each in reversed(contents) if each.json is not None), None),
+        reduce(both_said, (each.json for each in contents), None),
         next((each.range for each in reversed(contents) if each.range is not None), None),
         tuple(series for each in contents for series in each.series),
         tuple(event for each in contents for event in each.events),

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from tailrace.errors import StoreUnavailable
+from tailrace.errors import CursorGone, StoreUnavailable
 from tailrace.feeds.streams import Tap
 from tailrace.model.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.model.session_cursor import Place
@@ -38,6 +38,22 @@ class Lost(msgspec.Struct, frozen=True):
     reason: str
     possible: bool = False
     """Somebody else trimmed the stream: whether the session had anything there, nobody knows."""
+    back: bool = False
+    """It begins in the stream, and what comes after it is in Kafka."""
+
+    def moves(self, place: Place) -> Place:
+        """Return the place of whoever was told."""
+        return self.to if self.back or self.reason == "store-rolled-back" else max(place, self.to)
+
+    def facts(self, identity: str) -> dict[str, object]:
+        """Return what a reader of the session is told."""
+        facts = {"session": identity, "from": str(self.after), "to": str(self.to), "reason": self.reason}
+        return facts | ({"possible": True} if self.possible else {})
+
+    def error(self, identity: str) -> CursorGone:
+        """Return it as what a reader gets that wants no gaps."""
+        after, to = str(self.after), str(self.to)
+        return CursorGone(identity, after, to, self.reason, f"session {identity!r}: what came after {after}")
 
 
 class SessionReader:
@@ -101,8 +117,9 @@ class SessionReader:
             found.append(Lost(Place.of(self.looked), Place.of(gone), "trimmed"))
         self.looked = max(reached, begin)
         cut = await self._cut(begin)
-        if cut is None or self.looked < cut:
+        if cut is None:
             return [*found, *entries]
+        self.looked = max(self.looked, before(cut))
         earlier, later = [e for e in entries if e.id < cut], [e for e in entries if e.id >= cut]
         after = Place.of(earlier[-1].id if earlier else begin)
         return [*found, *earlier, Lost(after, Place.of(before(cut)), "trimmed", possible=True), *later]
@@ -110,9 +127,9 @@ class SessionReader:
     async def _cut(self, place: EntryId) -> EntryId | None:
         """Return where the stream begins, if somebody else has cut it behind a place.
 
-        Our trimming takes out of the ledger what was written before the stream's first entry, at once: a write that is
-        in the ledger alone was cut by somebody else. Of a stream without a ledger it is only known how many entries it
-        had.
+        Our trimming notes, in the same call, up to where the beginning of the stream is its doing: a later write that
+        is in the ledger alone was cut by somebody else. Of a stream without a ledger it is only known how many entries
+        it had.
         """
         stream, live = self._tap.stream, self._live
         first = await live.first(stream)

@@ -13,6 +13,7 @@ from tailrace.model.selection import is_pattern
 from tailrace.model.session_cursor import (
     FromMoment,
     FromPlace,
+    Held,
     SessionCursor,
     SessionStart,
     parse_session_start,
@@ -44,6 +45,13 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     on_gap: Literal["skip", "fail"] = "skip"
     resumed: bool = False
     """Whether this continues an earlier request (``Last-Event-ID``)."""
+
+    def thinned_before(self, held: Held | None) -> Thinning | None:
+        """Return how samples may be thinned before any are left out; only whole cells may be left out afterwards."""
+        thinning = self.thinning
+        if thinning is None or self.since is not None or isinstance(self.until, int):
+            return None
+        return thinning if held is None or held.floor % thinning.cell == 0 else None
 
 
 def make_session_request(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.feeds.retained import Retained, source_of
+from tailrace.feeds.ledger import Spot, spot_of
+from tailrace.feeds.retained import Hole, Retained, source_of
 from tailrace.feeds.session_end import is_of_another
 from tailrace.feeds.session_life import Life, SessionParts
 from tailrace.feeds.session_reader import Lost, last_entries
@@ -12,7 +13,7 @@ from tailrace.model.cursor import FromEnd, FromLast
 from tailrace.model.entry_id import BEGINNING, EntryId
 from tailrace.model.session_cursor import FromMoment, FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.model.shown import range_end
-from tailrace.stores.live import Located
+from tailrace.stores.live import LiveSessions, Located
 
 NEAR_MS = 200
 """How near to a time its place is looked for; what is before it is read, and left out."""
@@ -99,7 +100,63 @@ async def _resumed(parts: SessionParts, life: Life, cursor: SessionCursor) -> Be
     if place.entry > end and not is_over:
         to = Place.of(life.target)
         return Beginning(to, lost=Lost(place, to, "store-rolled-back"))
-    return Beginning(place, cursor.held, is_over=is_over)
+    found = None if is_over else await _in_kafka(parts, located, cursor)
+    return found or Beginning(place, cursor.held, is_over=is_over)
+
+
+async def overtaken(parts: SessionParts, life: Life, cursor: SessionCursor, lost: Lost) -> Beginning | None:
+    """Return where a feed goes on that trimming has overtaken: as if it came back now, with its cursor.
+
+    None if what is lost has to be told: it is not in Kafka, or nobody knows where.
+    """
+    located = life.located
+    is_ours = lost.reason == "trimmed" and not lost.possible and not lost.back and lost.after.in_stream
+    if not is_ours or located.number != life.number:
+        return None
+    found = await parts.live.get(located.identity)
+    is_same = found is not None and (found.stream, found.number) == (located.stream, located.number)
+    return await _in_kafka(parts, found if found is not None and is_same else located, cursor)
+
+
+async def _in_kafka(parts: SessionParts, located: Located, cursor: SessionCursor) -> Beginning | None:
+    """Return where a cursor of the stream is in Kafka, if the stream has lost what comes after it, and Kafka had it.
+
+    What was held may be looked for further back than it was: all samples from its time on lie behind its first place.
+    """
+    live, source, place, held = parts.live, source_of(located), cursor.place, cursor.held
+    gone = await live.trimmed(located.stream, located.number)
+    if parts.archive is None or source is None or gone is None or cursor.origin.entry >= gone:
+        return None
+    spot = await spot_of(live, located, place.entry)
+    if spot is None:
+        return None
+    first_lost = _first_lost(cursor, spot)
+    after = spot.low if held is None else min(spot.low, await _at_or_before(live, located, held.after))
+    hole: Hole | None = None
+    if spot.end is not None and spot.end >= gone:
+        # The stream has the rest of that write; Kafka is read for what was held of others alone.
+        if first_lost.in_stream:
+            return None
+        hole = Hole(spot.low, Lost(first_lost, Place.of(gone), "trimmed"))
+    elif not spot.is_exact:
+        hole = Hole(spot.low, Lost(first_lost, Place.at_offset(spot.high), "trimmed", back=True))
+    past = Retained(parts.archive, live, located, source, after, BEGINNING if hole else place.entry, hole)
+    begin = Place.at_offset(spot.low) if hole is None else place
+    return Beginning(begin, None if held is None else Held(Place.at_offset(after), held.floor), past)
+
+
+def _first_lost(cursor: SessionCursor, spot: Spot) -> Place:
+    """Return after which place something is lost; of what was held, too, unless that is before what nobody knows."""
+    if cursor.held is None or spot.begin is None or cursor.origin > Place.of(spot.begin):
+        return cursor.origin
+    return Place.at_offset(spot.low)
+
+
+async def _at_or_before(live: LiveSessions, located: Located, place: Place) -> int:
+    if not place.in_stream:
+        return place.major
+    spot = await spot_of(live, located, place.entry)
+    return (located.opened or 0) - 1 if spot is None else spot.low
 
 
 async def _trimmed(parts: SessionParts, located: Located, after: int | None) -> Retained | None:

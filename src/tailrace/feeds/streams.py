@@ -260,13 +260,17 @@ class StreamHub:
 
     async def _advance(self, tap: Tap, key: str, who: str) -> None:
         if not tap.opened.is_set():
-            tap.restart(await self.live.tail(tap.stream))
+            # Not the last entry: of a stream that was trimmed to nothing something may be missing, too.
+            tap.restart(await self.live.last_given(tap.stream))
             tap.opened.set()
         clock = asyncio.get_running_loop().time
         heard = clock()
         while True:
             command = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
             answer = await self.live.nodes.block_keyed(key, who, command, BLOCK_MS / 1000)
+            gone = await self.live.trimmed_newest(tap.stream) if answer else BEGINNING
+            if gone > tap.head and gone <= await self.live.last_given(tap.stream):
+                tap.restart(gone)  # something was trimmed before it was read: what it was, followers ask the store
             # From here on nothing is awaited before the followers are woken: they see a tap before or after the change.
             for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
                 tap.add(map(entry_of, entries), max(1 << 16, self._ring_bytes // max(1, len(self._taps))))

@@ -45,6 +45,9 @@ def dead(reason: str, what: str = "") -> Outcome:
     return Outcome("dead", reason, (Fault("", what[:200]),) if what else ())
 
 
+ELSEWHERE: Final = dead("session-elsewhere", "it is open in another stream")
+
+
 class Written(msgspec.Struct, frozen=True):
     """What has to be written for some records."""
 
@@ -86,7 +89,7 @@ class Recorder:
         stream: The name of the stream.
         writer: Whose records these are.
         sessions: The sessions of the stream that records may be of, as they rest there.
-        elsewhere: Sessions that are open in another stream.
+        elsewhere: What becomes of records of sessions that cannot be written here.
         catalogue: The configurations that are known.
         target: Bytes that a burst should have.
     """
@@ -96,12 +99,12 @@ class Recorder:
         stream: str,
         writer: str,
         sessions: Mapping[str, Session],
-        elsewhere: frozenset[str],
+        elsewhere: Mapping[str, Outcome],
         catalogue: Catalogue,
         target: int = burst.TARGET,
     ) -> None:
         self._stream, self._writer, self._target = stream, writer, target
-        self._sessions, self._elsewhere, self._catalogue = dict(sessions), elsewhere, catalogue
+        self._sessions, self._elsewhere, self._catalogue = dict(sessions), dict(elsewhere), catalogue
         self._sheets: dict[str, _Sheet] = {}
         self._configs: dict[str, bytes] = {}
         self.size = 0
@@ -111,7 +114,7 @@ class Recorder:
         """Return a session as it is after the records so far."""
         return self._sessions.get(identity)
 
-    def meet(self, sessions: Mapping[str, Session], elsewhere: frozenset[str]) -> None:
+    def meet(self, sessions: Mapping[str, Session], elsewhere: Mapping[str, Outcome]) -> None:
         """Get to know further sessions, of which no record was taken yet."""
         self._sessions |= sessions
         self._elsewhere |= elsewhere
@@ -146,7 +149,7 @@ class Recorder:
             self._publish("config", record.identifier, record.config, wrong)
             return STORED
         if identity in self._elsewhere:
-            return dead("session-elsewhere", "it is open in another stream")
+            return self._elsewhere[identity]
         known = self._sessions.get(identity)
         if isinstance(record, Close) and (known is None or known.is_closed):
             return Outcome("skipped", "nothing-to-close")
@@ -248,6 +251,8 @@ class Recorder:
 
     def _say(self, known: Session | None, session: Session, *, opening: bool = False) -> _Sheet:
         """Note how a session has changed, and what viewers have to be told of its JSON."""
+        if session.writer != self._writer and not session.shared:
+            session = msgspec.structs.replace(session, shared=True)
         sheet = self._sheets.get(session.identity)
         if sheet is None:
             sheet = self._sheets[session.identity] = _Sheet(known, session)

@@ -72,6 +72,7 @@ _REQUIRED = ("identity", "state", "timestamp", "identifier")
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+_parts = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def checked(identity: str, update: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
@@ -117,6 +118,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     """How often the watchdog spoke of it since the last one."""
     start: int | None = None
     end: int | None = None
+    shared: bool = False
+    """Whether records of it came from others than the writer that opened it."""
 
     @classmethod
     def decode(cls, data: bytes) -> Session:
@@ -221,7 +224,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         }
         if self.start is not None and self.end is not None:
             found |= {"tStart": self.start, "tEnd": self.end}
-        return found
+        return found | ({"shared": 1} if self.shared else {})
 
 
 _read = msgspec.msgpack.Decoder(Session).decode
@@ -238,6 +241,17 @@ def text(json: Mapping[str, Any]) -> str:
     if len(written) - len(json["state"]) > MAX_JSON:
         raise Refused("session-too-large", f"{len(written)} bytes of Session JSON; {MAX_JSON} fit into a message")
     return written.decode()
+
+
+def both_said(before: str | None, update: str | None) -> str | None:
+    """Return the Session JSON that says what two in a row have said: what the later one does not know stays."""
+    if before is None or update is None:
+        return update if before is None else before
+    try:
+        known, new = _parts(before), _parts(update)
+    except (msgspec.DecodeError, RecursionError):
+        return update
+    return _encode(known | {name: value for name, value in new.items() if bytes(value) != b"null"}).decode()
 
 
 def bindings_in(json: Mapping[str, Any]) -> tuple[Binding, ...]:

@@ -26,6 +26,7 @@ from tailrace.model.burst import parse
 from tailrace.model.configuration import Channels
 from tailrace.model.samples import Decoded, Occurrence, samples_of
 from tailrace.model.selection import Line, Lines
+from tailrace.model.session import both_said
 from tailrace.model.thinning import Series, Times, Values, concatenated
 
 FARTHEST = 1 << 52
@@ -67,11 +68,11 @@ def content_of(block: bytes, container: str, channels: Channels, lines: Lines) -
     except BadBurst as error:
         return Content(unread=str(error))
     return Content(
-        _last_json(decoded),
+        _json(decoded),
         decoded.ranges[-1] if decoded.ranges else None,
         tuple(_lined(decoded, lines)),
         tuple(_event(each, channels) for each in decoded.events),
-        max((int(each.times.max()) for each in decoded.series if len(each.times)), default=None),
+        _newest(decoded),
     )
 
 
@@ -84,14 +85,21 @@ def range_end(block: bytes, container: str) -> int | None:
     return next((each.time_range.end_time for each in messages if each.WhichOneof("data") == "time_range"), None)
 
 
-def _last_json(decoded: Decoded) -> str | None:
-    for text in reversed(decoded.session_json):
+def _newest(decoded: Decoded) -> int | None:
+    if not decoded.series:
+        return None
+    return int(np.concatenate([each.times for each in decoded.series]).max())
+
+
+def _json(decoded: Decoded) -> str | None:
+    found: str | None = None
+    for text in decoded.session_json:
         try:
             msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, RecursionError):
             continue  # another program's slip; it could not be a part of our JSON
-        return text
-    return None
+        found = both_said(found, text)
+    return found
 
 
 def _lined(decoded: Decoded, lines: Lines) -> Iterator[LineSeries]:
@@ -196,6 +204,9 @@ def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]
         whole = found[0] if len(found) == 1 else concatenated(found)
         times, values = whole.times, whole.values
         while len(times):
+            if int(times.max()) - int(times.min()) <= FARTHEST:
+                yield line, times, values
+                break
             far = np.flatnonzero((times > int(times[0]) + FARTHEST) | (times < int(times[0]) - FARTHEST))
             end = int(far[0]) if len(far) else len(times)
             yield line, times[:end], values[:end]

@@ -54,6 +54,7 @@ names of the parts and what is wrong with each. The reasons of dead letters:
     bad-identity        a name of a session that is empty, longer than 1,000 bytes, or has control characters in it
     session-closed      samples, events or updates of a session after its end
     session-elsewhere   the session is open in another stream
+    session-key         what the store has under the key of the session is none; the letter names it
     session-too-large   Session JSON that does not fit into a message, or would not with what is known of it before
 """
 

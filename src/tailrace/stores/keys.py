@@ -73,14 +73,19 @@ streams have no braces.
     lastStreamSessionId          string  the last number given to a session
     sessions:<identity>          hash    where a session is, and what is known of it; expires. Fields: streamSessionId,
                                          streamName, streamPosition, lastUpdated, json, tStart, tEnd; and ours: state,
-                                         merged, order, writer, opened, heard. The key's template is a setting
+                                         merged, order, writer, opened, heard, shared. The key's template is a setting
     <prefix>:{stream:<stream>}                          the tag of what is ours beside a stream
     …:marks                      hash    writer -> the last of its offsets, or sequence numbers, that is in the stream
     …:sessions                   hash    identity -> version (8 bytes) and state of its session; a zero byte -> the
                                          highest number given out here; a zero byte and a writer -> its notes
     …:claims                     hash    identity -> number, position, writer and offset of an opening that is under way
-    …:ledger                     stream  id of the last entry of a write -> w: writer, f: mark before, m: mark after it
-    …:trimmed                    hash    number of a session -> id of the newest of its entries that was trimmed
+    …:ledger                     stream  id of the last entry of a write -> w: writer, f: mark before, m: mark after it,
+                                         a: id of its first entry, or how far that is before, within a millisecond;
+                                         stays for longer than the entries do
+    …:trimmed                    hash    number of a session -> id of the newest of its entries that was trimmed;
+                                         newest -> that of all of them; ours -> up to where the stream's beginning is
+                                         trimmed, as the end of a range; whole -> id from which on the ledger has every
+                                         write
     <prefix>:sessions            zset    identity -> ms when its session was last updated
     <prefix>:config:<identifier>  string  configuration, as JSON; never changed; expires when no session has it
 """
@@ -91,6 +96,9 @@ import msgspec
 
 FORMAT = 2
 """Number of this layout; stored with it and compared at start."""
+
+TRIMMED_NEWEST, TRIMMED_BY_US, LEDGER_WHOLE = "newest", "ours", "whole"
+"""Fields of what was trimmed of a stream that are no numbers of sessions."""
 
 
 class Keys(msgspec.Struct, frozen=True):

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.model.entry_id import BEGINNING, END, EntryId, id_text, parse_id
+from tailrace.model.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
+from tailrace.stores.keys import TRIMMED_BY_US, TRIMMED_NEWEST
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping
 
@@ -66,6 +67,8 @@ class Located(msgspec.Struct, frozen=True):
     writer: str = ""
     opened: int | None = None
     order: tuple[int, ...] = ()
+    shared: bool = False
+    """Whether others than its writer have written it, too."""
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -107,7 +110,18 @@ class LiveSessions:
     async def get_all(self, identities: Sequence[str]) -> list[Located | None]:
         """Return sessions in the order of their identities."""
         keys = [self.key(identity) for identity in identities]
-        answers = await self.nodes.read_keyed([(key, ("HGETALL", key)) for key in keys])
+        try:
+            answers = await self.nodes.read_keyed([(key, ("HGETALL", key)) for key in keys])
+        except StoreError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            # Somebody else uses such a key for something else: that is no session.
+            kinds = await self.nodes.read_keyed([(key, ("TYPE", key)) for key in keys])
+            known = [key for key, kind in zip(keys, kinds, strict=True) if kind == b"hash"]
+            found = dict(
+                zip(known, await self.nodes.read_keyed([(key, ("HGETALL", key)) for key in known]), strict=True)
+            )
+            answers = [found.get(key, []) for key in keys]
         return [_located(identity, mapping(answer)) for identity, answer in zip(identities, answers, strict=True)]
 
     async def listing(self, most: int = 10_000) -> list[Located]:
@@ -202,9 +216,21 @@ class LiveSessions:
         (found,) = await self.nodes.read_keyed([(key, ("HGET", key, number))])
         return None if found is None else parse_id(found)
 
+    async def trimmed_newest(self, stream: str) -> EntryId:
+        """Return the newest entry of any session that was trimmed away; the beginning when none was."""
+        key = self.keys.trimmed(stream)
+        (found,) = await self.nodes.read_keyed([(key, ("HGET", key, TRIMMED_NEWEST))])
+        return BEGINNING if found is None else parse_id(found)
+
     async def noted(self, stream: str, after: EntryId, until: EntryId) -> bool:
-        """Whether the ledger has a write whose last entry lies between two places, itself not included."""
-        key = self.keys.ledger(stream)
+        """Whether the ledger has a write whose last entry lies between two places, and that we have not trimmed.
+
+        Neither place is included. The second one has to be where the stream began, read before this is asked.
+        """
+        key, trimmed = self.keys.ledger(stream), self.keys.trimmed(stream)
+        (ours,) = await self.nodes.read_keyed([(trimmed, ("HGET", trimmed, TRIMMED_BY_US))])
+        if ours is not None:
+            after = max(after, before(parse_id(ours[1:])) if ours.startswith(b"(") else parse_id(ours))
         command = ("XRANGE", key, f"({id_text(after)}", f"({id_text(until)}", "COUNT", 1)
         (found,) = await self.nodes.read_keyed([(key, command)])
         return bool(found)
@@ -242,6 +268,7 @@ def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
             writer=fields.get(b"writer", b"").decode(),
             opened=_integer(fields.get(b"opened")),
             order=tuple(int(part) for part in fields.get(b"order", b"").split()),
+            shared=b"shared" in fields,
         )
     except ValueError:  # numbers or text that no writer of the protocol writes
         return None

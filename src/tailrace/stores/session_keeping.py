@@ -72,13 +72,15 @@ class SessionKeeping:
             gone += int(self._shards.call_keyed([("shed", self._slot(stream), (number, *ids))])[0])
         return gone
 
+    def cut_ledger(self, stream: str, before_ms: int) -> int:
+        """Forget writes from before a time, unless the stream still has them; return how many there were."""
+        return int(self._shards.call_keyed([("cut_ledger", self._slot(stream), (max(before_ms, 0),))])[0])
+
     def trimmed(self, stream: str) -> dict[int, EntryId]:
         """Return up to where sessions were trimmed, by number."""
         key = self._keys.trimmed(stream)
-        return {
-            int(n): parse_id(entry)
-            for n, entry in mapping(self._shards.run_keyed([(key, ("HGETALL", key))])[0]).items()
-        }
+        noted = mapping(self._shards.run_keyed([(key, ("HGETALL", key))])[0])
+        return {int(number): parse_id(entry) for number, entry in noted.items() if number.isdigit()}
 
     def forget_trimmed(self, stream: str, numbers: Sequence[int]) -> None:
         """Forget that sessions were trimmed."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from tailrace.model.catalogue import Catalogue
-from tailrace.model.recording import Written
+from tailrace.model.recording import ELSEWHERE, Outcome, Written, dead
 from tailrace.model.session import Session, identifiers
 from tailrace.stores.sessions import (
     OVER,
@@ -53,8 +53,8 @@ class Known:
         self.sessions: dict[str, Session] = {}
         self.seen: dict[str, bytes] = {}
         """Their versions, and those of notes."""
-        self.elsewhere: frozenset[str] = frozenset()
-        """Sessions that are open in another stream."""
+        self.elsewhere: dict[str, Outcome] = {}
+        """What becomes of records of sessions that are open in another stream, or whose keys others use."""
 
     def learn(self, stream: str, values: Mapping[str, bytes], owners: Mapping[str, Owner]) -> None:
         """Take note of sessions as they rest in the stream, and of which streams their hashes are."""
@@ -64,8 +64,11 @@ class Known:
             if owner.stream == stream:
                 continue
             known = self.sessions.get(identity)
-            if owner.state not in OVER:
-                self.elsewhere |= {identity}
+            if owner.strange:
+                what = f"{owner.strange}, which is no session: somebody else uses that key; remove it"
+                self.elsewhere[identity] = dead("session-key", what)
+            elif owner.state not in OVER:
+                self.elsewhere[identity] = ELSEWHERE
             elif known is not None and known.number < owner.number:
                 del self.sessions[identity]  # its name has had another life meanwhile
 

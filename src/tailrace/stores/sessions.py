@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 OVER = CLOSED | {ABANDONED}
 """States in which a session leaves its name to other streams."""
 VERSION_BYTES = 8
+WRONG_KIND, HASH_KINDS = "WRONGTYPE", (b"hash", b"none")
+"""How the store says that a key is of another kind, and of which kinds keys of sessions may be."""
 
 _OVER = f" {' '.join(sorted(OVER))} "
 
@@ -108,7 +110,7 @@ class Verdict(StrEnum):
     OLD = "old"
     """The watchdog's word came too late. Only that is refused: another writer that is behind finds its mark moved."""
     TAKEN = "taken"
-    """A session is open in another stream, or had a later life there: the same write will not be taken again."""
+    """A session is open in another stream, or had a later life there, or its key is no hash: it will not be taken."""
 
 
 class Owner(NamedTuple):
@@ -117,6 +119,8 @@ class Owner(NamedTuple):
     stream: str
     state: str
     number: int
+    strange: str = ""
+    """What is under the key of the hash, if that is something else; then it is nobody's."""
 
 
 def new_version() -> bytes:
@@ -176,16 +180,38 @@ class SessionStore:
         """Return which stream has each session, as its hash says; an empty state if others wrote that."""
         names = list(identities)
         found: dict[str, Owner] = {}
-        answers = self.hash_fields(names, ("streamName", "state", "streamSessionId"))
+        answers, strange = self._hashes(names, ("streamName", "state", "streamSessionId"))
         for identity, (stream, state, number) in zip(names, answers, strict=True):
-            if stream is not None and number is not None and number.isdigit():
+            if identity in strange:
+                found[identity] = Owner("", "", 0, strange[identity])
+            elif stream is not None and number is not None and number.isdigit():
                 found[identity] = Owner(stream.decode(errors="replace"), (state or b"").decode(), int(number))
         return found
 
     def hash_fields(self, identities: Sequence[str], fields: Sequence[str]) -> list[list[bytes | None]]:
         """Return some fields of the hashes of sessions; None for what is not there."""
+        return self._hashes(identities, fields)[0]
+
+    def _hashes(
+        self, identities: Sequence[str], fields: Sequence[str]
+    ) -> tuple[list[list[bytes | None]], dict[str, str]]:
+        """Return the same, and what is under keys that are no hashes, by identity: others may use such keys, too."""
         keys = [self._keys.session(self.options.key, identity) for identity in identities]
-        return self.shards.run_keyed([(key, ("HMGET", key, *fields)) for key in keys])
+        commands: list[Keyed] = [(key, ("HMGET", key, *fields)) for key in keys]
+        try:
+            return self.shards.run_keyed(commands), {}
+        except StoreError as error:
+            if WRONG_KIND not in str(error):
+                raise
+        kinds = self.shards.run_keyed([(key, ("TYPE", key)) for key in keys])
+        strange = {
+            identity: f"{key} is a {kind.decode()}"
+            for identity, key, kind in zip(identities, keys, kinds, strict=True)
+            if kind not in HASH_KINDS
+        }
+        usable = [command for i, command in zip(identities, commands, strict=True) if i not in strange]
+        answers, nothing = iter(self.shards.run_keyed(usable)), list[bytes | None]([None] * len(fields))
+        return [nothing if identity in strange else next(answers) for identity in identities], strange
 
     def streams(self) -> set[str]:
         """Return the names of all streams, also of those that others write."""
@@ -238,7 +264,7 @@ class SessionStore:
                 version = each.seen[:VERSION_BYTES]
                 args: tuple[Arg, ...] = (each.writer, each.offset, each.identity, version, candidate, floor)
                 calls.append(("claim", self._slot(each.stream), args))
-            answers = self.shards.call_keyed(calls)
+            answers = self._call(calls, names)
             for i, answer in zip(open_still, answers, strict=True):
                 found[i] = (int(answer[1]), answer[2].decode()) if answer[0] == b"ok" else None
             # A number that was taken from the counter before another one may come to the stream after it; and the
@@ -246,6 +272,26 @@ class SessionStore:
             low = {i: int(answer[1]) for i, answer in zip(open_still, answers, strict=True) if answer[0] == b"low"}
             open_still, needed = list(low), max(low.values(), default=0)
         return found
+
+    def _call(self, calls: Sequence[KeyedCall], streams: Iterable[str]) -> list[Any]:
+        """Call functions on streams.
+
+        Raises:
+            StoreError: Also if what is under the key of one is no stream.
+        """
+        try:
+            return self.shards.call_keyed(calls)
+        except StoreError as error:
+            if WRONG_KIND not in str(error):
+                raise
+        for key in sorted({self._keys.stream(stream) for stream in streams}):
+            (kind,) = self.shards.run_keyed([(key, ("TYPE", key))])
+            if kind not in (b"stream", b"none"):
+                raise StoreError(
+                    f"{key} is a {kind.decode()}, not a stream of sessions: somebody else uses that key. Remove it, or "
+                    "choose another name with sessions.stream"
+                )
+        return self.shards.call_keyed(calls)
 
     def write(self, writes: Sequence[Write]) -> list[Verdict]:
         """Write hashes, then streams; return what became of each write, in their order."""
@@ -291,7 +337,8 @@ class SessionStore:
             for number, data in write.entries:
                 args += (number, data)
             calls.append(("append", self._slot(write.stream), args))
-        return [Verdict(answer[0].decode()) for answer in self.shards.call_keyed(calls)]
+        answers = self._call(calls, {write.stream for write in writes})
+        return [Verdict(answer[0].decode()) for answer in answers]
 
     def _put(self, write: Write, change: Change, now_ms: int) -> KeyedCall:
         order = " ".join(map(str, change.order))

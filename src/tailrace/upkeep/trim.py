@@ -28,13 +28,16 @@ class Rules(msgspec.Struct, frozen=True):
 
     limits: Limits
     options: SessionOptions
+    ledger_ms: int = 86_400_000
+    """How long it is remembered which records the entries of a stream were made from, when they are trimmed."""
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
         """Return the rules of the configuration."""
         given = settings.sessions
         kept = milliseconds(given.keep_time)
-        return cls(Limits(given.keep_entries, given.keep_bytes, kept, given.stream_bytes), SessionOptions.of(settings))
+        limits = Limits(given.keep_entries, given.keep_bytes, kept, given.stream_bytes)
+        return cls(limits, SessionOptions.of(settings), milliseconds(given.keep_ledger))
 
 
 class Memory:
@@ -87,7 +90,9 @@ class Trimming:
             weights = self._memory.of(stream)
             while self._weigh(keeping, stream, weights, lease):
                 self._shed(keeping, stream, weights, store.server_ms(stream), lease)
-            self._shed(keeping, stream, weights, store.server_ms(stream), lease)
+            now_ms = store.server_ms(stream)
+            self._shed(keeping, stream, weights, now_ms, lease)
+            keeping.cut_ledger(stream, now_ms - self._rules.ledger_ms)
             if self._scope.stopped():
                 return
 

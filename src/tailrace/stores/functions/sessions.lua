@@ -5,6 +5,9 @@ local NOTHING = '-1'
 local STAMP = 8
 -- Where the sessions of a stream are, the highest number that was given out there; no session can have that name.
 local GIVEN = '\0'
+-- Where it is noted what was trimmed of sessions, beside their numbers: the newest entry of all; up to where the beginning of the
+-- stream is our own doing, as the end of a range of the ledger; and from which id on the ledger has every write, if it has lost some.
+local NEWEST, OURS, WHOLE = 'newest', 'ours', 'whole'
 
 -- Answers the id that the stream's last entry had, also when it is gone.
 local function last_id(stream)
@@ -69,9 +72,11 @@ local function claim(keys, args)
 end
 
 -- put_session(stream, number, mark, amendment, expire ms, states that are over, field, value…), on the key of a session's hash:
--- writes it unless what is there is of a higher order. taken: it is another stream's, and not over there, or of a later life.
+-- writes it unless what is there is of a higher order. taken: it is another stream's, and not over there, or of a later life; or it
+-- is no hash.
 local function put_session(keys, args)
-  local known = redis.call('HMGET', keys[1], 'streamName', 'streamSessionId', 'state', 'order')
+  local known = redis.pcall('HMGET', keys[1], 'streamName', 'streamSessionId', 'state', 'order')
+  if known.err then return {'taken', ''} end
   local number = tonumber(args[2])
   local theirs = tonumber(known[2] or nil)
   if theirs then
@@ -109,8 +114,11 @@ local function append_entries(keys, args)
       if highest_other(claims[identity], writer) > number then return {'conflict', identity} end
     end
   end
-  local id
-  for i = last + 1, #args, 2 do id = redis.call('XADD', stream, '*', 'id', args[i], 'data', args[i + 1]) end
+  local first, id
+  for i = last + 1, #args, 2 do
+    id = redis.call('XADD', stream, '*', 'id', args[i], 'data', args[i + 1])
+    first = first or id
+  end
   for i = 5, last, 4 do redis.call('HSET', tag .. ':sessions', args[i], args[i + 2]) end
   if writer == '' then return {'ok'} end
   redis.call('HSET', marks, writer, args[3])
@@ -123,11 +131,16 @@ local function append_entries(keys, args)
   end
   if id then
     local ledger = tag .. ':ledger'
-    local noted = redis.pcall('XADD', ledger, id, 'w', writer, 'f', args[2], 'm', args[3])
+    -- All ids of a write are of one millisecond: then it is enough to say how far the first is from the last, which is shorter.
+    local ms, last_seq = string.match(id, '^(%d+)-(%d+)$')
+    local first_ms, seq = string.match(first, '^(%d+)-(%d+)$')
+    if first_ms == ms then first = text(tonumber(last_seq) - tonumber(seq)) end
+    local noted = redis.pcall('XADD', ledger, id, 'w', writer, 'f', args[2], 'm', args[3], 'a', first)
     if type(noted) == 'table' and noted.err then
       -- Somebody removed the stream, and its ids began anew: what the ledger said is of no use any more.
       redis.call('DEL', ledger)
-      redis.call('XADD', ledger, id, 'w', writer, 'f', args[2], 'm', args[3])
+      redis.call('HDEL', tag .. ':trimmed', NEWEST, OURS, WHOLE)
+      redis.call('XADD', ledger, id, 'w', writer, 'f', args[2], 'm', args[3], 'a', first)
     end
   end
   return {'ok'}
@@ -164,15 +177,28 @@ local function is_before(a, b)
   return tonumber(a_n) < tonumber(b_n)
 end
 
--- shed(number, ids…): takes entries of a session out of the stream, the oldest first, and says so for its readers. Answers how many
--- there were.
+-- shed(number, ids…): takes entries of a session out of the stream, the oldest first, and says so for its readers; and up to where
+-- the stream's beginning is gone by our own doing. Answers how many there were.
 local function shed(keys, args)
-  local trimmed, ledger = keys[2] .. ':trimmed', keys[2] .. ':ledger'
+  local trimmed = keys[2] .. ':trimmed'
   local gone = redis.call('XDEL', keys[1], unpack(args, 2))
-  local known = redis.call('HGET', trimmed, args[1])
-  if not known or is_before(known, args[#args]) then redis.call('HSET', trimmed, args[1], args[#args]) end
+  for _, field in ipairs({args[1], NEWEST}) do
+    local known = redis.call('HGET', trimmed, field)
+    if not known or is_before(known, args[#args]) then redis.call('HSET', trimmed, field, args[#args]) end
+  end
   local first = redis.call('XRANGE', keys[1], '-', '+', 'COUNT', 1)[1]
-  if first then redis.call('XTRIM', ledger, 'MINID', first[1]) else redis.call('DEL', ledger) end
+  redis.call('HSET', trimmed, OURS, first and '(' .. first[1] or last_id(keys[1]))
+  return gone
+end
+
+-- cut_ledger(ms): takes writes from before then out of the ledger, unless they are in the stream, or later than what is. Answers how
+-- many there were.
+local function cut_ledger(keys, args)
+  local first = redis.call('XRANGE', keys[1], '-', '+', 'COUNT', 1)[1]
+  local begin = args[1] .. '-0'
+  if first and is_before(first[1], begin) then begin = first[1] end
+  local gone = redis.call('XTRIM', keys[2] .. ':ledger', 'MINID', begin)
+  if gone > 0 then redis.call('HSET', keys[2] .. ':trimmed', WHOLE, begin) end
   return gone
 end
 
@@ -209,5 +235,6 @@ redis.register_function('tailrace_put_session_VERSION', put_session)
 redis.register_function('tailrace_append_VERSION', append_entries)
 redis.register_function{function_name = 'tailrace_weigh_VERSION', callback = weigh, flags = {'no-writes'}}
 register_for_full('tailrace_shed_VERSION', shed)
+register_for_full('tailrace_cut_ledger_VERSION', cut_ledger)
 register_for_full('tailrace_forget_session_VERSION', forget_session)
 register_for_full('tailrace_drop_stream_VERSION', drop_stream)
