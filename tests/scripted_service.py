@@ -38,6 +38,16 @@ class Plan:
     stall: float = 0.0
     """Seconds of silence at the end."""
 
+    async def sent(self, text: str) -> AsyncIterator[bytes]:
+        """What gets through of a text."""
+        whole = text.encode()
+        part = whole if self.keep is None else whole[: self.keep]
+        for start in range(0, len(part), self.chunk):
+            yield part[start : start + self.chunk]
+        await asyncio.sleep(self.stall)
+        if self.keep is not None and not self.clean:
+            raise CutError
+
 
 def event(name: str, number: int, *, late: bool = False) -> dict[str, Any]:
     shown = {
@@ -121,13 +131,8 @@ class ScriptedService:
         ends = not follow or (limit is not None and sent >= limit)
         text += f"id: 7.{last}\nevent: caught-up\ndata: {{}}\n\n" if last == total else ""
         text += f"id: 7.{last}~end\nevent: end\ndata: {{}}\n\n" if ends else ""
-        whole = text.encode()
-        part = whole if plan.keep is None else whole[: plan.keep]
-        for start in range(0, len(part), plan.chunk):
-            yield part[start : start + plan.chunk]
-        await asyncio.sleep(plan.stall)
-        if plan.keep is not None and not plan.clean:
-            raise CutError
+        async for chunk in plan.sent(text):
+            yield chunk
         if plan.keep is None and not ends:
             await asyncio.sleep(self.follow_for)
 
@@ -220,6 +225,13 @@ def running() -> Iterator[ScriptedService]:
         Route("/v1/topics/{topic}", service.put, methods=["POST"]),
         Route("/v1/status", service.status),
     ]
+    with listening(routes) as service.url:
+        yield service
+
+
+@contextmanager
+def listening(routes: list[Route]) -> Iterator[str]:
+    """Run a server on a free port of this machine; its address."""
     server = uvicorn.Server(
         uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level=60, timeout_graceful_shutdown=1)
     )
@@ -227,9 +239,8 @@ def running() -> Iterator[ScriptedService]:
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    service.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        yield service
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(10)

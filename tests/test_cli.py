@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shlex
 import signal
 import subprocess
@@ -16,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import command, on_a_terminal, unset_everything
+from tests.command_line import run as tailrace
 from tests.scripted_service import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"
@@ -37,16 +37,7 @@ def service(running_service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
-        monkeypatch.delenv(name)
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "tailrace", *words]
-
-
-def tailrace(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), input=given, capture_output=True, text=True, timeout=60)
+    unset_everything(monkeypatch)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -106,16 +97,7 @@ def test_tail_passes_on_what_was_asked(service: ScriptedService) -> None:
 
 def test_tail_on_a_terminal_is_for_people_and_cannot_be_steered_by_events(service: ScriptedService) -> None:
     service.feeds["queue/\x1b[31mred"] = 2
-    ours, theirs = pty.openpty()
-    subprocess.run(
-        command("tail", "queue/\x1b[31mred", "-e"),
-        stdout=theirs,
-        env=os.environ | {"TERM": "dumb", "COLUMNS": "200"},
-        check=True,
-    )
-    os.close(theirs)
-    shown = os.read(ours, 65_536).decode()
-    os.close(ours)
+    shown = on_a_terminal("tail", "queue/\x1b[31mred", "-e")
     assert "2026-11-15T08:00:00.000Z queue/\\u001b[31mred" in shown
     assert "\x1b[31m" not in shown
     assert "late" in shown.splitlines()[1]
@@ -230,11 +212,7 @@ def test_listings_are_tables_on_a_terminal(
 ) -> None:
     service.feeds["a/1"] = 1_234
     service.is_older = is_older
-    ours, theirs = pty.openpty()
-    subprocess.run(command(*words), stdout=theirs, env=os.environ | {"TERM": "dumb", "COLUMNS": "160"}, check=True)
-    os.close(theirs)
-    shown = os.read(ours, 65_536).decode()
-    os.close(ours)
+    shown = on_a_terminal(*words, columns=160)
     for text in () if is_older else expected:
         assert text in shown
 

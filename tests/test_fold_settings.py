@@ -20,10 +20,9 @@ from pydantic import ValidationError
 from tailrace import config
 from tailrace.config import Settings
 from tailrace.errors import ConfigError
-from tailrace.fold_settings import Fold, Rules
+from tailrace.fold_settings import COLLECTS, Fold, Rules, collected
 from tailrace.model.collect import COLLECTORS
 from tailrace.units import format_duration
-from tailrace.values import COLLECTS, collected
 from tests.asking import written_queries
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account_id"], "quiet": "3s"}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.commands.grep import pattern_of
+from tests import command_line
+from tests.scripted_searches import LIFE, LONG, ScriptedSearches, searching
 from tests.scripted_service import Plan
-from tests.test_grep_client import LIFE, LONG, ScriptedSearches, searching
 
 QUERY = '{"total": {"$gt": 100}}'
 
@@ -33,35 +31,21 @@ def running_service() -> Iterator[ScriptedSearches]:
 def service(running_service: ScriptedSearches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ScriptedSearches:
     running_service.reset()
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
-        monkeypatch.delenv(name)
+    command_line.unset_everything(monkeypatch)
     monkeypatch.setenv("TAILRACE_URL", running_service.url)
     return running_service
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "tailrace", "grep", *words]
+    return command_line.command("grep", *words)
 
 
 def grep(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), input=given, capture_output=True, text=True, timeout=60)
+    return command_line.run("grep", *words, given=given)
 
 
 def on_a_terminal(*words: str, term: str = "dumb") -> str:
-    """What somebody sees who watches both outputs."""
-    ours, theirs = pty.openpty()
-    shown = b""
-    with subprocess.Popen(
-        command(*words), stdout=theirs, stderr=theirs, env=os.environ | {"TERM": term, "COLUMNS": "300"}
-    ):
-        os.close(theirs)
-        try:
-            while chunk := os.read(ours, 65_536):
-                shown += chunk
-        except OSError:  # the other side is closed
-            pass
-    os.close(ours)
-    return shown.decode()
+    return command_line.on_a_terminal("grep", *words, term=term)
 
 
 def test_in_a_pipe_each_match_is_printed_as_it_was_sent(service: ScriptedSearches) -> None:

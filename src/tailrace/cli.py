@@ -7,17 +7,16 @@ Data goes to standard output and everything else to standard error. Exit codes: 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tailrace.errors import TailraceError
+from tailrace.folds_cli import folds
 from tailrace.options import (
     DEFAULT_URL,
     After,
     Config,
-    DryRun,
     Ends,
     Folder,
     Json,
@@ -27,12 +26,11 @@ from tailrace.options import (
     Start,
     Until,
     Url,
-    Wait,
 )
-from tailrace.retag_cli import retag
 from tailrace.searches_cli import searches
 from tailrace.sessions_cli import sessions
 from tailrace.tags_cli import tagged, tags
+from tailrace.upkeep_cli import audit, pack, rebuild, retag, sweep, upkeep
 
 app = typer.Typer(
     help="Follow Kafka's JSON events as streams that can be resumed exactly.",
@@ -42,7 +40,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 streams = typer.Typer(help="What streams there are.", no_args_is_help=True)
-folds = typer.Typer(help="Bursts of events that became one: the rules, and what they hold.", no_args_is_help=True)
 settings = typer.Typer(help="What is configured, and why.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 app.add_typer(folds, name="folds")
@@ -52,15 +49,7 @@ app.add_typer(tags, name="tags")
 app.add_typer(settings, name="config")
 
 Port = Annotated[int | None, typer.Option("--port", help="The port of the service.")]
-View = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days, tags, or matches.")]
-NamePattern = Annotated[
-    str | None, typer.Option("--name", metavar="PATTERN", help="Only streams whose whole name matches, in RE2 syntax.")
-]
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The Kafka topic; it is created if need be.")]
-Rule = Annotated[str, typer.Argument(metavar="NAME", help="The rule, as `tailrace folds ls` lists it.")]
-GroupText = Annotated[
-    str, typer.Argument(metavar="GROUP", help="A JSON array or object; any other text is the group's only part.")
-]
 
 
 def main() -> None:
@@ -114,83 +103,8 @@ def serve(port: Port = None, config: Config = None) -> None:
     raise typer.Exit(parts.service(parts.load(config, port=port)))
 
 
-@app.command()
-def upkeep(config: Config = None, folder: Folder = None) -> None:
-    """Pack, sweep and audit the views at the configured intervals, until it is stopped."""
-    from tailrace.commands import parts, upkeep
-
-    raise typer.Exit(upkeep.run(parts.load(config, folder=folder)))
-
-
-@app.command()
-def pack(
-    view: View = "days",
-    name: NamePattern = None,
-    dry_run: DryRun = False,
-    wait: Wait = 10.0,
-    json: Json = False,
-    folder: Folder = None,
-    config: Config = None,
-) -> None:
-    """Pack closed days now: the same events in few large pieces."""
-    from tailrace.commands import parts, upkeep
-
-    settings = parts.load(config, folder=folder)
-    raise typer.Exit(upkeep.pack(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
-
-
-@app.command()
-def sweep(
-    view: View = "days",
-    name: NamePattern = None,
-    dry_run: DryRun = False,
-    wait: Wait = 10.0,
-    json: Json = False,
-    folder: Folder = None,
-    config: Config = None,
-) -> None:
-    """Drop days that are older than what is kept."""
-    from tailrace.commands import parts, upkeep
-
-    settings = parts.load(config, folder=folder)
-    raise typer.Exit(upkeep.sweep(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
-
-
-@app.command()
-def audit(
-    view: View = "days",
-    name: NamePattern = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Also look through all keys for some that nobody owns.")] = False,
-    json: Json = False,
-    folder: Folder = None,
-    config: Config = None,
-) -> None:
-    """Compare a view with Kafka and with its own registries. Exit code 1 if something is wrong."""
-    from tailrace.commands import parts, repair
-
-    settings = parts.load(config, folder=folder)
-    raise typer.Exit(repair.audit(settings, view, name, keys=keys, json=json))
-
-
-@app.command()
-def rebuild(
-    view: View = "days",
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One stream; all of them without it.")] = None,
-    day: Annotated[str | None, typer.Option("--day", metavar="DAY", help="One UTC day: 2026-11-15.")] = None,
-    dry_run: DryRun = False,
-    wait: Wait = 10.0,
-    json: Json = False,
-    folder: Folder = None,
-    config: Config = None,
-) -> None:
-    """Restore what Kafka still has: a stream, a day of it, or the whole view, while everything runs."""
-    from tailrace.commands import parts, repair
-
-    settings = parts.load(config, folder=folder)
-    raise typer.Exit(repair.rebuild(settings, view, name, day, dry_run=dry_run, wait_s=wait, json=json))
-
-
-app.command()(retag)
+for command in (upkeep, pack, sweep, audit, rebuild, retag):
+    app.command()(command)
 
 
 @app.command()
@@ -295,105 +209,6 @@ def streams_days(
     from tailrace.commands import listings
 
     listings.days(name, json=json, url=url)
-
-
-@folds.command("ls")
-def folds_ls(json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """List the rules: their windows, what they hold and how much they fold."""
-    from tailrace.commands import folds
-
-    folds.ls(json=json, url=url)
-
-
-@folds.command("tail")
-def folds_tail(
-    name: Rule,
-    start: Start = None,
-    after: After = None,
-    limit: Most = None,
-    ends: Ends = False,
-    until: Until = None,
-    json: Json = False,
-    on_gap: OnGap = "skip",
-    missing: Missing = "wait",
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Follow the folded events of a rule."""
-    from tailrace.commands import folds, follow
-
-    asked = follow.Request([], start, after, limit, not ends, until, missing, on_gap, url)
-    raise typer.Exit(folds.tail(name, asked, json=json))
-
-
-@folds.command("pending")
-def folds_pending(name: Rule, limit: Most = None, json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """List the groups that hold folds, the first due first."""
-    from tailrace.commands import folds
-
-    folds.pending(name, limit, json=json, url=url)
-
-
-@folds.command("flush")
-def folds_flush(
-    name: Rule,
-    group: Annotated[
-        str | None,
-        typer.Argument(metavar="GROUP", help="A JSON array or object; any other text is the group's only part."),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All groups.")] = False,
-    json: Json = False,
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Give out the folds of a group now."""
-    from tailrace.commands import folds
-
-    folds.flush(name, group, everything=everything, json=json, url=url)
-
-
-@folds.command("delete")
-def folds_delete(name: Rule, group: GroupText, json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """Drop the folds of a group: they are given out with the reason deleted."""
-    from tailrace.commands import folds
-
-    folds.delete(name, group, json=json, url=url)
-
-
-@folds.command("set")
-def folds_set(
-    name: Rule,
-    quiet: Annotated[str | None, typer.Option("--quiet", help="Give out after so long without events.")] = None,
-    max_wait: Annotated[str | None, typer.Option("--max-wait", help="Give out so long after the first event.")] = None,
-    max_count: Annotated[int | None, typer.Option("--max-count", help="Give out at so many events.")] = None,
-    max_bytes: Annotated[str | None, typer.Option("--max-bytes", help="Give out at so many bytes.")] = None,
-    lateness: Annotated[str | None, typer.Option("--lateness", help="Wait so long for late events.")] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Take them from the configuration again.")] = False,
-    json: Json = False,
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Change the windows of a rule while it runs."""
-    from tailrace.commands import folds
-
-    windows = {"quiet": quiet, "max_wait": max_wait, "max_count": max_count, "max_bytes": max_bytes}
-    folds.change(name, {**windows, "lateness": lateness}, reset=reset, json=json, url=url)
-
-
-@folds.command("tune")
-def folds_tune(
-    name: Rule,
-    since: Annotated[str, typer.Option("--since", metavar="PLACE", help="How far back to look.")] = "-7d",
-    windows: Annotated[
-        list[str] | None, typer.Option("--window", metavar="DURATION", help="A quiet period to try; may be repeated.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it: .png or .svg.")] = None,
-    json: Json = False,
-    folder: Folder = None,
-    config: Config = None,
-) -> None:
-    """Say how much would have been folded, and how late, with other quiet periods."""
-    from tailrace.commands import parts, tune
-
-    settings = parts.load(config, folder=folder)
-    raise typer.Exit(tune.tune(settings, name, since=since, windows=windows or [], json=json, plot=plot))
 
 
 @app.command()

@@ -19,7 +19,8 @@ from pydantic_settings import EnvSettingsSource
 from tailrace.errors import ConfigError
 from tailrace.fold_settings import REFUSED, Fold
 from tailrace.settings import PATHS, PREFIX, Settings, Shown, suggest, variable
-from tailrace.values import HIDDEN, without_password
+from tailrace.tables import HIDDEN
+from tailrace.values import without_password
 
 __all__ = ["FILE_NAME", "REFERENCE", "Settings", "Shown", "load", "variable", "wanted_by"]
 

@@ -13,27 +13,30 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from tailrace.tables import Table
 from tailrace.units import format_duration
 from tailrace.values import (
-    Collects,
     Delay,
     Paths,
     Pattern,
     Section,
     Size,
-    Table,
     Topic,
     TopicOrNone,
     durations,
     sizes,
+    value_path,
 )
 from tailrace.where import Where
 
 REFUSED = "refused"
 """The type of a problem that values have with each other; its place is exact."""
+COLLECTS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
+"""What a fold can gather. All look at a path but the last, which takes whole events."""
 WAITS = 10
 """``max_wait`` is so many times ``quiet`` where it is not given."""
 
+_OUTPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 Problem = tuple[tuple[str, ...], object, str]
@@ -52,6 +55,50 @@ def refuse(problems: Iterable[Problem]) -> None:
     ]
     if lines:
         raise ValidationError.from_exception_data("Settings", lines, hide_input=True)
+
+
+def _output_name(text: str) -> str:
+    if not _OUTPUT.fullmatch(text):
+        raise ValueError("a name of letters, digits, '_' and '-' that begins with a letter or '_'")
+    return text
+
+
+def collected(text: str) -> tuple[str, str]:
+    """The kind and the path of ``"KIND PATH"``; the path is empty for the kind that has none.
+
+    Raises:
+        ValueError: with what would be accepted.
+    """
+    kind, _, path = text.strip().partition(" ")
+    if kind not in COLLECTS:
+        raise ValueError(f'a kind and a path, such as "set account.id"; kinds: {", ".join(COLLECTS)}')
+    if kind == COLLECTS[-1]:
+        if path:
+            raise ValueError(f'"{kind}" without a path: it takes whole events')
+        return kind, ""
+    if not path.strip():
+        raise ValueError(f'a dotted path after "{kind}", such as "{kind} account.id"')
+    return kind, value_path(path.strip())
+
+
+def _collect(text: str) -> str:
+    collected(text)
+    return text
+
+
+class Collects(Table[str]):
+    """Names of outputs, and what each gathers: ``"KIND PATH"``."""
+
+    __slots__ = ()
+
+    @classmethod
+    def entries(cls) -> Any:
+        return dict[Annotated[str, AfterValidator(_output_name)], Annotated[str, AfterValidator(_collect)]]
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        assert isinstance(value, Mapping)
+        return cls(value)
 
 
 class Fold(Section):

@@ -22,7 +22,7 @@ from tailrace.sse_reader import Frame, SseReader
 from tailrace.wire import Control, Event, decode_event, error_of, failure
 
 if TYPE_CHECKING:
-    from tailrace.client import River
+    from tailrace.connection import Connection
 
 logger = logging.getLogger("tailrace.client")  # the one that commands show
 
@@ -53,7 +53,7 @@ class Feed:
 
     def __init__(
         self,
-        river: River,
+        connection: Connection,
         path: str,
         query: Query,
         *,
@@ -66,7 +66,7 @@ class Feed:
         self.total: int | None = None
         """How many events there were, as the service said at the end; None before."""
         self.on_control = on_control
-        self._river, self._path, self._query, self._body = river, path, query, body
+        self._connection, self._path, self._query, self._body = connection, path, query, body
         self._reached: str | None = None  # what has been read, which may be ahead of what was handed out
         self._waiting: deque[Frame] = deque()
         self._response: httpx.Response | None = None
@@ -168,9 +168,9 @@ class Feed:
                 return
             frames = self._reader.feed(await anext(self._chunks))
         except StopAsyncIteration:
-            await self._lost(Unavailable(f"{self._river.url} closed the connection"))
+            await self._lost(Unavailable(f"{self._connection.url} closed the connection"))
         except httpx.TransportError as error:
-            await self._lost(self._river._unreachable(error))
+            await self._lost(self._connection._unreachable(error))
         else:
             self._retry = self._reader.retry or self._retry
             for frame in frames:
@@ -185,14 +185,14 @@ class Feed:
             headers["Last-Event-ID"] = self._reached
         if self._body is not None:
             headers["Content-Type"] = "application/json"
-        request = self._river._http.build_request(
+        request = self._connection._http.build_request(
             "GET" if self._body is None else "POST",
             self._path,
             params=self._query or None,
             headers=headers,
             content=self._body,
         )
-        response = self._response = await self._river._http.send(request, stream=True)
+        response = self._response = await self._connection._http.send(request, stream=True)
         if response.status_code == 204:
             self._ended = True
             return
@@ -209,7 +209,7 @@ class Feed:
         if not kind.startswith("text/event-stream"):
             await self._disconnect()
             raise UsageError(
-                f"{self._river.url} answers {kind or 'nothing'}, not an event stream: is it a Tailrace service?"
+                f"{self._connection.url} answers {kind or 'nothing'}, not an event stream: is it a Tailrace service?"
             )
         self._met = True
         self._reader = SseReader()
@@ -217,7 +217,7 @@ class Feed:
 
     async def _lost(self, error: TailraceError) -> None:
         await self._disconnect()
-        if not self._met and time.monotonic() - self._since >= self._river.timeout:
+        if not self._met and time.monotonic() - self._since >= self._connection.timeout:
             raise error
         wait = (self._retry or FIRST_WAIT) * 2 ** min(self._failures, 10)
         wait = min(wait, max(LONGEST_WAIT, self._retry or 0.0)) * (1 + random.random() / 2)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, model_validator
 
 from tailrace.model.name import MAX_TAG_BYTES, is_tag
+from tailrace.tables import Table
 from tailrace.values import (
     Count,
     Delay,
@@ -23,7 +24,6 @@ from tailrace.values import (
     Pattern,
     Port,
     Section,
-    Table,
     Topic,
     ValuePath,
     durations,

@@ -6,8 +6,21 @@ from typing import Annotated
 
 import typer
 
-from tailrace.options import DEFAULT_URL, After, Ends, Json, Missing, Most, OnGap, Start, Until, Url
-from tailrace.retag_cli import cleanup
+from tailrace.options import (
+    DEFAULT_URL,
+    After,
+    Config,
+    Ends,
+    Folder,
+    Json,
+    Missing,
+    Most,
+    OnGap,
+    Start,
+    Until,
+    Url,
+    Wait,
+)
 
 tags = typer.Typer(help="What tags there are, and whose events have them.", no_args_is_help=True)
 
@@ -71,4 +84,20 @@ def tags_readers(json: Json = False, url: Url = DEFAULT_URL) -> None:
     tags.readers(json=json, url=url)
 
 
-tags.command("cleanup")(cleanup)
+@tags.command("cleanup")
+def tags_cleanup(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As `tailrace tags sources` lists it.")],
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Out of this tag only.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run/--no-dry-run", help="Say what would be taken out, and do nothing.")
+    ] = True,
+    wait: Wait = 10.0,
+    json: Json = False,
+    folder: Folder = None,
+    config: Config = None,
+) -> None:
+    """Take a source's events out of its tags for good; what it writes later is kept."""
+    from tailrace.commands import parts, repair
+
+    settings = parts.load(config, folder=folder)
+    raise typer.Exit(repair.cleanup(settings, source, tag, dry_run=dry_run, wait_s=wait, json=json))

@@ -9,13 +9,13 @@ A time is an integer of nanoseconds all the way. Like every feed, a session goes
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import msgspec
 
+from tailrace.connection import Connection
 from tailrace.errors import BadRequest
 from tailrace.following import Asked, Feed, Query
 from tailrace.sse_reader import Frame
@@ -193,16 +193,8 @@ class SessionFeed:
                 yield self.feed._control(frame)
 
 
-class Telemetry(ABC):
+class Telemetry(Connection):
     """What a ``River`` does with telemetry sessions."""
-
-    @abstractmethod
-    def _feed(self, path: str, query: Query, document: str | None = None, **given: Unpack[Asked]) -> Feed:
-        """Follow what is at a path."""
-
-    @abstractmethod
-    async def call(self, method: str, path: str, patience: float = 30.0, **options: Any) -> bytes:
-        """Ask anything of the service; return the body of the answer."""
 
     def session(
         self,

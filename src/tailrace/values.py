@@ -1,44 +1,28 @@
 """The kinds of values that settings have: how each is read, and how it is written so that it reads back.
 
-A kind that refuses a value raises ``ValueError`` with what it would accept. Every value is frozen and hashable, and
-what looks like a secret is hidden wherever it is written.
+A kind that refuses a value raises ``ValueError`` with what it would accept. Every value is frozen and hashable; those
+that are tables are made from ``tables``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import cache
 from typing import Annotated, Any, Generic, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainSerializer,
-    SerializationInfo,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from tailrace.patterns import checked
+from tailrace.tables import Properties, Table
 from tailrace.units import format_duration, format_size, parse_duration, parse_size
 
-HIDDEN = "**********"
 VIEWS = ("days", "folds", "matches", "tags", "sessions")
-COLLECTS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
-"""What a fold can gather. All look at a path but the last, which takes whole events."""
 
-_SECRET_KEY = re.compile(r"password|secret|key|token|jaas", re.IGNORECASE)
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
-_OUTPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
-V = TypeVar("V")
 N = TypeVar("N", int, timedelta)
 
 
@@ -46,84 +30,6 @@ class Section(BaseModel):
     """A table of the file: frozen, closed, and printed with its secrets hidden."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-
-class Table(Mapping[str, V]):
-    """A frozen table. It equals another if keys, values and their types are the same, in the same order."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, V] | None = None) -> None:
-        self._items = dict(items or {})
-
-    def __getitem__(self, key: str) -> V:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and _typed(self) == _typed(other)
-
-    def __hash__(self) -> int:
-        return hash(_typed(self))
-
-    def __repr__(self) -> str:
-        return repr(self.written())
-
-    def written(self) -> dict[str, Any]:
-        """The table as it may be printed."""
-        return dict(self._items)
-
-    @classmethod
-    @abstractmethod
-    def read(cls, value: object) -> Self:
-        """Check a mapping that someone wrote; each kind of table has its own rule."""
-
-    @classmethod
-    def entries(cls) -> Any:
-        """The type of mapping that is checked entry by entry before ``read`` has it; None for no such check."""
-        return None
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        written = core_schema.plain_serializer_function_ser_schema(_written, info_arg=True)
-        if entries := cls.entries():
-            checked = handler.generate_schema(entries)
-            return core_schema.no_info_after_validator_function(cls.read, checked, serialization=written)
-        return core_schema.no_info_plain_validator_function(cls.read, serialization=written)
-
-
-def _written(table: Table[Any], info: SerializationInfo) -> object:
-    return table.written() if info.mode == "json" else table
-
-
-def _typed(value: object) -> Hashable:
-    """Equal for values of the same types all through: 1 is neither true nor 1.0."""
-    match value:
-        case Mapping():
-            return "{", *((key, _typed(item)) for key, item in value.items())
-        case list():
-            return "[", *map(_typed, value)
-    return type(value), value
-
-
-class Properties(Table[str]):
-    """Settings of another program, passed on as they are; values whose key looks like a secret are never printed."""
-
-    __slots__ = ()
-
-    def written(self) -> dict[str, Any]:
-        return {key: HIDDEN if _SECRET_KEY.search(key) else value for key, value in self.items()}
-
-    @classmethod
-    def read(cls, value: object) -> Self:
-        if not isinstance(value, Mapping) or not all(isinstance(v, str | int | float) for v in value.values()):
-            raise ValueError("a table of plain values")
-        return cls({str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()})
 
 
 class _Limits(Generic[N]):
@@ -194,7 +100,7 @@ class KeepByName(Table[timedelta | None]):
         found: dict[str, timedelta | None] = {}
         for pattern, keep in value.items():
             try:
-                found[_pattern(str(pattern))] = _FOREVER.read(keep)
+                found[checked(str(pattern))] = _FOREVER.read(keep)
             except ValueError as error:
                 raise ValueError(f"for {pattern!r} {error}") from None
         return cls(found)
@@ -215,48 +121,12 @@ class TopicsByUser(Table[str]):
         found: dict[str, str] = {}
         for pattern, topics in value.items():
             try:
-                found[_pattern(str(pattern))] = _pattern(topics)
+                found[checked(str(pattern))] = checked(topics)
                 if not pattern or not topics:
                     raise ValueError("a pattern that is not empty")
             except ValueError as error:
                 raise ValueError(f"for {pattern!r} {error}") from None
         return cls(found)
-
-
-@cache
-def compiled(pattern: str) -> Any:
-    """The RE2 expression of a pattern, made once. Its dot matches the end of a line too, which a name may hold.
-
-    Raises:
-        ImportError: in an installation that has no engine, such as a client's.
-    """
-    import re2
-
-    options = re2.Options()
-    options.log_errors = False
-    options.dot_nl = True
-    return re2.compile(pattern, options)
-
-
-def has_engine() -> bool:
-    """Whether patterns and queries can be checked; a client has no engine that would run them, and needs none."""
-    try:
-        import re2  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def _pattern(text: str) -> str:
-    if not has_engine():
-        return text
-    import re2
-
-    try:
-        compiled(text)
-    except re2.error as error:
-        raise ValueError(f"a regular expression in RE2 syntax ({error.args[0].decode(errors='replace')})") from None
-    return text
 
 
 def _topic(text: str) -> str:
@@ -276,7 +146,12 @@ def _topic_or_none(text: str) -> str:
     return text and _topic(text)
 
 
-def _path(text: str) -> str:
+def value_path(text: str) -> str:
+    """Check a path in the value of an event.
+
+    Raises:
+        ValueError: with what would be accepted.
+    """
     if not all(text.split(".")):
         raise ValueError('a dotted path in the value, such as "account.id"')
     return text
@@ -286,50 +161,6 @@ def _at_least_one(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
         raise ValueError('at least one dotted path in the value, such as ["account.id"]')
     return paths
-
-
-def _output_name(text: str) -> str:
-    if not _OUTPUT.fullmatch(text):
-        raise ValueError("a name of letters, digits, '_' and '-' that begins with a letter or '_'")
-    return text
-
-
-def collected(text: str) -> tuple[str, str]:
-    """The kind and the path of ``"KIND PATH"``; the path is empty for the kind that has none.
-
-    Raises:
-        ValueError: with what would be accepted.
-    """
-    kind, _, path = text.strip().partition(" ")
-    if kind not in COLLECTS:
-        raise ValueError(f'a kind and a path, such as "set account.id"; kinds: {", ".join(COLLECTS)}')
-    if kind == COLLECTS[-1]:
-        if path:
-            raise ValueError(f'"{kind}" without a path: it takes whole events')
-        return kind, ""
-    if not path.strip():
-        raise ValueError(f'a dotted path after "{kind}", such as "{kind} account.id"')
-    return kind, _path(path.strip())
-
-
-def _collect(text: str) -> str:
-    collected(text)
-    return text
-
-
-class Collects(Table[str]):
-    """Names of outputs, and what each gathers: ``"KIND PATH"``."""
-
-    __slots__ = ()
-
-    @classmethod
-    def entries(cls) -> Any:
-        return dict[Annotated[str, AfterValidator(_output_name)], Annotated[str, AfterValidator(_collect)]]
-
-    @classmethod
-    def read(cls, value: object) -> Self:
-        assert isinstance(value, Mapping)
-        return cls(value)
 
 
 def _patterns(value: object) -> object:
@@ -426,12 +257,12 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kKmMgG]$")]
-Pattern = Annotated[str, AfterValidator(_pattern)]
+Pattern = Annotated[str, AfterValidator(checked)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)]
 Topic = Annotated[str, AfterValidator(_topic)]
 TopicOrNone = Annotated[str, AfterValidator(_topic_or_none)]
 """A topic, or ``""``."""
-ValuePath = Annotated[str, AfterValidator(_path)]
+ValuePath = Annotated[str, AfterValidator(value_path)]
 Paths = Annotated[tuple[ValuePath, ...], BeforeValidator(_patterns), AfterValidator(_at_least_one)]
 """Dotted paths in the value, at least one; a single one may be given as text."""
 Brokers = Annotated[str, AfterValidator(_brokers)]

@@ -12,7 +12,8 @@ from copy import deepcopy
 from typing import Any, Self
 
 from tailrace.errors import QueryError
-from tailrace.values import Table, has_engine
+from tailrace.patterns import has_engine
+from tailrace.tables import Table
 
 
 class Where(Table[Any]):

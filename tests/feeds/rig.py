@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,8 +23,26 @@ def now_ms() -> int:
     return round(time.time() * 1000)
 
 
-class Rig:
-    """Opens feeds, collects what they yield."""
+class Reading(ABC):
+    """Opens feeds, and collects what they yield."""
+
+    @abstractmethod
+    async def open(self, *names: str, **parameters: Any) -> AnyFeed: ...
+
+    async def all(self, *names: str, **parameters: Any) -> list[AnyFrame]:
+        """Everything that a feed yields until it ends."""
+        frames: list[AnyFrame] = []
+        async with asyncio.timeout(60):
+            async for batch in await self.open(*names, **parameters):
+                frames += batch
+        return frames
+
+    async def ids(self, *names: str, **parameters: Any) -> list[str]:
+        return ids(await self.all(*names, **{"follow": False, **parameters}))
+
+
+class Rig(Reading):
+    """Feeds of logs."""
 
     def __init__(self, feeds: LogFeeds, logs: Logs, hub: Hub) -> None:
         self.feeds, self.logs, self.hub = feeds, logs, hub
@@ -32,17 +51,6 @@ class Rig:
         request = make_request(names, now_ms=now_ms(), **parameters)
         assert request is not None
         return await self.feeds.open(request)
-
-    async def all(self, *names: str, **parameters: Any) -> list[AnyFrame]:
-        """Everything that a feed yields until it ends."""
-        frames: list[AnyFrame] = []
-        async with asyncio.timeout(30):
-            async for batch in await self.open(*names, **parameters):
-                frames += batch
-        return frames
-
-    async def ids(self, *names: str, **parameters: Any) -> list[str]:
-        return ids(await self.all(*names, **{"follow": False, **parameters}))
 
 
 def ids(frames: Iterable[AnyFrame]) -> list[str]:
@@ -54,9 +62,9 @@ def controls(frames: Iterable[AnyFrame]) -> list[str]:
 
 
 @asynccontextmanager
-async def rig(options: StoreOptions, **changes: Any) -> AsyncIterator[Rig]:
+async def rig(options: StoreOptions, view: str = "days", **changes: Any) -> AsyncIterator[Rig]:
     nodes = await Nodes(options).open()
-    logs = Logs(nodes, "days")
+    logs = Logs(nodes, view)
     async with Hub(nodes, logs, **changes) as hub:
         yield Rig(LogFeeds(hub, logs, now_ms), logs, hub)
     await nodes.close()

@@ -10,7 +10,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorError, CursorGone
 from tailrace.feeds.frame import Frame
-from tailrace.feeds.searching import Place
+from tailrace.feeds.grep_request import Place
 from tailrace.model.search import Life, Stretch, make_search
 from tailrace.stores import leases
 from tailrace.stores.leases import Watchdog

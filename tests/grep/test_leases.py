@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -15,23 +14,9 @@ from tailrace.stores import leases as module
 from tailrace.stores.leases import Asked, Leases, Watchdog
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.searches import Registry, Searches, scanning
-from tailrace.stores.valkey import Shards, StoreOptions, mapping, prepare
+from tailrace.stores.valkey import Shards, mapping
 
 DAY_MS = 86_400_000
-
-
-@pytest.fixture
-def shards(any_store: StoreOptions) -> Shards:
-    opened = Shards(any_store).open()
-    prepare(opened)
-    return opened
-
-
-@pytest.fixture
-async def nodes(any_store: StoreOptions, shards: Shards) -> AsyncIterator[Nodes]:
-    opened = await Nodes(any_store).open()
-    yield opened
-    await opened.close()
 
 
 async def registered(nodes: Nodes, topic: str = "orders") -> Life:

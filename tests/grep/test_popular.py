@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
 import pytest
@@ -14,7 +13,7 @@ from tailrace.stores import leases as module
 from tailrace.stores.leases import Leases, Watchdog
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.searches import Searches
-from tailrace.stores.valkey import Shards, StoreOptions, mapping, prepare
+from tailrace.stores.valkey import Shards, mapping
 
 WINDOW_MS = 600_000
 HALF_LIFE = 144
@@ -22,21 +21,6 @@ DAY_MS = 86_400_000
 WEEK_MS = 7 * DAY_MS
 
 _numbers = count()
-
-
-@pytest.fixture
-def shards(any_store: StoreOptions) -> Iterator[Shards]:
-    shards = Shards(any_store).open()
-    prepare(shards)
-    yield shards
-    shards.close()
-
-
-@pytest.fixture
-async def nodes(shards: Shards) -> AsyncIterator[Nodes]:
-    opened = await Nodes(shards.options).open()
-    yield opened
-    await opened.close()
 
 
 async def begun(nodes: Nodes) -> Life:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,18 +13,10 @@ import pytest
 from tailrace.model.search import Life, make_search
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.searches import Kept, Registry, Searches, finish, keep, scanning
-from tailrace.stores.valkey import Shards, StoreOptions, mapping, prepare
+from tailrace.stores.valkey import Shards, mapping
 
 A, B = make_search("posts", {"a": 1}), make_search("posts", {"b": 1})
 HOUR = 3_600_000
-
-
-@pytest.fixture
-def shards(any_store: StoreOptions) -> Iterator[Shards]:
-    shards = Shards(any_store).open()
-    prepare(shards)
-    yield shards
-    shards.close()
 
 
 @asynccontextmanager

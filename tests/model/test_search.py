@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
+from tailrace.feeds.grep_request import GrepRequest, Place, make_grep_request
 from tailrace.feeds.progress import EVERY_MS, Progress
-from tailrace.feeds.searching import GrepRequest, Place, make_grep_request
 from tailrace.model.cursor import Cursor, FromEnd, FromStart, FromTime, Position
 from tailrace.model.query import Limits, Record
 from tailrace.model.search import Life, Search, Stretch, make_search

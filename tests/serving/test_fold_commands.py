@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import pty
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ import tailrace
 from tailrace.commands.folds import read_group
 from tailrace.errors import BadRequest, TailraceError
 from tailrace.model.event import iso_time
+from tests.command_line import on_a_terminal, rows, run
 from tests.serving.holding import RULES, Holder, hold
 from tests.serving.parts import Running, Serve, Streams
 from tests.writing import NOON
@@ -31,29 +28,7 @@ def service(serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ru
 
 
 def folds(*words: str) -> subprocess.CompletedProcess[str]:
-    return command("folds", *words)
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tailrace", *words], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def shown(*words: str) -> str:
-    """Return what a command prints on a terminal."""
-    ours, theirs = pty.openpty()
-    env = os.environ | {"TERM": "dumb", "COLUMNS": "200"}
-    subprocess.run([sys.executable, "-m", "tailrace", *words], stdout=theirs, env=env, check=True)
-    os.close(theirs)
-    text = os.read(ours, 65_536).decode()
-    os.close(ours)
-    return text
+    return run("folds", *words)
 
 
 # The command line.
@@ -70,11 +45,11 @@ def test_listings_are_json_in_a_pipe_and_tables_on_a_terminal(holder: Holder) ->
     assert [(row["group"], row["count"], row["due"]) for row in groups] == [
         ({"account_id": "account_1"}, 4, iso_time(NOON + 8_000))
     ]
-    listed = shown("folds", "ls")
+    listed = on_a_terminal("folds", "ls")
     for text in ("accounts", "5s", "50s", "100", "92.0%", "premature"):
         assert text in listed
-    assert '["account_2"]' in shown("folds", "pending", "accounts")
-    at_a_glance = shown("status").partition("folded")[2]
+    assert '["account_2"]' in on_a_terminal("folds", "pending", "accounts")
+    at_a_glance = on_a_terminal("status").partition("folded")[2]
     assert "accounts" in at_a_glance
     assert "92.0%" in at_a_glance
 
@@ -87,7 +62,7 @@ def test_a_group_is_named_by_an_array_an_object_or_a_plain_text(holder: Holder) 
     assert done == {"folds": ["accounts:posts:0:0"], "groups": 1}
     assert rows(folds("flush", "accounts", '["[odd]"]'))[0]["folds"] == ["accounts:posts:0:1"]
     assert rows(folds("delete", "accounts", '{"account_id": 42}'))[0]["folds"] == ["accounts:posts:0:2"]
-    assert shown("folds", "delete", "accounts", "42").strip() == "accounts:posts:0:3"
+    assert "accounts:posts:0:3" in on_a_terminal("folds", "delete", "accounts", "42").splitlines()
     refused = folds("flush", "accounts", "[odd]")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert """if it is a text, write '["[odd]"]' (request.invalid)""" in refused.stderr
@@ -106,7 +81,7 @@ def test_a_group_is_named_by_an_array_an_object_or_a_plain_text(holder: Holder) 
 def test_windows_are_set_and_reset_and_what_is_refused_is_one_sentence(holder: Holder) -> None:
     (windows,) = rows(folds("set", "accounts", "--quiet", "2s", "--max-count", "9"))
     assert (windows["quiet"], windows["max_wait"], windows["max_count"]) == ("2s", "20s", 9)
-    assert "20s" in shown("folds", "set", "accounts", "--lateness", "1s")
+    assert "20s" in on_a_terminal("folds", "set", "accounts", "--lateness", "1s")
     refused = folds("set", "accounts", "--max-wait", "1s")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == (
@@ -194,7 +169,7 @@ def test_python_has_the_same(service: Running, holder: Holder, streams: Streams)
 def test_many_pending_groups_are_read_to_their_end(
     service: Running, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.client.LARGEST_PAGE", 7)
+    monkeypatch.setattr("tailrace.connection.LARGEST_PAGE", 7)
     for n in range(20):
         holder.add("accounts", {"account_id": n}, NOON)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pty
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -24,6 +22,8 @@ from tailrace.stores.leases import Asked, Leases
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.searches import Searches, finish
 from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tests import command_line
+from tests.command_line import run
 from tests.grep.site import Following, Site, ids, numbered
 from tests.serving.parts import Running, problem
 from tests.writing import NOON, Record, Writer
@@ -158,25 +158,18 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
 # As commands.
 
 
-def tailrace(service: Running, *words: str) -> subprocess.CompletedProcess[str]:
+def told(service: Running) -> dict[str, str]:
+    """Where the service is, and nothing else."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
-    return subprocess.run(
-        [sys.executable, "-m", "tailrace", "searches", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=known | {"TAILRACE_URL": service.url},
-    )
+    return known | {"TAILRACE_URL": service.url}
+
+
+def tailrace(service: Running, *words: str) -> subprocess.CompletedProcess[str]:
+    return run("searches", *words, env=told(service))
 
 
 def on_a_terminal(service: Running, *words: str) -> str:
-    ours, theirs = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "240", "TAILRACE_URL": service.url}
-    subprocess.run([sys.executable, "-m", "tailrace", "searches", *words], stdout=theirs, env=env, check=True)
-    os.close(theirs)
-    text = os.read(ours, 65_536).decode()
-    os.close(ours)
-    return text
+    return command_line.on_a_terminal("searches", *words, term="xterm", columns=240, env=told(service))
 
 
 async def test_the_commands_list_show_and_end(service: Running, nodes: Nodes) -> None:

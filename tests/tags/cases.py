@@ -10,26 +10,20 @@ from functools import cached_property
 from typing import Any
 from uuid import UUID
 
-from tailrace.config import Settings
 from tailrace.feeds.cassandra_tags import CassandraTags
 from tailrace.feeds.frame import AnyFeed, AnyFrame, Frame
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.tag_request import make_tag_request
-from tailrace.feeds.tagged import OpensTags, open_store
-from tailrace.model.bucket import bucket_start
 from tailrace.model.event import Source
-from tailrace.model.stamp import ms_of, stamp
+from tailrace.model.stamp import stamp
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.logs import Logs
 from tailrace.stores.marks import advance
-from tailrace.stores.nodes import Nodes
 from tailrace.stores.tag_rows import Row, writer
 from tailrace.stores.tags import VIEW, TagOptions, introduce, lift
 from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import controls, now_ms
-from tests.tags import rows
-from tests.tags.rows import events, names
+from tests.tags import reading
+from tests.tags.reading import events, names
+from tests.tags.rows import their_row
 from tests.writing import Record, Writer
 
 SECOND, MINUTE, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
@@ -104,25 +98,7 @@ class World:
         for pid, number, when in rows:
             place = Source(f"of-{pid}", 0)
             given = when if isinstance(when, UUID) else stamp(when, number, place)
-            ms = ms_of(given)
-            made.append(
-                Row(
-                    tag=tag,
-                    bucket_ms=bucket_start(ms, self.span_ms),
-                    span_ms=self.span_ms,
-                    stamp=given,
-                    pid=pid,
-                    tag_seq=number,
-                    place=place,
-                    offset=number,
-                    seq=number,
-                    time_ms=ms,
-                    key=None,
-                    headers=[],
-                    value=b'{"theirs":true}',
-                    tags=(tag,),
-                )
-            )
+            made.append(their_row(tag, pid, number, given, place, self.span_ms))
         writer(self.rows).write(made)
 
     # Readers.
@@ -133,44 +109,25 @@ class World:
     ) -> AsyncIterator[Reading]:
         """Readers with these settings of tags; 50 ms behind the clock where rows are, unless they say otherwise."""
         assert self.writer
-        given: dict[str, Any] = {"paths": ("tags",), "delay": "50ms", "bucket": self.bucket, **tags}
-        where: dict[str, Any] = {}
-        if (rows := self.rows) is not None:
-            given["store"] = "cassandra"
-            where = {"hosts": rows.hosts, "port": rows.port, "keyspace": rows.keyspace, "timeout": "30s"}
-        settings = Settings(tags=given, cassandra=where)  # type: ignore[arg-type]
         async with AsyncExitStack() as stack:
-            nodes = await Nodes(self.store).open()
-            stack.push_async_callback(nodes.close)
-            logs = Logs(nodes, VIEW)
-            hub = await stack.enter_async_context(Hub(nodes, logs))
-            feeds = open_store(settings, nodes, hub, logs, clock)
-            stack.push_async_callback(feeds.close)
-            if page is not None and isinstance(feeds, CassandraTags):
-                feeds._rows.page = page
-            yield Reading(feeds, clock, stack)
+            given = {"bucket": self.bucket, **tags}
+            read = await stack.enter_async_context(reading.reading(self.store, self.rows, clock=clock, **given))
+            if page is not None and isinstance(read.feeds, CassandraTags):
+                read.feeds._rows.page = page
+            yield Reading(read, stack)
 
 
-class Reading:
-    """Opens feeds, and collects what they yield."""
+class Reading(reading.Reading):
+    """Closes the feeds that it has opened, and has readers of several kinds."""
 
-    def __init__(self, feeds: OpensTags, clock: Callable[[], int], stack: AsyncExitStack) -> None:
-        self.feeds, self._clock, self._stack = feeds, clock, stack
+    def __init__(self, read: reading.Reading, stack: AsyncExitStack) -> None:
+        super().__init__(read.feeds, read.hub, read.clock)
+        self._stack = stack
 
     async def open(self, *tags: str, **parameters: Any) -> AnyFeed:
-        request = make_tag_request(tags, now_ms=self._clock(), own_cursors=self.feeds.own_cursors, **parameters)
-        assert request is not None
-        feed = await self.feeds.open(request)
+        feed = await super().open(*tags, **parameters)
         self._stack.push_async_callback(feed.aclose)
         return feed
-
-    async def all(self, *tags: str, **parameters: Any) -> list[AnyFrame]:
-        """Everything that a feed yields until it ends."""
-        frames: list[AnyFrame] = []
-        async with asyncio.timeout(60):
-            async for batch in await self.open(*tags, **{"follow": False, **parameters}):
-                frames += batch
-        return frames
 
     async def current(self, *tags: str, **parameters: Any) -> list[str]:
         """What there is, as p1:2; checks that the feed ends as it should."""
@@ -191,7 +148,7 @@ class Reading:
         return Pulled(await self.open(*tags, **{"start": "start", **parameters}))
 
 
-class Follower(rows.Follower):
+class Follower(reading.Follower):
     """A reader in the background that can be asked what it was told."""
 
     @property

@@ -1,4 +1,4 @@
-"""The worlds that cases of reading tags are told in."""
+"""The worlds that cases of reading tags are told in, and who writes where no more is needed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.valkey import StoreOptions
 from tests.tags.cases import World
+from tests.tags.tagged import Tagger
 
 
 @pytest.fixture(params=["valkey", "cassandra"])
@@ -23,5 +24,13 @@ def world(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[World
 def theirs(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]:
     """Rows alone, which somebody else may write: without marks, so that only numbers say what is missing."""
     made = World(store, rows_store)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tagger(store: StoreOptions) -> Iterator[Tagger]:
+    """Who writes tagged events into Valkey."""
+    made = Tagger(store)
     yield made
     made.close()

@@ -1,37 +1,46 @@
-"""Rows of tags in a real Cassandra, written by the pipeline's own path or by somebody else, and readers of feeds."""
+"""Rows of tags in a real Cassandra, written by the pipeline's own path or by somebody else."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Sequence
+from uuid import UUID
 
-from tailrace.config import Settings
 from tailrace.errors import StoreUnavailable
-from tailrace.feeds.frame import AnyFrame, Frame
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.tag_feed import TagRowsFeed
-from tailrace.feeds.tag_request import make_tag_request
-from tailrace.feeds.tag_views import TagViews
 from tailrace.model.bucket import bucket_start
 from tailrace.model.event import Source
-from tailrace.model.stamp import stamp
+from tailrace.model.stamp import ms_of, stamp
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.logs import Logs
-from tailrace.stores.nodes import Nodes
 from tailrace.stores.tag_rows import Row, writer
 from tailrace.stores.tags import VIEW, TagOptions, lift
 from tailrace.stores.valkey import StoreOptions
-from tests.feeds import rig as feeds
 from tests.feeds.rig import now_ms
 from tests.writing import Record, Writer
 
 HOUR = 3_600_000
 THEIRS = Source("theirs", 0)
+
+
+def their_row(tag: str, pid: str, number: int, at: UUID, place: Source, span_ms: int) -> Row:
+    """A row of somebody else: an event of a source, by its number and its stamp."""
+    return Row(
+        tag=tag,
+        bucket_ms=bucket_start(ms_of(at), span_ms),
+        span_ms=span_ms,
+        stamp=at,
+        pid=pid,
+        tag_seq=number,
+        place=place,
+        offset=number,
+        seq=number,
+        time_ms=ms_of(at),
+        key=None,
+        headers=[],
+        value=b'{"theirs":true}',
+        tags=(tag,),
+    )
 
 
 class Rows:
@@ -69,80 +78,10 @@ class Rows:
 
     def put(self, tag: str, *rows: tuple[str, int, int], span_ms: int = HOUR) -> None:
         """Write rows of somebody else: source, number, and the millisecond of the stamp."""
-        made = [
-            Row(
-                tag=tag,
-                bucket_ms=bucket_start(ms, span_ms),
-                span_ms=span_ms,
-                stamp=stamp(ms, number, Source(pid, 0)),
-                pid=pid,
-                tag_seq=number,
-                place=THEIRS,
-                offset=number,
-                seq=number,
-                time_ms=ms,
-                key=None,
-                headers=[],
-                value=b'{"theirs":true}',
-                tags=(tag,),
-            )
-            for pid, number, ms in rows
-        ]
+        stamps = [stamp(ms, number, Source(pid, 0)) for pid, number, ms in rows]
+        made = [their_row(tag, *row[:2], at, THEIRS, span_ms) for row, at in zip(rows, stamps, strict=True)]
         writer(self.options).write(made)
 
     def close(self) -> None:
         self.writer.host.close()
         self.writer.shards.close()
-
-
-class Reading:
-    """Opens feeds, collects what they yield."""
-
-    def __init__(self, views: TagViews) -> None:
-        self.views = views
-
-    async def open(self, *tags: str, **parameters: Any) -> TagRowsFeed:
-        request = make_tag_request(tags, now_ms=now_ms(), own_cursors=True, **parameters)
-        assert request is not None
-        return await self.views.open(request)
-
-    async def all(self, *tags: str, **parameters: Any) -> list[AnyFrame]:
-        """Everything that a feed yields until it ends."""
-        frames: list[AnyFrame] = []
-        async with asyncio.timeout(60):
-            async for batch in await self.open(*tags, **{"follow": False, **parameters}):
-                frames += batch
-        return frames
-
-    async def names(self, *tags: str, **parameters: Any) -> list[str]:
-        return names(await self.all(*tags, **parameters))
-
-
-def events(frames: Iterable[AnyFrame]) -> list[Frame]:
-    return [frame for frame in frames if isinstance(frame, Frame)]
-
-
-def names(frames: Iterable[AnyFrame]) -> list[str]:
-    """The events as p1:2: source, and number in the tag."""
-    return [f"{data['source']}:{data['tag_seq']}" for data in (json.loads(frame.data) for frame in events(frames))]
-
-
-class Follower(feeds.Follower):
-    """A reader in the background that tells its events as p1:2."""
-
-    shown = staticmethod(names)
-
-
-@asynccontextmanager
-async def reading(store: StoreOptions, rows: CassandraOptions, **tags: Any) -> AsyncIterator[Reading]:
-    """Readers with these settings of tags; 50 ms behind the clock unless they say otherwise."""
-    given = {"store": "cassandra", "paths": ("tags",), "delay": "50ms", **tags}
-    where = {"hosts": rows.hosts, "port": rows.port, "keyspace": rows.keyspace, "timeout": "30s"}
-    settings = Settings(tags=given, cassandra=where)  # type: ignore[arg-type]
-    nodes = await Nodes(store).open()
-    logs = Logs(nodes, VIEW)
-    async with Hub(nodes, logs) as hub:
-        views = TagViews(settings, nodes, hub, now_ms)
-        yield Reading(views)
-        await views.close()
-    await nodes.close()

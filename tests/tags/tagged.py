@@ -1,33 +1,19 @@
-"""Tagged events in a real store, written by the pipeline's own path, and readers of their feeds."""
+"""Tagged events in a real store, written by the pipeline's own path."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from tailrace.feeds.frame import AnyFrame, Control, Frame
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.log import Feed
-from tailrace.feeds.tag_request import make_tag_request
-from tailrace.feeds.tags import TagFeeds
 from tailrace.model.event import Source, home_of
 from tailrace.model.name import shard_of
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.logs import Logs
 from tailrace.stores.marks import advance
-from tailrace.stores.nodes import Nodes
 from tailrace.stores.tags import VIEW, TagOptions
 from tailrace.stores.valkey import StoreOptions
 from tests.writing import NOON, Record, Writer
-
-
-def now_ms() -> int:
-    return round(time.time() * 1000)
 
 
 class Sent(NamedTuple):
@@ -109,47 +95,3 @@ def strangers(store: StoreOptions, tags: Sequence[str], count: int = 1) -> list[
     """Partitions whose own shard, which learns of all their events, is none of the tags'."""
     homes = {shard_of(tag, store.shards) for tag in tags}
     return [p for p in range(100) if home_of(Source("jobs", p), store.shards) not in homes][:count]
-
-
-class Reading:
-    """Opens feeds, collects what they yield."""
-
-    def __init__(self, feeds: TagFeeds, logs: Logs, hub: Hub) -> None:
-        self.feeds, self.logs, self.hub = feeds, logs, hub
-
-    async def open(self, *tags: str, **parameters: Any) -> Feed:
-        request = make_tag_request(tags, now_ms=now_ms(), **parameters)
-        assert request is not None
-        return await self.feeds.open(request)
-
-    async def all(self, *tags: str, **parameters: Any) -> list[AnyFrame]:
-        """Everything that a feed yields until it ends."""
-        frames: list[AnyFrame] = []
-        async with asyncio.timeout(60):
-            async for batch in await self.open(*tags, **parameters):
-                frames += batch
-        return frames
-
-    async def ids(self, *tags: str, **parameters: Any) -> list[str]:
-        return ids(await self.all(*tags, **{"follow": False, **parameters}))
-
-
-def events(frames: Iterable[AnyFrame]) -> list[Frame]:
-    return [frame for frame in frames if isinstance(frame, Frame)]
-
-
-def ids(frames: Iterable[AnyFrame]) -> list[str]:
-    return [json.loads(frame.data)["id"] for frame in events(frames)]
-
-
-def controls(frames: Iterable[AnyFrame]) -> list[str]:
-    return [frame.name for frame in frames if isinstance(frame, Control)]
-
-
-@asynccontextmanager
-async def reading(options: StoreOptions, **changes: Any) -> AsyncIterator[Reading]:
-    nodes = await Nodes(options).open()
-    logs = Logs(nodes, VIEW)
-    async with Hub(nodes, logs, **changes) as hub:
-        yield Reading(TagFeeds(hub, logs, now_ms), logs, hub)
-    await nodes.close()

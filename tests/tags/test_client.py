@@ -18,13 +18,6 @@ from tests.tags.tagged import Tagger, apart
 
 
 @pytest.fixture
-def tagger(store: StoreOptions) -> Iterator[Tagger]:
-    made = Tagger(store)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def service(store: StoreOptions, tmp_path: Path) -> Iterator[Running]:
     with served(store, tmp_path) as running:
         yield running

@@ -3,66 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tailrace.stores.valkey import StoreOptions
+from tests.command_line import command, on_a_terminal, rows, run, unset_everything
 from tests.serving.parts import Running
 from tests.tags.served import served
 from tests.tags.tagged import Tagger, apart
 
 
 @pytest.fixture
-def tagger(store: StoreOptions) -> Iterator[Tagger]:
-    made = Tagger(store)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def service(store: StoreOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
-        monkeypatch.delenv(name)
+    unset_everything(monkeypatch)
     with served(store, tmp_path) as running:
         monkeypatch.setenv("TAILRACE_URL", running.url)
         yield running
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "tailrace", *words]
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=60)
-
-
-def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def on_a_terminal(*words: str) -> str:
-    ours, theirs = pty.openpty()
-    env = os.environ | {"TERM": "dumb", "COLUMNS": "300"}
-    shown = b""
-    with subprocess.Popen(command(*words), stdout=theirs, stderr=theirs, env=env):
-        os.close(theirs)
-        try:
-            while chunk := os.read(ours, 65_536):
-                shown += chunk
-        except OSError:  # the other side is closed
-            pass
-    os.close(ours)
-    return shown.decode()
 
 
 def test_in_a_pipe_each_event_is_printed_as_it_was_sent(

@@ -14,7 +14,7 @@ import asyncio
 import pytest
 
 from tailrace.errors import RowsMissing
-from tailrace.feeds import log, tag_feed
+from tailrace.feeds import log, tag_rows_feed
 from tailrace.feeds.frame import AnyFrame
 from tailrace.model.event import iso_time
 from tailrace.model.stamp import ms_of, order
@@ -22,7 +22,7 @@ from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, stamps
-from tests.tags.rows import events, names
+from tests.tags.reading import events, names
 from tests.tags.stored import Died, dying
 
 
@@ -30,7 +30,7 @@ from tests.tags.stored import Died, dying
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A feed yields one event at a time: it goes on only when its consumer asks again."""
     monkeypatch.setattr(log, "BATCH_BYTES", 1)
-    monkeypatch.setattr(tag_feed, "BATCH_BYTES", 1)
+    monkeypatch.setattr(tag_rows_feed, "BATCH_BYTES", 1)
 
 
 # Both stores.

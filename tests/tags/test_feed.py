@@ -17,8 +17,9 @@ from tailrace.model.event import Source, iso_time
 from tailrace.model.stamp import ms_of, stamp
 from tailrace.stores.marks import advance
 from tailrace.stores.valkey import StoreOptions
-from tests.feeds.rig import Follower
-from tests.tags.tagged import Tagger, apart, controls, events, ids, now_ms, reading, strangers
+from tests.feeds.rig import Follower, controls, ids, now_ms
+from tests.tags.reading import events, reading
+from tests.tags.tagged import Tagger, apart, strangers
 from tests.writing import NOON, Record, Writer
 
 
@@ -78,7 +79,7 @@ async def test_the_start_grammar_finds_its_place(store: StoreOptions) -> None:
         assert await feeds.ids("gpu", start="-30", limit=5) == wanted[10:15]
         frames = events(await feeds.all("gpu", follow=False))
         for begin, end in ((0, 9), (3, 4), (5, 5), (7, 2)):
-            got = await feeds.all("gpu", after=frames[begin].cursor, until=frames[end].cursor)
+            got = await feeds.all("gpu", after=frames[begin].cursor, until=frames[end].cursor, follow=True)
             assert ids(got) == wanted[begin + 1 : end + 1]
             assert controls(got)[-1] == "end"
 
@@ -102,7 +103,7 @@ async def test_a_limit_counts_what_was_sent_before_a_reconnect(store: StoreOptio
     async with reading(store) as feeds:
         for names in ((tags[0],), tuple(tags)):
             mine = tagger.ids(*names)
-            frames = events(await feeds.all(*names, start="start", limit=7))
+            frames = events(await feeds.all(*names, start="start", limit=7, follow=True))
             assert ids(frames) == mine[:7]
             for i, frame in enumerate(frames):
                 assert await feeds.ids(*names, limit=7, last_event_id=frame.cursor) == mine[i + 1 : 7]

@@ -20,7 +20,7 @@ from tailrace.model.event import Source, iso_time
 from tailrace.model.stamp import ms_of, stamp
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import HOUR, SECOND, World, in_turn, run
-from tests.tags.rows import events, names
+from tests.tags.reading import events, names
 
 NEVER: dict[str, Any] = {"back_track": "off", "long_back_track": "off"}
 """What is found is found by its number, and not by looking back."""

@@ -19,7 +19,7 @@ from tailrace.pipeline.tags import TagView
 from tailrace.stores.tags import lift
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, stamps
-from tests.tags.rows import events, names
+from tests.tags.reading import events, names
 from tests.tags.stored import view_of
 from tests.writing import Writer
 

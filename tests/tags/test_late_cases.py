@@ -27,7 +27,7 @@ from tailrace.stores.tag_rows import Narrow
 from tailrace.tag_settings import Tags
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
-from tests.tags.rows import events
+from tests.tags.reading import events
 
 SOON: dict[str, Any] = {"refresh": "50ms", "back_track": "off", "long_back_track": "off"}
 """What is found is found by its number."""

@@ -18,7 +18,7 @@ import pytest
 
 import tailrace
 from tailrace.errors import UsageError
-from tailrace.feeds import log, tag_feed
+from tailrace.feeds import log, tag_rows_feed
 from tailrace.feeds.cassandra_tags import CassandraTags
 from tailrace.feeds.tag_floors import Floors, Levels
 from tailrace.model.event import iso_time
@@ -29,7 +29,7 @@ from tailrace.stores.tags import VIEW
 from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
-from tests.tags.rows import events
+from tests.tags.reading import events
 from tests.tags.served import served
 from tests.writing import Record, Writer, read_view
 
@@ -38,7 +38,7 @@ from tests.writing import Record, Writer, read_view
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A feed yields one event at a time: it goes on only when its consumer asks again."""
     monkeypatch.setattr(log, "BATCH_BYTES", 1)
-    monkeypatch.setattr(tag_feed, "BATCH_BYTES", 1)
+    monkeypatch.setattr(tag_rows_feed, "BATCH_BYTES", 1)
 
 
 async def test_L_01_a_tag_without_events_is_followed_in_silence(world: World) -> None:

@@ -14,23 +14,23 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
 
-from tailrace.feeds.frame import Frame
+from tailrace.feeds.frame import AnyFeed, Frame
 from tailrace.model.event import Source
 from tailrace.pipeline.onepass import Host, Plan
 from tailrace.stores.cassandra import CassandraOptions, disconnect
 from tailrace.stores.marks import advance
 from tailrace.stores.tags import VIEW, lift
 from tailrace.stores.valkey import StoreOptions
-from tests.tags import rows, tagged
+from tests.tags.reading import Reading, reading
 from tests.tags.stored import MINUTE, TOPIC, Stored
+from tests.tags.tagged import apart
 from tests.writing import Record, batch
 
 SPREAD = 3 * MINUTE
@@ -83,21 +83,10 @@ def write(plan: Plan, share: Share) -> None:
         disconnect(plan.tags.cassandra)
 
 
-@asynccontextmanager
-async def opened(store: StoreOptions, in_rows: CassandraOptions | None) -> AsyncIterator[Any]:
-    """What opens feeds, 50 ms behind the clock where there is a delay."""
-    if in_rows is None:
-        async with tagged.reading(store) as logs:
-            yield logs
-    else:
-        async with rows.reading(store, in_rows, bucket="minute") as views:
-            yield views
-
-
 class Reader:
     """Follows tags, and holds what it gets against what it should; breaks off within so many events, if it does."""
 
-    def __init__(self, feeds: Any, tags: Sequence[str], *, within: int = 0, seed: int = 0) -> None:
+    def __init__(self, feeds: Reading, tags: Sequence[str], *, within: int = 0, seed: int = 0) -> None:
         self._feeds, self._tags, self._within, self._chance = feeds, tags, within, random.Random(seed)
         self._break = self._chance.randint(1, within) if within else 0
         self._numbers: dict[str, int] = {}
@@ -120,7 +109,7 @@ class Reader:
             for frame in frames:
                 assert not isinstance(frame, Frame), f"more than {count}: {frame.data!r}"
 
-    async def _follow(self, feed: Any, cursor: str, count: int) -> str:
+    async def _follow(self, feed: AnyFeed, cursor: str, count: int) -> str:
         async for frames in feed:
             for frame in frames:
                 if isinstance(frame, Frame):
@@ -180,7 +169,7 @@ async def test_P_01_twenty_readers_of_one_tag_see_all_that_ten_writers_write(
 ) -> None:
     stored = Stored(store, in_rows, batch=25)
     shares = [Share(p, (f"p{p}",), 200, ("red",)) for p in range(10)]
-    async with opened(store, in_rows) as feeds:
+    async with reading(store, in_rows, bucket="minute") as feeds:
         await run(stored.driver.plan, shares, [Reader(feeds, ("red",), seed=i) for i in range(20)])
     stored.close()
 
@@ -189,9 +178,9 @@ async def test_P_02_fifty_sources_in_three_tags_are_complete_and_in_order_for_tw
     store: StoreOptions, in_rows: CassandraOptions | None
 ) -> None:
     stored = Stored(store, in_rows, batch=25, span_ms=MINUTE)
-    tags = tuple(tagged.apart(store, 3))
+    tags = tuple(apart(store, 3))
     shares = [Share(p, tuple(f"p{p}-{i}" for i in range(5)), 100, tags, pause_s=0.1) for p in range(10)]
-    async with opened(store, in_rows) as feeds:
+    async with reading(store, in_rows, bucket="minute") as feeds:
         readers = [Reader(feeds, (tags[i % 3],), within=1_500 * (i % 2), seed=i) for i in range(15)]
         readers += [Reader(feeds, (tags[i % 3], tags[(i + 1) % 3]), within=1_500 * (i % 2), seed=i) for i in range(5)]
         await run(stored.driver.plan, shares, readers)
@@ -211,7 +200,7 @@ def read_node(store: StoreOptions, in_rows: CassandraOptions | None, tag: str, w
     """A process with ten readers; returns how many had everything."""
 
     async def read() -> int:
-        async with opened(store, in_rows) as feeds:
+        async with reading(store, in_rows, bucket="minute") as feeds:
             readers = [Reader(feeds, (tag,), within=400, seed=i) for i in range(10)]
             async with asyncio.timeout(90), asyncio.TaskGroup() as group:
                 for reader in readers:

@@ -16,7 +16,7 @@ import pytest
 
 from tailrace.model.tag import Numbered
 from tailrace.stores.valkey import StoreOptions
-from tests.tags import rows, tagged
+from tests.tags.reading import reading
 from tests.tags.stored import HOUR, MINUTE, STEPS, Died, Held, Stored, dying, interrupted
 from tests.writing import Record, Writer
 
@@ -96,11 +96,8 @@ def test_R_05_ten_restarts_with_a_hundred_events_each_of_which_many_were_under_w
 
 async def shown(stored: Stored, tag: str) -> list[str]:
     """Return what a reader of a tag gets now, as p1:2."""
-    if stored.rows is not None:
-        async with rows.reading(stored.store, stored.rows) as feeds:
-            return await feeds.names(tag)
-    async with tagged.reading(stored.store) as logs:
-        return rows.names(await logs.all(tag, follow=False))
+    async with reading(stored.store, stored.rows) as feeds:
+        return await feeds.names(tag)
 
 
 @pytest.mark.parametrize("step", STEPS)

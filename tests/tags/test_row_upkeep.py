@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,6 +22,7 @@ from tailrace.tag_settings import TagRules
 from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.row_cleanup import STEPS
 from tailrace.where import Where
+from tests.meanwhile import meanwhile
 from tests.tags.past import RowPast
 from tests.upkeep.past import settings_for
 from tests.upkeep.tagged import HOUR, MINUTE
@@ -131,23 +131,14 @@ def test_history_is_tagged_while_the_pipeline_writes_and_a_run_that_died_is_begu
     here.put(here.history(pids, "red", hours=3, each=5))
     here.restart(rules=TagRules({"big": Where({"n": {"$gte": 3}}), "red": Where({"n": 100})}))
     assert {f[:2] for f in told(here)} == {("big", "missing"), ("red", "different")}
-    ended, turns = threading.Event(), 0
 
-    def write() -> None:
-        nonlocal turns
-        while not ended.wait(0.1):
-            here.put([here.event(pids[turns % 3], "red", at=4 * HOUR + turns * MINUTE, n=turns % 6)])
-            turns += 1
+    def write(turn: int) -> None:
+        here.put([here.event(pids[turn % 3], "red", at=4 * HOUR + turn * MINUTE, n=turn % 6)])
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
+    with meanwhile(write, 0.1) as turns:
         done = here.rebuild()
-    finally:
-        ended.set()
-        thread.join()
     assert (done["rebuilt"], done["restored"]) == (2, 4 * 3 * 2)
-    assert turns > 5
+    assert turns.count > 5
     for tag, history in (("big", 6), ("red", 15)):
         rows = here.rows(tag)
         assert_in_order(rows)

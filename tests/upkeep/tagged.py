@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.log import LogFeeds
 from tailrace.model.event import Source
 from tailrace.model.tag import Tagger
-from tailrace.stores.logs import Logs
 from tailrace.stores.marks import advance
-from tailrace.stores.nodes import Nodes
 from tailrace.stores.tags import tag_options
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.cleanup import Cleaning
 from tailrace.upkeep.job import look_once, run_job
-from tests.feeds.rig import Rig, now_ms
+from tests.feeds.rig import Rig, rig
 from tests.upkeep.past import Past
 from tests.writing import NOON, Record, Writer
 
@@ -110,11 +106,6 @@ class TagPast(Past):
         return work
 
 
-@asynccontextmanager
-async def tag_feeds(options: StoreOptions) -> AsyncIterator[Rig]:
+def tag_feeds(options: StoreOptions) -> AbstractAsyncContextManager[Rig]:
     """Plain feeds over the logs of tags: what their cursors lead to."""
-    nodes = await Nodes(options).open()
-    logs = Logs(nodes, "tags")
-    async with Hub(nodes, logs) as hub:
-        yield Rig(LogFeeds(hub, logs, now_ms), logs, hub)
-    await nodes.close()
+    return rig(options, "tags")

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -30,6 +29,7 @@ from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.restore import STEPS, Orders, Restorer
 from tests.feeds.rig import ids, rig
+from tests.meanwhile import meanwhile
 from tests.upkeep.past import Past, by_name
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer
@@ -174,22 +174,13 @@ def test_what_was_lost_comes_back_while_the_pipeline_goes_on(past: Make) -> None
     untouched = here.log("whole").segments
     records += here.put([here.record("skewed", NOON + day * DAY) for day in (0, 1, 80_000, 2, 2, 2, 3)])
     here.client("skewed").hdel(here.log_key("skewed"), "s1")
-    ended = threading.Event()
 
-    def live() -> None:
-        for turn in range(10_000):
-            if ended.is_set():
-                return
-            names = ("whole", "deleted", "no-hash", "vanished") if turn % 2 else ("broken", "new")
-            records.extend(here.put(here.days(*names, days=1, each=3, first=4)))
+    def live(turn: int) -> None:
+        names = ("whole", "deleted", "no-hash", "vanished") if turn % 2 else ("broken", "new")
+        records.extend(here.put(here.days(*names, days=1, each=3, first=4)))
 
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
+    with meanwhile(live):
         done = here.rebuild()
-    finally:
-        ended.set()
-        thread.join()
     assert (done["rebuilt"], done["left"]) == (7, {})
     assert done["restored"] >= 6 + 6 + 24
     assert here.log("whole").segments[:4] == untouched

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from tailrace.upkeep.examine import examine, look
 from tailrace.upkeep.job import run_job
 from tailrace.where import Where
 from tests.feeds.rig import ids
+from tests.meanwhile import meanwhile
 from tests.upkeep.rig import Keeper
 from tests.upkeep.tagged import HOUR, MINUTE, Seen, TagPast, tag_feeds
 from tests.upkeep.test_process import run
@@ -200,23 +200,14 @@ def test_history_is_tagged_while_the_pipeline_writes_and_nothing_live_is_renumbe
     found = here.audit()
     assert {(f.name, f.kind) for f in found.findings} == {("big", "missing"), ("red", "different")}
     live: dict[str, list[Seen]] = {}
-    ended, turns = threading.Event(), 0
 
-    def write() -> None:
-        nonlocal turns
-        while not ended.is_set():
-            here.put([here.event(pids[turns % 5], "red", at=4 * HOUR + turns * MINUTE, n=turns % 6)])
-            turns += 1
+    def write(turn: int) -> None:
+        here.put([here.event(pids[turn % 5], "red", at=4 * HOUR + turn * MINUTE, n=turn % 6)])
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
+    with meanwhile(write) as turns:
         done = here.rebuild()
-    finally:
-        ended.set()
-        thread.join()
     assert (done["rebuilt"], done["left"]) == (2, {})
-    assert turns > 5
+    assert turns.count > 5
     for tag, history in (("big", 6), ("red", 15)):
         events = by_source(here.events(tag))
         for pid in pids:

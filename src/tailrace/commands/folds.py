@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tailrace.client import Group
 from tailrace.commands import follow
 from tailrace.commands.answers import ask, lines, percent, plain, size, table
 from tailrace.commands.follow import visible
 from tailrace.errors import BadRequest, RuleNotFound
 from tailrace.wire import FoldWindows, GivenOut, PendingGroup
+from tailrace.words import Group
 
 
 def ls(*, json: bool, url: str) -> None:

@@ -8,8 +8,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from tailrace.client import LARGEST_PAGE, River
+from tailrace.client import River
 from tailrace.commands.answers import ask, lines, plain, table, text
+from tailrace.connection import LARGEST_PAGE
 
 Row = dict[str, Any]
 

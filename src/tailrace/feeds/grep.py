@@ -7,11 +7,12 @@ from datetime import timedelta
 import msgspec
 
 from tailrace.errors import CursorError, TooFarBack
+from tailrace.feeds.grep_request import LIVE, GrepRequest, Place
+from tailrace.feeds.lease import Lease
 from tailrace.feeds.matches import GrepFeed
 from tailrace.feeds.newest import NewestFeed
-from tailrace.feeds.parts import Parts, asked_by
+from tailrace.feeds.parts import Parts
 from tailrace.feeds.reader import end_of
-from tailrace.feeds.searching import LIVE, GrepRequest, Place
 from tailrace.model.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.model.event import iso_time
 from tailrace.model.search import Life
@@ -39,21 +40,24 @@ class Grep:
         pins = await parts.searches.pins(life)
         if pins is None:
             pins = await parts.searches.pin(life, await parts.searched.ends(topics))
-        if isinstance(request.start, FromLast):
-            newest = NewestFeed(
+        lease = await Lease.take(parts.leases, request, life)
+        try:
+            if not isinstance(request.start, FromLast):
+                return await self._feed(request, lease, life, pins, topics)
+            return NewestFeed(
                 parts,
+                lease,
                 life,
                 pins,
                 topics,
-                asked_by(request, life),
                 request.start.count,
                 floor_ms,
                 request.until_ms,
-                lambda ms: self._feed(since(request, ms), life, pins, topics),
+                lambda ms: self._feed(since(request, ms), lease, life, pins, topics),
             )
-            await newest.begin()
-            return newest
-        return await self._feed(request, life, pins, topics)
+        except BaseException:
+            await lease.give_up()
+            raise
 
     def _floor_ms(self, request: GrepRequest) -> int:
         """Return the earliest time that a search may ask for; 0 for the start.
@@ -70,8 +74,10 @@ class Grep:
             raise TooFarBack(iso_time(request.start.time_ms), format_duration(self._reach))
         return floor_ms
 
-    async def _feed(self, request: GrepRequest, life: Life, pins: dict[str, int], topics: list[Topic]) -> GrepFeed:
-        """Open the feed of a search that is registered and pinned."""
+    async def _feed(
+        self, request: GrepRequest, lease: Lease, life: Life, pins: dict[str, int], topics: list[Topic]
+    ) -> GrepFeed:
+        """Open the feed of a search that is registered, pinned and leased."""
         parts = self.parts
         gap = None
         if isinstance(request.start, Place):
@@ -84,7 +90,7 @@ class Grep:
             part = await parts.oldest(life, since_ms)
             position = await parts.before(life, part, since_ms)
         ends = await parts.searched.ends(topics)
-        feed = GrepFeed(parts, request, life, pins, ends, part, position, gap)
+        feed = GrepFeed(parts, lease, request, life, pins, ends, part, position, gap)
         await feed.begin()
         return feed
 

@@ -13,13 +13,13 @@ from heapq import heappush, heapreplace
 import msgspec
 
 from tailrace.feeds.frame import AnyFrame, Control, Moved
+from tailrace.feeds.grep_request import LIVE
+from tailrace.feeds.lease import Lease
 from tailrace.feeds.matches import WAIT_S, GrepFeed
 from tailrace.feeds.parts import Parts
 from tailrace.feeds.progress import Progress
-from tailrace.feeds.searching import LIVE
 from tailrace.model.search import Life, Stretch
 from tailrace.stores.broker import Topic
-from tailrace.stores.leases import Asked
 from tailrace.stores.logs import Logs
 
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
@@ -38,35 +38,30 @@ class NewestFeed:
     def __init__(
         self,
         parts: Parts,
+        lease: Lease,
         life: Life,
         pins: Mapping[str, int],
         topics: Sequence[Topic],
-        asked: Asked,
         count: int,
         floor_ms: int,
         until_ms: int | None,
         open_since: Callable[[int], Awaitable[GrepFeed]],
     ) -> None:
-        self._parts, self._life, self._pins, self._topics, self._asked = parts, life, pins, topics, asked
+        self._parts, self._lease, self._life, self._pins, self._topics = parts, lease, life, pins, topics
         self._count, self._floor_ms, self._until_ms, self._open_since = count, floor_ms, until_ms, open_since
         self._now_ms, self._tried_ms = parts.clock(), life.since_ms
         self._found: GrepFeed | None = None
-        self._lease = 0
 
     @property
     def cursor(self) -> str:
         """Where the feed stands; empty while it looks."""
         return "" if self._found is None else self._found.cursor
 
-    async def begin(self) -> None:
-        """Lease the search."""
-        self._lease = await self._parts.leases.take(self._life.search.id, self._asked)
-
     async def aclose(self) -> None:
         """Stop looking, and following."""
         if self._found is not None:
             await self._found.aclose()
-        await self._parts.leases.give_up(self._lease)
+        await self._lease.give_up()
 
     async def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
         progress: Progress | None = None
@@ -74,10 +69,10 @@ class NewestFeed:
             if progress is None or progress.stretch.number != stretch.number:
                 progress = Progress(stretch, self._parts.clock)
             await asyncio.sleep(WAIT_S)
+            self._lease.check()
             if told := await self._parts.progress(self._life, progress):
                 yield [Control("progress", "", msgspec.json.encode(told))]
         self._found = await self._open_since(stretch)
-        await self._parts.leases.give_up(self._lease)  # the feed has one of its own
         yield [Moved(self._found.cursor)]
         async for frames in self._found:
             yield frames

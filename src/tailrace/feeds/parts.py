@@ -10,16 +10,15 @@ from typing import Any
 
 from tailrace.errors import SearchEnded
 from tailrace.feeds.batches import Batches
+from tailrace.feeds.grep_request import LIVE
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.progress import Progress
 from tailrace.feeds.reader import before_time
-from tailrace.feeds.searching import LIVE, GrepRequest, Place
-from tailrace.model.cursor import FromEnd, FromLast, FromTime, Position
-from tailrace.model.event import iso_time
+from tailrace.model.cursor import Position
 from tailrace.model.search import Life, Search, Stretch
 from tailrace.model.segment import Gap
 from tailrace.stores.broker import Topic
-from tailrace.stores.leases import Asked, Leases
+from tailrace.stores.leases import Leases
 from tailrace.stores.logs import Logs
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.searched import Searched
@@ -118,17 +117,3 @@ class Parts:
         marks = await self.searches.stretch_marks(stretch, self.logs.shard_of(name))
         matches = sum(segment.events for segment in (await self.logs.log(name)).segments)
         return progress.tell(marks, matches, await self.searches.read_bytes(life, stretch.number))
-
-
-def asked_by(request: GrepRequest, life: Life) -> Asked:
-    """Return what a request asks for, as it is kept beside its lease."""
-    start = request.start
-    if isinstance(start, FromTime):
-        text = iso_time(start.time_ms)
-    elif isinstance(start, FromLast):
-        text = f"-{start.count}"
-    elif isinstance(start, Place):
-        text = str(start)
-    else:
-        text = "end" if isinstance(start, FromEnd) else "start"
-    return Asked(life.number, text, request.window, request.client or "")

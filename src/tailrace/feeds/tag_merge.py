@@ -15,17 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from tailrace.feeds.frame import AnyFrame, Frame, Moved
-from tailrace.feeds.hub import Hub, Piece
-from tailrace.feeds.log import BATCH_BYTES, Feed, Line
+from tailrace.feeds.hub import Piece
+from tailrace.feeds.log import BATCH_BYTES, Line
 from tailrace.feeds.reader import Reader
-from tailrace.feeds.tag_request import TagRequest, Wanted, look
+from tailrace.feeds.tag_feed import TagFeed
+from tailrace.feeds.tag_request import look
 from tailrace.model.cursor import Cursor, FromCursor, Position, Ranges
 from tailrace.model.event import Source
 from tailrace.model.segment import Gap, Key
-from tailrace.stores.logs import Logs
 from tailrace.stores.marks import NOTHING
 
 logger = logging.getLogger(__name__)
@@ -107,24 +108,15 @@ class _Line(Line):
         return moved
 
 
-class MergedTags(Feed):
+class MergedTags(TagFeed):
     """An open feed over the logs of several tags."""
 
     _lines: list[_Line]  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        hub: Hub,
-        logs: Logs,
-        request: TagRequest,
-        wanted: Sequence[Wanted],
-        starts: Sequence[Position],
-        ends: Sequence[Position],
-        clock: Callable[[], int],
-    ) -> None:
-        super().__init__(hub, logs, request, starts, ends, clock)
-        self._asked, self._wanted = request, wanted
-        self._most = max(BATCH_BYTES, MOST_BYTES // len(request.names))
+    def __init__(self, *given: Any) -> None:
+        """Take what a ``TagFeed`` takes."""
+        super().__init__(*given)
+        self._most = max(BATCH_BYTES, MOST_BYTES // len(self._asked.names))
         self._known: dict[Source, int] = {}
         """Offsets up to which all logs are read; emptied when one is read on."""
         self._is_held = False

@@ -11,14 +11,8 @@ from tailrace.config import Settings
 from tailrace.feeds.frame import AnyFeed
 from tailrace.feeds.hub import Hub
 from tailrace.feeds.tag_request import TagRequest
-from tailrace.feeds.tags import TagFeeds
-from tailrace.model.cursor import Cursor
-from tailrace.model.segment import Segment, key_of
 from tailrace.stores.logs import Logs
 from tailrace.stores.nodes import Nodes
-
-PAGE = 100
-"""Registries that are read at once."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -60,48 +54,12 @@ class OpensTags(Protocol):
         ...
 
 
-class ValkeyTags(TagFeeds):
-    """Tags whose events rest in Valkey."""
-
-    store = "valkey"
-    own_cursors = False
-
-    async def tags(self, prefix: str, after: str, limit: int) -> list[Held]:
-        found: list[Held] = []
-        while len(found) < limit and (names := await self._logs.names(after, prefix, min(limit - len(found), PAGE))):
-            after = names[-1]
-            for name, log in zip(names, await self._logs.logs_of(names), strict=True):
-                if log.segments:  # else it has just expired as a whole
-                    found.append(_held(name, log.segments))
-        return found
-
-    async def is_at_end(self, tags: Sequence[str], mode: str, cursor: str) -> bool:
-        names = tags[:1] if mode == "all" else tags
-        positions = Cursor.parse(cursor, len(names)).positions
-        for log, position in zip(await self._logs.logs_of(names), positions, strict=True):
-            if log.segments and key_of(log, position) < (log.segments[-1].index, log.segments[-1].last):
-                return False
-        return True
-
-    async def close(self) -> None:
-        return
-
-
-def _held(tag: str, segments: Sequence[Segment]) -> Held:
-    return Held(
-        tag,
-        len({segment.start_ms for segment in segments}),
-        segments[0].start_ms,
-        segments[-1].newest_ms,
-        sum(segment.events for segment in segments),
-        sum(segment.bytes for segment in segments),
-    )
-
-
 def open_store(settings: Settings, nodes: Nodes, hub: Hub, logs: Logs, clock: Callable[[], int]) -> OpensTags:
     """Return the tags of the store that the settings name."""
     if settings.tags.store == "cassandra":
         from tailrace.feeds.cassandra_tags import CassandraTags
 
         return CassandraTags(settings, nodes, hub, clock)
+    from tailrace.feeds.valkey_tags import ValkeyTags
+
     return ValkeyTags(hub, logs, clock)

@@ -15,7 +15,6 @@ late although nobody said so is missed by its number, or found by looking back, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic
 from uuid import UUID
@@ -25,9 +24,11 @@ import msgspec
 from tailrace.model.bucket import bucket_start
 from tailrace.model.event import Source
 from tailrace.model.stamp import first_of, last_of, ms_of, order
-from tailrace.model.tag_cursor import Part, hashed, hashed_place
+from tailrace.model.tag_cursor import Part, hashed
 from tailrace.model.tag_gaps import Hold, R, TagRow
+from tailrace.model.tag_places import Places
 from tailrace.model.tag_reads import Reads, Turns
+from tailrace.model.tag_sources import KnownSources
 from tailrace.model.tag_water import LowWater
 
 FOR_HOLDS = 2
@@ -59,13 +60,6 @@ class Look(msgspec.Struct, frozen=True):
     to: UUID
 
 
-class _Known(msgspec.Struct, frozen=True, gc=False):
-    number: int
-    stamp: UUID
-    place: Source
-    offset: int
-
-
 class Reading(Generic[R]):
     """Where a reader of one tag is, and what it knows."""
 
@@ -74,20 +68,15 @@ class Reading(Generic[R]):
         self._reads = reads
         self._start, self._start_order = start.low, order(start.low)
         self._from_beginning = from_beginning
-        self._marks: Mapping[Source, int] | None = None
-        self._floors: Mapping[Source, int] = {}
-        self._others: set[Source] = set()
-        """Places that are known to have no marks: somebody else writes there."""
+        self._places = Places()
         self._position, self._to = start.low, start.low
         self._low: UUID | None = None
         """The last stamp below all floors."""
         self._water = LowWater(start)
         self._carry: list[R] = []
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._sources = KnownSources(start, reads.known)
         self._holds: dict[str, Hold[R]] = {}
         self._held = 0
-        self._resumed = {each.place: each.offset for each in start.reached}
-        """Up to which offset what belongs to sources that are not known was delivered before."""
         self._looked = not start.open
         self._searched = True
         """Whether what is held was looked for since it is."""
@@ -117,42 +106,19 @@ class Reading(Generic[R]):
             floors: Below which millisecond nothing of a place beyond its mark will be written.
             until: Nothing beyond this stamp is wanted.
         """
-        after = self._again_from(marks)
-        lowest = min(floors.values(), default=None)
+        after = self._places.again_from(marks, self._position, self._start)
         to = last_of(self._reads.to_ms(now_ms, floors.values()))
         if until is not None:
             to = min(to, until, key=order)
         self._to = max(to, self._position, self._to, key=order)  # a clock that steps back changes nothing
         self._position = after
-        self._marks, self._floors = marks, floors
-        self._low = None
-        if not floors.keys() >= marks.keys():
-            self._low = self._start
-        elif lowest is not None:
-            self._low = last_of(lowest - 1)
+        self._places.renew(marks, floors)
+        self._low = self._places.low(self._start)
         self._carry = []
         self.is_at_end, self.is_full = False, self._held >= self._reads.held
         if floors:
             self._rise()
         return after, self._to
-
-    def _again_from(self, marks: Mapping[Source, int]) -> UUID:
-        """Return after which stamp something may have been added: at the floors noted of places that have moved since.
-
-        A place that is new has nothing below the lowest of all floors: whoever writes sees to that.
-        """
-        known, after = self._marks, self._position
-        if known is None:
-            return after
-        lowest = min(self._floors.values(), default=None)
-        for place, mark in marks.items():
-            if known.get(place) == mark:
-                continue
-            floor = self._floors.get(place) if place in known else lowest
-            if floor is None:
-                return self._start
-            after = min(after, last_of(floor - 1), key=order)
-        return max(after, self._start, key=order)
 
     def page(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | Lost]:
         """Take rows that were read, which follow those before; return what goes out."""
@@ -174,7 +140,7 @@ class Reading(Generic[R]):
         self._carry = []
         if not self.is_full:
             self.is_at_end = True
-            if self._floors and not self._others:  # otherwise nobody has said what cannot come any more
+            if self._places.floors and not self._places.others:  # otherwise nobody has said what cannot come any more
                 self._position = self._to
                 self._rise()
         return out
@@ -183,12 +149,12 @@ class Reading(Generic[R]):
         out: list[Emitted[R] | Lost] = []
         for i, row in enumerate(rows):
             is_last = i + 1 == len(rows) or rows[i + 1].stamp != row.stamp
-            committed = self._is_committed(row)
+            committed = self._places.is_committed(row)
             if committed and not self._fits(row):
                 self.is_full = True
                 self._carry = []
                 break
-            if not committed and not self._floors:
+            if not committed and not self._places.floors:
                 self._low = self._water.stamp  # the first place of all was made known just now; its floor was not read
             if is_last:
                 self._position = row.stamp
@@ -203,20 +169,11 @@ class Reading(Generic[R]):
         A place is made known to the shard before the first row of it is written; so whoever looks there after the row
         was read knows. Those that are not there are given to ``admit``; of others nothing is taken before ``begin``.
         """
-        return {row.place for row in rows if row.place not in self._others and not self._is_marked(row.place)}
+        return self._places.strangers(rows)
 
     def admit(self, places: Iterable[Source]) -> None:
         """Note that places have no marks: what is seen of them is there, and more may come at any stamp."""
-        self._others.update(places)
-
-    def _is_marked(self, place: Source) -> bool:
-        return place in self._floors or (self._marks is not None and place in self._marks)
-
-    def _is_committed(self, row: TagRow) -> bool:
-        mark = self._marks.get(row.place) if self._marks else None
-        if mark is not None:
-            return row.offset <= mark
-        return row.place in self._others and row.place not in self._floors
+        self._places.others.update(places)
 
     # What is missing.
 
@@ -240,27 +197,25 @@ class Reading(Generic[R]):
     def spot(self, rows: Iterable[TagRow]) -> list[TagRow]:
         """Return those of some rows, up to the position, that were missed: they are wanted, in order, by ``late``."""
         limit = order(self._position)
-        return [row for row in rows if self._is_committed(row) and order(row.stamp) <= limit and self._is_missed(row)]
+        return [
+            row for row in rows if self._places.is_committed(row) and order(row.stamp) <= limit and self._is_missed(row)
+        ]
 
     def _is_missed(self, row: TagRow) -> bool:
         number = row.tag_seq
         if (hold := self._holds.get(row.pid)) is not None:
             if number <= hold.number or number in hold or order(row.stamp) <= order(hold.after):
                 return False
-            return number >= hold.first or self._is_new(row)
+            return number >= hold.first or self._sources.is_new(row)
         known = self._number_of(row.pid)
-        if known == number and (last := self._known.get(row.pid)) is not None:
+        if known == number and (last := self._sources.get(row.pid)) is not None:
             # A source that comes by two places, and a driver that died between rows and mark: one of two events with
             # this number was left by it. Both go out.
-            is_other = row.place != last.place and self._is_marked(row.place)
+            is_other = row.place != last.place and self._places.is_marked(row.place)
             return is_other and order(row.stamp) > order(last.stamp)
         if known is not None:
             return number > known
-        return order(row.stamp) > self._start_order and self._is_new(row)
-
-    def _is_new(self, row: TagRow) -> bool:
-        """Whether a row of a source that is not known was not delivered before."""
-        return row.offset > self._resumed.get(hashed_place(row.place), -1)
+        return order(row.stamp) > self._start_order and self._sources.is_new(row)
 
     def looked(self) -> None:
         """Note that everything was looked through that ``looks`` had asked for."""
@@ -302,15 +257,15 @@ class Reading(Generic[R]):
         """Note with which number sources begin after the start, where no marks say that what is seen is complete."""
         lowest: dict[str, TagRow] = {}
         for row in rows:
-            if self._is_marked(row.place) or self._water.opened(row.pid) is not None:
+            if self._places.is_marked(row.place) or self._water.opened(row.pid) is not None:
                 continue
             if order(row.stamp) > self._start_order and (
                 row.pid not in lowest or row.tag_seq < lowest[row.pid].tag_seq
             ):
                 lowest[row.pid] = row
         for pid, row in lowest.items():
-            if pid not in self._known:
-                self._known[pid] = _Known(row.tag_seq - 1, self._start, row.place, -1)
+            if pid not in self._sources:
+                self._sources.expect(row, self._start)
 
     # One row.
 
@@ -322,7 +277,7 @@ class Reading(Generic[R]):
             return True
         if not self._is_missed(row):
             return True
-        pid, number, marked = row.pid, self._number_of(row.pid), self._is_marked(row.place)
+        pid, number, marked = row.pid, self._number_of(row.pid), self._places.is_marked(row.place)
         in_turn = row.tag_seq == number + 1 if number is not None else self._is_first(row, ms_of(row.stamp))
         is_open = pid in self._holds or self._water.opened(pid) is not None
         more = 0
@@ -335,7 +290,7 @@ class Reading(Generic[R]):
     def _number_of(self, pid: str) -> int | None:
         if (hold := self._holds.get(pid)) is not None:
             return hold.number
-        if (known := self._known.get(pid)) is not None:
+        if (known := self._sources.get(pid)) is not None:
             return known.number
         if (given := self._water.given(pid)) is not None:
             return given[0]
@@ -343,7 +298,7 @@ class Reading(Generic[R]):
         return None if before is None else before.number
 
     def _take(self, row: R, now_ms: int, out: list[Emitted[R] | Lost]) -> None:
-        if self._is_marked(row.place):
+        if self._places.is_marked(row.place):
             self._water.take(row)
         if not self._is_missed(row):
             self._meet(row)
@@ -369,14 +324,14 @@ class Reading(Generic[R]):
         if before is None or before.number != row.tag_seq:
             return
         del self._water.open[before.pid]
-        self._known[row.pid] = _Known(row.tag_seq, row.stamp, row.place, row.offset)
-        if not self._is_marked(row.place):
+        self._sources.meet(row)
+        if not self._places.is_marked(row.place):
             self._water.give(row)
 
     def _hold(self, row: TagRow, now_ms: int) -> Hold[R] | None:
         """Return with what a row that is out of turn is held; None if it is its turn."""
         pid = row.pid
-        if (known := self._known.get(pid)) is not None:
+        if (known := self._sources.get(pid)) is not None:
             return Hold(pid, known.number, known.stamp, 0, now_ms) if row.tag_seq > known.number + 1 else None
         if (given := self._water.given(pid)) is not None:
             return Hold(pid, *given, 0, now_ms)
@@ -390,7 +345,7 @@ class Reading(Generic[R]):
     def _is_first(self, row: TagRow, now_ms: int) -> bool:
         """Whether the first event seen of a source is taken for its first."""
         reads = self._reads
-        if row.tag_seq == 1 or self._is_marked(row.place):
+        if row.tag_seq == 1 or self._places.is_marked(row.place):
             return True
         if reads.waits.first_ms == 0 or row.tag_seq > reads.waits.most:
             return True
@@ -410,23 +365,10 @@ class Reading(Generic[R]):
             self._holds.pop(hold.pid, None)
 
     def _emit(self, row: R, out: list[Emitted[R] | Lost]) -> None:
-        last = self._known.get(row.pid)
-        if last is not None and last.place != row.place:
-            self._resume_after(last)
-        self._known[row.pid] = _Known(row.tag_seq, row.stamp, row.place, row.offset)
-        self._known.move_to_end(row.pid)
-        if not self._is_marked(row.place):
+        self._sources.deliver(row)
+        if not self._places.is_marked(row.place):
             self._water.give(row)
         out.append(Emitted(row, self.part()))
-        if len(self._known) > self._reads.known:
-            self._forget()
-
-    def _forget(self) -> None:
-        self._resume_after(self._known.popitem(last=False)[1])
-
-    def _resume_after(self, last: _Known) -> None:
-        key = hashed_place(last.place)
-        self._resumed[key] = max(self._resumed.get(key, -1), last.offset)
 
     # The cursor.
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
-from tailrace.feeds.searching import WINDOW, GrepRequest, make_grep_request
+from tailrace.feeds.grep_request import WINDOW, GrepRequest, make_grep_request
 from tailrace.model.query import Limits
 from tailrace.model.search import make_search
 from tailrace.serving.parameters import NoQuery

@@ -36,8 +36,8 @@ from tailrace.stores.readers import Readers
 from tailrace.stores.records import Records
 from tailrace.stores.rules import rules_of
 from tailrace.stores.searched import Searched
+from tailrace.stores.searches import PIECE_RUNS, Searches
 from tailrace.stores.searches import VIEW as MATCHES
-from tailrace.stores.searches import Searches
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.valkey import StoreOptions
 
@@ -62,7 +62,7 @@ class Service:
         self.metrics = Metrics()
         self.nodes = Nodes(StoreOptions.of(settings.valkey))
         self.days = Logs(self.nodes, "days")
-        self.matches = Logs(self.nodes, MATCHES)
+        self.matches = Logs(self.nodes, MATCHES, PIECE_RUNS)
         self.tag_logs = Logs(self.nodes, TAGS)
         self.live = LiveSessions(self.nodes, settings.sessions.key)
         self.streams = StreamHub(self.live, settings.sessions.ring_bytes)

@@ -26,18 +26,16 @@ PACKED_BYTES = 1 << 20
 """About how much of a packed piece one read returns, so that a reader's memory does not depend on the piece's size."""
 
 
-MATCH_RUNS = 8
-"""One packed piece of matches, which has about a thousand, stands for so many runs."""
-
-
 class Logs:
     """The logs of one view."""
 
-    def __init__(self, nodes: Nodes, view: str) -> None:
+    def __init__(self, nodes: Nodes, view: str, piece_runs: int | None = None) -> None:
+        """``piece_runs``: how many runs one packed piece stands for; None where it is large, and one is enough."""
         self._nodes = nodes
         self._keys = nodes.keys
         self._count = nodes.options.shards
         self.view = view
+        self._piece_runs = piece_runs
 
     def shard_of(self, name: str) -> int:
         """Return the shard that a log is in."""
@@ -76,11 +74,10 @@ class Logs:
     async def read_many(self, places: Sequence[tuple[str, Segment, int]], count: int) -> list[list[Entry]]:
         """Return the entries after several places, in one round trip for each node."""
         commands = []
+        packed = max(1, count // self._piece_runs) if self._piece_runs is not None else 1
         for name, segment, after in places:
             shard = self.shard_of(name)
             key = self._keys.segment(shard, self.view, segment.index, name)
-            # A packed piece is large, and one is enough; those of matches are not much larger than other runs.
-            packed = max(1, count // MATCH_RUNS) if self.view == "matches" else 1
             most = packed if segment.state == PACKED else count
             commands.append((shard, ("XRANGE", key, f"{max(0, after) + 1}-0", "+", "COUNT", most)))
         answers = await self._nodes.read_all(commands)

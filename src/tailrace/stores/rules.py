@@ -8,12 +8,12 @@ from datetime import timedelta
 from pydantic import ValidationError
 
 from tailrace.config import Settings, wanted_by
-from tailrace.fold_settings import Fold
+from tailrace.fold_settings import Fold, collected
 from tailrace.model.collect import Collect
 from tailrace.model.fold import Windows
 from tailrace.model.rule import Rule
 from tailrace.model.value import steps
-from tailrace.values import collected, compiled
+from tailrace.patterns import compiled
 
 WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")
 """The keys of a rule that may change while it runs."""

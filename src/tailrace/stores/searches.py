@@ -22,6 +22,8 @@ from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Arg, Shards, mapping
 
 VIEW = "matches"
+PIECE_RUNS = 8
+"""A packed piece has about a thousand matches: it stands for so many runs, and is not much larger."""
 POPULAR_MS = 600_000
 """The windows in which connections are counted."""
 HALF_LIFE = 144

@@ -17,10 +17,10 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
+from tailrace.patterns import compiled
 from tailrace.stores.valkey import Shards, StoreOptions, check_layout, prepare
 from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.report import leave
-from tailrace.values import compiled
 
 Facts: TypeAlias = Mapping[str, Any]
 Stopped: TypeAlias = Callable[[], bool]

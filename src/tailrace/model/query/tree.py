@@ -38,8 +38,8 @@ class Node(msgspec.Struct, frozen=True):
         """Return the function that tests a document; ``sharing`` may make that of its leaves."""
 
 
-class And(Node, frozen=True):
-    """All of its parts; of none, everything."""
+class Several(Node, frozen=True):
+    """Parts, of which the cheapest are tested first."""
 
     parts: tuple[Node, ...]
 
@@ -47,8 +47,15 @@ class And(Node, frozen=True):
     def cost(self) -> int:
         return sum(part.cost for part in self.parts)
 
+    def _checks(self, sharing: Sharing | None) -> list[Check]:
+        return [part.check(sharing) for part in sorted(self.parts, key=lambda part: part.cost)]
+
+
+class And(Several, frozen=True):
+    """All of its parts; of none, everything."""
+
     def check(self, sharing: Sharing | None = None) -> Check:
-        checks = [part.check(sharing) for part in sorted(self.parts, key=lambda part: part.cost)]
+        checks = self._checks(sharing)
         if len(checks) == 2:
             first, second = checks
             return lambda document, known: first(document, known) and second(document, known)
@@ -62,17 +69,11 @@ class And(Node, frozen=True):
         return every
 
 
-class Or(Node, frozen=True):
+class Or(Several, frozen=True):
     """Some of its parts; of none, nothing."""
 
-    parts: tuple[Node, ...]
-
-    @property
-    def cost(self) -> int:
-        return sum(part.cost for part in self.parts)
-
     def check(self, sharing: Sharing | None = None) -> Check:
-        checks = [part.check(sharing) for part in sorted(self.parts, key=lambda part: part.cost)]
+        checks = self._checks(sharing)
 
         def some(document: Any, known: dict[str, Any]) -> bool:
             for check in checks:  # noqa: SIM110

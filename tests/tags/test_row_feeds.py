@@ -1,3 +1,5 @@
+"""Feeds over rows of tags in a real Cassandra: what they yield, when, and from which cursor on."""
+
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +18,8 @@ from tailrace.model.stamp import order
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import controls, now_ms
-from tests.tags.rows import HOUR, Follower, Rows, events, names, reading
+from tests.tags.reading import Follower, events, names, reading
+from tests.tags.rows import HOUR, Rows
 
 
 @pytest.fixture
@@ -209,8 +212,8 @@ async def test_a_cursor_is_at_the_end_when_nothing_comes_after_it(
     rows.write("a", ["green"], 2)
     async with reading(store, rows_store) as read:
         first, second = events(await read.all("green"))
-        assert not await read.views.is_at_end(["green"], "any", first.cursor)
-        assert await read.views.is_at_end(["green"], "any", second.cursor)
+        assert not await read.feeds.is_at_end(["green"], "any", first.cursor)
+        assert await read.feeds.is_at_end(["green"], "any", second.cursor)
 
 
 # Several tags.

@@ -1,0 +1,77 @@
+"""Folds from Python: their rules, what they hold, and what can be done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Unpack
+
+import msgspec
+
+from tailrace.connection import LONGEST_SEARCH, Connection
+from tailrace.following import Asked, Feed
+from tailrace.wire import FoldRule, FoldWindows, GivenOut, PendingGroup
+from tailrace.words import Group, as_segment, parts_of
+
+
+class Folds(Connection):
+    """What a ``River`` does with folds."""
+
+    def folds(self, rule: str, **asked: Unpack[Asked]) -> Feed:
+        """Follow the folded events of a rule; takes what ``tail`` takes."""
+        return self._feed(f"/v1/folds/{as_segment(rule)}/events", [], **asked)
+
+    async def fold_rules(self) -> list[FoldRule]:
+        """List the rules of folds with their windows, what they hold and how much they fold."""
+        return msgspec.json.decode(await self.call("GET", "/v1/folds"), type=_Rules).folds
+
+    async def pending(self, rule: str, limit: int | None = None) -> list[PendingGroup]:
+        """List the groups of a rule that hold folds, the first due first; so many at most."""
+        path = f"/v1/folds/{as_segment(rule)}/pending"
+        return await self._listed(path, {}, limit, lambda page: msgspec.json.decode(page, type=_Pending).groups)
+
+    async def flush(self, rule: str, group: Group) -> GivenOut:
+        """Close the folds of a group now, and give them out."""
+        return await self._give_out(rule, "flush", {"group": parts_of(group)})
+
+    async def flush_all(self, rule: str) -> GivenOut:
+        """Close the folds of all groups now, and give them out."""
+        return await self._give_out(rule, "flush", {"all": True})
+
+    async def delete(self, rule: str, group: Group) -> GivenOut:
+        """Drop the folds of a group: they are given out for the reason ``deleted``."""
+        return await self._give_out(rule, "delete", {"group": parts_of(group)})
+
+    async def set_windows(self, rule: str, **windows: str | int) -> FoldWindows:
+        """Change windows of a rule while it runs, as they are written in the configuration; the others stay.
+
+        Args:
+            rule: its name.
+            windows: any of ``quiet``, ``max_wait``, ``max_count``, ``max_bytes`` and ``lateness``.
+        """
+        return await self._windows(rule, windows)
+
+    async def reset_windows(self, rule: str) -> FoldWindows:
+        """Give a rule the windows of its configuration again."""
+        return await self._windows(rule, {"reset": True})
+
+    async def _give_out(self, rule: str, what: str, body: Mapping[str, object]) -> GivenOut:
+        path = f"/v1/folds/{as_segment(rule)}/{what}"
+        answer = await self.call("POST", path, patience=LONGEST_SEARCH, content=msgspec.json.encode(body))
+        return msgspec.json.decode(answer, type=GivenOut)
+
+    async def _windows(self, rule: str, body: Mapping[str, object]) -> FoldWindows:
+        path = f"/v1/folds/{as_segment(rule)}/windows"
+        answer = await self.call("POST", path, content=msgspec.json.encode(body))
+        return msgspec.json.decode(answer, type=_Windows).windows
+
+
+class _Rules(msgspec.Struct):
+    folds: list[FoldRule]
+
+
+class _Pending(msgspec.Struct):
+    groups: list[PendingGroup]
+
+
+class _Windows(msgspec.Struct):
+    windows: FoldWindows

@@ -1,0 +1,37 @@
+"""Something that goes on while a test does something else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Turns:
+    """How often it was done."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@contextmanager
+def meanwhile(act: Callable[[int], object], pause_s: float = 0.0) -> Iterator[Turns]:
+    """Do something in a thread, again and again, until the block is left; it is told which turn this is, from 0."""
+    ended, turns, failed = threading.Event(), Turns(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            while not ended.wait(pause_s):
+                act(turns.count)
+                turns.count += 1
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield turns
+    finally:
+        ended.set()
+        thread.join()
+    assert not failed, failed
