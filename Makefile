@@ -33,7 +33,7 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-faults: setup ## Kill the driver at random points, fifty times
+faults: setup ## End the driver in all ways that there are, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
 bench: bench-ingest bench-pack bench-folds bench-query bench-grep bench-tags bench-sessions ## Run all measurements

@@ -15,12 +15,13 @@ from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
 from tailrace.stores import schema
 from tailrace.stores.cassandra import CassandraOptions, disconnect
 from tailrace.stores.valkey import StoreOptions
+from tests.spark_classes import keep_spark_classes
 
 _prefixes = count()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults", type=int, default=3, help="how often the driver is killed at random points")
+    parser.addoption("--faults", type=int, default=8, help="how often a driver is ended; in each way once at least")
     parser.addoption("--groups", type=int, default=3_000, help="groups of folds that must leave nothing behind")
     parser.addoption("--subscribers", type=int, default=500, help="clients that follow one search at once")
     parser.addoption("--searches", type=int, default=100, help="searches that are followed at once")
@@ -61,7 +62,15 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedV
 
 
 @pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
+def quick_spark(pytestconfig: pytest.Config) -> None:
+    """Let every Spark that a test starts from now on start sooner; the first time this takes a while itself."""
+    assert pytestconfig.cache is not None
+    keep_spark_classes(pytestconfig.cache.mkdir("spark"))
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory, quick_spark: None) -> Iterator[EmbeddedKafka]:
+    """A broker; whoever has Spark read it starts that sooner."""
     broker = EmbeddedKafka(tmp_path_factory.mktemp("kafka"))
     broker.start(90)
     yield broker

@@ -81,7 +81,7 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, quick_spark: None) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("stack") / "data")
     stack.start()
     yield stack

@@ -18,7 +18,7 @@ FOLLOWED = "q/set-1"
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
+def broker(tmp_path_factory: pytest.TempPathFactory, quick_spark: None) -> Iterator[EmbeddedKafka]:
     broker = EmbeddedKafka(tmp_path_factory.mktemp("own-kafka"))
     broker.start(90)
     yield broker
