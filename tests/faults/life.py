@@ -99,7 +99,7 @@ def _between_rows_and_mark(life: Life, driver: Pipeline) -> bool:
 
 
 def _between_hash_and_stream(life: Life, driver: Pipeline) -> bool:
-    return _kill_when(driver, life.laps.hash_is_ahead)
+    return _kill_when(driver, life.laps.hash_is_ahead, patience_s=10)
 
 
 def _in_a_scan(life: Life, driver: Pipeline) -> bool:

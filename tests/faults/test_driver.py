@@ -18,6 +18,7 @@ from tests.faults.rig import Installation, Load
 
 ENDS = {
     "valkey": (
+        "killed at any moment",
         "killed between two shards",
         "killed in a scan",
         "without its JVM",

@@ -25,6 +25,8 @@ from tests.writing import NOON
 
 Published = list[dict[str, Any]]
 
+pytestmark = pytest.mark.timeout(900)
+
 
 class Story(NamedTuple):
     """Posts to three rules, and what was published of them."""
