@@ -18,10 +18,10 @@ from pydantic import ValidationError
 
 from tailrace import config
 from tailrace.errors import ConfigError
-from tailrace.settings import DEFAULTS, PATHS, Settings
-from tailrace.units import format_duration, parse_duration
-from tailrace.values import KeepByName
-from tailrace.where import Where
+from tailrace.config.settings import DEFAULTS, PATHS, Settings
+from tailrace.config.units import format_duration, parse_duration
+from tailrace.config.values import KeepByName
+from tailrace.config.where import Where
 from tests.asking import written_queries
 
 SECRET = "hunter2-and-a-half"

@@ -22,7 +22,7 @@ from tailrace.config import Settings
 from tailrace.errors import ConfigError
 from tailrace.fold_settings import COLLECTS, Fold, Rules, collected
 from tailrace.model.collect import COLLECTORS
-from tailrace.units import format_duration
+from tailrace.config.units import format_duration
 from tests.asking import written_queries
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account_id"], "quiet": "3s"}

@@ -18,7 +18,7 @@ from typing import Any
 from tailrace.config import Settings
 from tailrace.shop import EU, US, Told
 from tailrace.tag_settings import TagRules
-from tailrace.where import Where
+from tailrace.config.where import Where
 
 TOPIC = "carts"
 STEP = 0.2

@@ -28,7 +28,7 @@ from tailrace.errors import TailraceError
 from tailrace.laps import Laps
 from tailrace.laps import steps as lap_steps
 from tailrace.posts import posts, steps
-from tailrace.settings import Demo
+from tailrace.config.settings import Demo
 from tailrace.shop import Shop, Told
 from tailrace.shop import steps as shop_steps
 

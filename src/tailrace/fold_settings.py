@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tailrace.tables import Table
-from tailrace.units import format_duration
-from tailrace.values import (
+from tailrace.config.tables import Table
+from tailrace.config.units import format_duration
+from tailrace.config.values import (
     Delay,
     Paths,
     Pattern,
@@ -27,7 +27,7 @@ from tailrace.values import (
     sizes,
     value_path,
 )
-from tailrace.where import Where
+from tailrace.config.where import Where
 
 REFUSED = "refused"
 """The type of a problem that values have with each other; its place is exact."""

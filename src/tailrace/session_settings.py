@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from tailrace.values import Count, Delay, Duration, Pattern, Section, Size, Topic, durations, sizes
+from tailrace.config.values import Count, Delay, Duration, Pattern, Section, Size, Topic, durations, sizes
 
 _STREAM_FIELDS = frozenset({"topic", "partition"})
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, model_validator
 
 from tailrace.model.name import MAX_TAG_BYTES, is_tag
-from tailrace.tables import Table
-from tailrace.values import (
+from tailrace.config.tables import Table
+from tailrace.config.values import (
     Count,
     Delay,
     Duration,
@@ -28,7 +28,7 @@ from tailrace.values import (
     ValuePath,
     durations,
 )
-from tailrace.where import Where
+from tailrace.config.where import Where
 
 BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}
 

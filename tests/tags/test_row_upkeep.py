@@ -21,7 +21,7 @@ from tailrace.stores.valkey import StoreOptions
 from tailrace.tag_settings import TagRules
 from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.row_cleanup import STEPS
-from tailrace.where import Where
+from tailrace.config.where import Where
 from tests.meanwhile import meanwhile
 from tests.tags.past import RowPast
 from tests.upkeep.past import settings_for

@@ -30,7 +30,7 @@ from tailrace.tag_settings import TagRules
 from tailrace.upkeep.by_store import cleaning
 from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.job import look_once, run_job
-from tailrace.where import Where
+from tailrace.config.where import Where
 from tests.feeds.rig import now_ms
 from tests.tags.past import RowPast
 from tests.tags.stored import Stored

@@ -12,7 +12,7 @@ from tailrace.feeds.frame import Control, Frame
 from tailrace.stores.valkey import StoreOptions
 from tailrace.tag_settings import TagRules
 from tailrace.upkeep.examine import examine, look
-from tailrace.where import Where
+from tailrace.config.where import Where
 from tests.feeds.rig import ids
 from tests.upkeep.rig import Keeper
 from tests.upkeep.tagged import MINUTE, Seen, TagPast, tag_feeds

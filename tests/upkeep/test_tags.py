@@ -23,7 +23,7 @@ from tailrace.upkeep import failpoint, pack, sweep
 from tailrace.upkeep.cleanup import STEPS
 from tailrace.upkeep.examine import examine, look
 from tailrace.upkeep.job import run_job
-from tailrace.where import Where
+from tailrace.config.where import Where
 from tests.feeds.rig import ids
 from tests.meanwhile import meanwhile
 from tests.upkeep.rig import Keeper

@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace.client import River, connect
 from tailrace.commands.follow import visible
-from tailrace.units import format_size
+from tailrace.config.units import format_size
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from tailrace import config
 from tailrace.config import Settings
 from tailrace.errors import ConfigError, PrerequisiteMissing
-from tailrace.tables import Properties
+from tailrace.config.tables import Properties
 
 
 def load(file: Path | None, *, port: int | None = None, folder: Path | None = None) -> Settings:

@@ -19,7 +19,7 @@ from tailrace.commands import parts
 from tailrace.commands.upkeep import step_aside, summary
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
-from tailrace.units import format_duration, parse_duration
+from tailrace.config.units import format_duration, parse_duration
 
 PICTURES = (".png", ".svg")
 

@@ -26,7 +26,7 @@ from tailrace.embedded.process import Part
 from tailrace.embedded.supervisor import Supervisor, hold
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import PrerequisiteMissing
-from tailrace.settings import Serve
+from tailrace.config.settings import Serve
 
 if TYPE_CHECKING:
     from tailrace.config import Settings

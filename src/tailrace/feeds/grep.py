@@ -18,7 +18,7 @@ from tailrace.model.event import iso_time
 from tailrace.model.search import Life
 from tailrace.model.segment import Gap
 from tailrace.stores.broker import Topic
-from tailrace.units import format_duration
+from tailrace.config.units import format_duration
 
 
 class Grep:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tailrace.errors import BadRequest
 from tailrace.model.cells import Places, ends, extremes, in_order, starts_of
 from tailrace.model.session_cursor import Held, Place
-from tailrace.units import parse_duration
+from tailrace.config.units import parse_duration
 
 SECOND = 1_000_000_000
 LONGEST_CELL = 86_400 * SECOND

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection
 from tailrace.config import Settings
 from tailrace.errors import AccessDenied
 from tailrace.model.search import ALL
-from tailrace.patterns import compiled
+from tailrace.config.patterns import compiled
 
 EVERYTHING = ""
 """The topics of whoever may search all of them."""

@@ -17,7 +17,7 @@ from tailrace.metrics import ReaderFigures
 from tailrace.model.event import iso_time
 from tailrace.serving.service import Service, now_ms
 from tailrace.stores.readers import Kept, Reader
-from tailrace.units import format_duration
+from tailrace.config.units import format_duration
 
 logger = logging.getLogger(__name__)
 

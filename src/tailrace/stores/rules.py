@@ -13,7 +13,7 @@ from tailrace.model.collect import Collect
 from tailrace.model.fold import Windows
 from tailrace.model.rule import Rule
 from tailrace.model.value import steps
-from tailrace.patterns import compiled
+from tailrace.config.patterns import compiled
 
 WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")
 """The keys of a rule that may change while it runs."""

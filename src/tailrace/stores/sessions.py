@@ -30,7 +30,7 @@ from tailrace.stores.marks import NOTHING
 from tailrace.stores.valkey import Arg, Keyed, KeyedCall, Shards, keyed_calls, mapping
 
 if TYPE_CHECKING:
-    from tailrace.settings import Settings
+    from tailrace.config.settings import Settings
 
 OVER = CLOSED | {ABANDONED}
 """States in which a session leaves its name to other streams."""

@@ -26,7 +26,7 @@ from tailrace.stores.keys import FORMAT, Keys
 from tailrace.stores.slots import Address, Slots
 
 if TYPE_CHECKING:
-    from tailrace.server_settings import Valkey
+    from tailrace.config.server_settings import Valkey
 
 Arg: TypeAlias = bytes | str | int
 Call: TypeAlias = tuple[int, str, Sequence[Arg]]

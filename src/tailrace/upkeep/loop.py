@@ -21,7 +21,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.stores.valkey import Shards, StoreOptions
-from tailrace.units import format_duration
+from tailrace.config.units import format_duration
 from tailrace.upkeep import abandon, forget, pack, sweep, trim
 from tailrace.upkeep.by_store import auditing
 from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, Work, now_ms, run_job

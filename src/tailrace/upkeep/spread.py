@@ -27,7 +27,7 @@ from tailrace.errors import PipelineError, TailraceError
 from tailrace.stores.registry import Registry
 from tailrace.stores.staging import Staging
 from tailrace.stores.valkey import Shards, StoreOptions
-from tailrace.tables import Properties
+from tailrace.config.tables import Properties
 from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
 from tailrace.upkeep.throttle import Throttle
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from tailrace.tables import Properties
-from tailrace.values import (
+from tailrace.config.tables import Properties
+from tailrace.config.values import (
     Brokers,
     Count,
     CountOrZero,

@@ -15,9 +15,9 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from tailrace.patterns import checked
-from tailrace.tables import Properties, Table
-from tailrace.units import format_duration, format_size, parse_duration, parse_size
+from tailrace.config.patterns import checked
+from tailrace.config.tables import Properties, Table
+from tailrace.config.units import format_duration, format_size, parse_duration, parse_size
 
 VIEWS = ("days", "folds", "matches", "tags", "sessions")
 

@@ -12,8 +12,8 @@ from copy import deepcopy
 from typing import Any, Self
 
 from tailrace.errors import QueryError
-from tailrace.patterns import has_engine
-from tailrace.tables import Table
+from tailrace.config.patterns import has_engine
+from tailrace.config.tables import Table
 
 
 class Where(Table[Any]):

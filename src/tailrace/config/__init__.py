@@ -18,9 +18,9 @@ from pydantic_settings import EnvSettingsSource
 
 from tailrace.errors import ConfigError
 from tailrace.fold_settings import REFUSED, Fold
-from tailrace.settings import PATHS, PREFIX, Settings, Shown, suggest, variable
-from tailrace.tables import HIDDEN
-from tailrace.values import without_password
+from tailrace.config.settings import PATHS, PREFIX, Settings, Shown, suggest, variable
+from tailrace.config.tables import HIDDEN
+from tailrace.config.values import without_password
 
 __all__ = ["FILE_NAME", "REFERENCE", "Settings", "Shown", "load", "variable", "wanted_by"]
 

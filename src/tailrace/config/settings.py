@@ -19,13 +19,13 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from tailrace.errors import ConfigError
 from tailrace.fold_settings import Folds, Problem, refuse
-from tailrace.patterns import compiled
-from tailrace.server_settings import Kafka, Spark, Valkey
+from tailrace.config.patterns import compiled
+from tailrace.config.server_settings import Kafka, Spark, Valkey
 from tailrace.session_settings import Sessions
-from tailrace.tables import Properties
+from tailrace.config.tables import Properties
 from tailrace.tag_settings import Cassandra, Tags
-from tailrace.units import format_duration, format_size
-from tailrace.values import (
+from tailrace.config.units import format_duration, format_size
+from tailrace.config.values import (
     Bucket,
     Count,
     CountOrZero,
@@ -48,7 +48,7 @@ from tailrace.values import (
     durations,
     sizes,
 )
-from tailrace.where import Where
+from tailrace.config.where import Where
 
 PREFIX = "TAILRACE_"
 MOST_ROW = 8 << 20
