@@ -34,7 +34,7 @@ from tailrace.config import load
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.pipeline.job import make_plan
 from tailrace.pipeline.onepass import Host
-from tailrace.stores.registry import Registry
+from tailrace.log.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
 
 DAY = 86_400_000

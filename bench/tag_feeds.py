@@ -19,16 +19,16 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from bench.latency import send
 from bench.meter import percentile
 from tailrace.config import Settings, load
-from tailrace.feeds.frame import Frame
-from tailrace.feeds.hub import Hub
+from tailrace.log.frame import Frame
+from tailrace.log.hub import Hub
 from tailrace.feeds.tag_request import make_tag_request
 from tailrace.feeds.tagged import OpensTags, open_store
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source
 from tailrace.model.stamp import stamp
 from tailrace.pipeline.job import Job
 from tailrace.stores.cassandra import CassandraOptions, Connection, disconnect
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.marks import read_counts
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.tag_rows import Row, writer

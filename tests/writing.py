@@ -8,10 +8,10 @@ from typing import NamedTuple
 import msgspec
 import pyarrow as pa
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.pipeline.onepass import Host, Plan
 from tailrace.pipeline.slice import Limits
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
 

@@ -25,10 +25,10 @@ from pydantic import ValidationError
 
 from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
 from tailrace.fold_settings import Fold
-from tailrace.model.bucket import DAY_MS
-from tailrace.model.event import Source
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import Source
 from tailrace.model.fold import Clump, Input
-from tailrace.model.poison import poison
+from tailrace.log.poison import poison
 from tailrace.model.rule import Reader, Rule, Taken
 from tailrace.pipeline.emit import Emitter
 from tailrace.stores.folds import Held, given_out, in_force, new_version, read_held

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, model_validator
 
-from tailrace.model.name import MAX_TAG_BYTES, is_tag
+from tailrace.log.name import MAX_TAG_BYTES, is_tag
 from tailrace.config.tables import Table
 from tailrace.config.values import (
     Count,

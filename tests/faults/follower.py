@@ -9,11 +9,11 @@ import time
 from contextlib import suppress
 
 from tailrace.errors import TailraceError
-from tailrace.feeds.frame import Control, Frame
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.log import LogFeeds
-from tailrace.feeds.request import make_request
-from tailrace.stores.logs import Logs
+from tailrace.log.frame import Control, Frame
+from tailrace.log.hub import Hub
+from tailrace.log.feed import LogFeeds
+from tailrace.log.request import make_request
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import StoreOptions
 

@@ -25,7 +25,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, tail
 from tailrace.errors import StoreChanged, StoreUnavailable
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.stores.marks import conserved, read_counts
 from tailrace.stores.valkey import Shards, StoreOptions
 from tests.writing import read_view

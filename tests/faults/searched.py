@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 
 from tailrace.config import load
 from tailrace.errors import TailraceError
-from tailrace.feeds.frame import Frame
+from tailrace.log.frame import Frame
 from tailrace.feeds.grep_request import make_grep_request
 from tailrace.model.search import Search, make_search
 from tailrace.serving.service import Service, now_ms

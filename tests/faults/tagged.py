@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from tailrace.model.event import Source
-from tailrace.model.name import shard_of
+from tailrace.log.event import Source
+from tailrace.log.name import shard_of
 from tailrace.model.stamp import first_of, last_of
 from tailrace.stores.cassandra import CassandraOptions, Connection
 from tailrace.stores.marks import conserved, read_marks

@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 
-from tailrace.model.bucket import DAY_MS
-from tailrace.stores.logs import Logs
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import StoreOptions
 from tests.faults.follower import Follower

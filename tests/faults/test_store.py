@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreUnavailable
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.stores.marks import advance
 from tailrace.stores.valkey import StoreOptions, hold
 from tests.writing import VIEWS, Record, Writer, read_view

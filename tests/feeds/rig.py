@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tailrace.feeds.frame import AnyFeed, AnyFrame, Control, Frame
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.log import Feed, LogFeeds
-from tailrace.feeds.request import make_request
-from tailrace.stores.logs import Logs
+from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
+from tailrace.log.hub import Hub
+from tailrace.log.feed import Feed, LogFeeds
+from tailrace.log.request import make_request
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import StoreOptions
 

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from tailrace.errors import BadRequest, CursorError, CursorGone, StoreError, StreamNotFound
-from tailrace.feeds.frame import Control, Frame, Moved
-from tailrace.feeds.request import make_request
+from tailrace.log.frame import Control, Frame, Moved
+from tailrace.log.request import make_request
 from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import Follower, controls, ids, now_ms, rig
 from tests.writing import DAY, NOON, Record, Writer
@@ -305,6 +305,6 @@ def test_a_request_that_cannot_be_served_is_refused(parameters: dict[str, object
 
 
 def _iso(time_ms: int) -> str:
-    from tailrace.model.event import iso_time
+    from tailrace.log.event import iso_time
 
     return iso_time(time_ms)

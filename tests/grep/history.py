@@ -18,7 +18,7 @@ from confluent_kafka import KafkaException
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver
 from tailrace.feeds.matches import GrepFeed
-from tailrace.model.event import Source, iso_time
+from tailrace.log.event import Source, iso_time
 from tailrace.model.search import Search
 from tailrace.serving.service import now_ms
 from tailrace.stores.valkey import StoreOptions

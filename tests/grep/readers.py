@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tailrace.errors import CursorGone
-from tailrace.feeds.frame import AnyFrame, Frame
+from tailrace.log.frame import AnyFrame, Frame
 from tailrace.feeds.matches import GrepFeed
 from tailrace.model.search import Search
 from tests.grep.site import Serving, facts

@@ -8,9 +8,9 @@ from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.search import Life, Search, TopicFilter
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.searches import VIEW, write_search
 from tailrace.stores.valkey import Shards, StoreOptions

@@ -22,10 +22,10 @@ from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from tailrace.config import load
 from tailrace.errors import BrokerUnavailable
-from tailrace.feeds.frame import AnyFeed, AnyFrame, Control, Frame
+from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
 from tailrace.feeds.grep import Grep
 from tailrace.feeds.grep_request import make_grep_request
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.search import Life, Search, Stretch
 from tailrace.pipeline.ranges import Passes, Ranges
 from tailrace.pipeline.scan import Chunk, Due, Scanner, scan

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from tailrace.feeds.batches import Batches, Key
-from tailrace.feeds.frame import Batch, Frame
-from tailrace.feeds.hub import Piece
+from tailrace.log.frame import Batch, Frame
+from tailrace.log.hub import Piece
 from tailrace.feeds.spans import Ahead, Span
-from tailrace.model.event import Source
-from tailrace.model.run import Entry, Run
-from tailrace.model.segment import Segment
+from tailrace.log.event import Source
+from tailrace.log.run import Entry, Run
+from tailrace.log.segment import Segment
 from tailrace.serving.encodings import EVENT_STREAM, LINES, Encoding
 
 DATA = [b'{"id":"t:0:%d","data":{"n":\n%d}}' % (n, n) for n in range(5)]

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tests.grep.clients import grep_path
 from tests.grep.pages import Wire, in_browser
 from tests.grep.served import Served

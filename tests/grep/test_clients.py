@@ -14,7 +14,7 @@ import sseclient
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.model.search import make_search
 from tailrace.stores.valkey import StoreOptions
 from tests.grep.clients import grep_path

@@ -9,10 +9,10 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import TopicNotFound, TopicNotRead
-from tailrace.feeds.frame import Frame
+from tailrace.log.frame import Frame
 from tailrace.feeds.grep_request import LIVE, Place, make_grep_request
-from tailrace.model.cursor import Cursor, Position
-from tailrace.model.event import iso_time
+from tailrace.log.cursor import Cursor, Position
+from tailrace.log.event import iso_time
 from tailrace.model.search import Life, Search, make_search
 from tailrace.serving.service import now_ms
 from tailrace.stores.valkey import StoreOptions

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorError, CursorGone
-from tailrace.feeds.frame import Frame
+from tailrace.log.frame import Frame
 from tailrace.feeds.grep_request import Place
 from tailrace.model.search import Life, Stretch, make_search
 from tailrace.stores import leases

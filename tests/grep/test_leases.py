@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tailrace.errors import SearchEnded, SearchFollowed, SearchNotFound
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.model.search import Life, Stretch, make_search
 from tailrace.stores import leases as module
 from tailrace.stores.leases import Asked, Leases, Watchdog

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tailrace.errors import CursorGone, StaleDriver
-from tailrace.feeds.frame import AnyFrame, Moved
+from tailrace.log.frame import AnyFrame, Moved
 from tailrace.model.search import Lost, Search, make_search
 from tailrace.pipeline import scan as module
 from tailrace.pipeline.present import GONE, LATER, lost

@@ -9,8 +9,8 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooFarBack
-from tailrace.feeds.frame import Frame
-from tailrace.model.event import iso_time
+from tailrace.log.frame import Frame
+from tailrace.log.event import iso_time
 from tailrace.model.search import make_search
 from tailrace.serving.service import now_ms
 from tailrace.stores.valkey import StoreOptions

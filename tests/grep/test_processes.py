@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.model.search import make_search
 from tailrace.stores import leases
 from tailrace.stores.leases import Watchdog

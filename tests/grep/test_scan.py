@@ -16,8 +16,8 @@ from tailrace.config import load
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver
-from tailrace.model.event import iso_time
-from tailrace.model.name import shard_of
+from tailrace.log.event import iso_time
+from tailrace.log.name import shard_of
 from tailrace.model.search import Life, Search, Stretch, make_search
 from tailrace.pipeline import scan as module
 from tailrace.pipeline.tune import session

@@ -12,14 +12,14 @@ import pytest
 
 from tailrace.config import Settings, load
 from tailrace.errors import BadRequest
-from tailrace.feeds.frame import AnyFrame, Frame
+from tailrace.log.frame import AnyFrame, Frame
 from tailrace.feeds.grep import Grep
-from tailrace.model.event import iso_time
-from tailrace.model.name import shard_of
+from tailrace.log.event import iso_time
+from tailrace.log.name import shard_of
 from tailrace.model.search import Life, Search, make_search
-from tailrace.model.segment import PACKED, SEALED, Log
-from tailrace.stores.logs import write_row
-from tailrace.stores.registry import Registry
+from tailrace.log.segment import PACKED, SEALED, Log
+from tailrace.log.store import write_row
+from tailrace.log.registry import Registry
 from tailrace.stores.searches import VIEW
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep

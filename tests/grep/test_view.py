@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tailrace.model.event import Source, home_of
-from tailrace.model.name import shard_of
-from tailrace.model.run import decode
+from tailrace.log.event import Source, home_of
+from tailrace.log.name import shard_of
+from tailrace.log.run import decode
 from tailrace.model.search import Life, make_search
 from tailrace.pipeline.ruling import begin_matches
 from tailrace.stores.valkey import Shards, StoreOptions, mapping

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.stamp import order, stamp
 from tailrace.model.tag import Numbered, stamp_ms
 from tailrace.model.tag_cursor import Part

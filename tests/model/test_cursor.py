@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.model.cursor import (
+from tailrace.log.cursor import (
     MAX_CURSOR_BYTES,
     MAX_NAMES,
     Cursor,

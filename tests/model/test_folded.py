@@ -10,7 +10,7 @@ import msgspec
 from tailrace.model.collect import Collect
 from tailrace.model.fold import Finished, Input, Windows
 from tailrace.model.folded import folded, stream_of
-from tailrace.model.name import key_elements
+from tailrace.log.name import key_elements
 from tailrace.model.rule import Reader, Rule, Taken
 
 NOON = 1_789_200_000_000

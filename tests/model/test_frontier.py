@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.frontier import KEPT, Course
 
 A, B = Source("a", 0), Source("b", 0)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.event import Headers, Source
-from tailrace.model.pack import digest, pack, pieces, unpack
-from tailrace.model.run import Entry, Run
+from tailrace.log.event import Headers, Source
+from tailrace.log.pack import digest, pack, pieces, unpack
+from tailrace.log.run import Entry, Run
 from tests.writing import DAY, NOON
 
 _headers = st.lists(st.tuples(st.text(max_size=4), st.none() | st.binary(max_size=4)), max_size=2)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.event import Source
-from tailrace.model.run import Run, decode, encode
+from tailrace.log.event import Source
+from tailrace.log.run import Run, decode, encode
 from tests.writing import DAY, NOON
 
 _rows = st.lists(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.feeds.grep_request import GrepRequest, Place, make_grep_request
 from tailrace.feeds.progress import EVERY_MS, Progress
-from tailrace.model.cursor import Cursor, FromEnd, FromStart, FromTime, Position
+from tailrace.log.cursor import Cursor, FromEnd, FromStart, FromTime, Position
 from tailrace.model.query import Limits, Record
 from tailrace.model.search import Life, Search, Stretch, make_search
 from tailrace.pipeline.scan import next_chunk

@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.cursor import Position
-from tailrace.model.segment import Log, Place, Segment, locate
+from tailrace.log.cursor import Position
+from tailrace.log.segment import Log, Place, Segment, locate
 
 
 @st.composite

@@ -7,7 +7,7 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.stamp import first_of, last_of, ms_of, order, stamp
 
 _ms = st.integers(0, 4_000_000_000_000)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import CursorError
-from tailrace.model.cursor import MAX_CURSOR_BYTES
-from tailrace.model.event import Source
+from tailrace.log.cursor import MAX_CURSOR_BYTES
+from tailrace.log.event import Source
 from tailrace.model.stamp import first_of, last_of, stamp
 from tailrace.model.tag_cursor import (
     BEGIN,

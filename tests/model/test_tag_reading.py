@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.stamp import stamp
 from tailrace.model.tag_cursor import BEGIN, Part, TagCursor, hashed
 from tailrace.model.tag_gaps import Waits

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.model.cursor import FromEnd, FromLast, FromStart
+from tailrace.log.cursor import FromEnd, FromLast, FromStart
 from tailrace.model.session_cursor import (
     FromMoment,
     FromPlace,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.pipeline.ruling import begin_at_end
 from tailrace.stores.marks import lowest, read_marks
 from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare

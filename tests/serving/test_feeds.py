@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.sse_reader import Frame, SseReader
 from tailrace.stores.valkey import StoreOptions
 from tests.serving.parts import Running, Serve, Streams

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.stores.valkey import StoreOptions
 from tests.serving.holding import RULES, SEED, Holder, flush, hold, rule_of
 from tests.serving.parts import Running, Serve, problem

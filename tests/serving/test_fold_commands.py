@@ -12,7 +12,7 @@ import pytest
 import tailrace
 from tailrace.commands.folds import read_group
 from tailrace.errors import BadRequest, TailraceError
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tests.command_line import on_a_terminal, rows, run
 from tests.serving.holding import RULES, Holder, hold
 from tests.serving.parts import Running, Serve, Streams

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.model.fold import Windows
 from tailrace.stores.valkey import StoreOptions
 from tests.serving.holding import RULES, SEED, Holder, flush, hold, rule_of

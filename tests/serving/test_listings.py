@@ -13,12 +13,12 @@ import pytest
 from valkey import Valkey
 
 from tailrace.errors import Overloaded
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.serving import largest
 from tailrace.serving.largest import Largest
 from tailrace.serving.listings import Stream
 from tailrace.stores.keys import FORMAT
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import StoreOptions
 from tests.serving.parts import Streams, problem

@@ -14,7 +14,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooManySearches
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.model.search import make_search
 from tailrace.serving.searches import show_search
 from tailrace.stores import leases as leasing

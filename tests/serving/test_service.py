@@ -17,7 +17,7 @@ from valkey import Valkey
 
 from tailrace.embedded.ports import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.stores.valkey import StoreOptions
 from tests.serving.parts import NO_BROKER, Running, Serve, Streams, problem
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.valkey import StoreOptions
 from tests.serving.parts import Running, Serve, problem

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorGone, SessionNotFound
 from tailrace.feeds import session_start
-from tailrace.feeds.frame import Control, Frame
+from tailrace.log.frame import Control, Frame
 from tailrace.feeds.session_reader import first_entry
 from tailrace.feeds.session_request import make_session_request
 from tailrace.model.session_cursor import Place, SessionCursor

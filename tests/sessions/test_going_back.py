@@ -13,7 +13,7 @@ from tailrace import SessionWriter
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorGone
 from tailrace.feeds import joined, session, session_reader
-from tailrace.feeds.frame import AnyFrame, Frame
+from tailrace.log.frame import AnyFrame, Frame
 from tailrace.model.entry_id import EntryId
 from tailrace.model.session_cursor import Place, SessionCursor
 from tailrace.stores.valkey import StoreOptions

@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.errors import CursorGone
 from tailrace.feeds import session_reader, session_wait, streams
-from tailrace.feeds.frame import AnyFrame, Frame
+from tailrace.log.frame import AnyFrame, Frame
 from tailrace.feeds.session import SessionFeeds
 from tailrace.model.entry_id import EntryId, parse_id
 from tailrace.model.session_cursor import SessionCursor

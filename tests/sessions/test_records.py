@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tailrace.model.block import unpack
 from tailrace.model.burst import parse
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.session import Session
 from tailrace.pipeline.sessions import VIEW
 from tailrace.pipeline.slice import Limits

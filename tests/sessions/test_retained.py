@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.feeds.frame import Frame
+from tailrace.log.frame import Frame
 from tailrace.model.session_cursor import SessionCursor
 from tailrace.stores.valkey import StoreOptions
 from tests.sessions.kept import Kept, archived, lap

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.pipeline.sessions import VIEW, held_back
 from tailrace.stores.marks import advance, lowest, read_counts, read_marks
 from tailrace.stores.valkey import StoreOptions

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.feeds.frame import AnyFrame, Control, Frame
+from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.feeds.retained import Archive
 from tailrace.feeds.session import SessionFeed, SessionFeeds
 from tailrace.feeds.session_life import Configurations, SessionParts

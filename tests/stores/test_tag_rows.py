@@ -16,8 +16,8 @@ import pytest
 
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source
 from tailrace.model.stamp import first_of, last_of, ms_of, order, stamp
 from tailrace.stores import schema
 from tailrace.stores.cassandra import CassandraOptions, Connection

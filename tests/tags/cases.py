@@ -11,8 +11,8 @@ from typing import Any
 from uuid import UUID
 
 from tailrace.feeds.cassandra_tags import CassandraTags
-from tailrace.feeds.frame import AnyFeed, AnyFrame, Frame
-from tailrace.model.event import Source
+from tailrace.log.frame import AnyFeed, AnyFrame, Frame
+from tailrace.log.event import Source
 from tailrace.model.stamp import stamp
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from tailrace.config import Settings
-from tailrace.feeds.frame import AnyFeed, AnyFrame, Frame
-from tailrace.feeds.hub import Hub
+from tailrace.log.frame import AnyFeed, AnyFrame, Frame
+from tailrace.log.hub import Hub
 from tailrace.feeds.tag_request import make_tag_request
 from tailrace.feeds.tagged import OpensTags, open_store
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.tags import VIEW
 from tailrace.stores.valkey import StoreOptions

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from uuid import UUID
 
 from tailrace.errors import StoreUnavailable
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source
 from tailrace.model.stamp import ms_of, stamp
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions

@@ -9,8 +9,8 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.model.event import Source
-from tailrace.model.name import shard_of
+from tailrace.log.event import Source
+from tailrace.log.name import shard_of
 from tailrace.model.stamp import ms_of, order, stamp
 from tailrace.model.tag import Numbered, Tagging
 from tailrace.pipeline.tags import TagView
@@ -18,7 +18,7 @@ from tailrace.pipeline.view import Window
 from tailrace.stores import tag_rows
 from tailrace.stores.cassandra import CassandraOptions, connected
 from tailrace.stores.marks import NOTHING, advance, conserved, read_counts, read_marks
-from tailrace.stores.registry import Registry
+from tailrace.log.registry import Registry
 from tailrace.stores.tags import VIEW, TagOptions, read_numbers
 from tailrace.stores.valkey import Call, Shards, StoreOptions
 from tests.writing import NOON, Record, Writer

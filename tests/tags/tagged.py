@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tailrace.model.event import Source, home_of
-from tailrace.model.name import shard_of
+from tailrace.log.event import Source, home_of
+from tailrace.log.name import shard_of
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.marks import advance

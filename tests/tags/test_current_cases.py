@@ -14,9 +14,10 @@ import asyncio
 import pytest
 
 from tailrace.errors import RowsMissing
-from tailrace.feeds import log, tag_rows_feed
-from tailrace.feeds.frame import AnyFrame
-from tailrace.model.event import iso_time
+from tailrace.feeds import tag_rows_feed
+from tailrace.log import feed as log
+from tailrace.log.frame import AnyFrame
+from tailrace.log.event import iso_time
 from tailrace.model.stamp import ms_of, order
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.valkey import StoreOptions

@@ -11,9 +11,9 @@ import pytest
 
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
 from tailrace.feeds import tag_merge
-from tailrace.feeds.frame import Frame, Moved
+from tailrace.log.frame import Frame, Moved
 from tailrace.feeds.tag_request import make_tag_request
-from tailrace.model.event import Source, iso_time
+from tailrace.log.event import Source, iso_time
 from tailrace.model.stamp import ms_of, stamp
 from tailrace.stores.marks import advance
 from tailrace.stores.valkey import StoreOptions

@@ -15,8 +15,8 @@ from uuid import UUID
 import pytest
 
 from tailrace.errors import RowsMissing
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source, iso_time
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source, iso_time
 from tailrace.model.stamp import ms_of, stamp
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import HOUR, SECOND, World, in_turn, run

@@ -12,8 +12,8 @@ from uuid import UUID
 
 import pytest
 
-from tailrace.feeds.frame import AnyFrame
-from tailrace.model.event import Source
+from tailrace.log.frame import AnyFrame
+from tailrace.log.event import Source
 from tailrace.model.stamp import ms_of, order
 from tailrace.pipeline.tags import TagView
 from tailrace.stores.tags import lift

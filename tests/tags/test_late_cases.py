@@ -14,8 +14,8 @@ from uuid import UUID
 import pytest
 from pydantic import ValidationError
 
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source, iso_time
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source, iso_time
 from tailrace.model.stamp import last_of, ms_of, stamp
 from tailrace.model.tag_cursor import BEGIN, Part
 from tailrace.model.tag_gaps import TagRow

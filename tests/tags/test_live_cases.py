@@ -18,10 +18,11 @@ import pytest
 
 import tailrace
 from tailrace.errors import UsageError
-from tailrace.feeds import log, tag_rows_feed
+from tailrace.feeds import tag_rows_feed
+from tailrace.log import feed as log
 from tailrace.feeds.cassandra_tags import CassandraTags
 from tailrace.feeds.tag_floors import Floors, Levels
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.stores import schema
 from tailrace.stores.cassandra import CassandraOptions, Connection
 from tailrace.stores.marks import read_marks

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.feeds.frame import AnyFeed, Frame
-from tailrace.model.event import Source
+from tailrace.log.frame import AnyFeed, Frame
+from tailrace.log.event import Source
 from tailrace.pipeline.onepass import Host, Plan
 from tailrace.stores.cassandra import CassandraOptions, disconnect
 from tailrace.stores.marks import advance

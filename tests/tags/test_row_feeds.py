@@ -12,7 +12,7 @@ import pytest
 
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
-from tailrace.feeds.frame import Control
+from tailrace.log.frame import Control
 from tailrace.feeds.tag_request import make_tag_request
 from tailrace.model.stamp import order
 from tailrace.stores.cassandra import CassandraOptions

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.stamp import first_of, last_of, order
 from tailrace.model.tag import Tagging
 from tailrace.pipeline.slice import slices

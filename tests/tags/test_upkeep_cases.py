@@ -17,12 +17,12 @@ import msgspec
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.feeds.hub import Hub
+from tailrace.log.hub import Hub
 from tailrace.feeds.tagged import open_store
 from tailrace.stores import tag_rows
 from tailrace.stores.broker import Broker
 from tailrace.stores.cassandra import CassandraOptions, connected
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.tags import VIEW
 from tailrace.stores.valkey import StoreOptions

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.stamp import order, stamp
 from tailrace.model.tag import Tagging
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.marks import conserved, read_counts
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.tags import TagOptions, lift, read_conflicts

@@ -23,8 +23,8 @@ from pydantic import ValidationError
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreError, StoreUnavailable
-from tailrace.model.bucket import DAY_MS, bucket_start
-from tailrace.model.event import Source
+from tailrace.log.bucket import DAY_MS, bucket_start
+from tailrace.log.event import Source
 from tailrace.model.stamp import ms_of, stamp
 from tailrace.model.tag import Numbered
 from tailrace.pipeline.slice import Limits

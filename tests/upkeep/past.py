@@ -17,11 +17,11 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.model.event import Source
-from tailrace.model.name import name_of_key, shard_of
-from tailrace.model.segment import Log
+from tailrace.log.event import Source
+from tailrace.log.name import name_of_key, shard_of
+from tailrace.log.segment import Log
 from tailrace.stores.broker import Broker
-from tailrace.stores.registry import Registry
+from tailrace.log.registry import Registry
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep.anchor import Record as KafkaRecord
 from tailrace.upkeep.audit import Audit, Auditing

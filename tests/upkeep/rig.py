@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from tailrace.model.segment import Log
-from tailrace.stores.registry import Registry
-from tailrace.stores.staging import Dropped, Staging
+from tailrace.log.segment import Log
+from tailrace.log.registry import Registry
+from tailrace.log.staging import Dropped, Staging
 from tailrace.stores.valkey import Shards, StoreOptions, prepare
 from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.packer import Outcome, Packer, due_segments

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.tag import Tagger
 from tailrace.stores.marks import advance
 from tailrace.stores.tags import tag_options

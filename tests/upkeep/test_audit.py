@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tailrace.commands import repair
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.model.audit import Tally, fingerprint
-from tailrace.stores.logs import write_row
+from tailrace.log.store import write_row
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.examine import examine, look
 from tests.upkeep.past import Past

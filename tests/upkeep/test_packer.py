@@ -10,10 +10,10 @@ import time
 import pytest
 
 from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
-from tailrace.feeds.frame import Control, Frame
-from tailrace.model.event import iso_time
-from tailrace.model.name import name_of_key
-from tailrace.model.segment import PACKED
+from tailrace.log.frame import Control, Frame
+from tailrace.log.event import iso_time
+from tailrace.log.name import name_of_key
+from tailrace.log.segment import PACKED
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep.lease import Lease
 from tests.feeds.rig import ids, rig

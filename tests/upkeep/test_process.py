@@ -19,7 +19,7 @@ import pytest
 
 from tailrace.embedded.ports import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.model.segment import PACKED
+from tailrace.log.segment import PACKED
 from tailrace.stores.valkey import StoreOptions
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS

@@ -8,12 +8,12 @@ import json
 import pytest
 
 from tailrace.errors import CursorGone
-from tailrace.feeds.frame import AnyFrame, Control, Frame
-from tailrace.model.event import iso_time
-from tailrace.model.pack import pack
-from tailrace.model.run import Entry
-from tailrace.model.segment import PACKED, Segment
-from tailrace.stores.staging import Piece, Rebuilt
+from tailrace.log.frame import AnyFrame, Control, Frame
+from tailrace.log.event import iso_time
+from tailrace.log.pack import pack
+from tailrace.log.run import Entry
+from tailrace.log.segment import PACKED, Segment
+from tailrace.log.staging import Piece, Rebuilt
 from tailrace.stores.valkey import StoreOptions
 from tests.feeds.rig import Follower, Rig, ids, rig
 from tests.upkeep.rig import Keeper

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from tailrace.commands import repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, StreamNotFound
-from tailrace.feeds.frame import AnyFrame, Control, Frame
-from tailrace.model.cursor import Position
-from tailrace.model.event import Source
+from tailrace.log.frame import AnyFrame, Control, Frame
+from tailrace.log.cursor import Position
+from tailrace.log.event import Source
 from tailrace.model.rebuild import Buckets, Event, merged, replaced
-from tailrace.model.segment import PACKED, Log, Segment, locate
+from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.stores.marks import advance
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.upkeep import failpoint

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.model.cleaned import Cleaned, beside, thinned, without
-from tailrace.model.cursor import Position
-from tailrace.model.event import Source
+from tailrace.log.cursor import Position
+from tailrace.log.event import Source
 from tailrace.model.note import Note, Notes
 from tailrace.model.rebuild import Event, replaced
 from tailrace.model.renumber import Ends, counted, renumbered
-from tailrace.model.run import Entry, Run
-from tailrace.model.segment import PACKED, Log, Segment, locate
+from tailrace.log.run import Entry, Run
+from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.model.tag import Numbered
 
 LATEST = 1_000

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.feeds.frame import Control, Frame
+from tailrace.log.frame import Control, Frame
 from tailrace.stores.valkey import StoreOptions
 from tailrace.tag_settings import TagRules
 from tailrace.upkeep.examine import examine, look

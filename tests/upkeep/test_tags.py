@@ -13,8 +13,8 @@ import pytest
 from tailrace.commands import repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
-from tailrace.feeds.frame import AnyFrame, Control, Frame
-from tailrace.model.run import decode, encode
+from tailrace.log.frame import AnyFrame, Control, Frame
+from tailrace.log.run import decode, encode
 from tailrace.model.tag import Tagging
 from tailrace.stores.tags import TagOptions
 from tailrace.stores.valkey import StoreOptions

@@ -60,7 +60,7 @@ def tune(
         BadRequest: The rule, the time, a window or the file's name cannot be used, or there is nothing to fold.
     """
     try:
-        from tailrace.model.cursor import parse_time
+        from tailrace.log.cursor import parse_time
         from tailrace.upkeep.job import now_ms
         from tailrace.upkeep.tuning import known_rules, rule_named
         from tailrace.upkeep.tuning import tune as run
@@ -97,7 +97,7 @@ def tune(
     _print(rows, json=json)
     if plot is not None:
         draw(rows, plot)
-    from tailrace.model.event import iso_time
+    from tailrace.log.event import iso_time
 
     facts = {
         "job": "tune",

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from tailrace.feeds.frame import Batch
-from tailrace.feeds.hub import Piece
+from tailrace.log.frame import Batch
+from tailrace.log.hub import Piece
 from tailrace.feeds.spans import Span
 
 Key: TypeAlias = tuple[str, int, int, int, str]

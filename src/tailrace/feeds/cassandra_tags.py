@@ -16,15 +16,15 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, CursorError, StreamNotFound
-from tailrace.feeds.hub import Hub
+from tailrace.log.hub import Hub
 from tailrace.feeds.tag_floors import Floors, Levels
 from tailrace.feeds.tag_line import TagLine
 from tailrace.feeds.tag_request import FromText, TagRequest, Wanted, record_of
 from tailrace.feeds.tag_rows_feed import Pace, TagRowsFeed
 from tailrace.feeds.tagged import Held
-from tailrace.model.bucket import bucket_start
-from tailrace.model.cursor import FromCursor, FromEnd, FromLast, FromTime
-from tailrace.model.event import Source
+from tailrace.log.bucket import bucket_start
+from tailrace.log.cursor import FromCursor, FromEnd, FromLast, FromTime
+from tailrace.log.event import Source
 from tailrace.model.stamp import last_of, ms_of, order
 from tailrace.model.tag_cursor import BEGIN, MAX_TAGS, Part, Reached, TagCursor, hashed_place, room_for
 from tailrace.model.tag_gaps import Waits

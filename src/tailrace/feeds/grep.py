@@ -12,11 +12,11 @@ from tailrace.feeds.lease import Lease
 from tailrace.feeds.matches import GrepFeed
 from tailrace.feeds.newest import NewestFeed
 from tailrace.feeds.parts import Parts
-from tailrace.feeds.reader import end_of
-from tailrace.model.cursor import FromEnd, FromLast, FromStart, FromTime, Position
-from tailrace.model.event import iso_time
+from tailrace.log.reader import end_of
+from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
+from tailrace.log.event import iso_time
 from tailrace.model.search import Life
-from tailrace.model.segment import Gap
+from tailrace.log.segment import Gap
 from tailrace.stores.broker import Topic
 from tailrace.config.units import format_duration
 

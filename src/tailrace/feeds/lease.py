@@ -6,8 +6,8 @@ import asyncio
 
 from tailrace.errors import SearchEnded
 from tailrace.feeds.grep_request import GrepRequest, Place
-from tailrace.model.cursor import FromEnd, FromLast, FromTime
-from tailrace.model.event import iso_time
+from tailrace.log.cursor import FromEnd, FromLast, FromTime
+from tailrace.log.event import iso_time
 from tailrace.model.search import Life
 from tailrace.stores.leases import Asked, Leases
 

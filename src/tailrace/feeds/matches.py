@@ -15,16 +15,16 @@ from contextlib import AsyncExitStack, suppress
 import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, TailraceError
-from tailrace.feeds.frame import AnyFrame, Control, Moved
+from tailrace.log.frame import AnyFrame, Control, Moved
 from tailrace.feeds.grep_request import LIVE, GrepRequest, Place
 from tailrace.feeds.lease import Lease
 from tailrace.feeds.parts import Parts
 from tailrace.feeds.progress import Progress
-from tailrace.feeds.reader import Reader
+from tailrace.log.reader import Reader
 from tailrace.feeds.showing import Showing
-from tailrace.model.cursor import Position
+from tailrace.log.cursor import Position
 from tailrace.model.search import Life
-from tailrace.model.segment import Gap
+from tailrace.log.segment import Gap
 
 LEAST_WAIT_S, WAIT_S = 0.05, 0.5
 """How long a feed waits before it looks whether a scan is done, or the end is reached."""

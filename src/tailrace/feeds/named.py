@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import TailraceError
-from tailrace.feeds.frame import AnyFeed, AnyFrame, Frame
+from tailrace.log.frame import AnyFeed, AnyFrame, Frame
 from tailrace.model.stamp import ms_of
 from tailrace.stores.readers import Kept, Reader, Readers
 

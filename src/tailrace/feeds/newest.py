@@ -12,7 +12,7 @@ from heapq import heappush, heapreplace
 
 import msgspec
 
-from tailrace.feeds.frame import AnyFrame, Control, Moved
+from tailrace.log.frame import AnyFrame, Control, Moved
 from tailrace.feeds.grep_request import LIVE
 from tailrace.feeds.lease import Lease
 from tailrace.feeds.matches import WAIT_S, GrepFeed
@@ -20,7 +20,7 @@ from tailrace.feeds.parts import Parts
 from tailrace.feeds.progress import Progress
 from tailrace.model.search import Life, Stretch
 from tailrace.stores.broker import Topic
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
 """How far back it is looked, one after the other; then everything that there is."""

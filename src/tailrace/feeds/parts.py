@@ -11,15 +11,15 @@ from typing import Any
 from tailrace.errors import SearchEnded
 from tailrace.feeds.batches import Batches
 from tailrace.feeds.grep_request import LIVE
-from tailrace.feeds.hub import Hub
+from tailrace.log.hub import Hub
 from tailrace.feeds.progress import Progress
-from tailrace.feeds.reader import before_time
-from tailrace.model.cursor import Position
+from tailrace.log.reader import before_time
+from tailrace.log.cursor import Position
 from tailrace.model.search import Life, Search, Stretch
-from tailrace.model.segment import Gap
+from tailrace.log.segment import Gap
 from tailrace.stores.broker import Topic
 from tailrace.stores.leases import Leases
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.searched import Searched
 from tailrace.stores.searches import Searches

@@ -18,8 +18,8 @@ from tailrace.feeds.ledger import Seam, seam_behind
 from tailrace.feeds.session_reader import Lost
 from tailrace.model.catalogue import Catalogue
 from tailrace.model.entry_id import BEGINNING, EntryId, id_text
-from tailrace.model.event import Source
-from tailrace.model.poison import poison
+from tailrace.log.event import Source
+from tailrace.log.poison import poison
 from tailrace.model.recording import Recorder
 from tailrace.model.session import PROGRAM, Session
 from tailrace.model.session_cursor import Place

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 import msgspec
 
 from tailrace.errors import SessionNotFound
-from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
+from tailrace.log.frame import AnyFrame, Control, Frame, Moved
 from tailrace.feeds.joined import Joined, Span, together
 from tailrace.feeds.session_end import is_closed, is_whole, life_between
 from tailrace.feeds.session_life import Life, Piece, SessionParts
@@ -23,7 +23,7 @@ from tailrace.feeds.session_request import SessionRequest
 from tailrace.feeds.session_start import Beginning, beginning, overtaken
 from tailrace.feeds.session_until import Until
 from tailrace.feeds.session_wait import Wait
-from tailrace.model.cursor import FromStart
+from tailrace.log.cursor import FromStart
 from tailrace.model.entry_id import BEGINNING, EntryId, id_text
 from tailrace.model.selection import Line, Selection
 from tailrace.model.session import both_said

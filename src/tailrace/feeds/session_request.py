@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.feeds.request import check_manner
-from tailrace.model.cursor import FromEnd, FromStart
+from tailrace.log.request import check_manner
+from tailrace.log.cursor import FromEnd, FromStart
 from tailrace.model.selection import is_pattern
 from tailrace.model.session_cursor import (
     FromMoment,

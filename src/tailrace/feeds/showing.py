@@ -16,15 +16,15 @@ import msgspec
 
 from tailrace.errors import CursorGone
 from tailrace.feeds.batches import Key
-from tailrace.feeds.frame import AnyFrame, Batch, Control, Frame, Moved
+from tailrace.log.frame import AnyFrame, Batch, Control, Frame, Moved
 from tailrace.feeds.grep_request import LIVE, GrepRequest, Place
-from tailrace.feeds.hub import Piece
+from tailrace.log.hub import Piece
 from tailrace.feeds.parts import Parts
 from tailrace.feeds.spans import Ahead
-from tailrace.model.cursor import Cursor, Position
-from tailrace.model.event import Source
+from tailrace.log.cursor import Cursor, Position
+from tailrace.log.event import Source
 from tailrace.model.search import Life
-from tailrace.model.segment import Gap
+from tailrace.log.segment import Gap
 
 AHEAD_BYTES = 4 << 20
 """What is fetched at once, at most, of what will be shown soon."""

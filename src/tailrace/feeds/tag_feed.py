@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tailrace.feeds.hub import Hub, Piece
-from tailrace.feeds.log import Feed, Item, Line
+from tailrace.log.hub import Hub, Piece
+from tailrace.log.feed import Feed, Item, Line
 from tailrace.feeds.tag_request import TagRequest, Wanted, look
-from tailrace.model.cursor import Position
-from tailrace.stores.logs import Logs
+from tailrace.log.cursor import Position
+from tailrace.log.store import Logs
 
 
 class TagFeed(Feed):

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import msgspec
 
-from tailrace.model.event import Source
-from tailrace.model.name import shard_of
+from tailrace.log.event import Source
+from tailrace.log.name import shard_of
 from tailrace.stores.marks import SCANNED, parse_time
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.tags import VIEW

@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.feeds.frame import AnyFrame, Frame, Moved
-from tailrace.feeds.hub import Piece
-from tailrace.feeds.log import BATCH_BYTES, Line
-from tailrace.feeds.reader import Reader
+from tailrace.log.frame import AnyFrame, Frame, Moved
+from tailrace.log.hub import Piece
+from tailrace.log.feed import BATCH_BYTES, Line
+from tailrace.log.reader import Reader
 from tailrace.feeds.tag_feed import TagFeed
 from tailrace.feeds.tag_request import look
-from tailrace.model.cursor import Cursor, FromCursor, Position, Ranges
-from tailrace.model.event import Source
-from tailrace.model.segment import Gap, Key
+from tailrace.log.cursor import Cursor, FromCursor, Position, Ranges
+from tailrace.log.event import Source
+from tailrace.log.segment import Gap, Key
 from tailrace.stores.marks import NOTHING
 
 logger = logging.getLogger(__name__)

@@ -17,15 +17,15 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import RowsMissing, Unavailable
-from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.log import BATCH_BYTES
+from tailrace.log.frame import AnyFrame, Control, Frame, Moved
+from tailrace.log.hub import Hub
+from tailrace.log.feed import BATCH_BYTES
 from tailrace.feeds.tag_floors import Floors
 from tailrace.feeds.tag_line import TagLine
 from tailrace.feeds.tag_request import TagRequest, Wanted, record_of
-from tailrace.model.cursor import MAX_CURSOR_BYTES, Cursor
+from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.model.note import Note
-from tailrace.model.run import tagged_frame
+from tailrace.log.run import tagged_frame
 from tailrace.model.stamp import last_of, ms_of, order
 from tailrace.model.tag_cursor import written
 from tailrace.model.tag_reading import Lost

@@ -8,10 +8,10 @@ from typing import Protocol
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.feeds.frame import AnyFeed
-from tailrace.feeds.hub import Hub
+from tailrace.log.frame import AnyFeed
+from tailrace.log.hub import Hub
 from tailrace.feeds.tag_request import TagRequest
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 
 

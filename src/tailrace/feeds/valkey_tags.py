@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import msgspec
 
 from tailrace.errors import StreamNotFound
-from tailrace.feeds.log import LogFeeds, latest
-from tailrace.feeds.reader import end_of, last_events
+from tailrace.log.feed import LogFeeds, latest
+from tailrace.log.reader import end_of, last_events
 from tailrace.feeds.tag_feed import TagFeed
 from tailrace.feeds.tag_merge import MergedTags
 from tailrace.feeds.tag_request import TagRequest, Wanted, look
 from tailrace.feeds.tagged import Held
-from tailrace.model.cursor import Cursor, FromLast, Position
-from tailrace.model.run import Entry
-from tailrace.model.segment import Segment, key_of
+from tailrace.log.cursor import Cursor, FromLast, Position
+from tailrace.log.run import Entry
+from tailrace.log.segment import Segment, key_of
 
 PAGE = 100
 """Registries that are read at once."""

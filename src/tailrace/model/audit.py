@@ -15,12 +15,12 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from tailrace.model.bucket import day_text
+from tailrace.log.bucket import day_text
 from tailrace.model.cleaned import Cleanings
-from tailrace.model.event import Headers, Source
+from tailrace.log.event import Headers, Source
 from tailrace.model.note import Notes
-from tailrace.model.run import Entry, Run
-from tailrace.model.segment import Log, Segment
+from tailrace.log.run import Entry, Run
+from tailrace.log.segment import Log, Segment
 
 Bounds: TypeAlias = Mapping[Source, tuple[int, int]]
 """Of each source that Kafka still has, the first offset it has and the last one that a shard has applied."""

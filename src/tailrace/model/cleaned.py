@@ -13,8 +13,8 @@ from typing import TypeAlias
 import msgspec
 
 from tailrace.model.note import Note, Notes
-from tailrace.model.run import Entry, Run
-from tailrace.model.segment import PACKED, Segment
+from tailrace.log.run import Entry, Run
+from tailrace.log.segment import PACKED, Segment
 
 
 class Cleaned(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ from zlib import crc32
 import msgspec
 
 from tailrace.model.collect import COLLECTORS
-from tailrace.model.event import Source, event_id, iso_time
+from tailrace.log.event import Source, event_id, iso_time
 from tailrace.model.fold import Finished
-from tailrace.model.name import join
+from tailrace.log.name import join
 from tailrace.model.rule import Rule
 
 _encode = msgspec.json.Encoder().encode

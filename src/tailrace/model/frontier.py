@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 
 KEPT = 64
 """Listings that are remembered: a batch that takes longer than so many is judged by the times of its records."""

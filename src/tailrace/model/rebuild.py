@@ -13,11 +13,11 @@ from itertools import pairwise
 import msgspec
 
 from tailrace.model.audit import Bounds
-from tailrace.model.bucket import DAY_MS
-from tailrace.model.cursor import Position
-from tailrace.model.event import Headers, Source
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.cursor import Position
+from tailrace.log.event import Headers, Source
 from tailrace.model.note import Note
-from tailrace.model.segment import Segment
+from tailrace.log.segment import Segment
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.rebuild import Event
 from tailrace.model.tag import Numbered, stamp_ms
 

@@ -11,7 +11,7 @@ import msgspec
 from tailrace.model.collect import COLLECTORS, Collect
 from tailrace.model.filters.sieve import Sieve
 from tailrace.model.fold import Folding, Windows
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.model.query import Record
 from tailrace.model.value import CACHED, Path, canonical, fields, follow
 

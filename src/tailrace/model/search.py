@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import BadRequest, QueryError, TopicForbidden
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.query import Limits, Query, compile_query
 from tailrace.model.query.regex import compiled
 

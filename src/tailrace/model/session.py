@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 
 from tailrace.model.block import MAX_BURST
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.model.telemetry import CLOSED, FIRST, LAST, Fault, Refused
 
 ABANDONED: Final = "abandoned"

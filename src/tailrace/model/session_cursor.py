@@ -17,7 +17,7 @@ import re
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.model.cursor import (
+from tailrace.log.cursor import (
     MAX_CURSOR_BYTES,
     FromCursor,
     FromEnd,

@@ -11,7 +11,7 @@ from functools import lru_cache
 from uuid import UUID
 from zlib import crc32
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 
 GREGORIAN = 0x01B21DD213814000
 """Steps of 100 ns from the beginning of UUIDs' time, in 1582, to that of Unix."""

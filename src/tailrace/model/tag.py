@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.model.filters.sieve import Sieve
-from tailrace.model.name import Unnameable, element_of, is_tag, join, name_of_key
+from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.model.query import Record
 from tailrace.model.search import TopicFilter
 from tailrace.model.value import Path, fields, follow, items, steps

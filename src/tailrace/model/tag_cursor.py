@@ -22,8 +22,8 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import CursorError
-from tailrace.model.cursor import MAX_CURSOR_BYTES, Cursor
-from tailrace.model.event import Source
+from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
+from tailrace.log.event import Source
 from tailrace.model.stamp import first_of, ms_of
 
 MAX_TAGS = 20

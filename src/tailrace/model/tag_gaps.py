@@ -12,7 +12,7 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 
 
 class TagRow(Protocol):

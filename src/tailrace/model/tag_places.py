@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from uuid import UUID
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.stamp import last_of, order
 from tailrace.model.tag_gaps import TagRow
 

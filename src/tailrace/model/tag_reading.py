@@ -21,8 +21,8 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source
 from tailrace.model.stamp import first_of, last_of, ms_of, order
 from tailrace.model.tag_cursor import Part, hashed
 from tailrace.model.tag_gaps import Hold, R, TagRow

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.tag_cursor import Part, hashed_place
 from tailrace.model.tag_gaps import TagRow
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from tailrace.model.bucket import DAY_MS, bucket_start
-from tailrace.model.event import home_of
+from tailrace.log.bucket import DAY_MS, bucket_start
+from tailrace.log.event import home_of
 from tailrace.model.filters.sieve import Sieve
-from tailrace.model.name import Unnameable, element_of, join, name_of_key, shard_of
-from tailrace.model.run import Run, encode
+from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
+from tailrace.log.run import Run, encode
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import View, Window
 from tailrace.stores.valkey import Arg

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.model.bucket import DAY_MS
-from tailrace.model.event import event_id, home_of
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import event_id, home_of
 from tailrace.model.fold import NEVER, Clump, Finished, Time
 from tailrace.model.rule import Rule
 from tailrace.pipeline.looking import Inputs, Key, Looked, Looker

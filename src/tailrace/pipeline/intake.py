@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tailrace.model.bucket import DAY_MS
-from tailrace.model.event import event_id, home_of, iso_time, key_json
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import event_id, home_of, iso_time, key_json
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import View, Window
 from tailrace.stores.valkey import Arg

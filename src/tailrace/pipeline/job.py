@@ -31,7 +31,7 @@ from tailrace.errors import (
     StoreMismatch,
     TailraceError,
 )
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.rule import Rule
 from tailrace.pipeline.emit import Emitter
 from tailrace.pipeline.enforce import enforce

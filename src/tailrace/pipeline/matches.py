@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tailrace.model.bucket import DAY_MS
-from tailrace.model.event import home_of
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import home_of
 from tailrace.model.filters import FilterSet
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.model.query import Query, Record
 from tailrace.model.query.document import reader_of
-from tailrace.model.run import Run, encode
+from tailrace.log.run import Run, encode
 from tailrace.model.search import Life, TopicFilter
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place, View, Window

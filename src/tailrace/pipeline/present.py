@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.search import Lost
 from tailrace.stores.broker import Broker, Topic
 from tailrace.stores.generations import UNKNOWN, Adopted, read_all_adopted

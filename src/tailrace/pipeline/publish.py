@@ -26,7 +26,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, Unavailable
-from tailrace.model.cursor import Position
+from tailrace.log.cursor import Position
 from tailrace.stores.valkey import Shards, mapping
 
 logger = logging.getLogger(__name__)

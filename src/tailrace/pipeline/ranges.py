@@ -17,7 +17,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.pipeline.slice import Slice
 from tailrace.stores.broker import reader_properties
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.pipeline.source import LostRange
 from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW as FOLDS

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.config import Settings
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.rule import Rule
 from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW

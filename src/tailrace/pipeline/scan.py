@@ -18,10 +18,10 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
-from tailrace.model.bucket import DAY_MS
-from tailrace.model.event import Source, home_of
-from tailrace.model.name import shard_of
-from tailrace.model.poison import poison
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import Source, home_of
+from tailrace.log.name import shard_of
+from tailrace.log.poison import poison
 from tailrace.model.search import Life, Stretch
 from tailrace.pipeline.matches import KEPT_MS, Standing, appended, shelved
 from tailrace.pipeline.onepass import MAX_REFUSALS, Plan

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tailrace.model.bucket import DAY_MS
+from tailrace.log.bucket import DAY_MS
 from tailrace.model.catalogue import Catalogue
-from tailrace.model.event import Source, home_of
+from tailrace.log.event import Source, home_of
 from tailrace.model.recording import STORED, Outcome, Recorder, dead
 from tailrace.model.search import TopicFilter
 from tailrace.model.session import Session, bindings_in, identifiers

@@ -10,8 +10,8 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.model.event import Headers, Source, headers_json, key_json
-from tailrace.model.poison import poison, too_deep
+from tailrace.log.event import Headers, Source, headers_json, key_json
+from tailrace.log.poison import poison, too_deep
 from tailrace.model.query import Record
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.stores.broker import Topic, included_and_excluded
 from tailrace.stores.marks import NOTHING
 

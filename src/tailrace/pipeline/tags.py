@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source, event_id, home_of
-from tailrace.model.name import shard_of
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source, event_id, home_of
+from tailrace.log.name import shard_of
 from tailrace.model.note import Notes
-from tailrace.model.run import Run, encode
+from tailrace.log.run import Run, encode
 from tailrace.model.stamp import stamp
 from tailrace.model.tag import MANY, Numbered, Tagged, Tagger, stamp_ms
 from tailrace.pipeline.slice import Slice

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.frontier import Course
 from tailrace.model.rule import Rule
 from tailrace.stores.broker import Broker, Topic

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from tailrace.errors import RuleNotFound
 from tailrace.metrics import FoldFigures
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.model.fold import Windows
 from tailrace.model.folded import stream_of
 from tailrace.model.rule import Rule

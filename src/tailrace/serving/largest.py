@@ -16,7 +16,7 @@ from typing import Self
 
 from tailrace.errors import Overloaded
 from tailrace.serving.listings import Stream, Streams, read_logs, stream_of
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Command
 

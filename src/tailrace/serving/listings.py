@@ -12,11 +12,11 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel, Field
 
 from tailrace.errors import StreamNotFound
-from tailrace.model.bucket import DAY_MS, day_text
-from tailrace.model.cursor import Position
-from tailrace.model.event import iso_time
-from tailrace.model.segment import PACKED, SEALED, Log, Segment
-from tailrace.stores.logs import Logs
+from tailrace.log.bucket import DAY_MS, day_text
+from tailrace.log.cursor import Position
+from tailrace.log.event import iso_time
+from tailrace.log.segment import PACKED, SEALED, Log, Segment
+from tailrace.log.store import Logs
 
 FIRST_LOGS = 10
 MOST_LOGS = 100

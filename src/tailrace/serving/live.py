@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocket
 
 from tailrace.errors import BadRequest, TailraceError
-from tailrace.feeds.frame import AnyFrame, Control, Frame
+from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.feeds.session import SessionFeed
 from tailrace.feeds.viewer import Closing
 from tailrace.model.shown import as_bytes, message

@@ -9,8 +9,8 @@ from fastapi import Path, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tailrace.errors import BadRequest
-from tailrace.feeds import request as feeds
-from tailrace.model.cursor import MAX_NAMES
+from tailrace.log import request as feeds
+from tailrace.log.cursor import MAX_NAMES
 from tailrace.serving.largest import MOST
 from tailrace.serving.service import now_ms
 

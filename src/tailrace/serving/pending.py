@@ -15,7 +15,7 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import CursorError
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.model.fold import Folding
 from tailrace.model.rule import Rule
 from tailrace.serving.folds import in_force

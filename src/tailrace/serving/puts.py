@@ -16,8 +16,8 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tailrace.errors import BadRequest, EventRefused, TooLarge
-from tailrace.model.cursor import parse_time
-from tailrace.model.poison import poison
+from tailrace.log.cursor import parse_time
+from tailrace.log.poison import poison
 from tailrace.serving.service import Service
 from tailrace.stores.kafka import TURN_EVENTS, NewEvent
 

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import SearchNotFound
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.model.search import Life, Stretch
 from tailrace.serving.parameters import NoQuery
 from tailrace.serving.service import Service

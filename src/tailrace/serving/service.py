@@ -15,8 +15,8 @@ from typing import Protocol
 from tailrace.config import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TagsOff, TailraceError
 from tailrace.feeds.grep import Grep
-from tailrace.feeds.hub import Hub
-from tailrace.feeds.log import LogFeeds
+from tailrace.log.hub import Hub
+from tailrace.log.feed import LogFeeds
 from tailrace.feeds.parts import Parts
 from tailrace.feeds.retained import Archive
 from tailrace.feeds.session import SessionFeeds
@@ -24,12 +24,12 @@ from tailrace.feeds.session_life import Configurations, SessionParts
 from tailrace.feeds.streams import StreamHub
 from tailrace.feeds.tagged import OpensTags, open_store
 from tailrace.metrics import Metrics
-from tailrace.model.event import home_of
+from tailrace.log.event import home_of
 from tailrace.stores.broker import client_properties
 from tailrace.stores.kafka import Topics
 from tailrace.stores.leases import Leases
 from tailrace.stores.live import LiveSessions
-from tailrace.stores.logs import Logs
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.readers import Readers

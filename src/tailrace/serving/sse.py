@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tailrace.errors import TailraceError
-from tailrace.feeds.frame import AnyFeed
+from tailrace.log.frame import AnyFeed
 from tailrace.serving.encodings import Encoding
 from tailrace.serving.problems import problem_json
 from tailrace.serving.service import Service

@@ -9,12 +9,12 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, Field
 
 from tailrace.errors import BadRequest, StreamNotFound
-from tailrace.feeds.frame import AnyFeed
+from tailrace.log.frame import AnyFeed
 from tailrace.feeds.named import NamedFeed
 from tailrace.feeds.tag_request import FromText, TagRequest, make_tag_request
-from tailrace.model.cursor import MAX_NAMES, FromCursor
-from tailrace.model.event import iso_time
-from tailrace.model.name import shard_of
+from tailrace.log.cursor import MAX_NAMES, FromCursor
+from tailrace.log.event import iso_time
+from tailrace.log.name import shard_of
 from tailrace.model.tag import Numbered
 from tailrace.serving.dependencies import Here, LastEventId
 from tailrace.serving.encodings import choose

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.metrics import Run
-from tailrace.model.event import iso_time
+from tailrace.log.event import iso_time
 from tailrace.serving.service import Service, now_ms
 from tailrace.stores.valkey import mapping
 

@@ -11,8 +11,8 @@ from itertools import islice
 import msgspec
 
 from tailrace.model.cleaned import Cleaned
-from tailrace.model.name import shard_of
-from tailrace.stores.registry import Registry
+from tailrace.log.name import shard_of
+from tailrace.log.registry import Registry
 from tailrace.stores.tags import VIEW
 from tailrace.stores.valkey import Command, Shards, mapping
 

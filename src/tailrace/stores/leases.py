@@ -26,7 +26,7 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import SearchEnded, StoreUnavailable, TailraceError
-from tailrace.model.name import shard_of
+from tailrace.log.name import shard_of
 from tailrace.model.search import Stretch
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.searches import VIEW, discard

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tailrace.errors import StaleDriver, StoreError
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.stores.valkey import Shards, mapping
 
 NOTHING = -1

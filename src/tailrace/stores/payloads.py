@@ -15,8 +15,8 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.model.event import Source
-from tailrace.model.run import Run, decode
+from tailrace.log.event import Source
+from tailrace.log.run import Run, decode
 from tailrace.stores.consumers import Consumers
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping

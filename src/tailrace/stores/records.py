@@ -13,7 +13,7 @@ import msgspec
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.stores.consumers import Consumers
 
 MOST, MOST_BYTES = 500, 1 << 20

@@ -16,8 +16,8 @@ from uuid import UUID
 
 from cassandra.cluster import ResultSet
 
-from tailrace.model.bucket import bucket_start
-from tailrace.model.event import Source
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source
 from tailrace.model.stamp import ms_of
 from tailrace.stores.cassandra import CassandraOptions, Connection, translated
 from tailrace.stores.partitions import Bucket, Page, Partition, R, in_order

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tailrace.config import Settings
 from tailrace.errors import TopicNotFound, TopicNotRead
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.search import Search
 from tailrace.stores.broker import Broker, Topic, topic_pattern
 from tailrace.stores.generations import UNKNOWN, Adopted, read_all_adopted

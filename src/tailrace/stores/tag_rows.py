@@ -22,7 +22,7 @@ from cassandra.cluster import NoHostAvailable
 from cassandra.connection import ConnectionBusy
 from cassandra.query import UNSET_VALUE, BatchStatement, BatchType, BoundStatement
 
-from tailrace.model.event import Headers, Source
+from tailrace.log.event import Headers, Source
 from tailrace.stores.cassandra import PROTOCOL, CassandraOptions, Connection, connected, translated
 
 BATCH_BYTES: Final = 1 << 20

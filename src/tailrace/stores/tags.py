@@ -14,7 +14,7 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import StaleDriver
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.tag import Numbered, Tagging
 from tailrace.stores.valkey import Shards, mapping
 

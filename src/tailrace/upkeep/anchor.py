@@ -14,10 +14,10 @@ from typing import IO, Any
 import msgspec
 
 from tailrace.model.audit import Held
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.rebuild import Event
 from tailrace.model.renumber import Ends, counted, renumbered
-from tailrace.model.run import Run
+from tailrace.log.run import Run
 from tailrace.model.tag import Numbered
 from tailrace.stores.valkey import Shards, mapping
 

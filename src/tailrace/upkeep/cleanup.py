@@ -16,12 +16,12 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import StoreError
 from tailrace.model.cleaned import Cleaned, beside, thinned, without
-from tailrace.model.event import Source
-from tailrace.model.pack import digest, pack, pieces
-from tailrace.model.run import Entry
-from tailrace.model.segment import Segment
+from tailrace.log.event import Source
+from tailrace.log.pack import digest, pack, pieces
+from tailrace.log.run import Entry
+from tailrace.log.segment import Segment
 from tailrace.stores.cleaned import read_cleaned, tags_of
-from tailrace.stores.staging import Piece, Rebuilt, Staging
+from tailrace.log.staging import Piece, Rebuilt, Staging
 from tailrace.stores.tags import VIEW
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint

@@ -11,13 +11,13 @@ from itertools import groupby
 import msgspec
 
 from tailrace.model.audit import fingerprint, noted
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.note import Notes
-from tailrace.model.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
+from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
 from tailrace.model.rebuild import Buckets, Event
-from tailrace.model.run import Entry, Run
-from tailrace.model.segment import PACKED, Segment
-from tailrace.stores.staging import Piece, Rebuilt
+from tailrace.log.run import Entry, Run
+from tailrace.log.segment import PACKED, Segment
+from tailrace.log.staging import Piece, Rebuilt
 
 NO_ROOM, DIFFERS = "no-room", "differs"
 """Why events cannot be staged: there is no place for them, or what is stored is not what was written."""

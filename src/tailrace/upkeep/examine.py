@@ -14,11 +14,11 @@ import msgspec
 
 from tailrace.errors import StoreError
 from tailrace.model.audit import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
-from tailrace.model.bucket import DAY_MS
+from tailrace.log.bucket import DAY_MS
 from tailrace.model.cleaned import Cleanings
-from tailrace.model.name import shard_of
-from tailrace.model.segment import Log, Segment
-from tailrace.stores.logs import read_entries, read_log, read_row
+from tailrace.log.name import shard_of
+from tailrace.log.segment import Log, Segment
+from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.stores.tags import read_numbers
 from tailrace.stores.valkey import Command, Shards, mapping, translated
 

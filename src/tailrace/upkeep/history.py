@@ -24,7 +24,7 @@ from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import PipelineError
 from tailrace.model.audit import Bounds
 from tailrace.model.cleaned import Cleanings
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.model.tag import Tagged
 from tailrace.pipeline.days import Days
 from tailrace.pipeline.job import make_plan

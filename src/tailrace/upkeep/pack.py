@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.model.bucket import DAY_MS
-from tailrace.stores.registry import PAGE, Registry
-from tailrace.stores.staging import Staging
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.registry import PAGE, Registry
+from tailrace.log.staging import Staging
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.model.pack import digest, pack, pieces
-from tailrace.model.run import Entry, encode
-from tailrace.model.segment import PACKED, SEALED, Log, Segment
-from tailrace.stores.registry import Registry
-from tailrace.stores.staging import Packed, Piece, Staging
+from tailrace.log.pack import digest, pack, pieces
+from tailrace.log.run import Entry, encode
+from tailrace.log.segment import PACKED, SEALED, Log, Segment
+from tailrace.log.registry import Registry
+from tailrace.log.staging import Packed, Piece, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.throttle import Throttle
 

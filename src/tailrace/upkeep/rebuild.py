@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, PipelineError, StoreError, StreamNotFound
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.stores.cleaned import read_cleaned, tags_of
-from tailrace.stores.staging import Staging
+from tailrace.log.staging import Staging
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint

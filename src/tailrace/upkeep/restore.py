@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from tailrace.model.audit import Checker, horizon, prints
-from tailrace.model.bucket import bucket_start
+from tailrace.log.bucket import bucket_start
 from tailrace.model.cleaned import without
-from tailrace.model.event import Headers, Source
-from tailrace.model.name import shard_of
+from tailrace.log.event import Headers, Source
+from tailrace.log.name import shard_of
 from tailrace.model.note import Note
-from tailrace.model.pack import digest
+from tailrace.log.pack import digest
 from tailrace.model.rebuild import (
     Buckets,
     Event,
@@ -31,9 +31,9 @@ from tailrace.model.rebuild import (
     replaced,
     whole_log,
 )
-from tailrace.model.run import Entry
-from tailrace.model.segment import Segment
-from tailrace.stores.staging import Piece, Rebuilt, Staging
+from tailrace.log.run import Entry
+from tailrace.log.segment import Segment
+from tailrace.log.staging import Piece, Rebuilt, Staging
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep import failpoint

@@ -17,10 +17,10 @@ import pyarrow as pa
 
 from tailrace.config import Settings
 from tailrace.model.audit import MOST_ODD, Finding, Tally, fingerprint, noted
-from tailrace.model.bucket import DAY_MS, day_text
+from tailrace.log.bucket import DAY_MS, day_text
 from tailrace.model.cleaned import Cleanings
-from tailrace.model.event import Source
-from tailrace.model.name import shard_of
+from tailrace.log.event import Source
+from tailrace.log.name import shard_of
 from tailrace.model.row_numbers import AGAIN, RowNumbers
 from tailrace.model.stamp import ms_of
 from tailrace.stores.cassandra import CassandraOptions

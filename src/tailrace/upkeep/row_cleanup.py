@@ -14,12 +14,12 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.model.cleaned import Cleaned
-from tailrace.model.event import Source
-from tailrace.model.name import shard_of
+from tailrace.log.event import Source
+from tailrace.log.name import shard_of
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.cleaned import read_cleaned
 from tailrace.stores.marks import NOTHING, read_marks
-from tailrace.stores.staging import Staging
+from tailrace.log.staging import Staging
 from tailrace.stores.tag_rows import Narrow, writer
 from tailrace.stores.tags import VIEW, tag_options
 from tailrace.stores.valkey import Command, Shards

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tailrace.config import Settings
 from tailrace.errors import PipelineError, StaleDriver
-from tailrace.model.event import Source
+from tailrace.log.event import Source
 from tailrace.stores.marks import parse_time, read_marks
 from tailrace.stores.tags import VIEW, lift, tag_options
 from tailrace.stores.valkey import Shards, mapping

@@ -16,11 +16,11 @@ import msgspec
 
 from tailrace.errors import StaleUpkeep
 from tailrace.model.audit import fingerprint, noted
-from tailrace.model.bucket import bucket_start
+from tailrace.log.bucket import bucket_start
 from tailrace.model.cleaned import Cleanings
 from tailrace.model.countdown import Countdown, End, end_of
-from tailrace.model.event import Headers, Source
-from tailrace.model.name import shard_of
+from tailrace.log.event import Headers, Source
+from tailrace.log.name import shard_of
 from tailrace.model.stamp import ms_of, stamp
 from tailrace.stores.cassandra import connected
 from tailrace.stores.marks import NOTHING, parse_time

@@ -24,8 +24,8 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import PipelineError, TailraceError
-from tailrace.stores.registry import Registry
-from tailrace.stores.staging import Staging
+from tailrace.log.registry import Registry
+from tailrace.log.staging import Staging
 from tailrace.stores.valkey import Shards, StoreOptions
 from tailrace.config.tables import Properties
 from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups

@@ -14,9 +14,9 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import StoreError
-from tailrace.model.segment import Log, Segment
-from tailrace.stores.registry import Registry
-from tailrace.stores.staging import EXPIRE_AT_ONCE, Dropped, Staging
+from tailrace.log.segment import Log, Segment
+from tailrace.log.registry import Registry
+from tailrace.log.staging import EXPIRE_AT_ONCE, Dropped, Staging
 from tailrace.stores.valkey import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease

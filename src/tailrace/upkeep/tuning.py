@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
-from tailrace.model.event import Source, iso_time
+from tailrace.log.event import Source, iso_time
 from tailrace.model.fold import Windows
 from tailrace.model.replay import Figures, Trials, candidates
 from tailrace.model.rule import Reader, Rule

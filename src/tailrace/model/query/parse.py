@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from tailrace.errors import BadRequest, QueryError
-from tailrace.model.cursor import parse_time
+from tailrace.log.cursor import parse_time
 from tailrace.model.query.expression import Expr, checked
 from tailrace.model.query.limits import Limits, describe
 from tailrace.model.query.order import as_double

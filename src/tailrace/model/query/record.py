@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.model.cursor import parse_time
+from tailrace.log.cursor import parse_time
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -14,13 +14,13 @@ import msgspec
 
 from tailrace.errors import StaleUpkeep, StoreError
 from tailrace.model.cleaned import Cleaned
-from tailrace.model.event import Source
-from tailrace.model.name import shard_of
-from tailrace.model.run import Entry
-from tailrace.model.segment import Segment
+from tailrace.log.event import Source
+from tailrace.log.name import shard_of
+from tailrace.log.run import Entry
+from tailrace.log.segment import Segment
 from tailrace.model.tag import Numbered
 from tailrace.stores.cleaned import encode
-from tailrace.stores.logs import read_entries, write_row
+from tailrace.log.store import read_entries, write_row
 from tailrace.stores.valkey import Arg, Call, Command, Shards, mapping
 
 STAGED_MS = 3_600_000

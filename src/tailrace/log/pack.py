@@ -14,9 +14,9 @@ from itertools import chain
 import msgspec
 import zstandard
 
-from tailrace.model.event import Headers
+from tailrace.log.event import Headers
 from tailrace.model.note import Notes
-from tailrace.model.run import MAX_RAW_BYTES, Entry, Run
+from tailrace.log.run import MAX_RAW_BYTES, Entry, Run
 
 CODEC = b"\x02"
 LEVEL = 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tailrace.model.cursor import Position
+from tailrace.log.cursor import Position
 
 RAW, PACKED, SEALED = 0, 1, 2
 """States: runs as they came; rewritten into few large pieces; runs as they came, closed before the bucket's end."""

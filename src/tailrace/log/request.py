@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.model.cursor import (
+from tailrace.log.cursor import (
     MAX_NAMES,
     Cursor,
     FromCursor,

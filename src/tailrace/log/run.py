@@ -16,7 +16,7 @@ from uuid import UUID
 import msgspec
 import zstandard
 
-from tailrace.model.event import Headers, Source, headers_json, iso_time, key_json
+from tailrace.log.event import Headers, Source, headers_json, iso_time, key_json
 from tailrace.model.note import Note, Notes, note_json
 from tailrace.model.stamp import stamp
 

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import msgspec
 
-from tailrace.model.name import Literal, key_elements
+from tailrace.log.name import Literal, key_elements
 
 Headers: TypeAlias = list[tuple[str, bytes | None]]
 """Kafka's headers of one record, in order; a name may occur several times."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tailrace.feeds.hub import Channel, Piece
-from tailrace.model.cursor import Position
-from tailrace.model.run import Entry
-from tailrace.model.segment import Gap, Key, Segment, locate
-from tailrace.stores.logs import Logs
+from tailrace.log.hub import Channel, Piece
+from tailrace.log.cursor import Position
+from tailrace.log.run import Entry
+from tailrace.log.segment import Gap, Key, Segment, locate
+from tailrace.log.store import Logs
 
 READ_BYTES = 1 << 20
 """About how much a reader takes from the store at once; entries differ, so it learns how many that is."""

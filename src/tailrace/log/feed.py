@@ -15,13 +15,13 @@ from heapq import heapify, heappop, heapreplace
 import msgspec
 
 from tailrace.errors import CursorGone, StreamNotFound
-from tailrace.feeds.frame import AnyFrame, Control, Frame, Moved
-from tailrace.feeds.hub import Hub, Piece
-from tailrace.feeds.reader import Reader, before_time, end_of, last_events
-from tailrace.feeds.request import Request
-from tailrace.model.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
-from tailrace.model.segment import Gap, Key, key_of
-from tailrace.stores.logs import Logs
+from tailrace.log.frame import AnyFrame, Control, Frame, Moved
+from tailrace.log.hub import Hub, Piece
+from tailrace.log.reader import Reader, before_time, end_of, last_events
+from tailrace.log.request import Request
+from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
+from tailrace.log.segment import Gap, Key, key_of
+from tailrace.log.store import Logs
 
 BATCH_BYTES = 256 << 10
 UNTIL_GRACE_MS = 1000

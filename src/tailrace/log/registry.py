@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.model.name import shard_of
-from tailrace.model.run import Entry
-from tailrace.model.segment import Log, Segment
-from tailrace.stores.logs import read_entries, read_log
+from tailrace.log.name import shard_of
+from tailrace.log.run import Entry
+from tailrace.log.segment import Log, Segment
+from tailrace.log.store import read_entries, read_log
 from tailrace.stores.valkey import Command, Shards
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.model.cursor import Position
-from tailrace.model.event import Source
-from tailrace.model.name import shard_of
-from tailrace.model.pack import CODEC, unpack
-from tailrace.model.run import Entry, decode, raw_size
-from tailrace.model.segment import PACKED, Log, Segment
+from tailrace.log.cursor import Position
+from tailrace.log.event import Source
+from tailrace.log.name import shard_of
+from tailrace.log.pack import CODEC, unpack
+from tailrace.log.run import Entry, decode, raw_size
+from tailrace.log.segment import PACKED, Log, Segment
 from tailrace.stores.marks import parse_marks
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import mapping

@@ -18,9 +18,9 @@ from types import TracebackType
 import msgspec
 
 from tailrace.errors import TailraceError, Unavailable
-from tailrace.model.run import Entry
-from tailrace.model.segment import Key, Segment
-from tailrace.stores.logs import Logs
+from tailrace.log.run import Entry
+from tailrace.log.segment import Key, Segment
+from tailrace.log.store import Logs
 from tailrace.stores.nodes import Nodes
 from tailrace.stores.valkey import Arg
 
