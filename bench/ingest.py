@@ -41,7 +41,7 @@ from tailrace.pipeline.onepass import COUNTED, one_pass
 from tailrace.pipeline.slice import COLUMNS
 from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import session, tasks
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 _runs = count()
 

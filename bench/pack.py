@@ -35,7 +35,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.pipeline.job import make_plan
 from tailrace.pipeline.onepass import Host
 from tailrace.log.registry import Registry
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 DAY = 86_400_000
 VIEWS = ("intake", "days")

@@ -42,7 +42,7 @@ from tailrace.model.block import unpack
 from tailrace.model.burst import parse
 from tailrace.pipeline.job import make_plan
 from tailrace.session_writer import SessionWriter
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 Row: TypeAlias = dict[str, Any]
 

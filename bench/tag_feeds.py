@@ -29,11 +29,11 @@ from tailrace.model.stamp import stamp
 from tailrace.pipeline.job import Job
 from tailrace.stores.cassandra import CassandraOptions, Connection, disconnect
 from tailrace.log.store import Logs
-from tailrace.stores.marks import read_counts
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.marks import read_counts
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.tag_rows import Row, writer
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 
 Told: TypeAlias = dict[str, Any]
 

@@ -48,7 +48,7 @@ from tailrace.pipeline.job import make_plan
 from tailrace.stores.cassandra import CassandraOptions, Connection
 from tailrace.stores.schema import prepare as prepare_tables
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 Row: TypeAlias = dict[str, Any]
 

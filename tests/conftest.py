@@ -14,7 +14,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
 from tailrace.stores import schema
 from tailrace.stores.cassandra import CassandraOptions, disconnect
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.spark_classes import keep_spark_classes
 
 _prefixes = count()

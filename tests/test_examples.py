@@ -29,7 +29,7 @@ from tailrace.model.fold import Clump, Finished, Input
 from tailrace.model.folded import folded, stream_of
 from tailrace.model.rule import Reader, Rule, Taken
 from tailrace.stores.rules import rules_of
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running, Streams
 from tests.writing import NOON
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tailrace
 from tailrace import errors
-from tailrace.stores import keys
+from tailrace.valkey import keys
 
 SOURCE = Path(tailrace.__file__).parent
 

@@ -12,8 +12,8 @@ from tailrace.log.event import Source
 from tailrace.pipeline.onepass import Host, Plan
 from tailrace.pipeline.slice import Limits
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 NOON = 1_789_200_000_000 - 1_789_200_000_000 % 86_400_000 + 43_200_000
 """A fixed noon, in the past for every test."""

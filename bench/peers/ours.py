@@ -24,9 +24,9 @@ from bench.meter import cpu_seconds
 from bench.peers.posts import QUIET_MS
 from tailrace.config import load
 from tailrace.pipeline.job import Job
-from tailrace.stores.marks import read_counts
+from tailrace.valkey.marks import read_counts
 from tailrace.stores.rules import rules_of
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 
 PATIENCE_S = 300.0
 

@@ -233,7 +233,7 @@ def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
 
 
 def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
-    from tailrace.stores.valkey import Shards, StoreOptions, translated
+    from tailrace.valkey.shards import Shards, StoreOptions, translated
 
     where = running.valkey if running else settings.valkey.url
     options = StoreOptions.of(settings.valkey)

@@ -33,7 +33,7 @@ from tailrace.model.rule import Reader, Rule, Taken
 from tailrace.pipeline.emit import Emitter
 from tailrace.stores.folds import Held, given_out, in_force, new_version, read_held
 from tailrace.stores.rules import rule_of
-from tailrace.stores.valkey import Arg, Command, Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
 
 VIEW = "publishers"
 """Under which the store keeps what each publisher has added."""

@@ -51,7 +51,7 @@ from tailrace.model.telemetry import (
 )
 from tailrace.stores.session_steps import Known, Numbers, learn_configs, write_drafts
 from tailrace.stores.sessions import SessionOptions, SessionStore, is_stream_name
-from tailrace.stores.valkey import Shards, StoreOptions, load_functions
+from tailrace.valkey.shards import Shards, StoreOptions, load_functions
 
 logger = logging.getLogger(__name__)
 

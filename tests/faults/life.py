@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.marks import read_marks
+from tailrace.valkey.marks import read_marks
 from tests.faults.laps import Laps
 from tests.faults.posts import Posts
 from tests.faults.rig import Installation, Load, Pipeline, Standing, wait_for

@@ -12,7 +12,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from tailrace.stores.marks import conserved
+from tailrace.valkey.marks import conserved
 from tests.faults.rig import Installation, wait_for
 from tests.folds.rig import Fold, FoldRig
 from tests.writing import Record

@@ -26,8 +26,8 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, tail
 from tailrace.errors import StoreChanged, StoreUnavailable
 from tailrace.log.name import shard_of
-from tailrace.stores.marks import conserved, read_counts
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.marks import conserved, read_counts
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.writing import read_view
 
 PATIENCE_S = 90.0

@@ -13,8 +13,8 @@ import pytest
 
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 from tests.faults.follower import Follower
 from tests.faults.rig import wait_for
 from tests.feeds.rig import rig

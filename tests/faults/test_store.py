@@ -9,8 +9,8 @@ import pytest
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreUnavailable
 from tailrace.log.event import Source
-from tailrace.stores.marks import advance
-from tailrace.stores.valkey import StoreOptions, hold
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import StoreOptions, hold
 from tests.writing import VIEWS, Record, Writer, read_view
 
 NAMES = [f"name-{i}".encode() for i in range(40)]

@@ -15,8 +15,8 @@ from tailrace.log.hub import Hub
 from tailrace.log.feed import Feed, LogFeeds
 from tailrace.log.request import make_request
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 
 
 def now_ms() -> int:

@@ -11,7 +11,7 @@ import pytest
 from tailrace.errors import BadRequest, CursorError, CursorGone, StoreError, StreamNotFound
 from tailrace.log.frame import Control, Frame, Moved
 from tailrace.log.request import make_request
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, controls, ids, now_ms, rig
 from tests.writing import DAY, NOON, Record, Writer
 

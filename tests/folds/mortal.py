@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.folds.rig import RULE, emitter
 
 

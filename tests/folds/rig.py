@@ -13,7 +13,7 @@ from tailrace.model.collect import Collect
 from tailrace.model.fold import Windows
 from tailrace.model.rule import Rule
 from tailrace.pipeline.emit import Emitter
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.writing import NOON, Record, Writer
 
 RULE = Rule(

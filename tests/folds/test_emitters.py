@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.folds.rig import RULE, FoldRig, expected, post
 from tests.writing import NOON, Record
 

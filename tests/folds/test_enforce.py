@@ -11,7 +11,7 @@ from tailrace.model.rule import Rule
 from tailrace.pipeline.emit import Emitter
 from tailrace.pipeline.enforce import enforce
 from tailrace.stores.folds import Folds, in_force
-from tailrace.stores.valkey import StoreOptions, enlist
+from tailrace.valkey.shards import StoreOptions, enlist
 from tests.folds.rig import RULE, FoldRig, post
 from tests.writing import NOON
 

@@ -17,7 +17,7 @@ from tailrace import Folder
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import BadRequest, ConfigError, StoreUnavailable
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 
 RULE = {"name": "accounts", "group": "account_id", "collect": {"metrics": "keys metrics"}, "quiet": "300ms"}
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.stores.folds import Folds
-from tailrace.stores.marks import conserved, read_counts
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.marks import conserved, read_counts
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.folds.rig import RULE, Fold, FoldRig, emitter, expected, post
 from tests.writing import NOON, Record
 

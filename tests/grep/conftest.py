@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tests.grep.site import Site
 
 

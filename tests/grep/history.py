@@ -21,7 +21,7 @@ from tailrace.feeds.matches import GrepFeed
 from tailrace.log.event import Source, iso_time
 from tailrace.model.search import Search
 from tailrace.serving.service import now_ms
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.grep.readers import Reader, Written
 from tests.grep.rig import KEYS, elements, finds, headers_of, random_records, random_search, random_value
 from tests.grep.site import PATIENCE_S, Serving, Site, Stopped

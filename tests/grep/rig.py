@@ -11,9 +11,9 @@ from typing import Any
 from tailrace.log.event import Source
 from tailrace.model.search import Life, Search, TopicFilter
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.searches import VIEW, write_search
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.model.query.generators import random_document, random_query
 from tests.model.query.oracle import holds
 from tests.writing import NOON, Record

@@ -32,8 +32,8 @@ from tailrace.pipeline.scan import Chunk, Due, Scanner, scan
 from tailrace.pipeline.slice import Slice, slices
 from tailrace.serving.service import Service, now_ms
 from tailrace.stores.broker import Broker, client_properties
-from tailrace.stores.marks import advance
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tests.faults.rig import QUICK_JAVA
 from tests.grep.rig import finds, random_records
 from tests.writing import NOON, Record, Writer, batch

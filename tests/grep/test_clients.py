@@ -16,7 +16,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import iso_time
 from tailrace.model.search import make_search
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.grep.clients import grep_path
 from tests.grep.served import Served
 from tests.grep.site import Site, assert_same, numbered

@@ -15,7 +15,7 @@ from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
 from tailrace.model.search import Life, Search, make_search
 from tailrace.serving.service import now_ms
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.grep.rig import random_records, random_search
 from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split
 from tests.writing import NOON, Record

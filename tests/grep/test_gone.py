@@ -15,7 +15,7 @@ from tailrace.model.search import Life, Stretch, make_search
 from tailrace.stores import leases
 from tailrace.stores.leases import Watchdog
 from tailrace.stores.searches import VIEW, Registry
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.grep.site import Following, Site, assert_same, controls, facts, ids, numbered
 from tests.writing import NOON
 

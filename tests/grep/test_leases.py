@@ -12,9 +12,9 @@ from tailrace.log.name import shard_of
 from tailrace.model.search import Life, Stretch, make_search
 from tailrace.stores import leases as module
 from tailrace.stores.leases import Asked, Leases, Watchdog
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.searches import Registry, Searches, scanning
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 DAY_MS = 86_400_000
 

@@ -13,7 +13,7 @@ from tailrace.log.frame import Frame
 from tailrace.log.event import iso_time
 from tailrace.model.search import make_search
 from tailrace.serving.service import now_ms
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.grep.site import Following, Site, assert_same, facts, ids
 from tests.writing import Record
 

@@ -11,9 +11,9 @@ from tailrace.errors import TooManySearches
 from tailrace.model.search import Life, make_search
 from tailrace.stores import leases as module
 from tailrace.stores.leases import Leases, Watchdog
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.searches import Searches
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 WINDOW_MS = 600_000
 HALF_LIFE = 144

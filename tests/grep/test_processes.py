@@ -17,7 +17,7 @@ from tailrace.model.search import make_search
 from tailrace.stores import leases
 from tailrace.stores.leases import Watchdog
 from tailrace.stores.searches import scanning
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.grep.clients import Client, eventually, is_event, read_all
 from tests.grep.served import Served
 from tests.grep.site import Site, assert_same, numbered

@@ -6,7 +6,7 @@ from confluent_kafka import Producer
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.pipeline.ranges import Ranges, shared_out
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.grep.rig import random_records
 from tests.grep.site import Site
 

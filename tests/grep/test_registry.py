@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tailrace.model.search import Life, make_search
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.searches import Kept, Registry, Searches, finish, keep, scanning
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 A, B = make_search("posts", {"a": 1}), make_search("posts", {"b": 1})
 HOUR = 3_600_000

@@ -23,7 +23,7 @@ from tailrace.pipeline import scan as module
 from tailrace.pipeline.tune import session
 from tailrace.serving.service import now_ms
 from tailrace.stores.searches import scanning
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.grep.rig import random_records, random_search, read_log
 from tests.grep.site import Site, assert_same, ids

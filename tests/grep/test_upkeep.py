@@ -21,7 +21,7 @@ from tailrace.log.segment import PACKED, SEALED, Log
 from tailrace.log.store import write_row
 from tailrace.log.registry import Registry
 from tailrace.stores.searches import VIEW
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.audit import Auditing
 from tailrace.upkeep.job import now_ms, run_job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.entry_id import EntryId
+from tailrace.valkey.entry_id import EntryId
 from tailrace.model.retention import Limits, Weights, told_enough
 
 PLENTY = Limits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)

@@ -8,8 +8,8 @@ import pytest
 
 from tailrace.log.event import Source
 from tailrace.pipeline.ruling import begin_at_end
-from tailrace.stores.marks import lowest, read_marks
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.marks import lowest, read_marks
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 VIEW = "sessions"
 

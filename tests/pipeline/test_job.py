@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import Source
-from tailrace.stores.marks import conserved, lowest, read_marks
+from tailrace.valkey.marks import conserved, lowest, read_marks
 from tests.faults.rig import Installation, Load, Pipeline, wait_for
 
 

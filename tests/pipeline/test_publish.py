@@ -15,7 +15,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.pipeline.publish import BATCH, ID_HEADER, Publisher
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.writing import Record, Writer
 
 PATIENCE_S = 60.0

@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.config import load
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.holding import Holder
 from tests.serving.parts import NO_BROKER, Running, Serve, Streams
 

@@ -13,7 +13,7 @@ from tailrace.model.fold import NEVER, Input
 from tailrace.model.rule import Reader, Rule, Taken
 from tailrace.stores.folds import Change, Folds, InForce
 from tailrace.stores.rules import rules_of
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tests.writing import NOON
 
 RULES: dict[str, Any] = {

@@ -14,7 +14,7 @@ import httpx
 from tailrace.config import Settings
 from tailrace.serving.app import create_app
 from tailrace.serving.server import Server, listen
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.writing import Record, Writer
 
 NO_BROKER = "127.0.0.1:1"

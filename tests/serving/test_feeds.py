@@ -16,7 +16,7 @@ import pytest
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
 from tailrace.sse_reader import Frame, SseReader
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, Serve, Streams
 
 

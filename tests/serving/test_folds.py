@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.log.event import iso_time
 from tailrace.model.fold import Windows
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.holding import RULES, SEED, Holder, flush, hold, rule_of
 from tests.serving.parts import Running, Serve, Streams, problem
 from tests.writing import NOON

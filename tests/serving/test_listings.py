@@ -17,10 +17,10 @@ from tailrace.log.name import shard_of
 from tailrace.serving import largest
 from tailrace.serving.largest import Largest
 from tailrace.serving.listings import Stream
-from tailrace.stores.keys import FORMAT
+from tailrace.valkey.keys import FORMAT
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Streams, problem
 from tests.upkeep.rig import Keeper, now_ms
 from tests.writing import DAY, NOON, Record, Writer

@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Message, TopicPartition
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, Serve, problem
 
 _topics = count()

@@ -19,9 +19,9 @@ from tailrace.model.search import make_search
 from tailrace.serving.searches import show_search
 from tailrace.stores import leases as leasing
 from tailrace.stores.leases import Asked, Leases
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.searches import Searches, finish
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tests import command_line
 from tests.command_line import run
 from tests.grep.site import Following, Site, ids, numbered

@@ -18,7 +18,7 @@ from valkey import Valkey
 from tailrace.embedded.ports import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running, Serve, Streams, problem
 
 YESTERDAY_MS = round(time.time() * 1000) - 86_400_000

@@ -12,7 +12,7 @@ import pytest
 
 from tailrace.log.event import iso_time
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, Serve, problem
 from tests.tags.tagged import Tagger, apart
 from tests.writing import NOON

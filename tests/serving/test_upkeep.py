@@ -11,7 +11,7 @@ from valkey import Valkey
 from tailrace.pipeline.report import Report
 from tailrace.pipeline.timing import Timing
 from tailrace.stores.broker import Broker
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import run_job
 from tailrace.upkeep.report import leave

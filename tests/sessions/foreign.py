@@ -13,7 +13,7 @@ import lz4.block
 from valkey import Valkey
 from valkey.cluster import ValkeyCluster
 
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 
 SECOND = 1_000_000_000
 T0 = 1_620_129_055 * SECOND

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from tailrace.pipeline.sessions import VIEW
-from tailrace.stores.marks import conserved, read_counts
+from tailrace.valkey.marks import conserved, read_counts
 from tests.sessions.recorded import MS, T0, Samples, Track, doubles
 from tests.writing import Record
 

@@ -15,14 +15,14 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.feeds.ledger import first_of
 from tailrace.feeds.retained import Archive
 from tailrace.feeds.session import SessionFeeds
-from tailrace.model.entry_id import EntryId, parse_id
+from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.stores.broker import client_properties
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.records import Records
 from tailrace.stores.searched import Searched
 from tailrace.stores.session_keeping import SessionKeeping
 from tailrace.stores.sessions import SessionStore
-from tailrace.stores.valkey import StoreOptions, mapping
+from tailrace.valkey.shards import StoreOptions, mapping
 from tests.sessions.recorded import MS, T0, Track
 from tests.sessions.test_feed import BOUND, CONFIG
 from tests.sessions.viewing import feeds_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.stores.functions import function
-from tailrace.stores.valkey import Call, Keyed, Shards
+from tailrace.valkey.functions import function
+from tailrace.valkey.shards import Call, Keyed, Shards
 from tests.writing import Writer
 
 

@@ -13,7 +13,7 @@ from tailrace.model.block import MAX_BURST, unpack
 from tailrace.model.burst import parse
 from tailrace.pipeline.sessions import VIEW, SessionPlan
 from tailrace.stores.sessions import SessionOptions
-from tailrace.stores.valkey import Shards, StoreOptions, mapping
+from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tests.writing import NOON, Record, Writer
 
 MS = 1_000_000

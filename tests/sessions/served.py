@@ -14,7 +14,7 @@ import httpx
 from tailrace.config import load
 from tailrace.embedded.ports import free_port
 from tailrace.embedded.process import Part, Process
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running
 
 

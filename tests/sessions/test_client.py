@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.client import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.telemetry_client import Burst
 from tailrace.wire import Control
 from tests.serving.parts import Running

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.commands.session_board import CELL_NS, Board, Gauge
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.telemetry_client import Burst, Series, Value
 from tests.command_line import command, on_a_terminal, rows, run
 from tests.serving.parts import Running

@@ -16,7 +16,7 @@ from tailrace.log.frame import Control, Frame
 from tailrace.feeds.session_reader import first_entry
 from tailrace.feeds.session_request import make_session_request
 from tailrace.model.session_cursor import Place, SessionCursor
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.sessions.foreign import Foreign, connected
 from tests.sessions.foreign import periodic as foreign_periodic
 from tests.sessions.recorded import MS, T0, Track

@@ -14,9 +14,9 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorGone
 from tailrace.feeds import joined, session, session_reader
 from tailrace.log.frame import AnyFrame, Frame
-from tailrace.model.entry_id import EntryId
+from tailrace.valkey.entry_id import EntryId
 from tailrace.model.session_cursor import Place, SessionCursor
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.sessions.kept import Kept, archived, lap
 from tests.sessions.recorded import MS, T0
 from tests.sessions.viewing import controls, events, opened, read, samples, shown_in

@@ -16,7 +16,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, problem
 from tests.sessions.foreign import SECOND, Foreign, connected
 from tests.sessions.foreign import periodic as foreign_periodic

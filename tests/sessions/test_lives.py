@@ -13,10 +13,10 @@ from tailrace.errors import CursorGone
 from tailrace.feeds import session_reader, session_wait, streams
 from tailrace.log.frame import AnyFrame, Frame
 from tailrace.feeds.session import SessionFeeds
-from tailrace.model.entry_id import EntryId, parse_id
+from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.model.session_cursor import SessionCursor
 from tailrace.stores.live import Located
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.sessions.foreign import Foreign, connected, event, periodic, time_range
 from tests.sessions.recorded import MS, T0, Track
 from tests.sessions.viewing import controls, events, feeds_of, opened, read, samples, shown_in, until, views

@@ -15,7 +15,7 @@ from tailrace.car import LAP
 from tailrace.car_config import CONFIGURATION, IDENTIFIER
 from tailrace.stores.session_keeping import SessionKeeping
 from tailrace.stores.sessions import SessionStore
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.browser import Tab, browsing
 from tests.sessions.served import Mortal, served
 

@@ -19,9 +19,9 @@ from tailrace.log.event import Source
 from tailrace.model.session import Session
 from tailrace.pipeline.sessions import VIEW
 from tailrace.pipeline.slice import Limits
-from tailrace.stores.marks import lowest, read_counts, read_marks
+from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.stores.sessions import Change, SessionStore, Verdict, Write, state_of
-from tailrace.stores.valkey import StoreOptions, mapping
+from tailrace.valkey.shards import StoreOptions, mapping
 from tests.sessions.mortal import Died, dying
 from tests.sessions.recorded import MS, T0, Track, doubles
 from tests.writing import Record

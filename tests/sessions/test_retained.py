@@ -9,7 +9,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.frame import Frame
 from tailrace.model.session_cursor import SessionCursor
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.sessions.kept import Kept, archived, lap
 from tests.sessions.recorded import MS, T0
 from tests.sessions.viewing import controls, events, opened, read, samples, shown_in, until

@@ -13,8 +13,8 @@ import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.serving.rta import iso
-from tailrace.stores.keys import Keys
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.keys import Keys
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import problem
 from tests.sessions.foreign import T0, Foreign, connected, event
 from tests.sessions.served import served

@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 
 from tailrace.errors import AccessDenied
 from tailrace.serving.socket import refuse_foreign
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running
 from tests.sessions.foreign import T0, Foreign, connected, time_range
 from tests.sessions.rta_client import SUBPROTOCOL, RtaClient, decode

@@ -15,10 +15,10 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.feeds import streams
 from tailrace.feeds.streams import Entry, EntryId, StreamHub, Tap
-from tailrace.model.entry_id import END, parse_id
+from tailrace.valkey.entry_id import END, parse_id
 from tailrace.stores.live import LiveSessions
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 from tests.sessions.foreign import T0, Foreign, connected, event, periodic
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tailrace.log.event import Source
 from tailrace.pipeline.sessions import VIEW, held_back
-from tailrace.stores.marks import advance, lowest, read_counts, read_marks
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.marks import advance, lowest, read_counts, read_marks
+from tailrace.valkey.shards import StoreOptions
 from tests.sessions.histories import History
 from tests.sessions.mortal import STEPS, Died, dying
 from tests.sessions.recorded import MS, T0, Track, doubles

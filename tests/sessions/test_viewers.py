@@ -22,8 +22,8 @@ from tailrace.feeds import viewer as viewers
 from tailrace.feeds.streams import StreamHub
 from tailrace.feeds.viewer import Viewer, ViewerOptions
 from tailrace.stores.live import LiveSessions, Located
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running
 from tests.sessions.foreign import T0, Foreign, connected, event, packed, periodic, session_json
 from tests.sessions.rta_client import SUBPROTOCOL, RtaClient, decode, request

@@ -18,7 +18,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import EventRefused, StoreError, StoreUnavailable
 from tailrace.model.session import Session
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.stores.valkey import Shards, StoreOptions, mapping
+from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tests.sessions.recorded import MS, T0, Told, doubles, read_stream
 from tests.sessions.severed import Severed
 

@@ -17,8 +17,8 @@ from tailrace.feeds.session_life import Configurations, SessionParts
 from tailrace.feeds.session_request import make_session_request
 from tailrace.feeds.streams import StreamHub
 from tailrace.stores.live import LiveSessions
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 from tests.sessions.recorded import Track
 
 Samples = dict[str, list[tuple[int, Any]]]

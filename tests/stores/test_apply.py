@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tailrace.errors import StaleDriver, StoreMismatch
 from tailrace.log.event import Source
-from tailrace.stores.marks import advance, conserved, lowest, read_counts, read_marks
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.marks import advance, conserved, lowest, read_counts, read_marks
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
 _fresh = count()
@@ -260,7 +260,7 @@ def test_driver_epochs_are_never_given_out_twice(any_store: StoreOptions) -> Non
 
 async def _segments(options: StoreOptions, name: str):  # type: ignore[no-untyped-def]
     from tailrace.log.store import Logs
-    from tailrace.stores.nodes import Nodes
+    from tailrace.valkey.nodes import Nodes
 
     nodes = await Nodes(options).open()
     try:

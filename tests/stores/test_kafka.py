@@ -19,8 +19,8 @@ from tailrace.config import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable
 from tailrace.stores.kafka import NewEvent, Topics
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 
 _names = count()
 

@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 
-from tailrace.model.entry_id import EntryId, id_text
+from tailrace.valkey.entry_id import EntryId, id_text
 from tailrace.stores.session_keeping import Kept, SessionKeeping, Weighed
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write
-from tailrace.stores.valkey import Arg, Shards, StoreOptions, load_functions, mapping
+from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
 
 _fresh = count()
 NOTHING = -1

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.stores.valkey import Shards, StoreOptions, load_functions, mapping
+from tailrace.valkey.shards import Shards, StoreOptions, load_functions, mapping
 
 _fresh = count()
 _encode = msgspec.json.encode

@@ -9,10 +9,10 @@ from itertools import count
 import pytest
 
 from tailrace.errors import StoreChanged, StoreError, StoreUnavailable
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.sessions import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.stores.slots import Slots
-from tailrace.stores.valkey import Arg, Shards, StoreOptions, load_functions, mapping, prepare
+from tailrace.valkey.slots import Slots
+from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping, prepare
 
 _fresh = count()
 NOTHING = -1

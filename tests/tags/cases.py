@@ -16,10 +16,10 @@ from tailrace.log.event import Source
 from tailrace.model.stamp import stamp
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.marks import advance
+from tailrace.valkey.marks import advance
 from tailrace.stores.tag_rows import Row, writer
 from tailrace.stores.tags import VIEW, TagOptions, introduce, lift
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags import reading
 from tests.tags.reading import events, names

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.tags.cases import World
 from tests.tags.tagged import Tagger
 

@@ -7,7 +7,7 @@ from typing import Any
 from tailrace.model.stamp import ms_of
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.tag_rows import Narrow, Row, RowWriter, writer
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.by_store import auditing, cleaning, rebuilding
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.upkeep.row_audit import RowAudit

@@ -14,9 +14,9 @@ from tailrace.feeds.tag_request import make_tag_request
 from tailrace.feeds.tagged import OpensTags, open_store
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds import rig
 from tests.feeds.rig import now_ms
 

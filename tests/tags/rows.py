@@ -15,7 +15,7 @@ from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.tag_rows import Row, writer
 from tailrace.stores.tags import VIEW, TagOptions, lift
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import now_ms
 from tests.writing import Record, Writer
 

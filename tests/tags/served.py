@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config import load
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running
 
 

@@ -17,10 +17,10 @@ from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.view import Window
 from tailrace.stores import tag_rows
 from tailrace.stores.cassandra import CassandraOptions, connected
-from tailrace.stores.marks import NOTHING, advance, conserved, read_counts, read_marks
+from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.log.registry import Registry
 from tailrace.stores.tags import VIEW, TagOptions, read_numbers
-from tailrace.stores.valkey import Call, Shards, StoreOptions
+from tailrace.valkey.shards import Call, Shards, StoreOptions
 from tests.writing import NOON, Record, Writer
 
 MINUTE = 60_000

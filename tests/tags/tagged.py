@@ -10,9 +10,9 @@ from tailrace.log.event import Source, home_of
 from tailrace.log.name import shard_of
 from tailrace.model.tag import Tagging
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.marks import advance
+from tailrace.valkey.marks import advance
 from tailrace.stores.tags import VIEW, TagOptions
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.writing import NOON, Record, Writer
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import tailrace
 from tailrace.errors import BadRequest, QueryError, StreamNotFound, TailraceError, UsageError
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.wire import Control
 from tests.serving.parts import Running
 from tests.tags.served import served

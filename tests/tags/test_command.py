@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.command_line import command, on_a_terminal, rows, run, unset_everything
 from tests.serving.parts import Running
 from tests.tags.served import served

@@ -20,7 +20,7 @@ from tailrace.log.frame import AnyFrame
 from tailrace.log.event import iso_time
 from tailrace.model.stamp import ms_of, order
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, stamps
 from tests.tags.reading import events, names

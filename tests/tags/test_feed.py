@@ -15,8 +15,8 @@ from tailrace.log.frame import Frame, Moved
 from tailrace.feeds.tag_request import make_tag_request
 from tailrace.log.event import Source, iso_time
 from tailrace.model.stamp import ms_of, stamp
-from tailrace.stores.marks import advance
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, controls, ids, now_ms
 from tests.tags.reading import events, reading
 from tests.tags.tagged import Tagger, apart, strangers

@@ -25,9 +25,9 @@ from tailrace.feeds.tag_floors import Floors, Levels
 from tailrace.log.event import iso_time
 from tailrace.stores import schema
 from tailrace.stores.cassandra import CassandraOptions, Connection
-from tailrace.stores.marks import read_marks
+from tailrace.valkey.marks import read_marks
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.tags.reading import events

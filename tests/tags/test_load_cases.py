@@ -25,9 +25,9 @@ from tailrace.log.frame import AnyFeed, Frame
 from tailrace.log.event import Source
 from tailrace.pipeline.onepass import Host, Plan
 from tailrace.stores.cassandra import CassandraOptions, disconnect
-from tailrace.stores.marks import advance
+from tailrace.valkey.marks import advance
 from tailrace.stores.tags import VIEW, lift
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.tags.reading import Reading, reading
 from tests.tags.stored import MINUTE, TOPIC, Stored
 from tests.tags.tagged import apart

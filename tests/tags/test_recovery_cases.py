@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tailrace.model.tag import Numbered
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.tags.reading import reading
 from tests.tags.stored import HOUR, MINUTE, STEPS, Died, Held, Stored, dying, interrupted
 from tests.writing import Record, Writer

@@ -16,7 +16,7 @@ from tailrace.log.frame import Control
 from tailrace.feeds.tag_request import make_tag_request
 from tailrace.model.stamp import order
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.reading import Follower, events, names, reading
 from tests.tags.rows import HOUR, Rows

@@ -17,7 +17,7 @@ from tailrace.errors import BadRequest
 from tailrace.model.stamp import ms_of, order, stamp
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.tag_rows import Row
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.tag_settings import TagRules
 from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.row_cleanup import STEPS

@@ -17,11 +17,11 @@ from tailrace.pipeline.slice import slices
 from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.view import Place
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.marks import conserved, read_counts, read_marks, read_times
+from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
 from tailrace.stores.row_reader import RowReader
 from tailrace.stores.tag_rows import Row
 from tailrace.stores.tags import TagOptions, lift
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.tags.test_view import HOUR, VIEWS, tagged
 from tests.writing import NOON, Record, Writer, batch
 

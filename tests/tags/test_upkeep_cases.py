@@ -23,9 +23,9 @@ from tailrace.stores import tag_rows
 from tailrace.stores.broker import Broker
 from tailrace.stores.cassandra import CassandraOptions, connected
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.tag_settings import TagRules
 from tailrace.upkeep.by_store import cleaning
 from tailrace.upkeep.history import spark_for

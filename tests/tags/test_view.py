@@ -16,10 +16,10 @@ from tailrace.log.event import Source
 from tailrace.model.stamp import order, stamp
 from tailrace.model.tag import Tagging
 from tailrace.log.store import Logs
-from tailrace.stores.marks import conserved, read_counts
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.marks import conserved, read_counts
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.tags import TagOptions, lift, read_conflicts
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.writing import NOON, Record, Writer
 
 OPTIONS = TagOptions(tagging=Tagging(paths=("tags",), rules={"even": {"n": {"$mod": [2, 0]}}}))

@@ -29,9 +29,9 @@ from tailrace.model.stamp import ms_of, stamp
 from tailrace.model.tag import Numbered
 from tailrace.pipeline.slice import Limits
 from tailrace.stores.cassandra import CassandraOptions, Connection, disconnect
-from tailrace.stores.marks import lowest, read_counts, read_marks
+from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.stores.tag_rows import Row, RowWriter
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.tag_settings import Tags
 from tests.tags.stored import HOUR, MINUTE, TOPIC, Died, Stored, dying, interrupted
 from tests.tags.tagged import apart

@@ -22,7 +22,7 @@ from tailrace.log.name import name_of_key, shard_of
 from tailrace.log.segment import Log
 from tailrace.stores.broker import Broker
 from tailrace.log.registry import Registry
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep.anchor import Record as KafkaRecord
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.history import History, Wanted

@@ -9,7 +9,7 @@ from types import TracebackType
 from tailrace.log.segment import Log
 from tailrace.log.registry import Registry
 from tailrace.log.staging import Dropped, Staging
-from tailrace.stores.valkey import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.packer import Outcome, Packer, due_segments
 

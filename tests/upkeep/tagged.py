@@ -10,9 +10,9 @@ from zlib import crc32
 
 from tailrace.log.event import Source
 from tailrace.model.tag import Tagger
-from tailrace.stores.marks import advance
+from tailrace.valkey.marks import advance
 from tailrace.stores.tags import tag_options
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.cleanup import Cleaning
 from tailrace.upkeep.job import look_once, run_job
 from tests.feeds.rig import Rig, rig

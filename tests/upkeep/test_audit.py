@@ -18,7 +18,7 @@ from tailrace.commands import repair
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.model.audit import Tally, fingerprint
 from tailrace.log.store import write_row
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.examine import examine, look
 from tests.upkeep.past import Past
 from tests.upkeep.rig import Keeper

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tailrace.log.frame import Control, Frame
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.packer import STEPS
 from tests.feeds.rig import Follower, rig
 from tests.upkeep.rig import Keeper

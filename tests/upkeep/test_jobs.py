@@ -26,7 +26,7 @@ from tailrace.errors import (
 )
 from tailrace.log.segment import PACKED
 from tailrace.log.registry import Registry
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Job, Loop

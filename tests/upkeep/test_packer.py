@@ -14,7 +14,7 @@ from tailrace.log.frame import Control, Frame
 from tailrace.log.event import iso_time
 from tailrace.log.name import name_of_key
 from tailrace.log.segment import PACKED
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.lease import Lease
 from tests.feeds.rig import ids, rig
 from tests.upkeep.rig import Keeper

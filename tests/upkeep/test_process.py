@@ -20,7 +20,7 @@ import pytest
 from tailrace.embedded.ports import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.segment import PACKED
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
 from tests.faults.rig import QUICK_JAVA, wait_for

@@ -14,7 +14,7 @@ from tailrace.log.pack import pack
 from tailrace.log.run import Entry
 from tailrace.log.segment import PACKED, Segment
 from tailrace.log.staging import Piece, Rebuilt
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, Rig, ids, rig
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer

@@ -24,8 +24,8 @@ from tailrace.log.cursor import Position
 from tailrace.log.event import Source
 from tailrace.model.rebuild import Buckets, Event, merged, replaced
 from tailrace.log.segment import PACKED, Log, Segment, locate
-from tailrace.stores.marks import advance
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.restore import STEPS, Orders, Restorer
 from tests.feeds.rig import ids, rig

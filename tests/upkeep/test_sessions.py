@@ -15,12 +15,12 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.model.block import unpack
 from tailrace.model.burst import parse
-from tailrace.model.entry_id import parse_id
+from tailrace.valkey.entry_id import parse_id
 from tailrace.model.retention import Limits
 from tailrace.model.session import Session
 from tailrace.stores.session_keeping import SessionKeeping
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.stores.valkey import Shards, StoreOptions, mapping, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
 from tailrace.upkeep import abandon, forget, trim
 from tailrace.upkeep.job import Scope, Work
 from tailrace.upkeep.lease import SESSIONS, Lease

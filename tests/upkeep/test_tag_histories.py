@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.frame import Control, Frame
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.tag_settings import TagRules
 from tailrace.upkeep.examine import examine, look
 from tailrace.config.where import Where

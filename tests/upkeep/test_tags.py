@@ -17,7 +17,7 @@ from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.run import decode, encode
 from tailrace.model.tag import Tagging
 from tailrace.stores.tags import TagOptions
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.tag_settings import TagRules
 from tailrace.upkeep import failpoint, pack, sweep
 from tailrace.upkeep.cleanup import STEPS

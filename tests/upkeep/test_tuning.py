@@ -20,9 +20,9 @@ from tailrace.commands.tune import tune
 from tailrace.config import Settings
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, PipelineError
-from tailrace.stores.marks import read_counts
+from tailrace.valkey.marks import read_counts
 from tailrace.stores.rules import rules_of
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep import tuning
 from tests.folds.rig import FoldRig
 from tests.upkeep.past import settings_for

@@ -31,7 +31,7 @@ from tailrace.model.tag_gaps import Waits
 from tailrace.model.tag_reading import FOR_HOLDS
 from tailrace.model.tag_reads import Reads
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.row_reader import RowReader
 from tailrace.stores.tag_rows import Narrow, Row
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.model.entry_id import BEGINNING, EntryId, before, id_text, parse_id
-from tailrace.stores.keys import LEDGER_WHOLE
+from tailrace.valkey.entry_id import BEGINNING, EntryId, before, id_text, parse_id
+from tailrace.valkey.keys import LEDGER_WHOLE
 from tailrace.stores.live import LiveSessions, Located
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.shards import mapping
 
 PAGE = 100
 """Writes of a ledger that are looked at, at once."""

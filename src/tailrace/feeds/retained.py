@@ -17,7 +17,7 @@ from tailrace.errors import BrokerUnavailable
 from tailrace.feeds.ledger import Seam, seam_behind
 from tailrace.feeds.session_reader import Lost
 from tailrace.model.catalogue import Catalogue
-from tailrace.model.entry_id import BEGINNING, EntryId, id_text
+from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.log.event import Source
 from tailrace.log.poison import poison
 from tailrace.model.recording import Recorder

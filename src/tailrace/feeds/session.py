@@ -24,7 +24,7 @@ from tailrace.feeds.session_start import Beginning, beginning, overtaken
 from tailrace.feeds.session_until import Until
 from tailrace.feeds.session_wait import Wait
 from tailrace.log.cursor import FromStart
-from tailrace.model.entry_id import BEGINNING, EntryId, id_text
+from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.model.selection import Line, Selection
 from tailrace.model.session import both_said
 from tailrace.model.session_cursor import FromPlace, Held, Place, SessionCursor, SessionStart

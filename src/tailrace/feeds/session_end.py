@@ -11,7 +11,7 @@ from tailrace.feeds.session_life import Life, SessionParts
 from tailrace.feeds.session_reader import entry_at, first_entries, first_entry, last_entries
 from tailrace.model.block import unpack
 from tailrace.model.burst import parse
-from tailrace.model.entry_id import BEGINNING, END, EntryId, before
+from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
 from tailrace.model.telemetry import CLOSED
 from tailrace.stores.live import Located, state_of
 

@@ -19,7 +19,7 @@ from tailrace.feeds.retained import Archive, Retained, Told
 from tailrace.feeds.session_reader import Lost, SessionReader
 from tailrace.feeds.streams import Entry, StreamHub, Tap
 from tailrace.model.configuration import BadConfiguration, Channels, Configuration
-from tailrace.model.entry_id import EntryId
+from tailrace.valkey.entry_id import EntryId
 from tailrace.model.selection import Line, Lines, Selection
 from tailrace.model.session import Binding, bindings_in, both_said
 from tailrace.model.session_cursor import Place

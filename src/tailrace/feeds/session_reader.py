@@ -15,10 +15,10 @@ import msgspec
 
 from tailrace.errors import CursorGone, StoreUnavailable
 from tailrace.feeds.streams import Tap
-from tailrace.model.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
+from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.model.session_cursor import Place
 from tailrace.stores.live import Entry, LiveSessions, entry_of, number_of
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.shards import mapping
 
 AT_ONCE = 32
 """Entries that a reader takes at once."""

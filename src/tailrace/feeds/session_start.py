@@ -10,7 +10,7 @@ from tailrace.feeds.session_end import is_of_another
 from tailrace.feeds.session_life import Life, SessionParts
 from tailrace.feeds.session_reader import Lost, last_entries
 from tailrace.log.cursor import FromEnd, FromLast
-from tailrace.model.entry_id import BEGINNING, EntryId
+from tailrace.valkey.entry_id import BEGINNING, EntryId
 from tailrace.model.session_cursor import FromMoment, FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.model.shown import range_end
 from tailrace.stores.live import LiveSessions, Located

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from tailrace.errors import StoreUnavailable, TailraceError
-from tailrace.model.entry_id import BEGINNING, EntryId, id_text
+from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.stores.live import Entry, LiveSessions, entry_of
 
 __all__ = ["Entry", "EntryId", "StreamHub", "Tap"]

@@ -9,10 +9,10 @@ import msgspec
 
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
-from tailrace.stores.marks import SCANNED, parse_time
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.marks import SCANNED, parse_time
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.shards import mapping
 
 
 class Levels(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from tailrace.feeds.tag_request import look
 from tailrace.log.cursor import Cursor, FromCursor, Position, Ranges
 from tailrace.log.event import Source
 from tailrace.log.segment import Gap, Key
-from tailrace.stores.marks import NOTHING
+from tailrace.valkey.marks import NOTHING
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from tailrace.log.frame import AnyFeed
 from tailrace.log.hub import Hub
 from tailrace.feeds.tag_request import TagRequest
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -21,8 +21,8 @@ from tailrace.errors import TailraceError, Unavailable
 from tailrace.log.run import Entry
 from tailrace.log.segment import Key, Segment
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import Arg
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Arg
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from tailrace.log.name import shard_of
 from tailrace.log.run import Entry
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import read_entries, read_log
-from tailrace.stores.valkey import Command, Shards
+from tailrace.valkey.shards import Command, Shards
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tailrace.log.segment import Segment
 from tailrace.model.tag import Numbered
 from tailrace.stores.cleaned import encode
 from tailrace.log.store import read_entries, write_row
-from tailrace.stores.valkey import Arg, Call, Command, Shards, mapping
+from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
 
 STAGED_MS = 3_600_000
 """How long what is staged waits; every further piece of the same segment begins it anew."""

@@ -18,9 +18,9 @@ from tailrace.log.name import shard_of
 from tailrace.log.pack import CODEC, unpack
 from tailrace.log.run import Entry, decode, raw_size
 from tailrace.log.segment import PACKED, Log, Segment
-from tailrace.stores.marks import parse_marks
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.marks import parse_marks
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import mapping
 
 PACKED_BYTES = 1 << 20
 """About how much of a packed piece one read returns, so that a reader's memory does not depend on the piece's size."""

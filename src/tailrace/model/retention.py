@@ -14,7 +14,7 @@ from heapq import heapify, heapreplace
 
 import msgspec
 
-from tailrace.model.entry_id import EntryId
+from tailrace.valkey.entry_id import EntryId
 
 _SPARE = 1024
 """Entries that are gone from the front of a line before it is moved up."""

@@ -27,7 +27,7 @@ from tailrace.log.cursor import (
     parse_start,
     parse_time,
 )
-from tailrace.model.entry_id import EntryId
+from tailrace.valkey.entry_id import EntryId
 
 _PLACE = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
 _CURSOR = re.compile(rf"(\d{{1,19}})\.({_PLACE})(?:~({_PLACE})~(-?\d{{1,19}}))?(?:~(.+))?", re.ASCII)

@@ -18,7 +18,7 @@ from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_o
 from tailrace.log.run import Run, encode
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import View, Window
-from tailrace.stores.valkey import Arg
+from tailrace.valkey.shards import Arg
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
 from tailrace.model.rule import Rule
 from tailrace.stores.folds import Folds, settled
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 
 logger = logging.getLogger(__name__)
 

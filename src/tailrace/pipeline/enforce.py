@@ -14,8 +14,8 @@ import msgspec
 
 from tailrace.model.rule import Rule
 from tailrace.stores.folds import COUNTED, FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
-from tailrace.stores.marks import read_counts
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.marks import read_counts
+from tailrace.valkey.shards import Shards, mapping
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from tailrace.pipeline.looking import Inputs, Key, Looked, Looker
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place, View, Window
 from tailrace.stores.folds import VIEW, Folds, Held, given_out, new_version
-from tailrace.stores.valkey import Arg, Shards
+from tailrace.valkey.shards import Arg, Shards
 
 _encode_headers = msgspec.msgpack.Encoder().encode
 

@@ -12,7 +12,7 @@ from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import event_id, home_of, iso_time, key_json
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import View, Window
-from tailrace.stores.valkey import Arg
+from tailrace.valkey.shards import Arg
 
 MAX_QUOTED = 64 << 10
 """How much of a poisoned value a dead letter carries; the rest is in Kafka under its coordinates."""

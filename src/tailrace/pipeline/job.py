@@ -48,12 +48,12 @@ from tailrace.pipeline.timing import Timing
 from tailrace.pipeline.tune import LIVE, session, tasks, warm
 from tailrace.stores.broker import Broker, Topic, client_properties
 from tailrace.stores.folds import VIEW as FOLDS
-from tailrace.stores.marks import advance, lowest, read_marks
+from tailrace.valkey.marks import advance, lowest, read_marks
 from tailrace.stores.rules import rules_of
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.tags import tag_options
-from tailrace.stores.valkey import Shards, StoreOptions, enlist, hold, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from tailrace.model.search import Life, TopicFilter
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place, View, Window
 from tailrace.stores.searches import VIEW, Kept, Registry, keep
-from tailrace.stores.valkey import Arg, Shards
+from tailrace.valkey.shards import Arg, Shards
 
 KEPT_MS = 3_600_000
 """How long what matched records say is kept, at most; then it is read from Kafka."""

@@ -28,9 +28,9 @@ from tailrace.pipeline.sessions import SessionPlan, SessionView
 from tailrace.pipeline.slice import Limits, Slice, slices
 from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.view import Place, View, Window
-from tailrace.stores.marks import LONG_AGO, NOTHING, parse_time
+from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_time
 from tailrace.stores.tags import TagOptions
-from tailrace.stores.valkey import Arg, Call, Command, Shards, StoreOptions
+from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
 
 MAX_REFUSALS = 100
 """Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""

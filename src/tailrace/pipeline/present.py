@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from tailrace.log.event import Source
 from tailrace.model.search import Lost
 from tailrace.stores.broker import Broker, Topic
-from tailrace.stores.generations import UNKNOWN, Adopted, read_all_adopted
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
+from tailrace.valkey.shards import Shards
 
 GONE, LATER = 1 << 62, -1
 """Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""

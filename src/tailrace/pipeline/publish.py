@@ -27,7 +27,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, Unavailable
 from tailrace.log.cursor import Position
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from tailrace.log.event import Source
 from tailrace.pipeline.source import LostRange
 from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW as FOLDS
-from tailrace.stores.marks import advance, conserved, read_counts, read_times
+from tailrace.valkey.marks import advance, conserved, read_counts, read_times
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.tags import introduce, lift, read_conflicts
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from tailrace.log.event import Source
 from tailrace.model.rule import Rule
 from tailrace.pipeline.timing import Batch, Timing
 from tailrace.stores.folds import VIEW
-from tailrace.stores.marks import advance, lowest, read_marks, read_times
+from tailrace.valkey.marks import advance, lowest, read_marks, read_times
 from tailrace.stores.rules import changed, outputs_of, rules_of
 from tailrace.stores.searches import VIEW as MATCHES
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 logger = logging.getLogger(__name__)
 

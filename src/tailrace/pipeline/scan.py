@@ -32,9 +32,9 @@ from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.tune import SCANS
 from tailrace.stores.broker import Broker, client_properties
 from tailrace.stores.leases import Watchdog
-from tailrace.stores.marks import NOTHING
+from tailrace.valkey.marks import NOTHING
 from tailrace.stores.searches import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from tailrace.model.telemetry import Config, Open, Record, Refused, Update, head
 from tailrace.pipeline.intake import dead_letter
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place, View, Window
-from tailrace.stores.marks import LONG_AGO, NOTHING, read_times
+from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.stores.session_steps import Draft, Known, learn_configs, write_drafts
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, state_of
-from tailrace.stores.valkey import Arg, Shards
+from tailrace.valkey.shards import Arg, Shards
 
 if TYPE_CHECKING:
     from tailrace.config import Settings

@@ -14,7 +14,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.log.event import Source
 from tailrace.stores.broker import Topic, included_and_excluded
-from tailrace.stores.marks import NOTHING
+from tailrace.valkey.marks import NOTHING
 
 FETCH_BUDGET = 128 << 20
 LEAST_FETCHED, MOST_FETCHED = 1 << 20, 16 << 20

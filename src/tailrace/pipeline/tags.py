@@ -24,9 +24,9 @@ from tailrace.model.stamp import stamp
 from tailrace.model.tag import MANY, Numbered, Tagged, Tagger, stamp_ms
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place, View, Window
-from tailrace.stores.marks import LONG_AGO
+from tailrace.valkey.marks import LONG_AGO
 from tailrace.stores.tags import VIEW, TagOptions, introduce, read_numbers
-from tailrace.stores.valkey import Arg, Shards
+from tailrace.valkey.shards import Arg, Shards
 
 if TYPE_CHECKING:
     from tailrace.stores.tag_rows import Row

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from tailrace.pipeline.slice import Slice
-from tailrace.stores.valkey import Arg, Shards
+from tailrace.valkey.shards import Arg, Shards
 
 
 class Window(msgspec.Struct, frozen=True):

@@ -18,8 +18,8 @@ from tailrace.model.rule import Rule, group_of
 from tailrace.serving.folds import in_force
 from tailrace.serving.service import Service
 from tailrace.stores.folds import Change, Held, flushed, portions, read_held, settle_arguments
-from tailrace.stores.functions import function
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.functions import function
+from tailrace.valkey.shards import mapping
 
 Reason: TypeAlias = Literal["flush", "deleted"]
 

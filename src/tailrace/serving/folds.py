@@ -21,7 +21,7 @@ from tailrace.model.folded import stream_of
 from tailrace.model.rule import Rule
 from tailrace.serving.service import Service
 from tailrace.stores.folds import COUNTED, VIEW, InForce
-from tailrace.stores.valkey import Command, mapping
+from tailrace.valkey.shards import Command, mapping
 from tailrace.config.units import format_duration, format_size
 
 _read = msgspec.json.Decoder(InForce).decode

@@ -17,8 +17,8 @@ from typing import Self
 from tailrace.errors import Overloaded
 from tailrace.serving.listings import Stream, Streams, read_logs, stream_of
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import Command
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Command
 
 MOST = 1_000
 """Streams that a walk remembers: what any request may ask for."""

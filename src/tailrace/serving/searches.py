@@ -19,7 +19,7 @@ from tailrace.serving.parameters import NoQuery
 from tailrace.serving.service import Service
 from tailrace.stores.leases import Asked
 from tailrace.stores.searches import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
-from tailrace.stores.valkey import Command, mapping
+from tailrace.valkey.shards import Command, mapping
 
 AT_ONCE = 50
 """Searches whose registries are read together."""

@@ -30,7 +30,7 @@ from tailrace.stores.kafka import Topics
 from tailrace.stores.leases import Leases
 from tailrace.stores.live import LiveSessions
 from tailrace.log.store import Logs
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.readers import Readers
 from tailrace.stores.records import Records
@@ -39,7 +39,7 @@ from tailrace.stores.searched import Searched
 from tailrace.stores.searches import PIECE_RUNS, Searches
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS
-from tailrace.stores.valkey import StoreOptions
+from tailrace.valkey.shards import StoreOptions
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from tailrace.feeds.session_reader import first_entry, last_entries
 from tailrace.feeds.session_request import SessionRequest, make_session_request
 from tailrace.model.configuration import Channels
 from tailrace.model.conversion import Conversion, Text
-from tailrace.model.entry_id import BEGINNING, id_text
+from tailrace.valkey.entry_id import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.model.session import bindings_in
 from tailrace.serving.dependencies import Here, LastEventId

@@ -24,7 +24,7 @@ from tailrace.serving.readers import ReadersPage, list_readers
 from tailrace.serving.service import Service, now_ms
 from tailrace.serving.sse import FeedResponse
 from tailrace.stores.readers import Reader
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.shards import mapping
 
 _decode = msgspec.json.Decoder().decode
 

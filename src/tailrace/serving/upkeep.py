@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from tailrace.metrics import Run
 from tailrace.log.event import iso_time
 from tailrace.serving.service import Service, now_ms
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.shards import mapping
 
 PERIODIC = ("pack", "sweep", "audit")
 """The jobs that run by themselves, each every so often."""

@@ -14,7 +14,7 @@ from tailrace.model.cleaned import Cleaned
 from tailrace.log.name import shard_of
 from tailrace.log.registry import Registry
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import Command, Shards, mapping
+from tailrace.valkey.shards import Command, Shards, mapping
 
 PAGE = 500
 

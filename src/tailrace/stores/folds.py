@@ -18,8 +18,8 @@ from tailrace.errors import StaleDriver
 from tailrace.model.fold import NEVER, Finished, Folding
 from tailrace.model.folded import folded
 from tailrace.model.rule import Rule
-from tailrace.stores.keys import Keys
-from tailrace.stores.valkey import Arg, Command, Shards, mapping
+from tailrace.valkey.keys import Keys
+from tailrace.valkey.shards import Arg, Command, Shards, mapping
 
 VIEW = "folds"
 VERSION_BYTES = 8

@@ -28,9 +28,9 @@ from tailrace.config import Settings
 from tailrace.errors import SearchEnded, StoreUnavailable, TailraceError
 from tailrace.log.name import shard_of
 from tailrace.model.search import Stretch
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.nodes import Nodes
 from tailrace.stores.searches import VIEW, discard
-from tailrace.stores.valkey import Arg, Shards, mapping
+from tailrace.valkey.shards import Arg, Shards, mapping
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.model.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
-from tailrace.stores.keys import TRIMMED_BY_US, TRIMMED_NEWEST
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
+from tailrace.valkey.keys import TRIMMED_BY_US, TRIMMED_NEWEST
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import mapping
 
 PAGE = 32
 """Entries that are read at once: each may have a megabyte."""

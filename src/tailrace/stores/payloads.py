@@ -18,8 +18,8 @@ from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Source
 from tailrace.log.run import Run, decode
 from tailrace.stores.consumers import Consumers
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import mapping
 
 FAR = 2_000
 """Offsets that are skipped by seeking rather than by reading."""

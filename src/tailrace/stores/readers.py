@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import mapping
 
 _encode = msgspec.json.Encoder().encode
 

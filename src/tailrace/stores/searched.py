@@ -11,8 +11,8 @@ from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.log.event import Source
 from tailrace.model.search import Search
 from tailrace.stores.broker import Broker, Topic, topic_pattern
-from tailrace.stores.generations import UNKNOWN, Adopted, read_all_adopted
-from tailrace.stores.nodes import Nodes
+from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
+from tailrace.valkey.nodes import Nodes
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ import msgspec
 from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches
 from tailrace.metrics import SearchFigures
 from tailrace.model.search import Life, Lost, Search, Stretch
-from tailrace.stores.keys import Keys
-from tailrace.stores.marks import NOTHING
-from tailrace.stores.nodes import Nodes
-from tailrace.stores.valkey import Arg, Shards, mapping
+from tailrace.valkey.keys import Keys
+from tailrace.valkey.marks import NOTHING
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Arg, Shards, mapping
 
 VIEW = "matches"
 PIECE_RUNS = 8

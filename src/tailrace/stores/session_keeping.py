@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tailrace.model.entry_id import EntryId, id_text, parse_id
+from tailrace.valkey.entry_id import EntryId, id_text, parse_id
 from tailrace.stores.sessions import VERSION_BYTES, SessionStore, is_stream_name
-from tailrace.stores.valkey import Keyed, KeyedCall, mapping, translated
+from tailrace.valkey.shards import Keyed, KeyedCall, mapping, translated
 
 WEIGHED = 500, 2 << 20
 """Entries that are weighed in one call, and bytes, about."""

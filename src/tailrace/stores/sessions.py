@@ -26,8 +26,8 @@ import msgspec
 from tailrace.errors import StoreError
 from tailrace.model.session import ABANDONED
 from tailrace.model.telemetry import CLOSED
-from tailrace.stores.marks import NOTHING
-from tailrace.stores.valkey import Arg, Keyed, KeyedCall, Shards, keyed_calls, mapping
+from tailrace.valkey.marks import NOTHING
+from tailrace.valkey.shards import Arg, Keyed, KeyedCall, Shards, keyed_calls, mapping
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Settings

@@ -16,7 +16,7 @@ from tailrace.config import Settings
 from tailrace.errors import StaleDriver
 from tailrace.log.event import Source
 from tailrace.model.tag import Numbered, Tagging
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 if TYPE_CHECKING:
     from tailrace.stores.cassandra import CassandraOptions

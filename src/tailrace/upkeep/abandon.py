@@ -17,10 +17,10 @@ from tailrace.config import Settings
 from tailrace.model.block import pack
 from tailrace.model.burst import bursts, session_json
 from tailrace.model.session import ABANDONED, PROGRAM, Session
-from tailrace.stores.marks import NOTHING
+from tailrace.valkey.marks import NOTHING
 from tailrace.stores.session_keeping import AT_ONCE, SessionKeeping
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import Scope, milliseconds
 from tailrace.upkeep.lease import Lease
 

@@ -19,7 +19,7 @@ from tailrace.model.rebuild import Event
 from tailrace.model.renumber import Ends, counted, renumbered
 from tailrace.log.run import Run
 from tailrace.model.tag import Numbered
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 PAGE = 1000
 

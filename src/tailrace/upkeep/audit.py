@@ -21,9 +21,9 @@ from tailrace.config import Settings
 from tailrace.errors import PipelineError
 from tailrace.model.audit import Finding, Tally, fingerprint, horizon, noted
 from tailrace.log.bucket import DAY_MS, day_text
-from tailrace.stores.marks import read_marks
+from tailrace.valkey.marks import read_marks
 from tailrace.log.registry import Registry
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
 from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
 from tailrace.upkeep.job import Section, milliseconds, now_ms, require_copy, section_of

@@ -23,7 +23,7 @@ from tailrace.log.segment import Segment
 from tailrace.stores.cleaned import read_cleaned, tags_of
 from tailrace.log.staging import Piece, Rebuilt, Staging
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import look, read_held
 from tailrace.upkeep.job import milliseconds, now_ms, require_copy

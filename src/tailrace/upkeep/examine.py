@@ -20,7 +20,7 @@ from tailrace.log.name import shard_of
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.stores.tags import read_numbers
-from tailrace.stores.valkey import Command, Shards, mapping, translated
+from tailrace.valkey.shards import Command, Shards, mapping, translated
 
 PAGE = 1000
 READ_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from tailrace.model.retention import told_enough
 from tailrace.model.session import Session, identifiers
 from tailrace.stores.session_keeping import SessionKeeping
 from tailrace.stores.sessions import SessionOptions, SessionStore, state_of
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import Scope, milliseconds
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.sweep import compare_clocks

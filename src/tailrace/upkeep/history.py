@@ -36,10 +36,10 @@ from tailrace.pipeline.tune import tasks
 from tailrace.pipeline.view import View
 from tailrace.stores.broker import ANSWER_S, Broker, Topic, client_properties
 from tailrace.stores.cleaned import read_cleaned
-from tailrace.stores.generations import Adopted, read_all_adopted
-from tailrace.stores.marks import NOTHING, read_marks
+from tailrace.valkey.generations import Adopted, read_all_adopted
+from tailrace.valkey.marks import NOTHING, read_marks
 from tailrace.stores.tags import VIEW as TAGS
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import matcher
 from tailrace.upkeep.spread import begin_session, end_session
 

@@ -18,7 +18,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
 from tailrace.config.patterns import compiled
-from tailrace.stores.valkey import Shards, StoreOptions, check_layout, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, check_layout, prepare
 from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.report import leave
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from tailrace.errors import LeaseHeld, StaleDriver, StaleUpkeep, TailraceError
-from tailrace.stores.valkey import Shards, hold
+from tailrace.valkey.shards import Shards, hold
 
 logger = logging.getLogger(__name__)
 

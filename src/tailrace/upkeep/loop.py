@@ -20,7 +20,7 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.config.units import format_duration
 from tailrace.upkeep import abandon, forget, pack, sweep, trim
 from tailrace.upkeep.by_store import auditing

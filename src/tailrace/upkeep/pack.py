@@ -15,7 +15,7 @@ from tailrace.config import Settings
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.registry import PAGE, Registry
 from tailrace.log.staging import Staging
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, due_segments, groups

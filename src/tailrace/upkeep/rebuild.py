@@ -22,7 +22,7 @@ from tailrace.log.event import Source
 from tailrace.stores.cleaned import read_cleaned, tags_of
 from tailrace.log.staging import Staging
 from tailrace.stores.tags import VIEW as TAGS
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.anchor import Record
 from tailrace.upkeep.audit import Auditor

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import TailraceError
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from tailrace.log.run import Entry
 from tailrace.log.segment import Segment
 from tailrace.log.staging import Piece, Rebuilt, Staging
 from tailrace.stores.tags import VIEW as TAGS
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.anchor import Anchor, Record, Spool
 from tailrace.upkeep.draft import Draft

@@ -24,10 +24,10 @@ from tailrace.log.name import shard_of
 from tailrace.model.row_numbers import AGAIN, RowNumbers
 from tailrace.model.stamp import ms_of
 from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.marks import NOTHING, parse_marks, read_marks
+from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.stores.tag_rows import Narrow, Row
 from tailrace.stores.tags import VIEW, read_numbers
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.anchor import read_all_numbers
 from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
 from tailrace.upkeep.history import Assignment, Wanted

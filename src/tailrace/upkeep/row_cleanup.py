@@ -18,11 +18,11 @@ from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.cleaned import read_cleaned
-from tailrace.stores.marks import NOTHING, read_marks
+from tailrace.valkey.marks import NOTHING, read_marks
 from tailrace.log.staging import Staging
 from tailrace.stores.tag_rows import Narrow, writer
 from tailrace.stores.tags import VIEW, tag_options
-from tailrace.stores.valkey import Command, Shards
+from tailrace.valkey.shards import Command, Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.row_walk import Rows

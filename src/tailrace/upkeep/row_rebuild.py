@@ -19,9 +19,9 @@ import pyarrow as pa
 from tailrace.config import Settings
 from tailrace.errors import PipelineError, StaleDriver
 from tailrace.log.event import Source
-from tailrace.stores.marks import parse_time, read_marks
+from tailrace.valkey.marks import parse_time, read_marks
 from tailrace.stores.tags import VIEW, lift, tag_options
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.history import ATTEMPTS, History, Wanted, collect, spark_for
 from tailrace.upkeep.job import milliseconds

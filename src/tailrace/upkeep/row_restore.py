@@ -23,10 +23,10 @@ from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
 from tailrace.model.stamp import ms_of, stamp
 from tailrace.stores.cassandra import connected
-from tailrace.stores.marks import NOTHING, parse_time
+from tailrace.valkey.marks import NOTHING, parse_time
 from tailrace.stores.tag_rows import Narrow, Row, RowWriter
 from tailrace.stores.tags import VIEW
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.anchor import read_all_numbers
 from tailrace.upkeep.history import Assignment

@@ -26,7 +26,7 @@ from tailrace.config import Settings
 from tailrace.errors import PipelineError, TailraceError
 from tailrace.log.registry import Registry
 from tailrace.log.staging import Staging
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.config.tables import Properties
 from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
 from tailrace.upkeep.throttle import Throttle

@@ -17,7 +17,7 @@ from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
 from tailrace.log.registry import Registry
 from tailrace.log.staging import EXPIRE_AT_ONCE, Dropped, Staging
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 

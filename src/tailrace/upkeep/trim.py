@@ -15,7 +15,7 @@ from tailrace.config import Settings
 from tailrace.model.retention import Limits, Weights
 from tailrace.stores.session_keeping import SHED, WEIGHED, SessionKeeping
 from tailrace.stores.sessions import SessionOptions, SessionStore
-from tailrace.stores.valkey import Shards
+from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import Scope, milliseconds
 from tailrace.upkeep.lease import Lease
 

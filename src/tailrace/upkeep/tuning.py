@@ -33,7 +33,7 @@ from tailrace.pipeline.tune import tasks
 from tailrace.stores.broker import Broker
 from tailrace.stores.folds import in_force
 from tailrace.stores.rules import outputs_of, reads, rules_of
-from tailrace.stores.valkey import Shards, StoreOptions
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep.history import ATTEMPTS, collect, spark_for
 from tailrace.upkeep.job import now_ms
 

@@ -21,9 +21,9 @@ from valkey.connection import Connection, ConnectionPool, SSLConnection, parse_u
 from valkey.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, ResponseError, ValkeyError
 
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreMismatch, StoreUnavailable
-from tailrace.stores.functions import CODE, LIBRARY, function
-from tailrace.stores.keys import FORMAT, Keys
-from tailrace.stores.slots import Address, Slots
+from tailrace.valkey.functions import CODE, LIBRARY, function
+from tailrace.valkey.keys import FORMAT, Keys
+from tailrace.valkey.slots import Address, Slots
 
 if TYPE_CHECKING:
     from tailrace.config.server_settings import Valkey

@@ -11,7 +11,7 @@ from typing import Any
 
 from tailrace.errors import StaleDriver, StoreError
 from tailrace.log.event import Source
-from tailrace.stores.valkey import Shards, mapping
+from tailrace.valkey.shards import Shards, mapping
 
 NOTHING = -1
 """The mark of a source of which nothing is applied."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tailrace.stores.valkey import mapping
+from tailrace.valkey.shards import mapping
 
 
 class Adopted(NamedTuple):

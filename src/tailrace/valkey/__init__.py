@@ -1,0 +1,1 @@
+"""Valkey: key names, connections, marks and the functions that change a shard."""
