@@ -27,11 +27,11 @@ from tailrace.feeds.grep import Grep
 from tailrace.feeds.grep_request import make_grep_request
 from tailrace.log.event import Source
 from tailrace.model.search import Life, Search, Stretch
-from tailrace.pipeline.ranges import Passes, Ranges
+from tailrace.kafka.ranges import Passes, Ranges
 from tailrace.pipeline.scan import Chunk, Due, Scanner, scan
 from tailrace.pipeline.slice import Slice, slices
 from tailrace.serving.service import Service, now_ms
-from tailrace.stores.broker import Broker, client_properties
+from tailrace.kafka.broker import Broker, client_properties
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tests.faults.rig import QUICK_JAVA

@@ -13,7 +13,7 @@ from tailrace.config import Settings, load
 from tailrace.errors import ConfigError
 from tailrace.log.event import Source
 from tailrace.pipeline.source import LostRange, reader_options, starting_offsets
-from tailrace.stores.broker import Topic, TopicPattern, client_properties, included_and_excluded, topic_pattern
+from tailrace.kafka.broker import Topic, TopicPattern, client_properties, included_and_excluded, topic_pattern
 
 
 def _settings(monkeypatch: pytest.MonkeyPatch, **values: object) -> Settings:

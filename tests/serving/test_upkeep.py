@@ -10,7 +10,7 @@ from valkey import Valkey
 
 from tailrace.pipeline.report import Report
 from tailrace.pipeline.timing import Timing
-from tailrace.stores.broker import Broker
+from tailrace.kafka.broker import Broker
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import run_job

@@ -16,9 +16,9 @@ from tailrace.feeds.ledger import first_of
 from tailrace.feeds.retained import Archive
 from tailrace.feeds.session import SessionFeeds
 from tailrace.valkey.entry_id import EntryId, parse_id
-from tailrace.stores.broker import client_properties
+from tailrace.kafka.broker import client_properties
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.records import Records
+from tailrace.kafka.records import Records
 from tailrace.stores.searched import Searched
 from tailrace.stores.session_keeping import SessionKeeping
 from tailrace.stores.sessions import SessionStore

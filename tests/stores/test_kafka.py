@@ -18,7 +18,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tailrace.config import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable
-from tailrace.stores.kafka import NewEvent, Topics
+from tailrace.kafka.produce import NewEvent, Topics
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 

@@ -20,7 +20,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.hub import Hub
 from tailrace.feeds.tagged import open_store
 from tailrace.stores import tag_rows
-from tailrace.stores.broker import Broker
+from tailrace.kafka.broker import Broker
 from tailrace.stores.cassandra import CassandraOptions, connected
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes

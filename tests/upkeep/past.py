@@ -20,7 +20,7 @@ from tailrace.config import Settings
 from tailrace.log.event import Source
 from tailrace.log.name import name_of_key, shard_of
 from tailrace.log.segment import Log
-from tailrace.stores.broker import Broker
+from tailrace.kafka.broker import Broker
 from tailrace.log.registry import Registry
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep.anchor import Record as KafkaRecord

@@ -17,7 +17,7 @@ from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.log.event import iso_time
 from tailrace.model.search import Life
 from tailrace.log.segment import Gap
-from tailrace.stores.broker import Topic
+from tailrace.kafka.broker import Topic
 from tailrace.config.units import format_duration
 
 

@@ -19,7 +19,7 @@ from tailrace.feeds.matches import WAIT_S, GrepFeed
 from tailrace.feeds.parts import Parts
 from tailrace.feeds.progress import Progress
 from tailrace.model.search import Life, Stretch
-from tailrace.stores.broker import Topic
+from tailrace.kafka.broker import Topic
 from tailrace.log.store import Logs
 
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))

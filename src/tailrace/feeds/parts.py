@@ -17,7 +17,7 @@ from tailrace.log.reader import before_time
 from tailrace.log.cursor import Position
 from tailrace.model.search import Life, Search, Stretch
 from tailrace.log.segment import Gap
-from tailrace.stores.broker import Topic
+from tailrace.kafka.broker import Topic
 from tailrace.stores.leases import Leases
 from tailrace.log.store import Logs
 from tailrace.stores.payloads import Payloads

@@ -25,7 +25,7 @@ from tailrace.model.session import PROGRAM, Session
 from tailrace.model.session_cursor import Place
 from tailrace.model.telemetry import Refused, head, identity_of, parse
 from tailrace.stores.live import LiveSessions, Located
-from tailrace.stores.records import Records, Stored
+from tailrace.kafka.records import Records, Stored
 
 
 class Archive(msgspec.Struct, frozen=True):

@@ -46,7 +46,7 @@ from tailrace.pipeline.slice import COLUMNS, Limits
 from tailrace.pipeline.source import reader_options, starting_offsets
 from tailrace.pipeline.timing import Timing
 from tailrace.pipeline.tune import LIVE, session, tasks, warm
-from tailrace.stores.broker import Broker, Topic, client_properties
+from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.valkey.marks import advance, lowest, read_marks
 from tailrace.stores.rules import rules_of

@@ -27,10 +27,10 @@ from tailrace.pipeline.matches import KEPT_MS, Standing, appended, shelved
 from tailrace.pipeline.onepass import MAX_REFUSALS, Plan
 from tailrace.pipeline.present import GONE, LATER, Present, lost
 from tailrace.pipeline.presift import sift
-from tailrace.pipeline.ranges import Ranges, shared_out
+from tailrace.kafka.ranges import Ranges, shared_out
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.tune import SCANS
-from tailrace.stores.broker import Broker, client_properties
+from tailrace.kafka.broker import Broker, client_properties
 from tailrace.stores.leases import Watchdog
 from tailrace.valkey.marks import NOTHING
 from tailrace.stores.searches import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning

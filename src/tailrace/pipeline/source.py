@@ -13,7 +13,7 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.log.event import Source
-from tailrace.stores.broker import Topic, included_and_excluded
+from tailrace.kafka.broker import Topic, included_and_excluded
 from tailrace.valkey.marks import NOTHING
 
 FETCH_BUDGET = 128 << 20

@@ -17,7 +17,7 @@ import msgspec
 from tailrace.log.event import Source
 from tailrace.model.frontier import Course
 from tailrace.model.rule import Rule
-from tailrace.stores.broker import Broker, Topic
+from tailrace.kafka.broker import Broker, Topic
 from tailrace.stores.rules import reads
 
 

@@ -19,7 +19,7 @@ from tailrace.errors import BadRequest, EventRefused, TooLarge
 from tailrace.log.cursor import parse_time
 from tailrace.log.poison import poison
 from tailrace.serving.service import Service
-from tailrace.stores.kafka import TURN_EVENTS, NewEvent
+from tailrace.kafka.produce import TURN_EVENTS, NewEvent
 
 MAX_COMPLAINTS = 5
 _HELD_STEP = 1 << 20

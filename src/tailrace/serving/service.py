@@ -25,15 +25,15 @@ from tailrace.feeds.streams import StreamHub
 from tailrace.feeds.tagged import OpensTags, open_store
 from tailrace.metrics import Metrics
 from tailrace.log.event import home_of
-from tailrace.stores.broker import client_properties
-from tailrace.stores.kafka import Topics
+from tailrace.kafka.broker import client_properties
+from tailrace.kafka.produce import Topics
 from tailrace.stores.leases import Leases
 from tailrace.stores.live import LiveSessions
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.readers import Readers
-from tailrace.stores.records import Records
+from tailrace.kafka.records import Records
 from tailrace.stores.rules import rules_of
 from tailrace.stores.searched import Searched
 from tailrace.stores.searches import PIECE_RUNS, Searches

@@ -17,7 +17,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Source
 from tailrace.log.run import Run, decode
-from tailrace.stores.consumers import Consumers
+from tailrace.kafka.consume import Consumers
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
 

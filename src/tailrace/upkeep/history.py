@@ -34,7 +34,7 @@ from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tags import TagView
 from tailrace.pipeline.tune import tasks
 from tailrace.pipeline.view import View
-from tailrace.stores.broker import ANSWER_S, Broker, Topic, client_properties
+from tailrace.kafka.broker import ANSWER_S, Broker, Topic, client_properties
 from tailrace.stores.cleaned import read_cleaned
 from tailrace.valkey.generations import Adopted, read_all_adopted
 from tailrace.valkey.marks import NOTHING, read_marks

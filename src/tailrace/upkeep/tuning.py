@@ -30,7 +30,7 @@ from tailrace.model.rule import Reader, Rule
 from tailrace.pipeline.slice import COLUMNS, Limits, slices
 from tailrace.pipeline.source import reader_options
 from tailrace.pipeline.tune import tasks
-from tailrace.stores.broker import Broker
+from tailrace.kafka.broker import Broker
 from tailrace.stores.folds import in_force
 from tailrace.stores.rules import outputs_of, reads, rules_of
 from tailrace.valkey.shards import Shards, StoreOptions

@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Source
-from tailrace.stores.consumers import Consumers
+from tailrace.kafka.consume import Consumers
 
 MOST, MOST_BYTES = 500, 1 << 20
 """Records, and bytes of them, that are returned at once, about."""

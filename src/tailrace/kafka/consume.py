@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from confluent_kafka import Consumer, KafkaException
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.stores.broker import reader_properties
+from tailrace.kafka.broker import reader_properties
 
 READERS = 2
 """Consumers that read at the same time."""

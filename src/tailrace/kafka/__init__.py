@@ -1,0 +1,1 @@
+"""Kafka: which topics there are, and how records are read and written outside of Spark."""
