@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from tailrace.model.query import Limits
+from tailrace.query import Limits
 
 Pair: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tailrace import config
-from tailrace.model.query import Record
+from tailrace.query import Record
 from tailrace.model.search import make_search
 from tailrace.shop import (
     ACCOUNTS,

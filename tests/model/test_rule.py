@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tailrace.errors import QueryError
 from tailrace.model.collect import Collect
 from tailrace.model.fold import OFFSET_BYTES, Input, Windows
-from tailrace.model.query import Record
+from tailrace.query import Record
 from tailrace.model.rule import MAX_GROUP_BYTES, Reader, Rule, Taken, group_of
 
 WINDOWS = Windows(10, 100)

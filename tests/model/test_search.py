@@ -13,7 +13,7 @@ from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.feeds.grep_request import GrepRequest, Place, make_grep_request
 from tailrace.feeds.progress import EVERY_MS, Progress
 from tailrace.log.cursor import Cursor, FromEnd, FromStart, FromTime, Position
-from tailrace.model.query import Limits, Record
+from tailrace.query import Limits, Record
 from tailrace.model.search import Life, Search, Stretch, make_search
 from tailrace.pipeline.scan import next_chunk
 from tests.model.query.generators import queries, shuffled

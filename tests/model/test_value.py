@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tailrace.model import value as values
-from tailrace.model.value import canonical, fields, follow, items, members, number_of, steps
+from tailrace.query import value as values
+from tailrace.query.value import canonical, fields, follow, items, members, number_of, steps
 
 _numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-3, 3)
 _text = st.text(max_size=4) | st.sampled_from(["", "1", "true", "null", '"', "\\", "/", "\x7f", "\u2028", "\U0001f600"])

@@ -17,7 +17,7 @@ from tailrace.config.tables import Table
 
 
 class Where(Table[Any]):
-    """A query that events are asked, as ``model.query`` has it; empty where nothing is asked."""
+    """A query that events are asked, as ``query`` has it; empty where nothing is asked."""
 
     __slots__ = ()
 
@@ -37,7 +37,7 @@ class Where(Table[Any]):
         if why := _unwritable(query := dict(value)):
             raise ValueError(f"a query: {why}")
         if has_engine():
-            from tailrace.model.query import compile_query
+            from tailrace.query import compile_query
 
             try:
                 compile_query(query)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from tailrace.model.value import Path, canonical, items, members, number_of
+from tailrace.query.value import Path, canonical, items, members, number_of
 
 Position: TypeAlias = tuple[int, str, int]
 """Time, source and offset of an event: the order of a fold's events."""

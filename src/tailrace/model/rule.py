@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tailrace.model.collect import COLLECTORS, Collect
-from tailrace.model.filters.sieve import Sieve
+from tailrace.query.sieve import Sieve
 from tailrace.model.fold import Folding, Windows
 from tailrace.log.name import shard_of
-from tailrace.model.query import Record
-from tailrace.model.value import CACHED, Path, canonical, fields, follow
+from tailrace.query import Record
+from tailrace.query.value import CACHED, Path, canonical, fields, follow
 
 FORMAT = 1
 """Number of the form in which a group's state is stored."""

@@ -17,8 +17,8 @@ import msgspec
 
 from tailrace.errors import BadRequest, QueryError, TopicForbidden
 from tailrace.log.event import Source
-from tailrace.model.query import Limits, Query, compile_query
-from tailrace.model.query.regex import compiled
+from tailrace.query import Limits, Query, compile_query
+from tailrace.query.regex import compiled
 
 ALL = ".*"
 """The topics of a search that names none."""

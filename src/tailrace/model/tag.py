@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.model.filters.sieve import Sieve
+from tailrace.query.sieve import Sieve
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
-from tailrace.model.query import Record
+from tailrace.query import Record
 from tailrace.model.search import TopicFilter
-from tailrace.model.value import Path, fields, follow, items, steps
+from tailrace.query.value import Path, fields, follow, items, steps
 
 MANY = 10
 """More tags than this on one event are counted, and warned of."""

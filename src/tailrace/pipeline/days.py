@@ -13,7 +13,7 @@ import msgspec
 
 from tailrace.log.bucket import DAY_MS, bucket_start
 from tailrace.log.event import home_of
-from tailrace.model.filters.sieve import Sieve
+from tailrace.query.sieve import Sieve
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode
 from tailrace.pipeline.slice import Slice

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tailrace.model.fold import Folding
 from tailrace.model.rule import SHORT, Reader, Rule
-from tailrace.model.value import CACHED
+from tailrace.query.value import CACHED
 from tailrace.pipeline.slice import Slice
 from tailrace.pipeline.view import Place
 from tailrace.stores.rules import reads

@@ -14,10 +14,10 @@ from typing import Any
 
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import home_of
-from tailrace.model.filters import FilterSet
+from tailrace.query.filters import FilterSet
 from tailrace.log.name import shard_of
-from tailrace.model.query import Query, Record
-from tailrace.model.query.document import reader_of
+from tailrace.query import Query, Record
+from tailrace.query.document import reader_of
 from tailrace.log.run import Run, encode
 from tailrace.model.search import Life, TopicFilter
 from tailrace.pipeline.slice import Slice

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tailrace.model.filters.needs import Need, Needs, Text, Value, needs
-from tailrace.model.query import Query
-from tailrace.model.query.tree import And
+from tailrace.query.needs import Need, Needs, Text, Value, needs
+from tailrace.query import Query
+from tailrace.query.tree import And
 
 FEW = 4
 """Texts of which one is needed, and queries, at most: looking for more costs as much as asking."""

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from tailrace.log.event import Headers, Source, headers_json, key_json
 from tailrace.log.poison import poison, too_deep
-from tailrace.model.query import Record
+from tailrace.query import Record
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode
 _decode = msgspec.json.Decoder().decode

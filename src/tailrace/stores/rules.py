@@ -12,7 +12,7 @@ from tailrace.fold_settings import Fold, collected
 from tailrace.model.collect import Collect
 from tailrace.model.fold import Windows
 from tailrace.model.rule import Rule
-from tailrace.model.value import steps
+from tailrace.query.value import steps
 from tailrace.config.patterns import compiled
 
 WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")

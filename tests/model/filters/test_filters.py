@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.model.filters import FilterSet
-from tailrace.model.filters.needs import Need, Present, Range, Text, Value, needs
-from tailrace.model.query import Record, compile_query
-from tailrace.model.query.path import Path
+from tailrace.query.filters import FilterSet
+from tailrace.query.needs import Need, Present, Range, Text, Value, needs
+from tailrace.query import Record, compile_query
+from tailrace.query.path import Path
 
 Json = dict[str, Any]
 

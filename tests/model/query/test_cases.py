@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.model.query import Query, Record, compile_query
+from tailrace.query import Query, Record, compile_query
 
 Case: TypeAlias = dict[str, Any]
 

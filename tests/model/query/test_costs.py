@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.query import compile_query
-from tailrace.model.query.order import compare, equal, frozen, size
-from tailrace.model.query.path import Path
-from tailrace.model.query.regex import compiled, literal, plain, searcher
+from tailrace.query import compile_query
+from tailrace.query.order import compare, equal, frozen, size
+from tailrace.query.path import Path
+from tailrace.query.regex import compiled, literal, plain, searcher
 
 
 def nested(levels: int) -> Any:

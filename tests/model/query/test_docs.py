@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.model.query import Limits, Record, compile_query
+from tailrace.query import Limits, Record, compile_query
 from tests.model.query.test_cases import EXPRESSION_OPERATORS, METADATA, QUERY_OPERATORS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "query.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.model.query import Limits, Record, compile_query
+from tailrace.query import Limits, Record, compile_query
 
 Json = dict[str, Any]
 

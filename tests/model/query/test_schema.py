@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.model.query import compile_query
-from tailrace.model.query.schema import json_schema
+from tailrace.query import compile_query
+from tailrace.query.schema import json_schema
 
 ROOT = Path(__file__).parents[3]
 CASES = Path(__file__).parent / "cases"
@@ -29,7 +29,7 @@ def test_the_schema_is_a_schema() -> None:
 
 def test_the_file_in_the_documentation_is_the_schema() -> None:
     assert json.loads((ROOT / "docs" / "query.schema.json").read_text()) == json_schema(), (
-        "run: python -m tailrace.model.query.schema > docs/query.schema.json"
+        "run: python -m tailrace.query.schema > docs/query.schema.json"
     )
 
 

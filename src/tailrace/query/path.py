@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from tailrace.model.query.order import MISSING
+from tailrace.query.order import MISSING
 
 One: TypeAlias = Callable[[Any], bool]
 """Whether one element satisfies an operator."""

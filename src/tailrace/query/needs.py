@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tailrace.model.query.order import KINDS, frozen, kind
-from tailrace.model.query.path import Path
-from tailrace.model.query.predicate import Equal, In, Ordered, Predicate, Regex
-from tailrace.model.query.regex import literal
-from tailrace.model.query.tree import And, Element, Leaf, Node, Or
+from tailrace.query.order import KINDS, frozen, kind
+from tailrace.query.path import Path
+from tailrace.query.predicate import Equal, In, Ordered, Predicate, Regex
+from tailrace.query.regex import literal
+from tailrace.query.tree import And, Element, Leaf, Node, Or
 
 SHORTEST = 3
 """Letters that a text must have to be looked for."""

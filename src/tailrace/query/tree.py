@@ -15,9 +15,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from tailrace.model.query.order import kind
-from tailrace.model.query.path import Check, One, Path
-from tailrace.model.query.predicate import Equal, Exists, In, Ordered, Predicate
+from tailrace.query.order import kind
+from tailrace.query.path import Check, One, Path
+from tailrace.query.predicate import Equal, Exists, In, Ordered, Predicate
 
 Sharing: TypeAlias = Callable[["Node"], Check]
 """Returns the function of a leaf, or of an ``$expr``, that several queries may have in common."""

@@ -6,14 +6,14 @@ from hashlib import sha256
 from typing import Any
 
 from tailrace.errors import QueryError
-from tailrace.model.query.explain import Explanation, explained
-from tailrace.model.query.expression import Expr
-from tailrace.model.query.limits import UNLIMITED, Limits, admitted
-from tailrace.model.query.order import MISSING
-from tailrace.model.query.parse import Parser
-from tailrace.model.query.path import Check, Path
-from tailrace.model.query.record import Record, fields_of
-from tailrace.model.query.tree import Leaf, Node, nodes, query
+from tailrace.query.explain import Explanation, explained
+from tailrace.query.expression import Expr
+from tailrace.query.limits import UNLIMITED, Limits, admitted
+from tailrace.query.order import MISSING
+from tailrace.query.parse import Parser
+from tailrace.query.path import Check, Path
+from tailrace.query.record import Record, fields_of
+from tailrace.query.tree import Leaf, Node, nodes, query
 
 DEFAULT_LIMITS = Limits()
 

@@ -8,6 +8,6 @@ filterset  the set: equal queries once, candidates from the index, each verified
 sieve      one query, asked of values that are not decoded yet
 """
 
-from tailrace.model.filters.filterset import FilterSet
+from tailrace.query.filterset import FilterSet
 
 __all__ = ["FilterSet"]

@@ -15,7 +15,7 @@ from typing import Any
 import re2
 
 from tailrace.errors import QueryError
-from tailrace.model.query.path import One
+from tailrace.query.path import One
 
 OPTIONS = "imsux"
 """Letters of ``$options``; ``u`` is taken and changes nothing."""

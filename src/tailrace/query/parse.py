@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 from tailrace.errors import BadRequest, QueryError
 from tailrace.log.cursor import parse_time
-from tailrace.model.query.expression import Expr, checked
-from tailrace.model.query.limits import Limits, describe
-from tailrace.model.query.order import as_double
-from tailrace.model.query.path import LONGEST, Path
-from tailrace.model.query.predicate import NUMBERS, TYPES, Bits, Exists, Mod, Ordered, Regex, Size, Type
-from tailrace.model.query.regex import OPTIONS, compiled
-from tailrace.model.query.tree import (
+from tailrace.query.expression import Expr, checked
+from tailrace.query.limits import Limits, describe
+from tailrace.query.order import as_double
+from tailrace.query.path import LONGEST, Path
+from tailrace.query.predicate import NUMBERS, TYPES, Bits, Exists, Mod, Ordered, Regex, Size, Type
+from tailrace.query.regex import OPTIONS, compiled
+from tailrace.query.tree import (
     FALSE,
     Element,
     Node,

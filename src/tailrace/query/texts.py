@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Generic, TypeVar
 
-from tailrace.model.filters.needs import SHORTEST
+from tailrace.query.needs import SHORTEST
 
 T = TypeVar("T")
 

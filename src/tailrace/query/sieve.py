@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tailrace.model.filters.needs import Need, Needs, Text, Value, needs
-from tailrace.model.query import Limits, Record, compile_query
-from tailrace.model.query.document import reader_of
-from tailrace.model.query.query import DEFAULT_LIMITS
-from tailrace.model.query.tree import And, Node
+from tailrace.query.needs import Need, Needs, Text, Value, needs
+from tailrace.query import Limits, Record, compile_query
+from tailrace.query.document import reader_of
+from tailrace.query.query import DEFAULT_LIMITS
+from tailrace.query.tree import And, Node
 
 _FEW = 8
 """Texts that are looked for together: looking for more would cost as much as decoding."""

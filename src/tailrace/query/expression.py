@@ -15,10 +15,10 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from tailrace.errors import QueryError
-from tailrace.model.query.arithmetic import ARITHMETIC, MANY, Unreckonable
-from tailrace.model.query.order import MISSING, compare
-from tailrace.model.query.path import LONGEST, Check
-from tailrace.model.query.tree import Node, Sharing
+from tailrace.query.arithmetic import ARITHMETIC, MANY, Unreckonable
+from tailrace.query.order import MISSING, compare
+from tailrace.query.path import LONGEST, Check
+from tailrace.query.tree import Node, Sharing
 
 Scope: TypeAlias = dict[tuple[str, ...], Any]
 """What paths are known to find in a document; the empty one, the document itself. So each is followed once."""

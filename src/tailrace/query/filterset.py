@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tailrace.model.filters.index import Index
-from tailrace.model.filters.needs import needs
-from tailrace.model.query import Query, Record, compile_query
-from tailrace.model.query.expression import Expr
-from tailrace.model.query.path import Check
-from tailrace.model.query.record import fields_of
-from tailrace.model.query.tree import Leaf, Node, nodes
+from tailrace.query.filter_index import Index
+from tailrace.query.needs import needs
+from tailrace.query import Query, Record, compile_query
+from tailrace.query.expression import Expr
+from tailrace.query.path import Check
+from tailrace.query.record import fields_of
+from tailrace.query.tree import Leaf, Node, nodes
 
 _DEAR = 4
 """Leaves of this cost and above are asked once for a document, however many queries have them."""

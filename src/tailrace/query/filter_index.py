@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tailrace.model.filters.needs import Need, Needs, Present, Price, Range, Text, Value
-from tailrace.model.filters.ranges import Ranges
-from tailrace.model.filters.texts import Texts
-from tailrace.model.query.order import MISSING, frozen
-from tailrace.model.query.path import Path
+from tailrace.query.needs import Need, Needs, Present, Price, Range, Text, Value
+from tailrace.query.ranges import Ranges
+from tailrace.query.texts import Texts
+from tailrace.query.order import MISSING, frozen
+from tailrace.query.path import Path
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ It takes every query that can be compiled, but for one kind: names with a dollar
 would take a document that has some for a value. It cannot say all that is refused: regular expressions that RE2 does
 not know, times that are none, expressions that always fail, what is over a limit.
 
-``python -m tailrace.model.query.schema`` prints it.
+``python -m tailrace.query.schema`` prints it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tailrace.model.query.arithmetic import MANY
-from tailrace.model.query.expression import OPERATORS as EXPRESSIONS
-from tailrace.model.query.parse import RECORD_FIELDS
-from tailrace.model.query.predicate import TYPES
+from tailrace.query.arithmetic import MANY
+from tailrace.query.expression import OPERATORS as EXPRESSIONS
+from tailrace.query.parse import RECORD_FIELDS
+from tailrace.query.predicate import TYPES
 
 Schema = dict[str, Any]
 

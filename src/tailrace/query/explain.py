@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.model.query.tree import has_operators
+from tailrace.query.tree import has_operators
 
 MOST_FOUND = 10
 """Elements that are shown of what a path found."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from tailrace.model.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, frozen, kind, size
-from tailrace.model.query.path import One, Some
-from tailrace.model.query.regex import searcher
+from tailrace.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, frozen, kind, size
+from tailrace.query.path import One, Some
+from tailrace.query.regex import searcher
 
 _LONGEST = 1 << 63
 

@@ -16,9 +16,9 @@
     schema      the language as a JSON Schema
 """
 
-from tailrace.model.query.explain import Explanation
-from tailrace.model.query.limits import Limits
-from tailrace.model.query.query import Query, compile_query
-from tailrace.model.query.record import Record
+from tailrace.query.explain import Explanation
+from tailrace.query.limits import Limits
+from tailrace.query.query import Query, compile_query
+from tailrace.query.record import Record
 
 __all__ = ["Explanation", "Limits", "Query", "Record", "compile_query"]
