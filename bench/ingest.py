@@ -36,11 +36,11 @@ from tailrace.config import load
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.pipeline.job import make_plan
-from tailrace.pipeline.onepass import COUNTED, one_pass
-from tailrace.pipeline.slice import COLUMNS
-from tailrace.pipeline.source import reader_options
-from tailrace.pipeline.tune import session, tasks
+from tailrace.driver.job import make_plan
+from tailrace.driver.one_pass import COUNTED, one_pass
+from tailrace.driver.slice import COLUMNS
+from tailrace.driver.source import reader_options
+from tailrace.driver.tune import session, tasks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 _runs = count()

@@ -32,8 +32,8 @@ from bench.ingest import job_event
 from bench.meter import cpu_seconds, percentile, report
 from tailrace.config import load
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.pipeline.job import make_plan
-from tailrace.pipeline.onepass import Host
+from tailrace.driver.job import make_plan
+from tailrace.driver.one_pass import Host
 from tailrace.log.registry import Registry
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 

@@ -40,7 +40,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.model.block import unpack
 from tailrace.model.burst import parse
-from tailrace.pipeline.job import make_plan
+from tailrace.driver.job import make_plan
 from tailrace.session_writer import SessionWriter
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 

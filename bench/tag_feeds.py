@@ -26,7 +26,7 @@ from tailrace.feeds.tagged import OpensTags, open_store
 from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
 from tailrace.model.stamp import stamp
-from tailrace.pipeline.job import Job
+from tailrace.driver.job import Job
 from tailrace.stores.cassandra import CassandraOptions, Connection, disconnect
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import read_counts

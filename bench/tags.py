@@ -44,7 +44,7 @@ from tailrace.config import Settings
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.pipeline.job import make_plan
+from tailrace.driver.job import make_plan
 from tailrace.stores.cassandra import CassandraOptions, Connection
 from tailrace.stores.schema import prepare as prepare_tables
 from tailrace.stores.tags import VIEW

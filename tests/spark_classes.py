@@ -19,7 +19,7 @@ from typing import Any
 from tailrace.config import load
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import find_java
-from tailrace.pipeline.tune import session
+from tailrace.driver.tune import session
 from tests.faults.rig import QUICK_JAVA
 
 OPTIONS = "SPARK_SUBMIT_OPTS"

@@ -9,8 +9,8 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.log.event import Source
-from tailrace.pipeline.onepass import Host, Plan
-from tailrace.pipeline.slice import Limits
+from tailrace.driver.one_pass import Host, Plan
+from tailrace.driver.slice import Limits
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare

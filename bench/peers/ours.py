@@ -23,7 +23,7 @@ from confluent_kafka import Consumer, TopicPartition
 from bench.meter import cpu_seconds
 from bench.peers.posts import QUIET_MS
 from tailrace.config import load
-from tailrace.pipeline.job import Job
+from tailrace.driver.job import Job
 from tailrace.valkey.marks import read_counts
 from tailrace.stores.rules import rules_of
 from tailrace.valkey.shards import Shards, StoreOptions

@@ -255,7 +255,7 @@ class Folder:
         return Emitter(own, [self.rule], frontier, self._tick_s)
 
     def _publisher(self, kafka: str) -> Any:
-        from tailrace.pipeline.publish import Publisher
+        from tailrace.driver.publisher import Publisher
 
         own = Shards(self._shards.options, self._shards.run_ids)
         return Publisher(own, {"bootstrap.servers": kafka, "log_level": 2}, POSITIONS, {self.rule.output: 1})

@@ -29,7 +29,7 @@ from tailrace.log.event import Source
 from tailrace.model.search import Life, Search, Stretch
 from tailrace.kafka.ranges import Passes, Ranges
 from tailrace.pipeline.scan import Chunk, Due, Scanner, scan
-from tailrace.pipeline.slice import Slice, slices
+from tailrace.driver.slice import Slice, slices
 from tailrace.serving.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.valkey.marks import advance

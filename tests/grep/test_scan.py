@@ -20,7 +20,7 @@ from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.model.search import Life, Search, Stretch, make_search
 from tailrace.pipeline import scan as module
-from tailrace.pipeline.tune import session
+from tailrace.driver.tune import session
 from tailrace.serving.service import now_ms
 from tailrace.stores.searches import scanning
 from tailrace.valkey.shards import StoreOptions

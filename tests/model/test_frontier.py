@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.model.frontier import KEPT, Course
+from tailrace.driver.frontier import KEPT, Course
 
 A, B = Source("a", 0), Source("b", 0)
 

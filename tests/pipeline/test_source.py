@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tailrace.config import Settings, load
 from tailrace.errors import ConfigError
 from tailrace.log.event import Source
-from tailrace.pipeline.source import LostRange, reader_options, starting_offsets
+from tailrace.driver.source import LostRange, reader_options, starting_offsets
 from tailrace.kafka.broker import Topic, TopicPattern, client_properties, included_and_excluded, topic_pattern
 
 

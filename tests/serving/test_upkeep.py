@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 from valkey import Valkey
 
-from tailrace.pipeline.report import Report
-from tailrace.pipeline.timing import Timing
+from tailrace.driver.report import Report
+from tailrace.driver.watermark import Timing
 from tailrace.kafka.broker import Broker
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep

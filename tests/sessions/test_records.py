@@ -18,7 +18,7 @@ from tailrace.model.burst import parse
 from tailrace.log.event import Source
 from tailrace.model.session import Session
 from tailrace.pipeline.sessions import VIEW
-from tailrace.pipeline.slice import Limits
+from tailrace.driver.slice import Limits
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.stores.sessions import Change, SessionStore, Verdict, Write, state_of
 from tailrace.valkey.shards import StoreOptions, mapping

@@ -14,7 +14,7 @@ from tailrace.log.name import shard_of
 from tailrace.model.stamp import ms_of, order, stamp
 from tailrace.model.tag import Numbered, Tagging
 from tailrace.pipeline.tags import TagView
-from tailrace.pipeline.view import Window
+from tailrace.driver.view import Window
 from tailrace.stores import tag_rows
 from tailrace.stores.cassandra import CassandraOptions, connected
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks

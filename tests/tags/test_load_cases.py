@@ -23,7 +23,7 @@ import pytest
 
 from tailrace.log.frame import AnyFeed, Frame
 from tailrace.log.event import Source
-from tailrace.pipeline.onepass import Host, Plan
+from tailrace.driver.one_pass import Host, Plan
 from tailrace.stores.cassandra import CassandraOptions, disconnect
 from tailrace.valkey.marks import advance
 from tailrace.stores.tags import VIEW, lift

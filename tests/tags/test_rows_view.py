@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tailrace.log.event import Source
 from tailrace.model.stamp import first_of, last_of, order
 from tailrace.model.tag import Tagging
-from tailrace.pipeline.slice import slices
+from tailrace.driver.slice import slices
 from tailrace.pipeline.tags import TagView
-from tailrace.pipeline.view import Place
+from tailrace.driver.view import Place
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
 from tailrace.stores.row_reader import RowReader

@@ -27,7 +27,7 @@ from tailrace.log.bucket import DAY_MS, bucket_start
 from tailrace.log.event import Source
 from tailrace.model.stamp import ms_of, stamp
 from tailrace.model.tag import Numbered
-from tailrace.pipeline.slice import Limits
+from tailrace.driver.slice import Limits
 from tailrace.stores.cassandra import CassandraOptions, Connection, disconnect
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.stores.tag_rows import Row, RowWriter

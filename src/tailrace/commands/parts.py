@@ -83,7 +83,7 @@ def pipeline(settings: Settings, views: str | None = None) -> int:
             f"it has {', '.join(settings.pipeline.views)}"
         )
     try:
-        from tailrace.pipeline.job import main
+        from tailrace.driver.job import main
     except ImportError as error:
         raise lacking(error, "spark") from None
     return main(settings, chosen)

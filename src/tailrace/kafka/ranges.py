@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Source
-from tailrace.pipeline.slice import Slice
+from tailrace.driver.slice import Slice
 from tailrace.kafka.broker import reader_properties
 
 ROWS = 5_000

@@ -16,8 +16,8 @@ from tailrace.log.event import home_of
 from tailrace.query.sieve import Sieve
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode
-from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import View, Window
+from tailrace.driver.slice import Slice
+from tailrace.driver.view import View, Window
 from tailrace.valkey.shards import Arg
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

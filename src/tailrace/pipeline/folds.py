@@ -20,8 +20,8 @@ from tailrace.log.event import event_id, home_of
 from tailrace.model.fold import NEVER, Clump, Finished, Time
 from tailrace.model.rule import Rule
 from tailrace.pipeline.looking import Inputs, Key, Looked, Looker
-from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Place, View, Window
+from tailrace.driver.slice import Slice
+from tailrace.driver.view import Place, View, Window
 from tailrace.stores.folds import VIEW, Folds, Held, given_out, new_version
 from tailrace.valkey.shards import Arg, Shards
 

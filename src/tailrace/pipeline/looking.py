@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 from tailrace.model.fold import Folding
 from tailrace.model.rule import SHORT, Reader, Rule
 from tailrace.query.value import CACHED
-from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Place
+from tailrace.driver.slice import Slice
+from tailrace.driver.view import Place
 from tailrace.stores.rules import reads
 
 NO_RULE = "no-rule"

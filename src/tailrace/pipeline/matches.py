@@ -20,8 +20,8 @@ from tailrace.query import Query, Record
 from tailrace.query.document import reader_of
 from tailrace.log.run import Run, encode
 from tailrace.model.search import Life, TopicFilter
-from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Place, View, Window
+from tailrace.driver.slice import Slice
+from tailrace.driver.view import Place, View, Window
 from tailrace.stores.searches import VIEW, Kept, Registry, keep
 from tailrace.valkey.shards import Arg, Shards
 

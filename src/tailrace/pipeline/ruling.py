@@ -10,7 +10,7 @@ from typing import Any
 from tailrace.config import Settings
 from tailrace.log.event import Source
 from tailrace.model.rule import Rule
-from tailrace.pipeline.timing import Batch, Timing
+from tailrace.driver.watermark import Batch, Timing
 from tailrace.stores.folds import VIEW
 from tailrace.valkey.marks import advance, lowest, read_marks, read_times
 from tailrace.stores.rules import changed, outputs_of, rules_of

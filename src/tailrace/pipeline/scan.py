@@ -24,12 +24,12 @@ from tailrace.log.name import shard_of
 from tailrace.log.poison import poison
 from tailrace.model.search import Life, Stretch
 from tailrace.pipeline.matches import KEPT_MS, Standing, appended, shelved
-from tailrace.pipeline.onepass import MAX_REFUSALS, Plan
+from tailrace.driver.one_pass import MAX_REFUSALS, Plan
 from tailrace.pipeline.present import GONE, LATER, Present, lost
 from tailrace.pipeline.presift import sift
 from tailrace.kafka.ranges import Ranges, shared_out
-from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.tune import SCANS
+from tailrace.driver.slice import Slice
+from tailrace.driver.tune import SCANS
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.stores.leases import Watchdog
 from tailrace.valkey.marks import NOTHING

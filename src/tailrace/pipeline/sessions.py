@@ -23,9 +23,9 @@ from tailrace.model.recording import STORED, Outcome, Recorder, dead
 from tailrace.model.search import TopicFilter
 from tailrace.model.session import Session, bindings_in, identifiers
 from tailrace.model.telemetry import Config, Open, Record, Refused, Update, head, identity_of, parse
-from tailrace.pipeline.intake import dead_letter
-from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Place, View, Window
+from tailrace.driver.intake import dead_letter
+from tailrace.driver.slice import Slice
+from tailrace.driver.view import Place, View, Window
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.stores.session_steps import Draft, Known, learn_configs, write_drafts
 from tailrace.stores.sessions import Change, SessionOptions, SessionStore, state_of

@@ -22,8 +22,8 @@ from tailrace.model.note import Notes
 from tailrace.log.run import Run, encode
 from tailrace.model.stamp import stamp
 from tailrace.model.tag import MANY, Numbered, Tagged, Tagger, stamp_ms
-from tailrace.pipeline.slice import Slice
-from tailrace.pipeline.view import Place, View, Window
+from tailrace.driver.slice import Slice
+from tailrace.driver.view import Place, View, Window
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.stores.tags import VIEW, TagOptions, introduce, read_numbers
 from tailrace.valkey.shards import Arg, Shards

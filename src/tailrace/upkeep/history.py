@@ -27,13 +27,13 @@ from tailrace.model.cleaned import Cleanings
 from tailrace.log.event import Source
 from tailrace.model.tag import Tagged
 from tailrace.pipeline.days import Days
-from tailrace.pipeline.job import make_plan
-from tailrace.pipeline.onepass import Plan
-from tailrace.pipeline.slice import COLUMNS, Slice, slices
-from tailrace.pipeline.source import reader_options
+from tailrace.driver.job import make_plan
+from tailrace.driver.one_pass import Plan
+from tailrace.driver.slice import COLUMNS, Slice, slices
+from tailrace.driver.source import reader_options
 from tailrace.pipeline.tags import TagView
-from tailrace.pipeline.tune import tasks
-from tailrace.pipeline.view import View
+from tailrace.driver.tune import tasks
+from tailrace.driver.view import View
 from tailrace.kafka.broker import ANSWER_S, Broker, Topic, client_properties
 from tailrace.stores.cleaned import read_cleaned
 from tailrace.valkey.generations import Adopted, read_all_adopted

@@ -27,9 +27,9 @@ from tailrace.log.event import Source, iso_time
 from tailrace.model.fold import Windows
 from tailrace.model.replay import Figures, Trials, candidates
 from tailrace.model.rule import Reader, Rule
-from tailrace.pipeline.slice import COLUMNS, Limits, slices
-from tailrace.pipeline.source import reader_options
-from tailrace.pipeline.tune import tasks
+from tailrace.driver.slice import COLUMNS, Limits, slices
+from tailrace.driver.source import reader_options
+from tailrace.driver.tune import tasks
 from tailrace.kafka.broker import Broker
 from tailrace.stores.folds import in_force
 from tailrace.stores.rules import outputs_of, reads, rules_of

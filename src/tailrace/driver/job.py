@@ -35,17 +35,17 @@ from tailrace.log.event import Source
 from tailrace.model.rule import Rule
 from tailrace.pipeline.emit import Emitter
 from tailrace.pipeline.enforce import enforce
-from tailrace.pipeline.onepass import COUNTED, Plan, one_pass
-from tailrace.pipeline.publish import Publisher
-from tailrace.pipeline.report import Report
+from tailrace.driver.one_pass import COUNTED, Plan, one_pass
+from tailrace.driver.publisher import Publisher
+from tailrace.driver.report import Report
 from tailrace.pipeline.ruling import applied, asked_for, begin_at_end, begin_matches, frontiers
 from tailrace.pipeline.scan import Scanner
 from tailrace.pipeline.sessions import VIEW as SESSIONS
 from tailrace.pipeline.sessions import SessionPlan, held_back
-from tailrace.pipeline.slice import COLUMNS, Limits
-from tailrace.pipeline.source import reader_options, starting_offsets
-from tailrace.pipeline.timing import Timing
-from tailrace.pipeline.tune import LIVE, session, tasks, warm
+from tailrace.driver.slice import COLUMNS, Limits
+from tailrace.driver.source import reader_options, starting_offsets
+from tailrace.driver.watermark import Timing
+from tailrace.driver.tune import LIVE, session, tasks, warm
 from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.valkey.marks import advance, lowest, read_marks

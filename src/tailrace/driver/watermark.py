@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tailrace.log.event import Source
-from tailrace.model.frontier import Course
+from tailrace.driver.frontier import Course
 from tailrace.model.rule import Rule
 from tailrace.kafka.broker import Broker, Topic
 from tailrace.stores.rules import reads

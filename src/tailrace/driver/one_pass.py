@@ -22,12 +22,12 @@ from tailrace.errors import PipelineError, StaleDriver, StoreError
 from tailrace.model.rule import Rule
 from tailrace.pipeline.days import Days
 from tailrace.pipeline.folds import FoldView
-from tailrace.pipeline.intake import Intake
+from tailrace.driver.intake import Intake
 from tailrace.pipeline.matches import Matches
 from tailrace.pipeline.sessions import SessionPlan, SessionView
-from tailrace.pipeline.slice import Limits, Slice, slices
+from tailrace.driver.slice import Limits, Slice, slices
 from tailrace.pipeline.tags import TagView
-from tailrace.pipeline.view import Place, View, Window
+from tailrace.driver.view import Place, View, Window
 from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_time
 from tailrace.stores.tags import TagOptions
 from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions

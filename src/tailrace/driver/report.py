@@ -15,8 +15,8 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Source
-from tailrace.pipeline.source import LostRange
-from tailrace.pipeline.timing import Batch, Timing
+from tailrace.driver.source import LostRange
+from tailrace.driver.watermark import Batch, Timing
 from tailrace.stores.folds import VIEW as FOLDS
 from tailrace.valkey.marks import advance, conserved, read_counts, read_times
 from tailrace.stores.searches import VIEW as MATCHES

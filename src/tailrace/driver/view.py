@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tailrace.pipeline.slice import Slice
+from tailrace.driver.slice import Slice
 from tailrace.valkey.shards import Arg, Shards
 
 
