@@ -27,7 +27,7 @@ from tailrace.upkeep.audit import Auditing
 from tailrace.upkeep.job import now_ms, run_job
 from tailrace.upkeep.loop import jobs_of
 from tailrace.upkeep.rebuild import Rebuilding
-from tailrace.upkeep.spread import Spread
+from tailrace.upkeep.spark import Spread
 from tests.grep.rig import read_log, register
 from tests.grep.site import Following, Site, controls, facts, ids, numbered
 from tests.writing import DAY, NOON, Record, Writer

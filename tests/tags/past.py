@@ -8,7 +8,7 @@ from tailrace.model.stamp import ms_of
 from tailrace.stores.cassandra import CassandraOptions
 from tailrace.stores.tag_rows import Narrow, Row, RowWriter, writer
 from tailrace.valkey.shards import StoreOptions
-from tailrace.upkeep.by_store import auditing, cleaning, rebuilding
+from tailrace.upkeep.backends import auditing, cleaning, rebuilding
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.upkeep.row_audit import RowAudit
 from tailrace.upkeep.row_cleanup import RowCleaning

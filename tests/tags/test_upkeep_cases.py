@@ -27,7 +27,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.stores.tags import VIEW
 from tailrace.valkey.shards import StoreOptions
 from tailrace.tag_settings import TagRules
-from tailrace.upkeep.by_store import cleaning
+from tailrace.upkeep.backends import cleaning
 from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.config.where import Where

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tailrace.commands import repair
 from tailrace.errors import BadRequest, PipelineError
-from tailrace.model.audit import Tally, fingerprint
+from tailrace.upkeep.audit_ import Tally, fingerprint
 from tailrace.log.store import write_row
 from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.examine import examine, look

@@ -31,7 +31,7 @@ from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Job, Loop
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
-from tailrace.upkeep.spread import Plan, Spread, divided
+from tailrace.upkeep.spark import Plan, Spread, divided
 from tailrace.upkeep.throttle import Throttle
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.upkeep.rig import Keeper

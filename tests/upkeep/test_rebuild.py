@@ -22,7 +22,7 @@ from tailrace.errors import BadRequest, StreamNotFound
 from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.cursor import Position
 from tailrace.log.event import Source
-from tailrace.model.rebuild import Buckets, Event, merged, replaced
+from tailrace.upkeep.rebuild_ import Buckets, Event, merged, replaced
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions

@@ -12,7 +12,7 @@ from tailrace.model.cleaned import Cleaned, beside, thinned, without
 from tailrace.log.cursor import Position
 from tailrace.log.event import Source
 from tailrace.model.note import Note, Notes
-from tailrace.model.rebuild import Event, replaced
+from tailrace.upkeep.rebuild_ import Event, replaced
 from tailrace.model.renumber import Ends, counted, renumbered
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate

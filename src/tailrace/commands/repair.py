@@ -31,7 +31,7 @@ def audit(
 ) -> int:
     """Compare a view with Kafka and with its own registries. 1 if something is wrong."""
     try:
-        from tailrace.upkeep.by_store import auditing
+        from tailrace.upkeep.backends import auditing
         from tailrace.upkeep.job import run_job
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
@@ -62,7 +62,7 @@ def rebuild(
 ) -> int:
     """Restore what Kafka still has. 1 if some log could not be restored."""
     try:
-        from tailrace.upkeep.by_store import rebuilding
+        from tailrace.upkeep.backends import rebuilding
         from tailrace.upkeep.restore import REBUILT, SAME
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
@@ -81,7 +81,7 @@ def rebuild(
 def cleanup(settings: Settings, source: str, tag: str | None, *, dry_run: bool, wait_s: float, json: bool) -> int:
     """Take a source's events out of tags for good. 1 if some could not be taken out."""
     try:
-        from tailrace.upkeep.by_store import cleaning
+        from tailrace.upkeep.backends import cleaning
         from tailrace.upkeep.taking_out import CLEANED
     except ImportError as error:
         raise parts.lacking(error, "stores") from None

@@ -42,7 +42,7 @@ def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bo
         from tailrace.upkeep.job import Scope, matcher
         from tailrace.upkeep.pack import Packing, Rules
         from tailrace.upkeep.packer import FAULTS
-        from tailrace.upkeep.spread import Spread
+        from tailrace.upkeep.spark import Spread
     except ImportError as error:
         raise parts.lacking(error, "stores") from None
     settings = parts.at_stack(settings)
@@ -83,7 +83,7 @@ def once(settings: Settings, work: Job, *, dry_run: bool, wait_s: float) -> dict
 
 def step_aside() -> None:
     """Say only what matters, and let live work go first."""
-    from tailrace.upkeep.spread import step_back
+    from tailrace.upkeep.spark import step_back
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("py4j").setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from tailrace.log.event import Source
-from tailrace.model.rebuild import Event
+from tailrace.upkeep.rebuild_ import Event
 from tailrace.model.tag import Numbered, stamp_ms
 
 

@@ -13,9 +13,9 @@ from typing import IO, Any
 
 import msgspec
 
-from tailrace.model.audit import Held
+from tailrace.upkeep.audit_ import Held
 from tailrace.log.event import Source
-from tailrace.model.rebuild import Event
+from tailrace.upkeep.rebuild_ import Event
 from tailrace.model.renumber import Ends, counted, renumbered
 from tailrace.log.run import Run
 from tailrace.model.tag import Numbered

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from tailrace.config import Settings
 from tailrace.errors import PipelineError
-from tailrace.model.audit import Finding, Tally, fingerprint, horizon, noted
+from tailrace.upkeep.audit_ import Finding, Tally, fingerprint, horizon, noted
 from tailrace.log.bucket import DAY_MS, day_text
 from tailrace.valkey.marks import read_marks
 from tailrace.log.registry import Registry

@@ -10,11 +10,11 @@ from itertools import groupby
 
 import msgspec
 
-from tailrace.model.audit import fingerprint, noted
+from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.log.event import Source
 from tailrace.model.note import Notes
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
-from tailrace.model.rebuild import Buckets, Event
+from tailrace.upkeep.rebuild_ import Buckets, Event
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Segment
 from tailrace.log.staging import Piece, Rebuilt

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.model.audit import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
+from tailrace.upkeep.audit_ import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
 from tailrace.log.bucket import DAY_MS
 from tailrace.model.cleaned import Cleanings
 from tailrace.log.name import shard_of

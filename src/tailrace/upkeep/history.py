@@ -22,7 +22,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource
 from tailrace.config import Settings
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import PipelineError
-from tailrace.model.audit import Bounds
+from tailrace.upkeep.audit_ import Bounds
 from tailrace.model.cleaned import Cleanings
 from tailrace.log.event import Source
 from tailrace.model.tag import Tagged
@@ -41,7 +41,7 @@ from tailrace.valkey.marks import NOTHING, read_marks
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import matcher
-from tailrace.upkeep.spread import begin_session, end_session
+from tailrace.upkeep.spark import begin_session, end_session
 
 logger = logging.getLogger(__name__)
 

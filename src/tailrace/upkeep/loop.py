@@ -23,11 +23,11 @@ from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.config.units import format_duration
 from tailrace.upkeep import abandon, forget, pack, sweep, trim
-from tailrace.upkeep.by_store import auditing
+from tailrace.upkeep.backends import auditing
 from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, Work, now_ms, run_job
 from tailrace.upkeep.lease import SESSIONS
 from tailrace.upkeep.report import last_end
-from tailrace.upkeep.spread import Spread, step_back
+from tailrace.upkeep.spark import Spread, step_back
 from tailrace.upkeep.throttle import Throttle
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, due_segments, groups
-from tailrace.upkeep.spread import Plan, Spread
+from tailrace.upkeep.spark import Plan, Spread
 from tailrace.upkeep.throttle import Throttle
 
 BATCH_SEGMENTS = 4_000

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from tailrace.model.audit import Checker, horizon, prints
+from tailrace.upkeep.audit_ import Checker, horizon, prints
 from tailrace.log.bucket import bucket_start
 from tailrace.model.cleaned import without
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
 from tailrace.model.note import Note
 from tailrace.log.pack import digest
-from tailrace.model.rebuild import (
+from tailrace.upkeep.rebuild_ import (
     Buckets,
     Event,
     Limits,

@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.model.audit import MOST_ODD, Finding, Tally, fingerprint, noted
+from tailrace.upkeep.audit_ import MOST_ODD, Finding, Tally, fingerprint, noted
 from tailrace.log.bucket import DAY_MS, day_text
 from tailrace.model.cleaned import Cleanings
 from tailrace.log.event import Source

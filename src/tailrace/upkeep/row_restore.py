@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import StaleUpkeep
-from tailrace.model.audit import fingerprint, noted
+from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.log.bucket import bucket_start
 from tailrace.model.cleaned import Cleanings
 from tailrace.model.countdown import Countdown, End, end_of

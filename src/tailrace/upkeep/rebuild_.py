@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
-from tailrace.model.audit import Bounds
+from tailrace.upkeep.audit_ import Bounds
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.cursor import Position
 from tailrace.log.event import Headers, Source
