@@ -14,9 +14,9 @@ from valkey import Valkey
 
 from tailrace.errors import Overloaded
 from tailrace.log.name import shard_of
-from tailrace.serving import largest
-from tailrace.serving.largest import Largest
-from tailrace.serving.listings import Stream
+from tailrace.views.days import largest
+from tailrace.views.days.largest import Largest
+from tailrace.views.days.routes import Stream
 from tailrace.valkey.keys import FORMAT
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from tailrace.errors import PipelineError, StaleDriver, StoreError
 from tailrace.model.rule import Rule
-from tailrace.pipeline.days import Days
+from tailrace.views.days.write import Days
 from tailrace.pipeline.folds import FoldView
 from tailrace.driver.intake import Intake
 from tailrace.pipeline.matches import Matches

@@ -13,7 +13,7 @@ from tailrace.config import Settings
 from tailrace.serving import routes
 from tailrace.serving.edge import Edge
 from tailrace.serving.health import VERSION, Health
-from tailrace.serving.largest import Largest
+from tailrace.views.days.largest import Largest
 from tailrace.serving.openapi import ABOUT, describe
 from tailrace.serving.problems import Problems
 from tailrace.serving.readers import watch

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from tailrace.serving.health import Health
-from tailrace.serving.largest import Largest
+from tailrace.views.days.largest import Largest
 from tailrace.serving.service import Service
 
 

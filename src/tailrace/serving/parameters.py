@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from tailrace.errors import BadRequest
 from tailrace.log import request as feeds
 from tailrace.log.cursor import MAX_NAMES
-from tailrace.serving.largest import MOST
+from tailrace.views.days.largest import MOST
 from tailrace.serving.service import now_ms
 
 

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket
 
 from tailrace.metrics import CONTENT_TYPE
 from tailrace.model.folded import stream_of
-from tailrace.serving import listings
+from tailrace.views.days import routes as listings
 from tailrace.serving.access import everything, topics_of
 from tailrace.serving.dependencies import Asked, Here, LastEventId, Walker
 from tailrace.serving.encodings import choose

@@ -26,7 +26,7 @@ from tailrace.upkeep.audit_ import Bounds
 from tailrace.model.cleaned import Cleanings
 from tailrace.log.event import Source
 from tailrace.model.tag import Tagged
-from tailrace.pipeline.days import Days
+from tailrace.views.days.write import Days
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Plan
 from tailrace.driver.slice import COLUMNS, Slice, slices

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from tailrace.errors import Overloaded
-from tailrace.serving.listings import Stream, Streams, read_logs, stream_of
+from tailrace.views.days.routes import Stream, Streams, read_logs, stream_of
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Command

@@ -1,0 +1,1 @@
+"""The views: a folder each, with the same file names in each."""

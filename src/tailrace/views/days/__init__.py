@@ -1,0 +1,1 @@
+"""Day streams: every record in the log of its key, bucket by bucket."""
