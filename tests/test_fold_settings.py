@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from tailrace import config
 from tailrace.config import Settings
 from tailrace.errors import ConfigError
-from tailrace.fold_settings import COLLECTS, Fold, Rules, collected
-from tailrace.model.collect import COLLECTORS
+from tailrace.views.folds.settings import COLLECTS, Fold, Rules, collected
+from tailrace.views.folds.collect import COLLECTORS
 from tailrace.config.units import format_duration
 from tests.asking import written_queries
 

@@ -14,10 +14,10 @@ import pytest
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.model.fold import Clump, Finished, Input
-from tailrace.model.rule import Reader, Taken
+from tailrace.views.folds.model import Clump, Finished, Input
+from tailrace.views.folds.rule import Reader, Taken
 from tailrace.posts import METRICS, STEP, Post, posts, steps, with_rule
-from tailrace.stores.rules import rules_of
+from tailrace.views.folds.rules import rules_of
 
 MINUTES = 60.0
 

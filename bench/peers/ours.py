@@ -25,7 +25,7 @@ from bench.peers.posts import QUIET_MS
 from tailrace.config import load
 from tailrace.driver.job import Job
 from tailrace.valkey.marks import read_counts
-from tailrace.stores.rules import rules_of
+from tailrace.views.folds.rules import rules_of
 from tailrace.valkey.shards import Shards, StoreOptions
 
 PATIENCE_S = 300.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tailrace.client import Feed, River, connect
     from tailrace.errors import TailraceError
-    from tailrace.folder import Folder
+    from tailrace.views.folds.folder import Folder
     from tailrace.session_writer import SessionWriter
     from tailrace.telemetry_client import Burst
     from tailrace.wire import Event
@@ -27,7 +27,7 @@ _HOMES = {
     "Burst": "tailrace.telemetry_client",
     "Event": "tailrace.wire",
     "Feed": "tailrace.client",
-    "Folder": "tailrace.folder",
+    "Folder": "tailrace.views.folds.folder",
     "River": "tailrace.client",
     "SessionWriter": "tailrace.session_writer",
     "TailraceError": "tailrace.errors",

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tailrace.errors import TailraceError
-from tailrace.folds_cli import folds
+from tailrace.views.folds.cli import folds
 from tailrace.options import (
     DEFAULT_URL,
     After,

@@ -16,7 +16,7 @@ import msgspec
 
 from tailrace.connection import DEFAULT_URL, LONGEST_SEARCH
 from tailrace.errors import BadRequest
-from tailrace.folds_client import Folds
+from tailrace.views.folds.client import Folds
 from tailrace.following import Asked, Feed, Query
 from tailrace.tags_client import Tags
 from tailrace.telemetry_client import Telemetry

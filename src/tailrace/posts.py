@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from tailrace.config import Settings
-from tailrace.fold_settings import Collects, Fold, Rules
+from tailrace.views.folds.settings import Collects, Fold, Rules
 
 RULE = "accounts"
 STEP = 0.2

@@ -17,7 +17,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.model.fold import Windows
+from tailrace.views.folds.model import Windows
 from tests.faults.posts import PARTITIONS, QUIET_MS, Posts, folds_of
 from tests.faults.rig import Installation, Pipeline, wait_for
 from tests.folds.rig import expected

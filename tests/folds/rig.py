@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.model.collect import Collect
-from tailrace.model.fold import Windows
-from tailrace.model.rule import Rule
-from tailrace.pipeline.emit import Emitter
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.model import Windows
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.emit import Emitter
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.writing import NOON, Record, Writer
 

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from tailrace.errors import StaleDriver
-from tailrace.model.collect import Collect
-from tailrace.model.rule import Rule
-from tailrace.pipeline.emit import Emitter
-from tailrace.pipeline.enforce import enforce
-from tailrace.stores.folds import Folds, in_force
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.emit import Emitter
+from tailrace.views.folds.enforce import enforce
+from tailrace.views.folds.store import Folds, in_force
 from tailrace.valkey.shards import StoreOptions, enlist
 from tests.folds.rig import RULE, FoldRig, post
 from tests.writing import NOON

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.stores.folds import Folds
+from tailrace.views.folds.store import Folds
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.folds.rig import RULE, Fold, FoldRig, emitter, expected, post

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.collect import COLLECTORS, Collector, Position
+from tailrace.views.folds.collect import COLLECTORS, Collector, Position
 
 SOURCES = ("a:0", "a:1", "b@2:0")
 NUMBERS = {source: i for i, source in enumerate(SOURCES)}

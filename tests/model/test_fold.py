@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.collect import COLLECTORS, Collect
-from tailrace.model.fold import NEVER, Clump, Finished, Folding, Input, Time, Windows, offsets_of, remember
-from tailrace.model.folded import folded
-from tailrace.model.rule import Reader, Rule, Taken
+from tailrace.views.folds.collect import COLLECTORS, Collect
+from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Input, Time, Windows, offsets_of, remember
+from tailrace.views.folds.folded import folded
+from tailrace.views.folds.rule import Reader, Rule, Taken
 
 RULE = Rule(
     name="r",

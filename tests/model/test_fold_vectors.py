@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeAlias
 
 import pytest
 
-from tailrace.model.collect import Collect
-from tailrace.model.fold import Clump, Finished, Folding, Input, Windows
-from tailrace.model.folded import folded
-from tailrace.model.rule import Reader, Rule, Taken
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.model import Clump, Finished, Folding, Input, Windows
+from tailrace.views.folds.folded import folded
+from tailrace.views.folds.rule import Reader, Rule, Taken
 
 Held: TypeAlias = "dict[bytes, list[Clump]]"
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from tailrace.model.collect import Collect
-from tailrace.model.fold import Finished, Input, Windows
-from tailrace.model.folded import folded, stream_of
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.model import Finished, Input, Windows
+from tailrace.views.folds.folded import folded, stream_of
 from tailrace.log.name import key_elements
-from tailrace.model.rule import Reader, Rule, Taken
+from tailrace.views.folds.rule import Reader, Rule, Taken
 
 NOON = 1_789_200_000_000
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tailrace.model.collect import COLLECTORS, Collect
-from tailrace.model.fold import OFFSET_BYTES, Clump, Finished, Folding, Input, Windows
-from tailrace.model.replay import Figures, Trials, candidates, replay, rounded, scaled
+from tailrace.views.folds.collect import COLLECTORS, Collect
+from tailrace.views.folds.model import OFFSET_BYTES, Clump, Finished, Folding, Input, Windows
+from tailrace.views.folds.replay import Figures, Trials, candidates, replay, rounded, scaled
 
 _COLLECT = (Collect("seen", "set", ("a",)), Collect("newest", "last", ("b",)), Collect("total", "sum", ("c",)))
 _windows = st.builds(

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import QueryError
-from tailrace.model.collect import Collect
-from tailrace.model.fold import OFFSET_BYTES, Input, Windows
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.model import OFFSET_BYTES, Input, Windows
 from tailrace.query import Record
-from tailrace.model.rule import MAX_GROUP_BYTES, Reader, Rule, Taken, group_of
+from tailrace.views.folds.rule import MAX_GROUP_BYTES, Reader, Rule, Taken, group_of
 
 WINDOWS = Windows(10, 100)
 POSTS = Rule("posts", (), (("account_id",),), (Collect("metrics", "keys", ("metrics",)),), WINDOWS)

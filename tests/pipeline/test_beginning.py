@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tailrace.log.event import Source
-from tailrace.pipeline.ruling import begin_at_end
+from tailrace.views.folds.driver import begin_at_end
 from tailrace.valkey.marks import lowest, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 

@@ -9,10 +9,10 @@ import httpx
 import msgspec
 
 from tailrace.config import load
-from tailrace.model.fold import NEVER, Input
-from tailrace.model.rule import Reader, Rule, Taken
-from tailrace.stores.folds import Change, Folds, InForce
-from tailrace.stores.rules import rules_of
+from tailrace.views.folds.model import NEVER, Input
+from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.store import Change, Folds, InForce
+from tailrace.views.folds.rules import rules_of
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tests.writing import NOON
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tailrace
-from tailrace.commands.folds import read_group
+from tailrace.views.folds.commands import read_group
 from tailrace.errors import BadRequest, TailraceError
 from tailrace.log.event import iso_time
 from tests.command_line import on_a_terminal, rows, run

@@ -8,10 +8,10 @@ import pytest
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.model.collect import Collect
-from tailrace.model.fold import Windows
-from tailrace.model.rule import Reader, Rule, Taken
-from tailrace.stores.rules import changed, outputs_of, reads, rules_of
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.model import Windows
+from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.rules import changed, outputs_of, reads, rules_of
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account.id"], "quiet": "3s"}
 

@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tailrace.errors import ConfigError
-from tailrace.fold_settings import Folds, Problem, refuse
+from tailrace.views.folds.settings import Folds, Problem, refuse
 from tailrace.config.patterns import compiled
 from tailrace.config.server_settings import Kafka, Spark, Valkey
 from tailrace.session_settings import Sessions

@@ -32,13 +32,13 @@ from tailrace.errors import (
     TailraceError,
 )
 from tailrace.log.event import Source
-from tailrace.model.rule import Rule
-from tailrace.pipeline.emit import Emitter
-from tailrace.pipeline.enforce import enforce
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.emit import Emitter
+from tailrace.views.folds.enforce import enforce
 from tailrace.driver.one_pass import COUNTED, Plan, one_pass
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
-from tailrace.pipeline.ruling import applied, asked_for, begin_at_end, begin_matches, frontiers
+from tailrace.views.folds.driver import applied, asked_for, begin_at_end, begin_matches, frontiers
 from tailrace.pipeline.scan import Scanner
 from tailrace.pipeline.sessions import VIEW as SESSIONS
 from tailrace.pipeline.sessions import SessionPlan, held_back
@@ -47,9 +47,9 @@ from tailrace.driver.source import reader_options, starting_offsets
 from tailrace.driver.watermark import Timing
 from tailrace.driver.tune import LIVE, session, tasks, warm
 from tailrace.kafka.broker import Broker, Topic, client_properties
-from tailrace.stores.folds import VIEW as FOLDS
+from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.valkey.marks import advance, lowest, read_marks
-from tailrace.stores.rules import rules_of
+from tailrace.views.folds.rules import rules_of
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.tags import tag_options

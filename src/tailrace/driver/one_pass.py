@@ -19,9 +19,9 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.errors import PipelineError, StaleDriver, StoreError
-from tailrace.model.rule import Rule
+from tailrace.views.folds.rule import Rule
 from tailrace.views.days.write import Days
-from tailrace.pipeline.folds import FoldView
+from tailrace.views.folds.write import FoldView
 from tailrace.driver.intake import Intake
 from tailrace.pipeline.matches import Matches
 from tailrace.pipeline.sessions import SessionPlan, SessionView

@@ -17,7 +17,7 @@ from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Source
 from tailrace.driver.source import LostRange
 from tailrace.driver.watermark import Batch, Timing
-from tailrace.stores.folds import VIEW as FOLDS
+from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.valkey.marks import advance, conserved, read_counts, read_times
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS

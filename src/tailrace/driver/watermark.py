@@ -16,9 +16,9 @@ import msgspec
 
 from tailrace.log.event import Source
 from tailrace.driver.frontier import Course
-from tailrace.model.rule import Rule
+from tailrace.views.folds.rule import Rule
 from tailrace.kafka.broker import Broker, Topic
-from tailrace.stores.rules import reads
+from tailrace.views.folds.rules import reads
 
 
 class Timing:

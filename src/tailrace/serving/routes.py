@@ -16,13 +16,13 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
 from tailrace.metrics import CONTENT_TYPE
-from tailrace.model.folded import stream_of
+from tailrace.views.folds.folded import stream_of
 from tailrace.views.days import routes as listings
 from tailrace.serving.access import everything, topics_of
 from tailrace.serving.dependencies import Asked, Here, LastEventId, Walker
 from tailrace.serving.encodings import choose
-from tailrace.serving.flush import GivenOut, give_out
-from tailrace.serving.folds import Folds, known, list_folds
+from tailrace.views.folds.flush import GivenOut, give_out
+from tailrace.views.folds.routes import Folds, known, list_folds
 from tailrace.serving.grep import (
     EXPLAIN_BODY,
     GREP_BODY,
@@ -66,7 +66,7 @@ from tailrace.serving.parameters import (
     Topic,
     refuse_repeats,
 )
-from tailrace.serving.pending import Pending, list_pending
+from tailrace.views.folds.pending import Pending, list_pending
 from tailrace.serving.puts import body_of, read_events
 from tailrace.serving.rta import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
 from tailrace.serving.searches import (
@@ -84,7 +84,7 @@ from tailrace.serving.service import Service
 from tailrace.serving.sessions import follow_session, list_sessions, session_config, show_session
 from tailrace.serving.sse import FeedResponse
 from tailrace.serving.tags import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
-from tailrace.serving.windows import Changed, change_windows
+from tailrace.views.folds.windows import Changed, change_windows
 
 _encode = msgspec.json.Encoder().encode
 

@@ -34,7 +34,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.stores.payloads import Payloads
 from tailrace.stores.readers import Readers
 from tailrace.kafka.records import Records
-from tailrace.stores.rules import rules_of
+from tailrace.views.folds.rules import rules_of
 from tailrace.stores.searched import Searched
 from tailrace.stores.searches import PIECE_RUNS, Searches
 from tailrace.stores.searches import VIEW as MATCHES

@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field
 from tailrace.errors import RuleNotFound
 from tailrace.metrics import FoldFigures
 from tailrace.log.event import iso_time
-from tailrace.model.fold import Windows
-from tailrace.model.folded import stream_of
-from tailrace.model.rule import Rule
+from tailrace.views.folds.model import Windows
+from tailrace.views.folds.folded import stream_of
+from tailrace.views.folds.rule import Rule
 from tailrace.serving.service import Service
-from tailrace.stores.folds import COUNTED, VIEW, InForce
+from tailrace.views.folds.store import COUNTED, VIEW, InForce
 from tailrace.valkey.shards import Command, mapping
 from tailrace.config.units import format_duration, format_size
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tailrace.model.rule import Rule
-from tailrace.stores.folds import COUNTED, FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.store import COUNTED, FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, mapping
 

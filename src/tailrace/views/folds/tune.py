@@ -24,15 +24,15 @@ import pyarrow.compute as pc
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
 from tailrace.log.event import Source, iso_time
-from tailrace.model.fold import Windows
-from tailrace.model.replay import Figures, Trials, candidates
-from tailrace.model.rule import Reader, Rule
+from tailrace.views.folds.model import Windows
+from tailrace.views.folds.replay import Figures, Trials, candidates
+from tailrace.views.folds.rule import Reader, Rule
 from tailrace.driver.slice import COLUMNS, Limits, slices
 from tailrace.driver.source import reader_options
 from tailrace.driver.tune import tasks
 from tailrace.kafka.broker import Broker
-from tailrace.stores.folds import in_force
-from tailrace.stores.rules import outputs_of, reads, rules_of
+from tailrace.views.folds.store import in_force
+from tailrace.views.folds.rules import outputs_of, reads, rules_of
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep.history import ATTEMPTS, collect, spark_for
 from tailrace.upkeep.job import now_ms

@@ -33,7 +33,7 @@ GroupText = Annotated[
 @folds.command("ls")
 def folds_ls(json: Json = False, url: Url = DEFAULT_URL) -> None:
     """List the rules: their windows, what they hold and how much they fold."""
-    from tailrace.commands import folds
+    from tailrace.views.folds import commands as folds
 
     folds.ls(json=json, url=url)
 
@@ -52,7 +52,8 @@ def folds_tail(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Follow the folded events of a rule."""
-    from tailrace.commands import folds, follow
+    from tailrace.commands import follow
+    from tailrace.views.folds import commands as folds
 
     asked = follow.Request([], start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(folds.tail(name, asked, json=json))
@@ -61,7 +62,7 @@ def folds_tail(
 @folds.command("pending")
 def folds_pending(name: Rule, limit: Most = None, json: Json = False, url: Url = DEFAULT_URL) -> None:
     """List the groups that hold folds, the first due first."""
-    from tailrace.commands import folds
+    from tailrace.views.folds import commands as folds
 
     folds.pending(name, limit, json=json, url=url)
 
@@ -78,7 +79,7 @@ def folds_flush(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Give out the folds of a group now."""
-    from tailrace.commands import folds
+    from tailrace.views.folds import commands as folds
 
     folds.flush(name, group, everything=everything, json=json, url=url)
 
@@ -86,7 +87,7 @@ def folds_flush(
 @folds.command("delete")
 def folds_delete(name: Rule, group: GroupText, json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Drop the folds of a group: they are given out with the reason deleted."""
-    from tailrace.commands import folds
+    from tailrace.views.folds import commands as folds
 
     folds.delete(name, group, json=json, url=url)
 
@@ -104,7 +105,7 @@ def folds_set(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Change the windows of a rule while it runs."""
-    from tailrace.commands import folds
+    from tailrace.views.folds import commands as folds
 
     windows = {"quiet": quiet, "max_wait": max_wait, "max_count": max_count, "max_bytes": max_bytes}
     folds.change(name, {**windows, "lateness": lateness}, reset=reset, json=json, url=url)
@@ -123,7 +124,8 @@ def folds_tune(
     config: Config = None,
 ) -> None:
     """Say how much would have been folded, and how late, with other quiet periods."""
-    from tailrace.commands import parts, tune
+    from tailrace.commands import parts
+    from tailrace.views.folds import tune_ as tune
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(tune.tune(settings, name, since=since, windows=windows or [], json=json, plot=plot))

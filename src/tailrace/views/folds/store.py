@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StaleDriver
-from tailrace.model.fold import NEVER, Finished, Folding
-from tailrace.model.folded import folded
-from tailrace.model.rule import Rule
+from tailrace.views.folds.model import NEVER, Finished, Folding
+from tailrace.views.folds.folded import folded
+from tailrace.views.folds.rule import Rule
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
 

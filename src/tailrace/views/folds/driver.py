@@ -9,11 +9,11 @@ from typing import Any
 
 from tailrace.config import Settings
 from tailrace.log.event import Source
-from tailrace.model.rule import Rule
+from tailrace.views.folds.rule import Rule
 from tailrace.driver.watermark import Batch, Timing
-from tailrace.stores.folds import VIEW
+from tailrace.views.folds.store import VIEW
 from tailrace.valkey.marks import advance, lowest, read_marks, read_times
-from tailrace.stores.rules import changed, outputs_of, rules_of
+from tailrace.views.folds.rules import changed, outputs_of, rules_of
 from tailrace.stores.searches import VIEW as MATCHES
 from tailrace.valkey.shards import Shards, mapping
 

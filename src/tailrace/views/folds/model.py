@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from tailrace.model.collect import COLLECTORS, Collect, Position
+from tailrace.views.folds.collect import COLLECTORS, Collect, Position
 
 Time: TypeAlias = float
 """Milliseconds; infinite where nothing is known."""

@@ -11,9 +11,9 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import BadRequest, WindowsRefused
-from tailrace.serving.folds import FoldWindows, known, windows_text
+from tailrace.views.folds.routes import FoldWindows, known, windows_text
 from tailrace.serving.service import Service
-from tailrace.stores.rules import WINDOWS, changed
+from tailrace.views.folds.rules import WINDOWS, changed
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode

@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tailrace.model.collect import COLLECTORS, Collect
+from tailrace.views.folds.collect import COLLECTORS, Collect
 from tailrace.query.sieve import Sieve
-from tailrace.model.fold import Folding, Windows
+from tailrace.views.folds.model import Folding, Windows
 from tailrace.log.name import shard_of
 from tailrace.query import Record
 from tailrace.query.value import CACHED, Path, canonical, fields, follow

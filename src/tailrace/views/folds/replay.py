@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.model.collect import Collect
-from tailrace.model.fold import NEVER, Clump, Finished, Folding, Input, Time, Windows
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Input, Time, Windows
 
 STEPS = 4
 """Candidates on either side of the configured window, each half or twice as long as its neighbour."""

@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field
 
 from tailrace.errors import CursorError
 from tailrace.log.event import iso_time
-from tailrace.model.fold import Folding
-from tailrace.model.rule import Rule
-from tailrace.serving.folds import in_force
+from tailrace.views.folds.model import Folding
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.routes import in_force
 from tailrace.serving.service import Service
-from tailrace.stores.folds import Held, read_held
+from tailrace.views.folds.store import Held, read_held
 
 AT_ONCE = 50
 """States that are read in one round trip."""

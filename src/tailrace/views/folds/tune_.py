@@ -62,8 +62,8 @@ def tune(
     try:
         from tailrace.log.cursor import parse_time
         from tailrace.upkeep.job import now_ms
-        from tailrace.upkeep.tuning import known_rules, rule_named
-        from tailrace.upkeep.tuning import tune as run
+        from tailrace.views.folds.tune import known_rules, rule_named
+        from tailrace.views.folds.tune import tune as run
     except ImportError as error:
         raise parts.lacking(error, "spark") from None
     # All that can be wrong with the request is said before anything is started.

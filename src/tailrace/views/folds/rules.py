@@ -8,10 +8,10 @@ from datetime import timedelta
 from pydantic import ValidationError
 
 from tailrace.config import Settings, wanted_by
-from tailrace.fold_settings import Fold, collected
-from tailrace.model.collect import Collect
-from tailrace.model.fold import Windows
-from tailrace.model.rule import Rule
+from tailrace.views.folds.settings import Fold, collected
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.model import Windows
+from tailrace.views.folds.rule import Rule
 from tailrace.query.value import steps
 from tailrace.config.patterns import compiled
 

@@ -24,15 +24,15 @@ import msgspec
 from pydantic import ValidationError
 
 from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
-from tailrace.fold_settings import Fold
+from tailrace.views.folds.settings import Fold
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import Source
-from tailrace.model.fold import Clump, Input
+from tailrace.views.folds.model import Clump, Input
 from tailrace.log.poison import poison
-from tailrace.model.rule import Reader, Rule, Taken
-from tailrace.pipeline.emit import Emitter
-from tailrace.stores.folds import Held, given_out, in_force, new_version, read_held
-from tailrace.stores.rules import rule_of
+from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.emit import Emitter
+from tailrace.views.folds.store import Held, given_out, in_force, new_version, read_held
+from tailrace.views.folds.rules import rule_of
 from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
 
 VIEW = "publishers"

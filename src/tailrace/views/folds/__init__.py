@@ -1,0 +1,1 @@
+"""Folds: one event when a burst has settled."""
