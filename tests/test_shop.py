@@ -17,7 +17,7 @@ import pytest
 
 from tailrace import config
 from tailrace.query import Record
-from tailrace.model.search import make_search
+from tailrace.views.grep.model import make_search
 from tailrace.shop import (
     ACCOUNTS,
     EU,

@@ -27,7 +27,7 @@ from tailrace.options import (
     Until,
     Url,
 )
-from tailrace.searches_cli import searches
+from tailrace.views.grep.cli import searches
 from tailrace.sessions_cli import sessions
 from tailrace.tags_cli import tagged, tags
 from tailrace.upkeep_cli import audit, pack, rebuild, retag, sweep, upkeep
@@ -177,7 +177,7 @@ def grep(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Search topics: the past from any time on, then what comes. Exits like grep(1): 0 found, 1 not, 2 failed."""
-    from tailrace.commands import grep
+    from tailrace.views.grep import commands as grep
 
     given = (query or [], key, start, after, limit, until, ends, follow, count, invert, names, client, missing, on_gap)
     raise typer.Exit(grep.grep(grep.Request(topics, *given, json, url)))

@@ -12,10 +12,10 @@ from confluent_kafka import Producer
 from tailrace.config import load
 from tailrace.errors import TailraceError
 from tailrace.log.frame import Frame
-from tailrace.feeds.grep_request import make_grep_request
-from tailrace.model.search import Search, make_search
+from tailrace.views.grep.grep_request import make_grep_request
+from tailrace.views.grep.model import Search, make_search
 from tailrace.serving.service import Service, now_ms
-from tailrace.stores.searches import VIEW, scanning
+from tailrace.views.grep.store import VIEW, scanning
 from tests.faults.rig import Installation, assert_ordered, wait_for
 from tests.grep.rig import finds
 from tests.grep.site import consume

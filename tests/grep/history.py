@@ -17,9 +17,9 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver
-from tailrace.feeds.matches import GrepFeed
+from tailrace.views.grep.matches import GrepFeed
 from tailrace.log.event import Source, iso_time
-from tailrace.model.search import Search
+from tailrace.views.grep.model import Search
 from tailrace.serving.service import now_ms
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.readers import Reader, Written

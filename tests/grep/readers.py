@@ -9,8 +9,8 @@ from typing import Any
 
 from tailrace.errors import CursorGone
 from tailrace.log.frame import AnyFrame, Frame
-from tailrace.feeds.matches import GrepFeed
-from tailrace.model.search import Search
+from tailrace.views.grep.matches import GrepFeed
+from tailrace.views.grep.model import Search
 from tests.grep.site import Serving, facts
 from tests.writing import Record
 

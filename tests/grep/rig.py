@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from tailrace.log.event import Source
-from tailrace.model.search import Life, Search, TopicFilter
+from tailrace.views.grep.model import Life, Search, TopicFilter
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.searches import VIEW, write_search
+from tailrace.views.grep.store import VIEW, write_search
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.model.query.generators import random_document, random_query
 from tests.model.query.oracle import holds

@@ -23,12 +23,12 @@ from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 from tailrace.config import load
 from tailrace.errors import BrokerUnavailable
 from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
-from tailrace.feeds.grep import Grep
-from tailrace.feeds.grep_request import make_grep_request
+from tailrace.views.grep.feed import Grep
+from tailrace.views.grep.grep_request import make_grep_request
 from tailrace.log.event import Source
-from tailrace.model.search import Life, Search, Stretch
+from tailrace.views.grep.model import Life, Search, Stretch
 from tailrace.kafka.ranges import Passes, Ranges
-from tailrace.pipeline.scan import Chunk, Due, Scanner, scan
+from tailrace.views.grep.scan import Chunk, Due, Scanner, scan
 from tailrace.driver.slice import Slice, slices
 from tailrace.serving.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties

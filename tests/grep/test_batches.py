@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tailrace.feeds.batches import Batches, Key
+from tailrace.views.grep.batches import Batches, Key
 from tailrace.log.frame import Batch, Frame
 from tailrace.log.hub import Piece
-from tailrace.feeds.spans import Ahead, Span
+from tailrace.views.grep.spans import Ahead, Span
 from tailrace.log.event import Source
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Segment

@@ -15,7 +15,7 @@ import sseclient
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import iso_time
-from tailrace.model.search import make_search
+from tailrace.views.grep.model import make_search
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.clients import grep_path
 from tests.grep.served import Served

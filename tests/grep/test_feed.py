@@ -10,10 +10,10 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.log.frame import Frame
-from tailrace.feeds.grep_request import LIVE, Place, make_grep_request
+from tailrace.views.grep.grep_request import LIVE, Place, make_grep_request
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
-from tailrace.model.search import Life, Search, make_search
+from tailrace.views.grep.model import Life, Search, make_search
 from tailrace.serving.service import now_ms
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.rig import random_records, random_search

@@ -9,11 +9,11 @@ import pytest
 
 from tailrace.errors import SearchEnded, SearchFollowed, SearchNotFound
 from tailrace.log.name import shard_of
-from tailrace.model.search import Life, Stretch, make_search
-from tailrace.stores import leases as module
-from tailrace.stores.leases import Asked, Leases, Watchdog
+from tailrace.views.grep.model import Life, Stretch, make_search
+from tailrace.views.grep import leases as module
+from tailrace.views.grep.leases import Asked, Leases, Watchdog
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.searches import Registry, Searches, scanning
+from tailrace.views.grep.store import Registry, Searches, scanning
 from tailrace.valkey.shards import Shards, mapping
 
 DAY_MS = 86_400_000

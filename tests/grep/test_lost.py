@@ -8,11 +8,11 @@ import pytest
 
 from tailrace.errors import CursorGone, StaleDriver
 from tailrace.log.frame import AnyFrame, Moved
-from tailrace.model.search import Lost, Search, make_search
-from tailrace.pipeline import scan as module
-from tailrace.pipeline.present import GONE, LATER, lost
-from tailrace.pipeline.scan import Chunk
-from tailrace.stores.searches import note
+from tailrace.views.grep.model import Lost, Search, make_search
+from tailrace.views.grep import scan as module
+from tailrace.views.grep.present import GONE, LATER, lost
+from tailrace.views.grep.scan import Chunk
+from tailrace.views.grep.store import note
 from tests.grep.site import HandScanner, Serving, Site, controls, facts, ids, numbered
 from tests.writing import NOON
 

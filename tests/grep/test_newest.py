@@ -11,7 +11,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooFarBack
 from tailrace.log.frame import Frame
 from tailrace.log.event import iso_time
-from tailrace.model.search import make_search
+from tailrace.views.grep.model import make_search
 from tailrace.serving.service import now_ms
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.site import Following, Site, assert_same, facts, ids

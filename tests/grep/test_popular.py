@@ -8,11 +8,11 @@ from itertools import count
 import pytest
 
 from tailrace.errors import TooManySearches
-from tailrace.model.search import Life, make_search
-from tailrace.stores import leases as module
-from tailrace.stores.leases import Leases, Watchdog
+from tailrace.views.grep.model import Life, make_search
+from tailrace.views.grep import leases as module
+from tailrace.views.grep.leases import Leases, Watchdog
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.searches import Searches
+from tailrace.views.grep.store import Searches
 from tailrace.valkey.shards import Shards, mapping
 
 WINDOW_MS = 600_000

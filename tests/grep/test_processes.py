@@ -13,10 +13,10 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.event import iso_time
-from tailrace.model.search import make_search
-from tailrace.stores import leases
-from tailrace.stores.leases import Watchdog
-from tailrace.stores.searches import scanning
+from tailrace.views.grep.model import make_search
+from tailrace.views.grep import leases
+from tailrace.views.grep.leases import Watchdog
+from tailrace.views.grep.store import scanning
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.clients import Client, eventually, is_event, read_all
 from tests.grep.served import Served

@@ -13,7 +13,7 @@ import os
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.pipeline import scan as module
+from tailrace.views.grep import scan as module
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.history import History
 

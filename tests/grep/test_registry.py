@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tailrace.model.search import Life, make_search
+from tailrace.views.grep.model import Life, make_search
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.searches import Kept, Registry, Searches, finish, keep, scanning
+from tailrace.views.grep.store import Kept, Registry, Searches, finish, keep, scanning
 from tailrace.valkey.shards import Shards, mapping
 
 A, B = make_search("posts", {"a": 1}), make_search("posts", {"b": 1})

@@ -18,11 +18,11 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
-from tailrace.model.search import Life, Search, Stretch, make_search
-from tailrace.pipeline import scan as module
+from tailrace.views.grep.model import Life, Search, Stretch, make_search
+from tailrace.views.grep import scan as module
 from tailrace.driver.tune import session
 from tailrace.serving.service import now_ms
-from tailrace.stores.searches import scanning
+from tailrace.views.grep.store import scanning
 from tailrace.valkey.shards import StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.grep.rig import random_records, random_search, read_log

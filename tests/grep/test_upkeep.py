@@ -13,14 +13,14 @@ import pytest
 from tailrace.config import Settings, load
 from tailrace.errors import BadRequest
 from tailrace.log.frame import AnyFrame, Frame
-from tailrace.feeds.grep import Grep
+from tailrace.views.grep.feed import Grep
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
-from tailrace.model.search import Life, Search, make_search
+from tailrace.views.grep.model import Life, Search, make_search
 from tailrace.log.segment import PACKED, SEALED, Log
 from tailrace.log.store import write_row
 from tailrace.log.registry import Registry
-from tailrace.stores.searches import VIEW
+from tailrace.views.grep.store import VIEW
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.audit import Auditing

@@ -19,7 +19,7 @@ from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.kafka.broker import client_properties
 from tailrace.valkey.nodes import Nodes
 from tailrace.kafka.records import Records
-from tailrace.stores.searched import Searched
+from tailrace.views.grep.searched import Searched
 from tailrace.stores.session_keeping import SessionKeeping
 from tailrace.stores.sessions import SessionStore
 from tailrace.valkey.shards import StoreOptions, mapping

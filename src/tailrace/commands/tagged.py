@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.client import Feed, River
 from tailrace.commands.follow import Printer, Request, follow, visible
-from tailrace.commands.grep import read_query
+from tailrace.views.grep.commands import read_query
 
 if TYPE_CHECKING:
     from tailrace.wire import Event

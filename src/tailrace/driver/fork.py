@@ -12,7 +12,7 @@ import gc
 import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
 
-import tailrace.pipeline.scan  # noqa: F401
+import tailrace.views.grep.scan  # noqa: F401
 
 if __name__ == "__main__":
     gc.collect()

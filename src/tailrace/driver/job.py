@@ -39,7 +39,7 @@ from tailrace.driver.one_pass import COUNTED, Plan, one_pass
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
 from tailrace.views.folds.driver import applied, asked_for, begin_at_end, begin_matches, frontiers
-from tailrace.pipeline.scan import Scanner
+from tailrace.views.grep.scan import Scanner
 from tailrace.pipeline.sessions import VIEW as SESSIONS
 from tailrace.pipeline.sessions import SessionPlan, held_back
 from tailrace.driver.slice import COLUMNS, Limits
@@ -50,7 +50,7 @@ from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.valkey.marks import advance, lowest, read_marks
 from tailrace.views.folds.rules import rules_of
-from tailrace.stores.searches import VIEW as MATCHES
+from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.stores.tags import tag_options
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare

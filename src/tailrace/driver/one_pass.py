@@ -23,7 +23,7 @@ from tailrace.views.folds.rule import Rule
 from tailrace.views.days.write import Days
 from tailrace.views.folds.write import FoldView
 from tailrace.driver.intake import Intake
-from tailrace.pipeline.matches import Matches
+from tailrace.views.grep.write import Matches
 from tailrace.pipeline.sessions import SessionPlan, SessionView
 from tailrace.driver.slice import Limits, Slice, slices
 from tailrace.pipeline.tags import TagView

@@ -16,7 +16,7 @@ import msgspec
 from tailrace.query.sieve import Sieve
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.query import Record
-from tailrace.model.search import TopicFilter
+from tailrace.views.grep.model import TopicFilter
 from tailrace.query.value import Path, fields, follow, items, steps
 
 MANY = 10

@@ -20,7 +20,7 @@ from tailrace.log.bucket import DAY_MS
 from tailrace.model.catalogue import Catalogue
 from tailrace.log.event import Source, home_of
 from tailrace.model.recording import STORED, Outcome, Recorder, dead
-from tailrace.model.search import TopicFilter
+from tailrace.views.grep.model import TopicFilter
 from tailrace.model.session import Session, bindings_in, identifiers
 from tailrace.model.telemetry import Config, Open, Record, Refused, Update, head, identity_of, parse
 from tailrace.driver.intake import dead_letter

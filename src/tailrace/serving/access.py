@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 
 from tailrace.config import Settings
 from tailrace.errors import AccessDenied
-from tailrace.model.search import ALL
+from tailrace.views.grep.model import ALL
 from tailrace.config.patterns import compiled
 
 EVERYTHING = ""

@@ -23,7 +23,7 @@ from tailrace.serving.dependencies import Asked, Here, LastEventId, Walker
 from tailrace.serving.encodings import choose
 from tailrace.views.folds.flush import GivenOut, give_out
 from tailrace.views.folds.routes import Folds, known, list_folds
-from tailrace.serving.grep import (
+from tailrace.views.grep.routes import (
     EXPLAIN_BODY,
     GREP_BODY,
     ExplainBody,
@@ -69,7 +69,7 @@ from tailrace.serving.parameters import (
 from tailrace.views.folds.pending import Pending, list_pending
 from tailrace.serving.puts import body_of, read_events
 from tailrace.serving.rta import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
-from tailrace.serving.searches import (
+from tailrace.views.grep.searches import (
     EndedSearch,
     EndQuery,
     SearchDetails,

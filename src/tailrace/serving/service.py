@@ -14,10 +14,10 @@ from typing import Protocol
 
 from tailrace.config import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TagsOff, TailraceError
-from tailrace.feeds.grep import Grep
+from tailrace.views.grep.feed import Grep
 from tailrace.log.hub import Hub
 from tailrace.log.feed import LogFeeds
-from tailrace.feeds.parts import Parts
+from tailrace.views.grep.parts import Parts
 from tailrace.feeds.retained import Archive
 from tailrace.feeds.session import SessionFeeds
 from tailrace.feeds.session_life import Configurations, SessionParts
@@ -27,17 +27,17 @@ from tailrace.metrics import Metrics
 from tailrace.log.event import home_of
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.produce import Topics
-from tailrace.stores.leases import Leases
+from tailrace.views.grep.leases import Leases
 from tailrace.stores.live import LiveSessions
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.payloads import Payloads
+from tailrace.views.grep.payloads import Payloads
 from tailrace.stores.readers import Readers
 from tailrace.kafka.records import Records
 from tailrace.views.folds.rules import rules_of
-from tailrace.stores.searched import Searched
-from tailrace.stores.searches import PIECE_RUNS, Searches
-from tailrace.stores.searches import VIEW as MATCHES
+from tailrace.views.grep.searched import Searched
+from tailrace.views.grep.store import PIECE_RUNS, Searches
+from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.stores.tags import VIEW as TAGS
 from tailrace.valkey.shards import StoreOptions
 

@@ -18,7 +18,7 @@ from tailrace.log.name import shard_of
 from tailrace.model.tag import Numbered
 from tailrace.serving.dependencies import Here, LastEventId
 from tailrace.serving.encodings import choose
-from tailrace.serving.grep import limits_of
+from tailrace.views.grep.routes import limits_of
 from tailrace.serving.parameters import FeedQuery, NoQuery, TagName, refuse_repeats
 from tailrace.serving.readers import ReadersPage, list_readers
 from tailrace.serving.service import Service, now_ms

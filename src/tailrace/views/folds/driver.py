@@ -14,7 +14,7 @@ from tailrace.driver.watermark import Batch, Timing
 from tailrace.views.folds.store import VIEW
 from tailrace.valkey.marks import advance, lowest, read_marks, read_times
 from tailrace.views.folds.rules import changed, outputs_of, rules_of
-from tailrace.stores.searches import VIEW as MATCHES
+from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.valkey.shards import Shards, mapping
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from tailrace.log.frame import Batch
 from tailrace.log.hub import Piece
-from tailrace.feeds.spans import Span
+from tailrace.views.grep.spans import Span
 
 Key: TypeAlias = tuple[str, int, int, int, str]
 """The log, the epoch, the numbers of the first and the last match, and how its cursors end."""

@@ -16,14 +16,14 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, TailraceError
 from tailrace.log.frame import AnyFrame, Control, Moved
-from tailrace.feeds.grep_request import LIVE, GrepRequest, Place
-from tailrace.feeds.lease import Lease
-from tailrace.feeds.parts import Parts
-from tailrace.feeds.progress import Progress
+from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
+from tailrace.views.grep.lease import Lease
+from tailrace.views.grep.parts import Parts
+from tailrace.views.grep.progress import Progress
 from tailrace.log.reader import Reader
-from tailrace.feeds.showing import Showing
+from tailrace.views.grep.window import Showing
 from tailrace.log.cursor import Position
-from tailrace.model.search import Life
+from tailrace.views.grep.model import Life
 from tailrace.log.segment import Gap
 
 LEAST_WAIT_S, WAIT_S = 0.05, 0.5

@@ -1,7 +1,7 @@
 """Matches: every record goes to the log of each search that it matches, as its coordinates and its size.
 
 A match is an event of its own: it has the record's place and time, and for a value the record's size. What the record
-says is kept beside, once for all searches (``stores/searches.py``, ``keep``), and in Kafka. The bucket of a match is
+says is kept beside, once for all searches (``views/grep/store.py``, ``keep``), and in Kafka. The bucket of a match is
 the day in which it was found, by the store's clock, and not that of the record: matches are kept for readers that come
 back, and what was found in records of last year is as new to them as all else.
 """
@@ -19,10 +19,10 @@ from tailrace.log.name import shard_of
 from tailrace.query import Query, Record
 from tailrace.query.document import reader_of
 from tailrace.log.run import Run, encode
-from tailrace.model.search import Life, TopicFilter
+from tailrace.views.grep.model import Life, TopicFilter
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
-from tailrace.stores.searches import VIEW, Kept, Registry, keep
+from tailrace.views.grep.store import VIEW, Kept, Registry, keep
 from tailrace.valkey.shards import Arg, Shards
 
 KEPT_MS = 3_600_000

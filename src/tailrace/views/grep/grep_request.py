@@ -14,7 +14,7 @@ import msgspec
 from tailrace.errors import BadRequest, CursorError
 from tailrace.log.request import check_manner
 from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start, parse_time
-from tailrace.model.search import Search
+from tailrace.views.grep.model import Search
 
 LIVE = 0
 """The part of a search that is no stretch of the past."""

@@ -15,7 +15,7 @@ import msgspec
 
 from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches
 from tailrace.metrics import SearchFigures
-from tailrace.model.search import Life, Lost, Search, Stretch
+from tailrace.views.grep.model import Life, Lost, Search, Stretch
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.nodes import Nodes

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tailrace.config import Settings
 from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.log.event import Source
-from tailrace.model.search import Search
+from tailrace.views.grep.model import Search
 from tailrace.kafka.broker import Broker, Topic, topic_pattern
 from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.nodes import Nodes

@@ -15,15 +15,15 @@ from itertools import takewhile
 import msgspec
 
 from tailrace.errors import CursorGone
-from tailrace.feeds.batches import Key
+from tailrace.views.grep.batches import Key
 from tailrace.log.frame import AnyFrame, Batch, Control, Frame, Moved
-from tailrace.feeds.grep_request import LIVE, GrepRequest, Place
+from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
 from tailrace.log.hub import Piece
-from tailrace.feeds.parts import Parts
-from tailrace.feeds.spans import Ahead
+from tailrace.views.grep.parts import Parts
+from tailrace.views.grep.spans import Ahead
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import Source
-from tailrace.model.search import Life
+from tailrace.views.grep.model import Life
 from tailrace.log.segment import Gap
 
 AHEAD_BYTES = 4 << 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from tailrace.log.event import Source
-from tailrace.model.search import Lost
+from tailrace.views.grep.model import Lost
 from tailrace.kafka.broker import Broker, Topic
 from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.shards import Shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tailrace.model.search import Stretch
+from tailrace.views.grep.model import Stretch
 
 EVERY_MS = 1000
 

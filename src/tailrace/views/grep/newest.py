@@ -13,12 +13,12 @@ from heapq import heappush, heapreplace
 import msgspec
 
 from tailrace.log.frame import AnyFrame, Control, Moved
-from tailrace.feeds.grep_request import LIVE
-from tailrace.feeds.lease import Lease
-from tailrace.feeds.matches import WAIT_S, GrepFeed
-from tailrace.feeds.parts import Parts
-from tailrace.feeds.progress import Progress
-from tailrace.model.search import Life, Stretch
+from tailrace.views.grep.grep_request import LIVE
+from tailrace.views.grep.lease import Lease
+from tailrace.views.grep.matches import WAIT_S, GrepFeed
+from tailrace.views.grep.parts import Parts
+from tailrace.views.grep.progress import Progress
+from tailrace.views.grep.model import Life, Stretch
 from tailrace.kafka.broker import Topic
 from tailrace.log.store import Logs
 

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
-from tailrace.feeds.grep_request import WINDOW, GrepRequest, make_grep_request
+from tailrace.views.grep.grep_request import WINDOW, GrepRequest, make_grep_request
 from tailrace.query import Limits
-from tailrace.model.search import make_search
+from tailrace.views.grep.model import make_search
 from tailrace.serving.parameters import NoQuery
 from tailrace.serving.service import now_ms
 

@@ -22,18 +22,18 @@ from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import Source, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.poison import poison
-from tailrace.model.search import Life, Stretch
-from tailrace.pipeline.matches import KEPT_MS, Standing, appended, shelved
+from tailrace.views.grep.model import Life, Stretch
+from tailrace.views.grep.write import KEPT_MS, Standing, appended, shelved
 from tailrace.driver.one_pass import MAX_REFUSALS, Plan
-from tailrace.pipeline.present import GONE, LATER, Present, lost
-from tailrace.pipeline.presift import sift
+from tailrace.views.grep.present import GONE, LATER, Present, lost
+from tailrace.views.grep.presift import sift
 from tailrace.kafka.ranges import Ranges, shared_out
 from tailrace.driver.slice import Slice
 from tailrace.driver.tune import SCANS
 from tailrace.kafka.broker import Broker, client_properties
-from tailrace.stores.leases import Watchdog
+from tailrace.views.grep.leases import Watchdog
 from tailrace.valkey.marks import NOTHING
-from tailrace.stores.searches import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
+from tailrace.views.grep.store import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
 from tailrace.valkey.shards import Shards
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Searches: what matches a query, from the past and then live."""
