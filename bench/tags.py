@@ -45,9 +45,9 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.driver.job import make_plan
-from tailrace.stores.cassandra import CassandraOptions, Connection
-from tailrace.stores.schema import prepare as prepare_tables
-from tailrace.stores.tags import VIEW
+from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
+from tailrace.views.tags.rows.schema import prepare as prepare_tables
+from tailrace.views.tags.store import VIEW
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 Row: TypeAlias = dict[str, Any]

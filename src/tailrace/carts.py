@@ -17,7 +17,7 @@ from typing import Any
 
 from tailrace.config import Settings
 from tailrace.shop import EU, US, Told
-from tailrace.tag_settings import TagRules
+from tailrace.views.tags.settings import TagRules
 from tailrace.config.where import Where
 
 TOPIC = "carts"

@@ -29,7 +29,7 @@ from tailrace.options import (
 )
 from tailrace.views.grep.cli import searches
 from tailrace.sessions_cli import sessions
-from tailrace.tags_cli import tagged, tags
+from tailrace.views.tags.cli import tagged, tags
 from tailrace.upkeep_cli import audit, pack, rebuild, retag, sweep, upkeep
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from tailrace.stores.cassandra import CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.marks import read_marks
 from tests.faults.laps import Laps
 from tests.faults.posts import Posts

@@ -12,7 +12,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.stores.cassandra import CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.faults.life import Life
 from tests.faults.rig import Installation, Load
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.model.note import Note, Notes
+from tailrace.views.tags.note import Note, Notes
 from tailrace.log.pack import digest, pack, unpack
 from tailrace.log.run import Entry, Run, decode, encode
 from tests.writing import NOON

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.model.row_numbers import AGAIN, FILLS, IN_ORDER, Gap, RowNumbers
+from tailrace.views.tags.rows.numbering import AGAIN, FILLS, IN_ORDER, Gap, RowNumbers
 
 
 def take(numbers: RowNumbers, *rows: tuple[int, int]) -> list[str]:

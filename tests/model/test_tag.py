@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.model.tag import Numbered, Tagged, Tagger, Tagging, stamp_ms
+from tailrace.views.tags.model import Numbered, Tagged, Tagger, Tagging, stamp_ms
 
 PLACE = "carts:0"
 

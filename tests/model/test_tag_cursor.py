@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES
 from tailrace.log.event import Source
-from tailrace.model.stamp import first_of, last_of, stamp
-from tailrace.model.tag_cursor import (
+from tailrace.views.tags.stamp import first_of, last_of, stamp
+from tailrace.views.tags.rows.cursor import (
     BEGIN,
     MAX_TAGS,
     Open,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tailrace.log.event import iso_time
-from tailrace.stores.cassandra import CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, Serve, problem
 from tests.tags.tagged import Tagger, apart

@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import Any
 from uuid import UUID
 
-from tailrace.feeds.cassandra_tags import CassandraTags
+from tailrace.views.tags.rows.tags import CassandraTags
 from tailrace.log.frame import AnyFeed, AnyFrame, Frame
 from tailrace.log.event import Source
-from tailrace.model.stamp import stamp
-from tailrace.model.tag import Tagging
-from tailrace.stores.cassandra import CassandraOptions
+from tailrace.views.tags.stamp import stamp
+from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.marks import advance
-from tailrace.stores.tag_rows import Row, writer
-from tailrace.stores.tags import VIEW, TagOptions, introduce, lift
+from tailrace.views.tags.rows.store import Row, writer
+from tailrace.views.tags.store import VIEW, TagOptions, introduce, lift
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags import reading

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tailrace.stores.cassandra import CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.shards import StoreOptions
 from tests.tags.cases import World
 from tests.tags.tagged import Tagger

@@ -10,11 +10,11 @@ from uuid import UUID
 from tailrace.errors import StoreUnavailable
 from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
-from tailrace.model.stamp import ms_of, stamp
-from tailrace.model.tag import Tagging
-from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.tag_rows import Row, writer
-from tailrace.stores.tags import VIEW, TagOptions, lift
+from tailrace.views.tags.stamp import ms_of, stamp
+from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.rows.store import Row, writer
+from tailrace.views.tags.store import VIEW, TagOptions, lift
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import now_ms
 from tests.writing import Record, Writer

@@ -11,15 +11,15 @@ import msgspec
 
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
-from tailrace.model.stamp import ms_of, order, stamp
-from tailrace.model.tag import Numbered, Tagging
-from tailrace.pipeline.tags import TagView
+from tailrace.views.tags.stamp import ms_of, order, stamp
+from tailrace.views.tags.model import Numbered, Tagging
+from tailrace.views.tags.write import TagView
 from tailrace.driver.view import Window
-from tailrace.stores import tag_rows
-from tailrace.stores.cassandra import CassandraOptions, connected
+from tailrace.views.tags.rows import store as tag_rows
+from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.log.registry import Registry
-from tailrace.stores.tags import VIEW, TagOptions, read_numbers
+from tailrace.views.tags.store import VIEW, TagOptions, read_numbers
 from tailrace.valkey.shards import Call, Shards, StoreOptions
 from tests.writing import NOON, Record, Writer
 

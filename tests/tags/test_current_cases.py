@@ -14,12 +14,12 @@ import asyncio
 import pytest
 
 from tailrace.errors import RowsMissing
-from tailrace.feeds import tag_rows_feed
+from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.log import feed as log
 from tailrace.log.frame import AnyFrame
 from tailrace.log.event import iso_time
-from tailrace.model.stamp import ms_of, order
-from tailrace.stores.cassandra import CassandraOptions
+from tailrace.views.tags.stamp import ms_of, order
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, stamps

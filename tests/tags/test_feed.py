@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
-from tailrace.feeds import tag_merge
+from tailrace.views.tags import merge as tag_merge
 from tailrace.log.frame import Frame, Moved
-from tailrace.feeds.tag_request import make_tag_request
+from tailrace.views.tags.tag_request import make_tag_request
 from tailrace.log.event import Source, iso_time
-from tailrace.model.stamp import ms_of, stamp
+from tailrace.views.tags.stamp import ms_of, stamp
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, controls, ids, now_ms

@@ -18,15 +18,15 @@ import pytest
 
 import tailrace
 from tailrace.errors import UsageError
-from tailrace.feeds import tag_rows_feed
+from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.log import feed as log
-from tailrace.feeds.cassandra_tags import CassandraTags
-from tailrace.feeds.tag_floors import Floors, Levels
+from tailrace.views.tags.rows.tags import CassandraTags
+from tailrace.views.tags.tag_floors import Floors, Levels
 from tailrace.log.event import iso_time
-from tailrace.stores import schema
-from tailrace.stores.cassandra import CassandraOptions, Connection
+from tailrace.views.tags.rows import schema
+from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
 from tailrace.valkey.marks import read_marks
-from tailrace.stores.tags import VIEW
+from tailrace.views.tags.store import VIEW
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run

@@ -24,9 +24,9 @@ import pytest
 from tailrace.log.frame import AnyFeed, Frame
 from tailrace.log.event import Source
 from tailrace.driver.one_pass import Host, Plan
-from tailrace.stores.cassandra import CassandraOptions, disconnect
+from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
 from tailrace.valkey.marks import advance
-from tailrace.stores.tags import VIEW, lift
+from tailrace.views.tags.store import VIEW, lift
 from tailrace.valkey.shards import StoreOptions
 from tests.tags.reading import Reading, reading
 from tests.tags.stored import MINUTE, TOPIC, Stored

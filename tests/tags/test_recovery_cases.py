@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tailrace.model.tag import Numbered
+from tailrace.views.tags.model import Numbered
 from tailrace.valkey.shards import StoreOptions
 from tests.tags.reading import reading
 from tests.tags.stored import HOUR, MINUTE, STEPS, Died, Held, Stored, dying, interrupted

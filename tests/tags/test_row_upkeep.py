@@ -14,13 +14,13 @@ import pytest
 from tailrace.commands import repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
-from tailrace.model.stamp import ms_of, order, stamp
-from tailrace.stores.cassandra import CassandraOptions
-from tailrace.stores.tag_rows import Row
+from tailrace.views.tags.stamp import ms_of, order, stamp
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.rows.store import Row
 from tailrace.valkey.shards import StoreOptions
-from tailrace.tag_settings import TagRules
+from tailrace.views.tags.settings import TagRules
 from tailrace.upkeep.history import spark_for
-from tailrace.upkeep.row_cleanup import STEPS
+from tailrace.views.tags.rows.row_cleanup import STEPS
 from tailrace.config.where import Where
 from tests.meanwhile import meanwhile
 from tests.tags.past import RowPast

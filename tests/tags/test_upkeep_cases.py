@@ -18,15 +18,15 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.hub import Hub
-from tailrace.feeds.tagged import open_store
-from tailrace.stores import tag_rows
+from tailrace.views.tags.feed import open_store
+from tailrace.views.tags.rows import store as tag_rows
 from tailrace.kafka.broker import Broker
-from tailrace.stores.cassandra import CassandraOptions, connected
+from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.tags import VIEW
+from tailrace.views.tags.store import VIEW
 from tailrace.valkey.shards import StoreOptions
-from tailrace.tag_settings import TagRules
+from tailrace.views.tags.settings import TagRules
 from tailrace.upkeep.backends import cleaning
 from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.job import look_once, run_job

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.model.stamp import order, stamp
-from tailrace.model.tag import Tagging
+from tailrace.views.tags.stamp import order, stamp
+from tailrace.views.tags.model import Tagging
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.tags import TagOptions, lift, read_conflicts
+from tailrace.views.tags.store import TagOptions, lift, read_conflicts
 from tailrace.valkey.shards import StoreOptions
 from tests.writing import NOON, Record, Writer
 

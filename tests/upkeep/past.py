@@ -23,7 +23,7 @@ from tailrace.log.segment import Log
 from tailrace.kafka.broker import Broker
 from tailrace.log.registry import Registry
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.upkeep.anchor import Record as KafkaRecord
+from tailrace.views.tags.anchor import Record as KafkaRecord
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.history import History, Wanted
 from tailrace.upkeep.job import run_job, section_of

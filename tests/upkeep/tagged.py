@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from tailrace.log.event import Source
-from tailrace.model.tag import Tagger
+from tailrace.views.tags.model import Tagger
 from tailrace.valkey.marks import advance
-from tailrace.stores.tags import tag_options
+from tailrace.views.tags.store import tag_options
 from tailrace.valkey.shards import StoreOptions
-from tailrace.upkeep.cleanup import Cleaning
+from tailrace.views.tags.upkeep import Cleaning
 from tailrace.upkeep.job import look_once, run_job
 from tests.feeds.rig import Rig, rig
 from tests.upkeep.past import Past

@@ -10,7 +10,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.frame import Control, Frame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.tag_settings import TagRules
+from tailrace.views.tags.settings import TagRules
 from tailrace.upkeep.examine import examine, look
 from tailrace.config.where import Where
 from tests.feeds.rig import ids

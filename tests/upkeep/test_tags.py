@@ -15,12 +15,12 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.run import decode, encode
-from tailrace.model.tag import Tagging
-from tailrace.stores.tags import TagOptions
+from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.store import TagOptions
 from tailrace.valkey.shards import StoreOptions
-from tailrace.tag_settings import TagRules
+from tailrace.views.tags.settings import TagRules
 from tailrace.upkeep import failpoint, pack, sweep
-from tailrace.upkeep.cleanup import STEPS
+from tailrace.views.tags.upkeep import STEPS
 from tailrace.upkeep.examine import examine, look
 from tailrace.upkeep.job import run_job
 from tailrace.config.where import Where

@@ -23,7 +23,7 @@ from tailrace.config.patterns import compiled
 from tailrace.config.server_settings import Kafka, Spark, Valkey
 from tailrace.session_settings import Sessions
 from tailrace.config.tables import Properties
-from tailrace.tag_settings import Cassandra, Tags
+from tailrace.views.tags.settings import Cassandra, Tags
 from tailrace.config.units import format_duration, format_size
 from tailrace.config.values import (
     Bucket,

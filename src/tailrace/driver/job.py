@@ -51,8 +51,8 @@ from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.valkey.marks import advance, lowest, read_marks
 from tailrace.views.folds.rules import rules_of
 from tailrace.views.grep.store import VIEW as MATCHES
-from tailrace.stores.tags import VIEW as TAGS
-from tailrace.stores.tags import tag_options
+from tailrace.views.tags.store import VIEW as TAGS
+from tailrace.views.tags.store import tag_options
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class Job:
         options = tag_options(self._settings).cassandra
         if TAGS not in self.views or options is None:
             return False
-        from tailrace.stores.schema import prepare as prepare_tables
+        from tailrace.views.tags.rows.schema import prepare as prepare_tables
 
         prepare_tables(options, self._settings.tags.keep)
         return True

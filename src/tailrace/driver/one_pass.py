@@ -26,10 +26,10 @@ from tailrace.driver.intake import Intake
 from tailrace.views.grep.write import Matches
 from tailrace.pipeline.sessions import SessionPlan, SessionView
 from tailrace.driver.slice import Limits, Slice, slices
-from tailrace.pipeline.tags import TagView
+from tailrace.views.tags.write import TagView
 from tailrace.driver.view import Place, View, Window
 from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_time
-from tailrace.stores.tags import TagOptions
+from tailrace.views.tags.store import TagOptions
 from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
 
 MAX_REFUSALS = 100

@@ -20,8 +20,8 @@ from tailrace.driver.watermark import Batch, Timing
 from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.valkey.marks import advance, conserved, read_counts, read_times
 from tailrace.views.grep.store import VIEW as MATCHES
-from tailrace.stores.tags import VIEW as TAGS
-from tailrace.stores.tags import introduce, lift, read_conflicts
+from tailrace.views.tags.store import VIEW as TAGS
+from tailrace.views.tags.store import introduce, lift, read_conflicts
 from tailrace.valkey.shards import Shards, mapping
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import msgspec
 import zstandard
 
 from tailrace.log.event import Headers
-from tailrace.model.note import Notes
+from tailrace.views.tags.note import Notes
 from tailrace.log.run import MAX_RAW_BYTES, Entry, Run
 
 CODEC = b"\x02"

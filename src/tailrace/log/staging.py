@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StaleUpkeep, StoreError
-from tailrace.model.cleaned import Cleaned
+from tailrace.views.tags.cleaned import Cleaned
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.run import Entry
 from tailrace.log.segment import Segment
-from tailrace.model.tag import Numbered
-from tailrace.stores.cleaned import encode
+from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.cleaned_ import encode
 from tailrace.log.store import read_entries, write_row
 from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
 

@@ -16,7 +16,7 @@ from tailrace.serving.health import VERSION, Health
 from tailrace.views.days.largest import Largest
 from tailrace.serving.openapi import ABOUT, describe
 from tailrace.serving.problems import Problems
-from tailrace.serving.readers import watch
+from tailrace.views.tags.readers_ import watch
 from tailrace.serving.server import Server, listen, raise_file_limit
 from tailrace.serving.service import Service
 

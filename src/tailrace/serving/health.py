@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from tailrace.errors import TailraceError
 from tailrace.metrics import FoldFigures, ReaderFigures, Run
 from tailrace.views.folds.routes import figures
-from tailrace.serving.readers import reader_figures
+from tailrace.views.tags.readers_ import reader_figures
 from tailrace.serving.service import Service, now_ms
 from tailrace.serving.upkeep import Job, Upkeep
 

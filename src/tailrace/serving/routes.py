@@ -83,7 +83,7 @@ from tailrace.views.grep.searches import (
 from tailrace.serving.service import Service
 from tailrace.serving.sessions import follow_session, list_sessions, session_config, show_session
 from tailrace.serving.sse import FeedResponse
-from tailrace.serving.tags import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
+from tailrace.views.tags.routes import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
 from tailrace.views.folds.windows import Changed, change_windows
 
 _encode = msgspec.json.Encoder().encode

@@ -22,7 +22,7 @@ from tailrace.feeds.retained import Archive
 from tailrace.feeds.session import SessionFeeds
 from tailrace.feeds.session_life import Configurations, SessionParts
 from tailrace.feeds.streams import StreamHub
-from tailrace.feeds.tagged import OpensTags, open_store
+from tailrace.views.tags.feed import OpensTags, open_store
 from tailrace.metrics import Metrics
 from tailrace.log.event import home_of
 from tailrace.kafka.broker import client_properties
@@ -32,13 +32,13 @@ from tailrace.stores.live import LiveSessions
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.grep.payloads import Payloads
-from tailrace.stores.readers import Readers
+from tailrace.views.tags.readers import Readers
 from tailrace.kafka.records import Records
 from tailrace.views.folds.rules import rules_of
 from tailrace.views.grep.searched import Searched
 from tailrace.views.grep.store import PIECE_RUNS, Searches
 from tailrace.views.grep.store import VIEW as MATCHES
-from tailrace.stores.tags import VIEW as TAGS
+from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.valkey.shards import StoreOptions
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 
 from tailrace.log.bucket import day_text
-from tailrace.model.cleaned import Cleanings
+from tailrace.views.tags.cleaned import Cleanings
 from tailrace.log.event import Headers, Source
-from tailrace.model.note import Notes
+from tailrace.views.tags.note import Notes
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Log, Segment
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, PrerequisiteMissing
-from tailrace.stores.tags import VIEW as TAGS
+from tailrace.views.tags.store import VIEW as TAGS
 
 if TYPE_CHECKING:
     from tailrace.upkeep.audit import Auditing
-    from tailrace.upkeep.cleanup import Cleaning
+    from tailrace.views.tags.upkeep import Cleaning
     from tailrace.upkeep.rebuild import Rebuilding
-    from tailrace.upkeep.row_audit import RowAuditing
-    from tailrace.upkeep.row_cleanup import RowCleaning
-    from tailrace.upkeep.row_rebuild import RowRebuilding
+    from tailrace.views.tags.rows.upkeep import RowAuditing
+    from tailrace.views.tags.rows.row_cleanup import RowCleaning
+    from tailrace.views.tags.rows.rebuild import RowRebuilding
 
 
 def auditing(settings: Settings, view: str, *, keys: bool = False, **given: Any) -> Auditing | RowAuditing:
@@ -35,7 +35,7 @@ def auditing(settings: Settings, view: str, *, keys: bool = False, **given: Any)
 
         return Auditing(settings, view, keys=keys, **given)
     with _needs("spark"):
-        from tailrace.upkeep.row_audit import RowAuditing
+        from tailrace.views.tags.rows.upkeep import RowAuditing
 
     if keys:
         raise BadRequest("the tags rest in Cassandra (tags.store): they have no keys that could be nobody's")
@@ -55,7 +55,7 @@ def rebuilding(settings: Settings, view: str, **given: Any) -> Rebuilding | RowR
 
         return Rebuilding(settings, view, **given)
     with _needs("spark"):
-        from tailrace.upkeep.row_rebuild import RowRebuilding
+        from tailrace.views.tags.rows.rebuild import RowRebuilding
 
     return RowRebuilding(settings, **given)
 
@@ -68,11 +68,11 @@ def cleaning(settings: Settings, source: str, tag: str | None, **given: Any) -> 
     """
     if not in_rows(settings, TAGS):
         with _needs("stores"):
-            from tailrace.upkeep.cleanup import Cleaning
+            from tailrace.views.tags.upkeep import Cleaning
 
         return Cleaning(settings, source, tag, **given)
     with _needs("stores"):
-        from tailrace.upkeep.row_cleanup import RowCleaning
+        from tailrace.views.tags.rows.row_cleanup import RowCleaning
 
     return RowCleaning(settings, source, tag, **given)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.log.event import Source
-from tailrace.model.note import Notes
+from tailrace.views.tags.note import Notes
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
 from tailrace.upkeep.rebuild_ import Buckets, Event
 from tailrace.log.run import Entry, Run

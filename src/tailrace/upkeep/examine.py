@@ -15,11 +15,11 @@ import msgspec
 from tailrace.errors import StoreError
 from tailrace.upkeep.audit_ import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
 from tailrace.log.bucket import DAY_MS
-from tailrace.model.cleaned import Cleanings
+from tailrace.views.tags.cleaned import Cleanings
 from tailrace.log.name import shard_of
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import read_entries, read_log, read_row
-from tailrace.stores.tags import read_numbers
+from tailrace.views.tags.store import read_numbers
 from tailrace.valkey.shards import Command, Shards, mapping, translated
 
 PAGE = 1000

@@ -16,7 +16,7 @@ from tailrace.upkeep.audit_ import Bounds
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.cursor import Position
 from tailrace.log.event import Headers, Source
-from tailrace.model.note import Note
+from tailrace.views.tags.note import Note
 from tailrace.log.segment import Segment
 
 

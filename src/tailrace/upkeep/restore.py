@@ -13,10 +13,10 @@ import msgspec
 
 from tailrace.upkeep.audit_ import Checker, horizon, prints
 from tailrace.log.bucket import bucket_start
-from tailrace.model.cleaned import without
+from tailrace.views.tags.cleaned import without
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
-from tailrace.model.note import Note
+from tailrace.views.tags.note import Note
 from tailrace.log.pack import digest
 from tailrace.upkeep.rebuild_ import (
     Buckets,
@@ -34,10 +34,10 @@ from tailrace.upkeep.rebuild_ import (
 from tailrace.log.run import Entry
 from tailrace.log.segment import Segment
 from tailrace.log.staging import Piece, Rebuilt, Staging
-from tailrace.stores.tags import VIEW as TAGS
+from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.valkey.shards import Shards
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.anchor import Anchor, Record, Spool
+from tailrace.views.tags.anchor import Anchor, Record, Spool
 from tailrace.upkeep.draft import Draft
 from tailrace.upkeep.examine import Seen, look, read_held
 from tailrace.upkeep.history import Assignment

@@ -1,0 +1,1 @@
+"""Tags: all events with a tag, in order and none missing."""

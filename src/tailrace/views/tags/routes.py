@@ -1,0 +1,221 @@
+"""Tags over HTTP: their feeds, which tags there are, and the sources of one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Query, Request, Response
+from pydantic import BaseModel, Field
+
+from tailrace.errors import BadRequest, StreamNotFound
+from tailrace.log.frame import AnyFeed
+from tailrace.views.tags.named import NamedFeed
+from tailrace.views.tags.tag_request import FromText, TagRequest, make_tag_request
+from tailrace.log.cursor import MAX_NAMES, FromCursor
+from tailrace.log.event import iso_time
+from tailrace.log.name import shard_of
+from tailrace.views.tags.model import Numbered
+from tailrace.serving.dependencies import Here, LastEventId
+from tailrace.serving.encodings import choose
+from tailrace.views.grep.routes import limits_of
+from tailrace.serving.parameters import FeedQuery, NoQuery, TagName, refuse_repeats
+from tailrace.views.tags.readers_ import ReadersPage, list_readers
+from tailrace.serving.service import Service, now_ms
+from tailrace.serving.sse import FeedResponse
+from tailrace.views.tags.readers import Reader
+from tailrace.valkey.shards import mapping
+
+_decode = msgspec.json.Decoder().decode
+
+
+class TagQuery(FeedQuery):
+    """What a feed of a tag takes."""
+
+    q: str = Field("{}", description="Only events that this query holds for: MongoDB's, as JSON.")
+    client: str | None = Field(
+        None,
+        description="A name for the reader: its place is kept, and it goes on there when it comes without a cursor. "
+        "Some events may come again; `Last-Event-ID` is exact.",
+    )
+
+    def tag_request(
+        self, service: Service, tags: tuple[str, ...], mode: str, last_event_id: str | None, after: str | None = None
+    ) -> TagRequest | None:
+        """Return the request to the feed, beginning after a cursor if one is given; None when it has ended before."""
+        if self.start is not None and self.since is not None:
+            raise BadRequest("from and since are the same parameter: give one of them")
+        return make_tag_request(
+            tags,
+            now_ms=now_ms(),
+            mode=mode,
+            query=self._query(),
+            limits=limits_of(service.settings),
+            client=self.client,
+            own_cursors=service.tags.own_cursors,
+            start=self.since if self.start is None else self.start,
+            after=after or self.after,
+            last_event_id=last_event_id,
+            until=self.until,
+            limit=self.limit,
+            follow=self.follow,
+            missing=self.missing,
+            on_gap=self.on_gap,
+        )
+
+    def _query(self) -> Any:
+        try:
+            return _decode(self.q)
+        except ValueError as error:
+            raise BadRequest(f"q={self.q[:80]!r} is no JSON: {error}") from None
+
+
+class SeveralTagsQuery(TagQuery):
+    """What a feed over several tags takes."""
+
+    tag: list[str] = Field(
+        min_length=1, max_length=MAX_NAMES, description="A tag; repeat it for several. Their order is the cursor's."
+    )
+    mode: Literal["any", "all"] = Field(
+        "any", description="`any`: events that have one of the tags, each once. `all`: events that have all of them."
+    )
+
+
+class TagsQuery(NoQuery):
+    """Which tags to list."""
+
+    prefix: str = Field("", description="Only tags that begin with this.")
+    after: str = Field("", description="Only tags after this one: `next` of the page before.")
+    limit: int = Field(100, ge=1, le=1000, description="Tags in one page.")
+
+
+class SourcesQuery(NoQuery):
+    """Which sources to list."""
+
+    after: int = Field(0, ge=0, description="`next` of the page before.")
+    limit: int = Field(
+        100, ge=1, le=1000, description="Sources in one page, about; those of a small tag come all at once."
+    )
+
+
+class Tag(BaseModel):
+    """A tag and how much it holds."""
+
+    tag: str = Field(examples=["gpu"])
+    events: int | None = Field(description="Null where they are not counted: in Cassandra.")
+    bytes: int | None = Field(description="Stored, compressed; null where it is not counted.")
+    buckets: int = Field(description="Buckets that have events.")
+    first_bucket: str = Field(description="When the first of them begins.", examples=["2026-11-15T08:00:00.000Z"])
+    last_time: str = Field(description="The latest time of its events; in Cassandra the end of its last bucket.")
+
+
+class TagsPage(BaseModel):
+    """A page of tags, in the order of their bytes."""
+
+    tags: list[Tag]
+    next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
+
+
+class TaggedSource(BaseModel):
+    """A source of events, as a tag knows it."""
+
+    source: str
+    tag_seq: int = Field(description="The number of its last event in the tag; that many it has had.")
+    seq: int = Field(description="The number that this event has in the source itself.")
+    time: str = Field(description="The time of its stamp.", examples=["2026-11-15T08:00:00.000Z"])
+    partition: str = Field(description="Where it came from.", examples=["orders:0"])
+
+
+class SourcesPage(BaseModel):
+    """Some sources of a tag, in no order. One that gets events meanwhile may be listed twice."""
+
+    tag: str
+    sources: list[TaggedSource]
+    next: int | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
+
+
+async def list_tags(service: Here, query: Annotated[TagsQuery, Query()]) -> TagsPage:
+    """List the tags in the order of their names."""
+    found = await service.tags.tags(query.prefix, query.after, query.limit + 1)
+    tags = [
+        Tag(
+            tag=held.tag,
+            events=held.events,
+            bytes=held.bytes,
+            buckets=held.buckets,
+            first_bucket=iso_time(held.first_ms),
+            last_time=iso_time(held.last_ms),
+        )
+        for held in found[: query.limit]
+    ]
+    return TagsPage(tags=tags, next=tags[-1].tag if len(found) > query.limit else None)
+
+
+async def follow_tag(
+    request: Request,
+    service: Here,
+    tag: TagName,
+    query: Annotated[TagQuery, Query()],
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow the events of a tag: from anywhere, then live; resumable after every event."""
+    return _feed(request, service, (tag,), "any", query, last_event_id)
+
+
+async def follow_tags(
+    request: Request, service: Here, query: Annotated[SeveralTagsQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Follow the events that have any, or all, of several tags, in one feed; each source keeps its order."""
+    return _feed(request, service, tuple(query.tag), query.mode, query, last_event_id)
+
+
+async def tag_sources(service: Here, tag: TagName, query: Annotated[SourcesQuery, Query()]) -> SourcesPage:
+    """List the sources that have had events with a tag, and how far each of them is."""
+    _ = service.tags
+    nodes = service.nodes
+    shard = shard_of(tag, nodes.options.shards)
+    key = nodes.keys.numbers(shard, tag)
+    cursor, found = await nodes.read(shard, "HSCAN", key, query.after, "COUNT", query.limit)
+    listed = [_source(pid.decode(), Numbered.parse(stored)) for pid, stored in mapping(found).items()]
+    if not listed and not query.after and not int(cursor):
+        raise StreamNotFound(tag)
+    return SourcesPage(tag=tag, sources=listed, next=int(cursor) or None)
+
+
+async def tag_readers(service: Here, query: Annotated[NoQuery, Query()]) -> ReadersPage:
+    """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
+    return await list_readers(service)
+
+
+def _source(pid: str, known: Numbered) -> TaggedSource:
+    return TaggedSource(source=pid, tag_seq=known.number, seq=known.seq, time=iso_time(known.ms), partition=known.place)
+
+
+def _feed(
+    request: Request,
+    service: Service,
+    tags: tuple[str, ...],
+    mode: str,
+    query: TagQuery,
+    last_event_id: str | None,
+) -> Response:
+    refuse_repeats(request)
+    wanted = query.tag_request(service, tags, mode, last_event_id)
+    if wanted is None:
+        return Response(status_code=204)
+    encoding = choose(request.headers.get("accept", ""), query.format)
+    return FeedResponse(service, lambda: _open(service, wanted, query), encoding, wanted.resumed)
+
+
+async def _open(service: Service, wanted: TagRequest, query: TagQuery) -> AnyFeed:
+    """Open a feed; where its reader was, if it has a name and brings no cursor."""
+    if wanted.client is None:
+        return await service.tags.open(wanted)
+    store, tags, mode = service.settings.tags.store, wanted.names, wanted.mode
+    reader = Reader(wanted.client, mode, tags)
+    known = await service.readers.find(reader)
+    if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromText):
+        wanted = query.tag_request(service, tags, mode, None, known.cursor) or wanted
+    feed = NamedFeed(await service.tags.open(wanted), service.readers, reader, store, known, now_ms)
+    await feed.begin()
+    return feed

@@ -1,0 +1,1 @@
+"""Tags whose events rest as rows in Cassandra."""

@@ -1,0 +1,317 @@
+"""The feed of tags whose events rest as rows: merged by stamp as far as is read, then live; exact when resumed.
+
+Invariant: from any cursor a feed yields exactly the events after it that the request shows, each once and each source's
+in its order within a tag; or it says which numbers of which source were not found in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from itertools import islice
+from uuid import UUID
+
+import msgspec
+
+from tailrace.errors import RowsMissing, Unavailable
+from tailrace.log.frame import AnyFrame, Control, Frame, Moved
+from tailrace.log.hub import Hub
+from tailrace.log.feed import BATCH_BYTES
+from tailrace.views.tags.tag_floors import Floors
+from tailrace.views.tags.rows.tag_line import TagLine
+from tailrace.views.tags.tag_request import TagRequest, Wanted, record_of
+from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
+from tailrace.views.tags.note import Note
+from tailrace.log.run import tagged_frame
+from tailrace.views.tags.stamp import last_of, ms_of, order
+from tailrace.views.tags.rows.cursor import written
+from tailrace.views.tags.rows.reading import Lost
+from tailrace.views.tags.rows.store import Row
+
+logger = logging.getLogger(__name__)
+
+LEAST_PAUSE_MS = 10
+AGAIN_MS = 250
+"""How soon it is looked again when something waits for what nobody tells: that floors rise."""
+MOST_RETRIES, RETRY_S = 40, 0.5
+"""A store that does not answer is asked again, less and less often, for about a minute and a half."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """When a feed reads."""
+
+    refresh_ms: int = 3_000
+    delay_ms: int | None = 5_000
+    notify: bool = True
+    fails: bool = True
+    """Whether it ends when numbers were not found in time."""
+
+    @property
+    def fold_ms(self) -> int:
+        """How long one look answers all that is told meanwhile."""
+        return max(LEAST_PAUSE_MS, (self.delay_ms or 0) // 20)
+
+
+class TagRowsFeed:
+    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        floors: Floors,
+        request: TagRequest,
+        lines: Sequence[TagLine],
+        wanted: Sequence[Wanted],
+        pace: Pace,
+        clock: Callable[[], int],
+        target: UUID,
+    ) -> None:
+        """``target``: what existed when it began has no later stamp."""
+        self._hub, self._floors, self._request, self._pace, self._clock = hub, floors, request, pace, clock
+        self._lines, self._wanted = lines, wanted
+        self._target = target
+        self._until = None if request.until_ms is None else last_of(request.until_ms)
+        if not request.follow:
+            self._until = self._target if self._until is None else min(self._until, self._target, key=order)
+        self._sent = request.sent
+        self._announced = request.resumed
+        self._ended = False
+        self._moved = False
+        self._wake = asyncio.Event()
+        self._told: deque[int] = deque()
+        """When the tags were written to, as long as that was not read."""
+        self._ahead_ms = 0
+        """What was told of has no later stamp: it may be ahead of the clock that it was told at."""
+        self._read_ms = 0
+        self._stack = AsyncExitStack()
+
+    @property
+    def cursor(self) -> str:
+        """Where the feed stands; empty while that cannot be said in so many bytes, which is before its first event."""
+        sent = self._sent if self._request.limit is not None else None
+        text = written([line.text for line in self._lines], Cursor((), sent, self._request.since_ms).suffix)
+        return text if len(text) <= MAX_CURSOR_BYTES else ""
+
+    async def begin(self) -> None:
+        """Follow the tags' shards, and read the first stretch."""
+        try:
+            if self._pace.notify:
+                for line in self._lines:
+                    await self._stack.enter_async_context(self._hub.follow(line.tag, self._wake))
+            await self._begin()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    def __aiter__(self) -> AsyncIterator[list[AnyFrame]]:
+        return self._batches()
+
+    async def aclose(self) -> None:
+        """Stop following."""
+        self._ended = True
+        for line in self._lines:
+            await line.close()
+        await self._stack.aclose()
+
+    async def _batches(self) -> AsyncIterator[list[AnyFrame]]:
+        failures = 0
+        try:
+            while not self._ended:
+                try:
+                    frames = await self._next()
+                    failures = 0
+                except Unavailable as error:
+                    failures += 1
+                    if failures > MOST_RETRIES:
+                        raise
+                    logger.warning("tags %s: %s; reading again", ", ".join(line.tag for line in self._lines), error)
+                    await asyncio.sleep(RETRY_S * min(failures, 5))
+                    self._read_ms = 0  # now
+                    continue
+                frames += self._controls()
+                if frames:
+                    yield frames
+                elif not self._ended:
+                    await self._wait()
+        finally:
+            await self.aclose()
+
+    # When to read.
+
+    async def _begin(self) -> None:
+        levels = await self._floors.read(line.shard for line in self._lines)
+        if self._told:
+            self._ahead_ms = max((ms for each in levels.values() for ms in each.floors.values()), default=0)
+        begun = (line.begin(levels[line.shard], self._until) for line in self._lines)
+        for failure in await asyncio.gather(*begun, return_exceptions=True):
+            if failure is not None:
+                raise failure
+        before_ms, self._read_ms = self._read_ms, self._clock()
+        if self._read_ms < before_ms and self._told:
+            self._told = deque([self._read_ms])  # the clock was set back
+
+    def _due_ms(self) -> int:
+        """Return when it is to be read again."""
+        pace, now_ms = self._pace, self._clock()
+        if now_ms < self._read_ms:
+            return now_ms  # the clock was set back: what was due by it is not far
+        due = [self._read_ms + pace.refresh_ms]
+        due += [asked for line in self._lines if (asked := line.reading.due_ms()) is not None]
+        read_to = min((line.read_to for line in self._lines), key=order)
+        goal = self._until if self._until is not None else None if self._announced else self._target
+        is_short = goal is not None and order(read_to) < order(goal)
+        if any(line.reading.is_full for line in self._lines) or (pace.delay_ms is None and (is_short or self._told)):
+            due.append(self._read_ms + AGAIN_MS)
+        elif pace.delay_ms is not None:
+            told = [*islice(self._told, 1), *([self._ahead_ms] if self._ahead_ms > ms_of(read_to) else [])]
+            due += [max(ms + pace.delay_ms + 1, self._read_ms + pace.fold_ms) for ms in told]
+            if goal is not None and is_short:
+                due.append(ms_of(goal) + pace.delay_ms + 1)
+        return max(min(due), self._read_ms + LEAST_PAUSE_MS)
+
+    async def _wait(self) -> None:
+        while (left_ms := self._due_ms() - self._clock()) > 0:
+            try:
+                await asyncio.wait_for(self._wake.wait(), left_ms / 1000)
+            except TimeoutError:
+                return
+            self._note()
+
+    def _note(self) -> None:
+        """Note that something was told; a look at the end of an interval is for all that was told in it."""
+        if not self._wake.is_set():
+            return
+        self._wake.clear()
+        now_ms, fold_ms = self._clock(), self._pace.fold_ms
+        if not self._told or self._told[-1] + fold_ms <= now_ms:
+            self._told.append(now_ms)
+        elif self._told[-1] < now_ms:
+            self._told.append(self._told[-1] + fold_ms)
+
+    # What goes out.
+
+    async def _next(self) -> list[AnyFrame]:
+        """Return what goes out next; nothing if everything was read, and it is not time to read again."""
+        self._note()
+        if not any(line.is_reading or line.ahead for line in self._lines):
+            if self._read_ms and self._clock() < self._due_ms():
+                return []
+            await self._begin()
+        frames: list[AnyFrame] = []
+        size, limit = 0, self._request.limit
+        while size < BATCH_BYTES and (limit is None or self._sent < limit):
+            if frames and any(line.is_reading and not line.ahead for line in self._lines):
+                break  # what there is goes out before more is read
+            line = await self._turn()
+            if line is None:
+                break
+            if isinstance(line.ahead[0], Lost):
+                if self._fails() and frames:
+                    break  # what precedes it goes out first
+                frames.append(self._lost(line))
+                continue
+            found = line.pop()
+            assert not isinstance(found, Lost)
+            if not self._shows(line, found.row):
+                self._moved = True
+                continue
+            self._moved = False
+            self._sent += 1
+            data = frame_of(found.row)
+            frames.append(Frame(self.cursor, data))
+            size += len(data)
+        if self._moved:
+            self._moved = False
+            frames.append(Moved(self.cursor))
+        return frames
+
+    async def _turn(self) -> TagLine | None:
+        """Return the tag whose next event is the earliest; None if all were read."""
+        best: TagLine | None = None
+        best_order, alone = 0, len(self._lines) == 1
+        for line in self._lines:
+            while line.is_reading and not line.ahead:
+                await line.read()
+            if not line.ahead:
+                continue
+            head = line.ahead[0]
+            if alone or isinstance(head, Lost):
+                return line
+            place = order(head.row.stamp)
+            if best is None or place < best_order:
+                best, best_order = line, place
+        if best is None:
+            read_to = min((line.read_to for line in self._lines), key=order)
+            if self._until is not None and order(read_to) >= order(self._until):
+                self._told.clear()
+                self._ahead_ms = 0
+            while self._told and self._told[0] <= ms_of(read_to):
+                self._told.popleft()
+        return best
+
+    def _shows(self, line: TagLine, row: Row) -> bool:
+        since_ms, wanted = self._request.since_ms, self._wanted[line.at]
+        if since_ms is not None and ms_of(row.stamp) < since_ms:
+            return False
+        if self._until is not None and order(row.stamp) > order(self._until):
+            return False
+        if wanted.is_everything:
+            return True
+        record = None
+        if wanted.asks_record:
+            record = record_of(row.place, row.offset, row.time_ms, row.key, row.headers)
+        return wanted.shows(row.tags, row.value or b"null", record)
+
+    def _fails(self) -> bool:
+        return self._pace.fails or self._request.on_gap == "fail"
+
+    def _lost(self, line: TagLine) -> AnyFrame:
+        if self._fails():
+            lost = [each for each in line.ahead if isinstance(each, Lost)]
+            after = min((each.after for each in lost), key=order)
+            to = max((each.to for each in lost), key=order)
+            raise RowsMissing(line.tag, {each.pid: (each.first, each.last) for each in lost}, str(after), str(to))
+        found = line.pop()
+        assert isinstance(found, Lost)
+        logger.warning(
+            "tag %r: %r %d to %d were not found between %s and %s, and are passed over",
+            *(line.tag, found.pid, found.first, found.last, found.after, found.to),
+        )
+        facts = {"tag": line.tag, "source": found.pid, "missing": [found.first, found.last]}
+        where = {"from": str(found.after), "to": str(found.to), "reason": "missing"}
+        return Control("gap", self.cursor, _encode(facts | where))
+
+    def _controls(self) -> list[AnyFrame]:
+        """Say that the feed has caught up, or that it has ended."""
+        request, frames = self._request, list[AnyFrame]()
+        full = request.limit is not None and self._sent >= request.limit
+        if not full and any(line.is_reading or line.ahead for line in self._lines):
+            return frames
+        if not self._announced and self._has_read(self._target):
+            self._announced = True
+            frames.append(Control("caught-up", self.cursor))
+        over = self._until is not None and self._has_read(self._until)
+        if full or over:
+            self._ended = True
+            reason = "limit" if full else "until" if request.until_ms is not None else "caught-up"
+            parts = [line.text for line in self._lines]
+            ended = written(parts, Cursor((), ended=True).suffix)
+            frames.append(Control("end", ended, _encode({"reason": reason, "events": self._sent})))
+        return frames
+
+    def _has_read(self, target: UUID) -> bool:
+        goal = target if self._until is None else min(target, self._until, key=order)
+        return all(order(line.read_to) >= order(goal) and not line.reading.is_waiting for line in self._lines)
+
+
+def frame_of(row: Row) -> bytes:
+    """Return the JSON form of an event: what every feed sends as data."""
+    note = Note(row.pid, row.seq, row.tag_seq, ms_of(row.stamp), row.tags)
+    value = b"null" if row.value is None else row.value
+    record = row.place, row.offset, row.time_ms, row.key, row.headers, value
+    return tagged_frame(row.tag, note, row.stamp, *record)

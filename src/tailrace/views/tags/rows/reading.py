@@ -1,0 +1,383 @@
+"""The reading of one tag's rows: what to read next, which rows go out, which are waited for, and the cursor of each.
+
+Rows are written before the mark of their place is moved, so everything up to the marks is there once they were read,
+and what lies beyond them is not looked at. A place's floor says below which millisecond nothing of it is still to be
+written. Invariants, after every call:
+
+- every row up to the position whose place's mark covers it was taken, and along a place those taken have no hole;
+- a row that was not taken yet, or that nobody has written yet, lies after the low-water stamp of the cursor;
+- whatever was taken beyond that stamp is named in the cursor: by its place, or, where its place has no marks (somebody
+  else wrote it), by its source.
+
+So a reader that begins at any cursor delivers exactly the rest. Numbers guard what marks cannot: a row that is seen
+late although nobody said so is missed by its number, or found by looking back, and delivered in its source's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic
+from uuid import UUID
+
+import msgspec
+
+from tailrace.log.bucket import bucket_start
+from tailrace.log.event import Source
+from tailrace.views.tags.stamp import first_of, last_of, ms_of, order
+from tailrace.views.tags.rows.cursor import Part, hashed
+from tailrace.views.tags.rows.tag_gaps import Hold, R, TagRow
+from tailrace.views.tags.rows.tag_places import Places
+from tailrace.views.tags.rows.tag_reads import Reads, Turns
+from tailrace.views.tags.rows.tag_sources import KnownSources
+from tailrace.views.tags.rows.tag_water import LowWater
+
+FOR_HOLDS = 2
+"""Room in the cursor that is left for what is held: else what is ahead could stop what it waits for."""
+
+
+class Emitted(msgspec.Struct, Generic[R], frozen=True, gc=False):
+    """An event whose turn it is, and the place after it."""
+
+    row: R
+    part: Part
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """Numbers of a source that were not found in time between two stamps, and the place after them."""
+
+    pid: str
+    first: int
+    last: int
+    after: UUID
+    to: UUID
+    part: Part
+
+
+class Look(msgspec.Struct, frozen=True):
+    """A stretch to look through for what was missed: after one stamp, up to another."""
+
+    after: UUID
+    to: UUID
+
+
+class Reading(Generic[R]):
+    """Where a reader of one tag is, and what it knows."""
+
+    def __init__(self, start: Part, reads: Reads, *, from_beginning: bool = False, now_ms: int) -> None:
+        """``from_beginning``: that there is nothing before the start, so that a source begins with its number 1."""
+        self._reads = reads
+        self._start, self._start_order = start.low, order(start.low)
+        self._from_beginning = from_beginning
+        self._places = Places()
+        self._position, self._to = start.low, start.low
+        self._low: UUID | None = None
+        """The last stamp below all floors."""
+        self._water = LowWater(start)
+        self._carry: list[R] = []
+        self._sources = KnownSources(start, reads.known)
+        self._holds: dict[str, Hold[R]] = {}
+        self._held = 0
+        self._looked = not start.open
+        self._searched = True
+        """Whether what is held was looked for since it is."""
+        self._turns = Turns(reads, now_ms)
+        self.is_at_end = False
+        """Whether everything was read that was to be read."""
+        self.is_full = False
+        """Whether nothing more can be read before something is found, given up, or below all floors."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is held, or still to be looked for, that was open at the start."""
+        return bool(self._holds) or not self._looked
+
+    # Reading on.
+
+    def begin(
+        self, marks: Mapping[Source, int], floors: Mapping[Source, int], now_ms: int, until: UUID | None = None
+    ) -> tuple[UUID, UUID]:
+        """Begin to read on: return after which stamp, and up to which.
+
+        What ``looks`` asks for comes first. Then the rows between are given to ``page``, in order, and then ``finish``
+        is called; or ``begin`` again, at any time.
+
+        Args:
+            marks: The last offset of each place whose rows are written; read after the floors, and before the rows.
+            floors: Below which millisecond nothing of a place beyond its mark will be written.
+            until: Nothing beyond this stamp is wanted.
+        """
+        after = self._places.again_from(marks, self._position, self._start)
+        to = last_of(self._reads.to_ms(now_ms, floors.values()))
+        if until is not None:
+            to = min(to, until, key=order)
+        self._to = max(to, self._position, self._to, key=order)  # a clock that steps back changes nothing
+        self._position = after
+        self._places.renew(marks, floors)
+        self._low = self._places.low(self._start)
+        self._carry = []
+        self.is_at_end, self.is_full = False, self._held >= self._reads.held
+        if floors:
+            self._rise()
+        return after, self._to
+
+    def page(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | Lost]:
+        """Take rows that were read, which follow those before; return what goes out."""
+        if self.is_full:
+            return []
+        rows = [*self._carry, *rows]
+        # Rows with the same stamp are passed together, and the next page may begin with one.
+        whole = len(rows)
+        while whole and rows[whole - 1].stamp == rows[-1].stamp:
+            whole -= 1
+        self._carry = rows[whole:]
+        return self._pass(rows[:whole], now_ms)
+
+    def finish(self, now_ms: int) -> list[Emitted[R] | Lost]:
+        """Note that everything was read up to where it was to be."""
+        if self.is_full:
+            return []
+        out = self._pass(self._carry, now_ms)
+        self._carry = []
+        if not self.is_full:
+            self.is_at_end = True
+            if self._places.floors and not self._places.others:  # otherwise nobody has said what cannot come any more
+                self._position = self._to
+                self._rise()
+        return out
+
+    def _pass(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | Lost]:
+        out: list[Emitted[R] | Lost] = []
+        for i, row in enumerate(rows):
+            is_last = i + 1 == len(rows) or rows[i + 1].stamp != row.stamp
+            committed = self._places.is_committed(row)
+            if committed and not self._fits(row):
+                self.is_full = True
+                self._carry = []
+                break
+            if not committed and not self._places.floors:
+                self._low = self._water.stamp  # the first place of all was made known just now; its floor was not read
+            if is_last:
+                self._position = row.stamp
+                self._rise()
+            if committed:
+                self._take(row, now_ms, out)
+        return out
+
+    def strangers(self, rows: Iterable[TagRow]) -> set[Source]:
+        """Return the places of some rows of which it is not known whether they have marks.
+
+        A place is made known to the shard before the first row of it is written; so whoever looks there after the row
+        was read knows. Those that are not there are given to ``admit``; of others nothing is taken before ``begin``.
+        """
+        return self._places.strangers(rows)
+
+    def admit(self, places: Iterable[Source]) -> None:
+        """Note that places have no marks: what is seen of them is there, and more may come at any stamp."""
+        self._places.others.update(places)
+
+    # What is missing.
+
+    def looks(self, now_ms: int) -> list[Look]:
+        """Return where to look for what was missed, if it is time; the rows there are given to ``spot``."""
+        found: list[Look] = []
+        if not self._looked:
+            since_ms = min(each.since_ms for each in self._water.open.values())
+            if order(first_of(since_ms)) <= self._start_order:
+                found.append(Look(last_of(since_ms - 1), self._start))
+        if self._holds:
+            after = min((hold.after for hold in self._holds.values()), key=order)
+            found.append(Look(after, max((hold.lowest.stamp for hold in self._holds.values()), key=order)))
+        back_to_ms = self._turns.since_ms(ms_of(self._position), now_ms)
+        if back_to_ms is not None:
+            after = max(last_of(back_to_ms - 1), self._start, key=order)
+            if order(after) < order(self._position):
+                found.append(Look(after, self._position))
+        return found
+
+    def spot(self, rows: Iterable[TagRow]) -> list[TagRow]:
+        """Return those of some rows, up to the position, that were missed: they are wanted, in order, by ``late``."""
+        limit = order(self._position)
+        return [
+            row for row in rows if self._places.is_committed(row) and order(row.stamp) <= limit and self._is_missed(row)
+        ]
+
+    def _is_missed(self, row: TagRow) -> bool:
+        number = row.tag_seq
+        if (hold := self._holds.get(row.pid)) is not None:
+            if number <= hold.number or number in hold or order(row.stamp) <= order(hold.after):
+                return False
+            return number >= hold.first or self._sources.is_new(row)
+        known = self._number_of(row.pid)
+        if known == number and (last := self._sources.get(row.pid)) is not None:
+            # A source that comes by two places, and a driver that died between rows and mark: one of two events with
+            # this number was left by it. Both go out.
+            is_other = row.place != last.place and self._places.is_marked(row.place)
+            return is_other and order(row.stamp) > order(last.stamp)
+        if known is not None:
+            return number > known
+        return order(row.stamp) > self._start_order and self._sources.is_new(row)
+
+    def looked(self) -> None:
+        """Note that everything was looked through that ``looks`` had asked for."""
+        self._looked = self._searched = True
+        self._water.settle()
+
+    def late(self, rows: Iterable[R], now_ms: int) -> list[Emitted[R] | Lost]:
+        """Take rows that were spotted; return what goes out."""
+        out: list[Emitted[R] | Lost] = []
+        for row in rows:
+            if self._is_missed(row) and self._fits(row):
+                self._take(row, now_ms, out)
+        return out
+
+    def expire(self, now_ms: int) -> list[Emitted[R] | Lost]:
+        """Wait no longer for what was waited for long enough; return what goes out."""
+        out: list[Emitted[R] | Lost] = []
+        for hold in list(self._holds.values()):
+            hold.set_back(now_ms)
+            while hold and now_ms >= hold.deadline_ms(self._reads.waits):
+                lenient, (first, last), after = hold.is_lenient, hold.missing, hold.after
+                to = hold.lowest.stamp
+                hold.pass_over()
+                if not lenient:
+                    out.append(Lost(hold.pid, first, last, after, to, self.part()))
+                self._release(hold, out)
+        return out
+
+    def due_ms(self) -> int | None:
+        """Return when ``expire`` or ``looks`` will have something to do; None if that is not known, 0 for now."""
+        if not self._searched:
+            return 0
+        due = [hold.deadline_ms(self._reads.waits) for hold in self._holds.values()]
+        if self._turns.due_ms is not None:
+            due.append(self._turns.due_ms)
+        return min(due, default=None)
+
+    def expect(self, rows: Iterable[TagRow]) -> None:
+        """Note with which number sources begin after the start, where no marks say that what is seen is complete."""
+        lowest: dict[str, TagRow] = {}
+        for row in rows:
+            if self._places.is_marked(row.place) or self._water.opened(row.pid) is not None:
+                continue
+            if order(row.stamp) > self._start_order and (
+                row.pid not in lowest or row.tag_seq < lowest[row.pid].tag_seq
+            ):
+                lowest[row.pid] = row
+        for pid, row in lowest.items():
+            if pid not in self._sources:
+                self._sources.expect(row, self._start)
+
+    # One row.
+
+    def _fits(self, row: R) -> bool:
+        """Whether there is room for what taking a row may add to the cursor, and to memory."""
+        reads = self._reads
+        ahead, held = len(self._water), len(self._holds)
+        if ahead + held + FOR_HOLDS + 2 <= reads.room and self._held < reads.held:
+            return True
+        if not self._is_missed(row):
+            return True
+        pid, number, marked = row.pid, self._number_of(row.pid), self._places.is_marked(row.place)
+        in_turn = row.tag_seq == number + 1 if number is not None else self._is_first(row, ms_of(row.stamp))
+        is_open = pid in self._holds or self._water.opened(pid) is not None
+        more = 0
+        if self._low is not None and order(row.stamp) > order(self._low) and not self._water.names(row, marked):
+            more += marked or (in_turn and not is_open)
+        if in_turn:
+            return not more or (ahead + more <= reads.room - FOR_HOLDS and ahead + held + more <= reads.room)
+        return ahead + held + more + (not is_open) <= reads.room and self._held < reads.held
+
+    def _number_of(self, pid: str) -> int | None:
+        if (hold := self._holds.get(pid)) is not None:
+            return hold.number
+        if (known := self._sources.get(pid)) is not None:
+            return known.number
+        if (given := self._water.given(pid)) is not None:
+            return given[0]
+        before = self._water.opened(pid)
+        return None if before is None else before.number
+
+    def _take(self, row: R, now_ms: int, out: list[Emitted[R] | Lost]) -> None:
+        if self._places.is_marked(row.place):
+            self._water.take(row)
+        if not self._is_missed(row):
+            self._meet(row)
+            return
+        hold = self._holds.get(row.pid) or self._hold(row, now_ms)
+        if hold is None:
+            self._emit(row, out)
+            return
+        if row.tag_seq == hold.number + 1:
+            hold.number, hold.after = row.tag_seq, row.stamp
+            self._emit(row, out)
+            self._release(hold, out)
+            return
+        if not hold:
+            self._holds[row.pid] = hold
+            self._searched = False
+        self._held += 1
+        hold.add(row, now_ms)
+
+    def _meet(self, row: TagRow) -> None:
+        """Know a source that was open at the start again, by its last event that was delivered."""
+        before = self._water.opened(row.pid)
+        if before is None or before.number != row.tag_seq:
+            return
+        del self._water.open[before.pid]
+        self._sources.meet(row)
+        if not self._places.is_marked(row.place):
+            self._water.give(row)
+
+    def _hold(self, row: TagRow, now_ms: int) -> Hold[R] | None:
+        """Return with what a row that is out of turn is held; None if it is its turn."""
+        pid = row.pid
+        if (known := self._sources.get(pid)) is not None:
+            return Hold(pid, known.number, known.stamp, 0, now_ms) if row.tag_seq > known.number + 1 else None
+        if (given := self._water.given(pid)) is not None:
+            return Hold(pid, *given, 0, now_ms)
+        if (before := self._water.open.pop(hashed(pid), None)) is not None:
+            return Hold(pid, before.number, last_of(before.since_ms - 1), before.first, now_ms)
+        if self._is_first(row, now_ms):
+            return None
+        since_ms = bucket_start(ms_of(row.stamp), self._reads.span_ms) - self._reads.span_ms
+        return Hold(pid, 0, max(last_of(since_ms - 1), self._start, key=order), row.tag_seq, now_ms)
+
+    def _is_first(self, row: TagRow, now_ms: int) -> bool:
+        """Whether the first event seen of a source is taken for its first."""
+        reads = self._reads
+        if row.tag_seq == 1 or self._places.is_marked(row.place):
+            return True
+        if reads.waits.first_ms == 0 or row.tag_seq > reads.waits.most:
+            return True
+        return not self._from_beginning and bucket_start(ms_of(row.stamp), reads.span_ms) + reads.span_ms <= now_ms
+
+    def _release(self, hold: Hold[R], out: list[Emitted[R] | Lost]) -> None:
+        """Give out what is held as far as nothing is missing."""
+        while (row := hold.next()) is not None:
+            self._held -= 1
+            if not hold:
+                self._holds.pop(hold.pid, None)
+            self._emit(row, out)
+        if hold:
+            hold.wait_again()
+            self._holds[hold.pid] = hold
+        else:
+            self._holds.pop(hold.pid, None)
+
+    def _emit(self, row: R, out: list[Emitted[R] | Lost]) -> None:
+        self._sources.deliver(row)
+        if not self._places.is_marked(row.place):
+            self._water.give(row)
+        out.append(Emitted(row, self.part()))
+
+    # The cursor.
+
+    def part(self) -> Part:
+        """Return the place at which it is."""
+        return self._water.part(self._holds.values())
+
+    def _rise(self) -> None:
+        low = self._low
+        if low is None or order(self._position) <= order(low):
+            low = self._position
+        self._water.rise(low, self._looked)

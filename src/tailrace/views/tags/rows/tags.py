@@ -1,0 +1,286 @@
+"""Tags whose events rest in Cassandra: opens feeds over their rows, and says what is known of them without counting.
+
+A feed's start is found, and the cursors are read that feeds handed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from datetime import timedelta
+from heapq import nlargest
+from uuid import UUID
+
+import msgspec
+
+from tailrace.config import Settings
+from tailrace.errors import BadRequest, CursorError, StreamNotFound
+from tailrace.log.hub import Hub
+from tailrace.views.tags.tag_floors import Floors, Levels
+from tailrace.views.tags.rows.tag_line import TagLine
+from tailrace.views.tags.tag_request import FromText, TagRequest, Wanted, record_of
+from tailrace.views.tags.rows.feed import Pace, TagRowsFeed
+from tailrace.views.tags.feed import Held
+from tailrace.log.bucket import bucket_start
+from tailrace.log.cursor import FromCursor, FromEnd, FromLast, FromTime
+from tailrace.log.event import Source
+from tailrace.views.tags.stamp import last_of, ms_of, order
+from tailrace.views.tags.rows.cursor import BEGIN, MAX_TAGS, Part, Reached, TagCursor, hashed_place, room_for
+from tailrace.views.tags.rows.tag_gaps import Waits
+from tailrace.views.tags.rows.reading import FOR_HOLDS
+from tailrace.views.tags.rows.tag_reads import Reads
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.valkey.nodes import Nodes
+from tailrace.views.tags.rows.reader import RowReader
+from tailrace.views.tags.rows.store import Narrow, Row
+
+MOST_LOOKED = 1_000_000
+"""Rows of one tag that are looked at for the last N that a request shows."""
+
+
+class CassandraTags:
+    """The tags of the rows in Cassandra."""
+
+    store = "cassandra"
+    own_cursors = True
+
+    def __init__(self, settings: Settings, nodes: Nodes, hub: Hub, clock: Callable[[], int]) -> None:
+        tags = settings.tags
+        self._hub, self._clock, self._floors = hub, clock, Floors(nodes)
+        self._rows = RowReader(CassandraOptions.of(settings.cassandra))
+        self._first = BEGIN if not tags.first_bucket else last_of(tags.first_ms - 1)
+        self._scan_ms, self._future_ms = _ms(tags.offset_scan), _ms(tags.future_limit)
+        self._pace = Pace(
+            refresh_ms=_ms(tags.refresh),
+            delay_ms=None if tags.delay is None else _ms(tags.delay),
+            notify=tags.notify,
+            fails=tags.on_missing == "fail",
+        )
+        self._reads = Reads(
+            delay_ms=self._pace.delay_ms,
+            future_ms=self._future_ms,
+            span_ms=_ms(tags.span),
+            waits=Waits(_ms(tags.gap_timeout), _ms(tags.new_source_scan), tags.max_missing),
+            short_ms=None if tags.back_track is None else _ms(tags.back_track),
+            short_period_ms=None if tags.back_track_period is None else _ms(tags.back_track_period),
+            long_ms=None if tags.long_back_track is None else _ms(tags.long_back_track),
+            long_period_ms=None if tags.long_back_track_period is None else _ms(tags.long_back_track_period),
+            known=tags.known_sources,
+        )
+
+    async def close(self) -> None:
+        """Let connections go."""
+        await self._rows.close()
+
+    async def open(self, request: TagRequest) -> TagRowsFeed:
+        """Check the request against what exists and find its start. Raises before anything is sent."""
+        if len(request.names) > MAX_TAGS:
+            raise BadRequest(f"a feed over rows is over at most {MAX_TAGS} tags; this one has {len(request.names)}")
+        if request.missing == "fail":
+            for tag in request.names:
+                if not await self._rows.buckets(tag):
+                    raise StreamNotFound(tag)
+        wanted = [Wanted(request, at) for at in range(len(request.names))]
+        if request.mode == "all":
+            request, wanted = msgspec.structs.replace(request, names=request.names[:1]), wanted[:1]
+        levels = await self._floors.read(map(self._floors.shard_of, request.names))
+        starts = await self._starts(request, wanted, levels)
+        from_beginning = all(start.low == self._first for start in starts)
+        reads = msgspec.structs.replace(self._reads, room=room_for(len(request.names)))
+        lines = [
+            TagLine(
+                *(tag, at, self._rows, self._floors, start, reads, self._clock),
+                from_beginning=from_beginning,
+            )
+            for at, (tag, start) in enumerate(zip(request.names, starts, strict=True))
+        ]
+        if not from_beginning:
+            for line, start in zip(lines, starts, strict=True):
+                await self._expect(line, start, levels[line.shard])
+        # A stamp may be ahead of the clock, but not of the floor of its place.
+        latest_ms = max([self._clock(), *(ms for each in levels.values() for ms in each.floors.values())])
+        feed = TagRowsFeed(
+            *(self._hub, self._floors, request, lines, wanted, self._pace, self._clock, last_of(latest_ms))
+        )
+        await feed.begin()
+        return feed
+
+    async def is_at_end(self, tags: Sequence[str], mode: str, cursor: str) -> bool:
+        """Whether there is nothing behind a cursor that was handed out."""
+        names = tags[:1] if mode == "all" else tags
+        parts = TagCursor.parse(cursor, len(names)).parts
+        reads = msgspec.structs.replace(self._reads, delay_ms=0, future_ms=0, room=room_for(len(names)), short_ms=None)
+        levels = await self._floors.read(map(self._floors.shard_of, names))
+        for at, (tag, part) in enumerate(zip(names, parts, strict=True)):
+            line = TagLine(tag, at, self._rows, self._floors, part, reads, self._clock)
+            try:
+                await line.begin(levels[line.shard])
+                while line.is_reading and not line.ahead:
+                    await line.read()
+                if line.ahead or line.reading.is_waiting:
+                    return False
+            finally:
+                await line.close()
+        return True
+
+    async def tags(self, prefix: str, after: str, limit: int) -> list[Held]:
+        """Return a page of tags, with their buckets; rows are not counted."""
+        listed = sorted((tag for tag in await self._rows.tags() if tag.startswith(prefix)), key=str.encode)
+        page = [tag for tag in listed if not after or tag.encode() > after.encode()][:limit]
+        found: list[Held] = []
+        for tag in page:
+            if buckets := await self._rows.buckets(tag):
+                last = max(bucket.start_ms + bucket.span_ms for bucket in buckets)
+                found.append(Held(tag, len(buckets), buckets[0].start_ms, last))
+        return found
+
+    async def _expect(self, line: TagLine, start: Part, levels: Levels) -> None:
+        """Look ahead, where no marks say what is complete and the start lies in the bucket that is written now."""
+        now_ms, span_ms = self._clock(), self._reads.span_ms
+        if levels.floors or not self._scan_ms or ms_of(start.low) < bucket_start(now_ms, span_ms):
+            return
+        await asyncio.sleep(self._scan_ms / 1000)
+        await line.expect(levels, start.low, last_of(self._clock()))
+
+    # Where a feed begins.
+
+    async def _starts(self, request: TagRequest, wanted: Sequence[Wanted], levels: dict[int, Levels]) -> list[Part]:
+        start, tags = request.start, request.names
+        by_tag = [levels[self._floors.shard_of(tag)] for tag in tags]
+        if isinstance(start, FromText):
+            return list(TagCursor.parse(start.text, len(tags)).parts)
+        if isinstance(start, FromCursor):
+            raise CursorError(
+                "this is a cursor of tags in another store (see tags.store): begin anew, for example at a time"
+            )
+        if isinstance(start, FromEnd) or start == FromLast(0):
+            room = room_for(len(tags))
+            return [await self._end(tag, each, room) for tag, each in zip(tags, by_tag, strict=True)]
+        if isinstance(start, FromTime):
+            return [Part(last_of(start.time_ms - 1))] * len(tags)
+        if isinstance(start, FromLast):
+            return await self._last(request, wanted, by_tag, start.count)
+        return [Part(self._first)] * len(tags)
+
+    def _settled(self, levels: Levels) -> UUID:
+        """Return the stamp up to which nothing more will be written."""
+        now_ms = self._clock()
+        return last_of(min(*levels.floors.values(), now_ms) - 1 if levels.floors else now_ms)
+
+    async def _end(self, tag: str, levels: Levels, room: int) -> Part:
+        """Return the place after everything that is written: what follows it may have earlier stamps."""
+        low = last = self._settled(levels)
+        if not levels.floors:
+            return Part(low)
+        reached: dict[str, Reached] = {}
+        is_written = _Written(self._floors, tag, levels)
+        async with aclosing(self._rows.narrow(tag, low, self._latest())) as pages:
+            async for rows in pages:
+                for row in rows:
+                    if await is_written(row):
+                        last = row.stamp
+                        key = hashed_place(row.place)
+                        reached[key] = Reached(key, row.offset, ms_of(row.stamp))
+        return _after(low, reached, last, room)
+
+    def _latest(self) -> UUID:
+        return last_of(self._clock() + self._future_ms)
+
+    async def _last(
+        self, request: TagRequest, wanted: Sequence[Wanted], levels: Sequence[Levels], count: int
+    ) -> list[Part]:
+        """Return where the last events begin that the request shows: the latest of all tags."""
+        tags, room = request.names, room_for(len(request.names))
+        lows = [self._settled(each) for each in levels]
+        found = [await self._newest(request, *each, count) for each in zip(tags, levels, lows, wanted, strict=True)]
+        places = [(order(rows[i].stamp), at, i) for at, (rows, shown) in enumerate(found) for i in shown]
+        first: dict[int, int] = {}
+        for _, at, i in nlargest(count, places):
+            first[at] = max(first.get(at, -1), i)
+        return [
+            _before(found[at][0], first[at], lows[at], room) if at in first else await self._end(tag, levels[at], room)
+            for at, tag in enumerate(tags)
+        ]
+
+    async def _newest(
+        self, request: TagRequest, tag: str, levels: Levels, low: UUID, wanted: Wanted, count: int
+    ) -> tuple[list[Row], list[int]]:
+        """Return the newest rows of a tag, the newest first, and which of them are shown: ``count``, and one more row.
+
+        It goes back at least to where nothing more will be written.
+        """
+        rows: list[Row] = []
+        shown: list[int] = []
+        is_written = _Written(self._floors, tag, levels)
+        async with aclosing(self._rows.back(tag, self._latest())) as pages:
+            async for page in pages:
+                for row in page:
+                    if len(shown) >= count and order(row.stamp) <= order(low) and rows[-1].stamp != row.stamp:
+                        return [*rows, row], shown
+                    if not await is_written(row):
+                        continue
+                    if len(shown) < count and _is_shown(request, wanted, row):
+                        shown.append(len(rows))
+                    rows.append(row)
+                if len(rows) >= MOST_LOOKED:
+                    return rows, [i for i in shown if i < len(rows) - 1]
+        return rows, shown
+
+
+class _Written:
+    """Says of rows whether marks cover them; those of a place without marks are there."""
+
+    def __init__(self, floors: Floors, tag: str, levels: Levels) -> None:
+        self._floors, self._shard, self._levels = floors, floors.shard_of(tag), levels
+        self._others: set[Source] = set()
+
+    async def __call__(self, row: Narrow) -> bool:
+        place, levels = row.place, self._levels
+        if place in levels.marks or place in levels.floors:
+            return row.offset <= levels.marks.get(place, -1)
+        if place not in self._others:
+            now = (await self._floors.read([self._shard]))[self._shard]
+            if place in now.marks or place in now.floors:
+                return False
+            self._others.add(place)
+        return True
+
+
+def _before(rows: Sequence[Row], first: int, low: UUID, room: int) -> Part:
+    """Return the place before one of the rows, which are in order from the newest down.
+
+    ``low`` is the stamp up to which nothing more will be written; it is below them all, or the last of them is.
+    """
+    at = first + 1
+    while at < len(rows) and rows[at].stamp == rows[first].stamp:
+        at += 1
+    if at == len(rows):
+        return Part(BEGIN)
+    last = rows[at].stamp
+    if order(last) <= order(low):
+        return Part(last)
+    reached: dict[str, Reached] = {}
+    for row in rows[at:]:
+        if order(row.stamp) > order(low):
+            key = hashed_place(row.place)
+            reached.setdefault(key, Reached(key, row.offset, ms_of(row.stamp)))
+    return _after(low, reached, last, room)
+
+
+def _after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> Part:
+    """Return the place after what has come from places above a stamp; after the last of it, if those are too many."""
+    return Part(low, tuple(reached.values())) if len(reached) <= room - FOR_HOLDS else Part(last)
+
+
+def _is_shown(request: TagRequest, wanted: Wanted, row: Row) -> bool:
+    if request.until_ms is not None and ms_of(row.stamp) > request.until_ms:
+        return False
+    if wanted.is_everything:
+        return True
+    record = record_of(row.place, row.offset, row.time_ms, row.key, row.headers) if wanted.asks_record else None
+    return wanted.shows(row.tags, row.value or b"null", record)
+
+
+def _ms(given: timedelta) -> int:
+    return round(given.total_seconds() * 1000)

@@ -1,0 +1,160 @@
+"""The settings of tags, and of Cassandra, which may hold them.
+
+How they are applied is the matter of ``views.tags.model``, which ``views.tags.store`` makes of these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, model_validator
+
+from tailrace.log.name import MAX_TAG_BYTES, is_tag
+from tailrace.config.tables import Table
+from tailrace.config.values import (
+    Count,
+    Delay,
+    Duration,
+    Keep,
+    NameRule,
+    OrWord,
+    Pattern,
+    Port,
+    Section,
+    Topic,
+    ValuePath,
+    durations,
+)
+from tailrace.config.where import Where
+
+BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}
+
+_FIRST = {8: "%Y%m%d", 11: "%Y%m%dT%H", 14: "%Y%m%dT%H:%M"}
+_AUTO = OrWord("auto", "0s")
+_MAX = OrWord("max", "1ms")
+_OFF = OrWord("off", "1ms")
+
+DelayOrAuto = Annotated[timedelta | None, BeforeValidator(_AUTO.read), PlainSerializer(_AUTO.write, when_used="json")]
+"""None is "auto"."""
+PeriodOrMax = Annotated[timedelta | None, BeforeValidator(_MAX.read), PlainSerializer(_MAX.write, when_used="json")]
+"""None is "max"."""
+EveryOrOff = Annotated[timedelta | None, BeforeValidator(_OFF.read), PlainSerializer(_OFF.write, when_used="json")]
+"""None is "off"."""
+
+
+def _first_bucket(text: str) -> str:
+    form = _FIRST.get(len(text))
+    try:
+        if text and (form is None or not re.fullmatch(r"[0-9T:]+", text)):
+            raise ValueError
+        if form is not None:
+            datetime.strptime(text, form)  # noqa: DTZ007 it is only checked
+    except ValueError:
+        raise ValueError('"", or a UTC time as yyyyMMdd, yyyyMMddTHH or yyyyMMddTHH:mm') from None
+    return text
+
+
+def _tag(text: str) -> str:
+    if not is_tag(text):
+        raise ValueError(f"a tag of 1 to {MAX_TAG_BYTES} bytes")
+    return text
+
+
+class TagRules(Table[Where]):
+    """Tags, and for each the query of the events that get it."""
+
+    __slots__ = ()
+
+    def written(self) -> dict[str, Any]:
+        return {tag: where.written() for tag, where in self.items()}
+
+    @classmethod
+    def entries(cls) -> Any:
+        return dict[Annotated[str, AfterValidator(_tag)], Where]
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        assert isinstance(value, Mapping)
+        return cls(value)
+
+
+class Tags(Section):
+    """The view of tags: whose events they are, which tags they get, where they rest, and how they are read."""
+
+    topics: Pattern | tuple[Topic, ...] = ".*"
+    source: NameRule = "key"
+    sequence: Annotated[str, Field(min_length=1)] = "offset"
+    paths: tuple[ValuePath, ...] = ()
+    rules: TagRules = TagRules()
+    store: Literal["valkey", "cassandra"] = "valkey"
+    bucket: Literal["minute", "hour", "day"] = "hour"
+    keep: Keep = None
+    pack_after: Delay = timedelta(hours=1)
+    future_limit: Duration = timedelta(seconds=1)
+    batch: Annotated[int, Field(ge=1, le=1_000)] = 150
+    delay: DelayOrAuto = timedelta(seconds=5)
+    refresh: Annotated[Duration, durations("10ms")] = timedelta(seconds=3)
+    notify: bool = True
+    gap_timeout: Delay = timedelta(seconds=10)
+    on_missing: Literal["fail", "skip"] = "fail"
+    max_missing: Count = 5_000
+    new_source_scan: Delay = timedelta(milliseconds=100)
+    offset_scan: Delay = timedelta(milliseconds=200)
+    back_track: EveryOrOff = timedelta(seconds=1)
+    back_track_period: PeriodOrMax = timedelta(seconds=5)
+    long_back_track: EveryOrOff = timedelta(seconds=120)
+    long_back_track_period: PeriodOrMax = None
+    first_bucket: Annotated[str, AfterValidator(_first_bucket)] = ""
+    known_sources: Count = 100_000
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.long_back_track is not None:
+            if self.back_track is None:
+                raise ValueError('back_track too, where there is a long_back_track: or both "off"')
+            if self.long_back_track <= self.back_track:
+                raise ValueError("a long_back_track that is longer than back_track")
+        return self
+
+    @property
+    def span(self) -> timedelta:
+        """How long a bucket is."""
+        return BUCKETS[self.bucket]
+
+    @property
+    def first_ms(self) -> int:
+        """When the first bucket begins; 0 if that is not said."""
+        if not self.first_bucket:
+            return 0
+        found = datetime.strptime(self.first_bucket, _FIRST[len(self.first_bucket)]).replace(tzinfo=UTC)
+        return (
+            round(found.timestamp() * 1000)
+            // round(self.span.total_seconds() * 1000)
+            * round(self.span.total_seconds() * 1000)
+        )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any event can get a tag."""
+        return bool(self.paths or self.rules)
+
+    def keep_of(self, name: str) -> timedelta | None:
+        """How long a bucket of a tag is kept after its end; None is for ever. All tags have the same."""
+        return self.keep
+
+
+class Cassandra(Section):
+    """Where large views of tags rest, if ``tags.store`` says so."""
+
+    hosts: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1",)
+    port: Port = 9042
+    keyspace: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,47}$")] = "tailrace"
+    user: str = ""
+    password: SecretStr = SecretStr("")
+    datacenter: str = ""
+    replication: Annotated[int, Field(ge=1, le=100)] = 1
+    consistency: Literal["ONE", "QUORUM", "LOCAL_QUORUM", "ALL"] = "QUORUM"
+    timeout: Duration = timedelta(seconds=10)

@@ -1,0 +1,98 @@
+"""What the shards keep for tags: how far each source has come in each tag, and the floors of what is still to come.
+
+A tag lives in one shard, and its numbers with it, wherever its events rest. They are read by the task that is about to
+write, and compared by the shard when it has. A floor is the time of a partition's last stamp in a shard, or what the
+driver raised it to since. Invariant: no event that is still to be written has a stamp before its partition's floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tailrace.config import Settings
+from tailrace.errors import StaleDriver
+from tailrace.log.event import Source
+from tailrace.views.tags.model import Numbered, Tagging
+from tailrace.valkey.shards import Shards, mapping
+
+if TYPE_CHECKING:
+    from tailrace.views.tags.rows.cassandra import CassandraOptions
+
+VIEW = "tags"
+
+
+class TagOptions(msgspec.Struct, frozen=True):
+    """Everything that a task must know to tag events and to store them."""
+
+    tagging: Tagging = Tagging()
+    span_ms: int = 3_600_000
+    """Length of a bucket."""
+    future_ms: int = 1_000
+    """How far ahead of the clock a stamp may be."""
+    batch: int = 150
+    cassandra: CassandraOptions | None = None
+    """Where the events rest, if not in Valkey."""
+
+
+def tag_options(settings: Settings) -> TagOptions:
+    """Return the options that the configuration gives."""
+    tags = settings.tags
+    cassandra: CassandraOptions | None = None
+    if tags.store == "cassandra":
+        from tailrace.views.tags.rows.cassandra import CassandraOptions
+
+        cassandra = CassandraOptions.of(settings.cassandra)
+    return TagOptions(
+        tagging=Tagging(
+            topics=tags.topics,
+            source=None if tags.source == "key" else tuple(tags.source),
+            sequence="" if tags.sequence == "offset" else tags.sequence,
+            paths=tags.paths,
+            rules=tags.rules.written(),
+        ),
+        span_ms=round(tags.span.total_seconds() * 1000),
+        future_ms=round(tags.future_limit.total_seconds() * 1000),
+        batch=tags.batch,
+        cassandra=cassandra,
+    )
+
+
+def read_numbers(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]]]) -> list[list[Numbered]]:
+    """Return how far sources have come: for each (shard, tag, sources) a list in the order of the sources."""
+    keys = shards.keys
+    answers = shards.run_all([(shard, ("HMGET", keys.numbers(shard, tag), *pids)) for shard, tag, pids in wanted])
+    return [[Numbered.parse(value) for value in answer] for answer in answers]
+
+
+def introduce(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[str]]]) -> list[list[int]]:
+    """Give partitions that have no floor in a shard the lowest there is; return those of all, in their order.
+
+    Before the first row of a partition is written: so readers know that it is there, and that more of it may come.
+    """
+    answers = shards.call_all([(shard, "introduce", (VIEW, epoch, *sources)) for shard, sources in wanted])
+    for answer in answers:
+        if answer[0] == b"stale":
+            raise StaleDriver(VIEW, epoch, int(answer[1]))
+    return [[int(ms) for ms in answer[1:]] for answer in answers]
+
+
+def lift(shards: Shards, epoch: int, times: Mapping[Source, int]) -> None:
+    """Raise the floors of partitions of which everything up to these times is applied, in every shard."""
+    if not times:
+        return
+    pairs = [part for source, ms in times.items() for part in (str(source), ms)]
+    for answer in shards.call_all([(s, "lift", (VIEW, epoch, *pairs)) for s in range(shards.options.shards)]):
+        if answer[0] == b"stale":
+            raise StaleDriver(VIEW, epoch, int(answer[1]))
+
+
+def read_conflicts(shards: Shards, most: int) -> list[dict[str, Any]]:
+    """Return the latest conflicts, the newest first: sources that are written from two places."""
+    keys, count = shards.keys, shards.options.shards
+    answers = shards.run_all([(s, ("XREVRANGE", keys.conflicts(s), "+", "-", "COUNT", most)) for s in range(count)])
+    found = [(entry_id, mapping(flat)[b"c"]) for answer in answers for entry_id, flat in answer]
+    found.sort(key=lambda each: tuple(map(int, each[0].split(b"-"))), reverse=True)
+    return [msgspec.json.decode(text) for _, text in found[:most]]
