@@ -38,10 +38,10 @@ from bench.viewers import watch
 from tailrace.config import Settings, load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.model.block import unpack
-from tailrace.model.burst import parse
+from tailrace.views.sessions.block import unpack
+from tailrace.views.sessions.burst import parse
 from tailrace.driver.job import make_plan
-from tailrace.session_writer import SessionWriter
+from tailrace.views.sessions.writer import SessionWriter
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 Row: TypeAlias = dict[str, Any]

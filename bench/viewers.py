@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.meter import cpu_seconds, percentile
 from tailrace.embedded.ports import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.session_writer import SessionWriter
+from tailrace.views.sessions.writer import SessionWriter
 
 Row: TypeAlias = dict[str, Any]
 

@@ -19,8 +19,8 @@ from tailrace.car import CHANNELS, GEAR, LAP, SECTOR, WARNING
 from tailrace.car_config import CONFIGURATION, IDENTIFIER
 from tailrace.config import Settings
 from tailrace.laps import KEY, TOPIC, Laps, examples, pages, with_sessions
-from tailrace.model import telemetry
-from tailrace.model.configuration import Configuration
+from tailrace.views.sessions import telemetry
+from tailrace.views.sessions.configuration import Configuration
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
 WIDTHS = {"u8": 1, "s16": 2, "u16": 2, "f32": 4, "f64": 8}

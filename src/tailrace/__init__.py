@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tailrace.client import Feed, River, connect
     from tailrace.errors import TailraceError
     from tailrace.views.folds.folder import Folder
-    from tailrace.session_writer import SessionWriter
-    from tailrace.telemetry_client import Burst
+    from tailrace.views.sessions.writer import SessionWriter
+    from tailrace.views.sessions.client import Burst
     from tailrace.wire import Event
 
 __version__ = "0.1.0"
@@ -24,12 +24,12 @@ __version__ = "0.1.0"
 __all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "TailraceError", "__version__", "connect"]
 
 _HOMES = {
-    "Burst": "tailrace.telemetry_client",
+    "Burst": "tailrace.views.sessions.client",
     "Event": "tailrace.wire",
     "Feed": "tailrace.client",
     "Folder": "tailrace.views.folds.folder",
     "River": "tailrace.client",
-    "SessionWriter": "tailrace.session_writer",
+    "SessionWriter": "tailrace.views.sessions.writer",
     "TailraceError": "tailrace.errors",
     "connect": "tailrace.client",
 }

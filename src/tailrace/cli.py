@@ -28,7 +28,7 @@ from tailrace.options import (
     Url,
 )
 from tailrace.views.grep.cli import searches
-from tailrace.sessions_cli import sessions
+from tailrace.views.sessions.cli import sessions
 from tailrace.views.tags.cli import tagged, tags
 from tailrace.upkeep_cli import audit, pack, rebuild, retag, sweep, upkeep
 

@@ -19,7 +19,7 @@ from tailrace.errors import BadRequest
 from tailrace.views.folds.client import Folds
 from tailrace.following import Asked, Feed, Query
 from tailrace.views.tags.client import Tags
-from tailrace.telemetry_client import Telemetry
+from tailrace.views.sessions.client import Telemetry
 from tailrace.wire import Control, Coordinates, Day, Explained, Stream
 from tailrace.words import Group, as_segment, document_of, key_text, topics_text
 

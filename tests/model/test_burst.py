@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadBurst, TooLarge
-from tailrace.model.block import MAX_BURST
-from tailrace.model.burst import (
+from tailrace.views.sessions.block import MAX_BURST
+from tailrace.views.sessions.burst import (
     NOTHING,
     TARGET,
     Subscription,
@@ -26,8 +26,8 @@ from tailrace.model.burst import (
     time_range,
     timestamped,
 )
-from tailrace.model.channel import BadSample
-from tailrace.model.rta import PeriodicData, StreamData, StreamSubscription, TimestampedData
+from tailrace.views.sessions.samples import BadSample
+from tailrace.views.sessions.rta import PeriodicData, StreamData, StreamSubscription, TimestampedData
 
 NOW = 1_620_129_055_123_456_789
 OVERHEAD = 64

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tailrace.model.configuration import BadConfiguration, Channels, Configuration
-from tailrace.model.conversion import MISPRINTED_UNIT, UNIT, Rational, Table, Text
+from tailrace.views.sessions.configuration import BadConfiguration, Channels, Configuration
+from tailrace.views.sessions.conversion import MISPRINTED_UNIT, UNIT, Rational, Table, Text
 
 CAR: dict[str, Any] = {
     "Chassis": {

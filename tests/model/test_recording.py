@@ -8,11 +8,11 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.block import unpack
-from tailrace.model.burst import parse as parse_burst
-from tailrace.model.catalogue import Catalogue
-from tailrace.model.recording import STORED, Recorder, Written
-from tailrace.model.telemetry import Open, parse
+from tailrace.views.sessions.block import unpack
+from tailrace.views.sessions.burst import parse as parse_burst
+from tailrace.views.sessions.catalogue import Catalogue
+from tailrace.views.sessions.recording import STORED, Recorder, Written
+from tailrace.views.sessions.telemetry import Open, parse
 
 MS = 1_000_000
 T0 = 1_789_214_400_000 * MS

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model.block import MAX_BURST
-from tailrace.model.burst import bursts, session_json
-from tailrace.model.session import MAX_JSON, Session, bindings_in, checked
-from tailrace.model.telemetry import Refused
+from tailrace.views.sessions.block import MAX_BURST
+from tailrace.views.sessions.burst import bursts, session_json
+from tailrace.views.sessions.model import MAX_JSON, Session, bindings_in, checked
+from tailrace.views.sessions.telemetry import Refused
 
 NOON = 1_789_214_400_000
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.model import telemetry
-from tailrace.model.telemetry import (
+from tailrace.views.sessions import telemetry
+from tailrace.views.sessions.telemetry import (
     LAST,
     LONGEST,
     Close,

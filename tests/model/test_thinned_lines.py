@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.model.session_cursor import Place
-from tailrace.model.thinning import Series, State, Thinning, between, step, thinned
+from tailrace.views.sessions.cursor import Place
+from tailrace.views.sessions.thinning import Series, State, Thinning, between, step, thinned
 
 EPOCH = 1_789_200_000_000_000_000
 KINDS = ("f8", "f4", "i2", "u1", "O")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError
 from tailrace.log.cursor import FromEnd, FromLast, FromStart
-from tailrace.model.session_cursor import (
+from tailrace.views.sessions.cursor import (
     FromMoment,
     FromPlace,
     Held,
@@ -23,7 +23,7 @@ from tailrace.model.session_cursor import (
     parse_session_start,
     parse_session_until,
 )
-from tailrace.model.thinning import Series, Thinner, Thinning, parse_thinning, thinned
+from tailrace.views.sessions.thinning import Series, Thinner, Thinning, parse_thinning, thinned
 
 EPOCH = 1_789_200_000_000_000_000
 """A time that no double can hold to the nanosecond."""

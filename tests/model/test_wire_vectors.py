@@ -12,11 +12,11 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, unknown_fields
 from grpc_tools import protoc
 
-from tailrace.model import rta
-from tailrace.model.block import pack, unpack
-from tailrace.model.burst import bursts, event, periodic, row, session_json, time_range, timestamped
-from tailrace.model.channel import pack_values
-from tailrace.model.rta import data_pb2, stream_pb2
+from tailrace.views.sessions import rta
+from tailrace.views.sessions.block import pack, unpack
+from tailrace.views.sessions.burst import bursts, event, periodic, row, session_json, time_range, timestamped
+from tailrace.views.sessions.samples import pack_values
+from tailrace.views.sessions.rta import data_pb2, stream_pb2
 
 SOURCE = Path(rta.__file__).parents[3]
 PROTOS = ["tailrace/model/rta/data.proto", "tailrace/model/rta/stream.proto"]

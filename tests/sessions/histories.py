@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tailrace.pipeline.sessions import VIEW
+from tailrace.views.sessions.write import VIEW
 from tailrace.valkey.marks import conserved, read_counts
 from tests.sessions.recorded import MS, T0, Samples, Track, doubles
 from tests.writing import Record

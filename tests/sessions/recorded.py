@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.model.block import MAX_BURST, unpack
-from tailrace.model.burst import parse
-from tailrace.pipeline.sessions import VIEW, SessionPlan
-from tailrace.stores.sessions import SessionOptions
+from tailrace.views.sessions.block import MAX_BURST, unpack
+from tailrace.views.sessions.burst import parse
+from tailrace.views.sessions.write import VIEW, SessionPlan
+from tailrace.views.sessions.store import SessionOptions
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tests.writing import NOON, Record, Writer
 

@@ -12,7 +12,7 @@ import pytest
 from tailrace.client import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
 from tailrace.valkey.shards import StoreOptions
-from tailrace.telemetry_client import Burst
+from tailrace.views.sessions.client import Burst
 from tailrace.wire import Control
 from tests.serving.parts import Running
 from tests.sessions.recorded import MS, T0, Track

@@ -12,10 +12,12 @@ import pytest
 from tailrace import SessionWriter
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorGone
-from tailrace.feeds import joined, session, session_reader
+from tailrace.views.sessions import joined
+from tailrace.views.sessions import feed as session
+from tailrace.views.sessions import reader as session_reader
 from tailrace.log.frame import AnyFrame, Frame
 from tailrace.valkey.entry_id import EntryId
-from tailrace.model.session_cursor import Place, SessionCursor
+from tailrace.views.sessions.cursor import Place, SessionCursor
 from tailrace.valkey.shards import StoreOptions
 from tests.sessions.kept import Kept, archived, lap
 from tests.sessions.recorded import MS, T0

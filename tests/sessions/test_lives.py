@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from tailrace.errors import CursorGone
-from tailrace.feeds import session_reader, session_wait, streams
+from tailrace.views.sessions import reader as session_reader
+from tailrace.views.sessions import session_wait
+from tailrace.views.sessions import hub as streams
 from tailrace.log.frame import AnyFrame, Frame
-from tailrace.feeds.session import SessionFeeds
+from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.valkey.entry_id import EntryId, parse_id
-from tailrace.model.session_cursor import SessionCursor
-from tailrace.stores.live import Located
+from tailrace.views.sessions.cursor import SessionCursor
+from tailrace.views.sessions.streams import Located
 from tailrace.valkey.shards import StoreOptions
 from tests.sessions.foreign import Foreign, connected, event, periodic, time_range
 from tests.sessions.recorded import MS, T0, Track

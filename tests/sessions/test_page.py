@@ -13,8 +13,8 @@ import pytest
 from tailrace import SessionWriter
 from tailrace.car import LAP
 from tailrace.car_config import CONFIGURATION, IDENTIFIER
-from tailrace.stores.session_keeping import SessionKeeping
-from tailrace.stores.sessions import SessionStore
+from tailrace.views.sessions.session_keeping import SessionKeeping
+from tailrace.views.sessions.store import SessionStore
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.browser import Tab, browsing
 from tests.sessions.served import Mortal, served

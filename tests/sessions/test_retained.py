@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.frame import Frame
-from tailrace.model.session_cursor import SessionCursor
+from tailrace.views.sessions.cursor import SessionCursor
 from tailrace.valkey.shards import StoreOptions
 from tests.sessions.kept import Kept, archived, lap
 from tests.sessions.recorded import MS, T0

@@ -14,7 +14,7 @@ import pytest
 
 from tailrace import SessionWriter
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.feeds import viewer as viewers
+from tailrace.views.sessions.rta import viewer as viewers
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, problem
 from tests.sessions.foreign import (

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.serving.rta import iso
+from tailrace.views.sessions.rta.routes import iso
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import problem

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.pipeline.sessions import VIEW, held_back
+from tailrace.views.sessions.write import VIEW, held_back
 from tailrace.valkey.marks import advance, lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tests.sessions.histories import History

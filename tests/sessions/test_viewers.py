@@ -18,10 +18,10 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from tailrace.feeds import viewer as viewers
-from tailrace.feeds.streams import StreamHub
-from tailrace.feeds.viewer import Viewer, ViewerOptions
-from tailrace.stores.live import LiveSessions, Located
+from tailrace.views.sessions.rta import viewer as viewers
+from tailrace.views.sessions.hub import StreamHub
+from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
+from tailrace.views.sessions.streams import LiveSessions, Located
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running

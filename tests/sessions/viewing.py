@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from tailrace.log.frame import AnyFrame, Control, Frame
-from tailrace.feeds.retained import Archive
-from tailrace.feeds.session import SessionFeed, SessionFeeds
-from tailrace.feeds.session_life import Configurations, SessionParts
-from tailrace.feeds.session_request import make_session_request
-from tailrace.feeds.streams import StreamHub
-from tailrace.stores.live import LiveSessions
+from tailrace.views.sessions.retained import Archive
+from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
+from tailrace.views.sessions.life import Configurations, SessionParts
+from tailrace.views.sessions.request import make_session_request
+from tailrace.views.sessions.hub import StreamHub
+from tailrace.views.sessions.streams import LiveSessions
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tests.sessions.recorded import Track

@@ -7,7 +7,7 @@ from itertools import combinations, count
 
 import pytest
 
-from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write
+from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
 
 _fresh = count()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions, mapping
 
 _fresh = count()

@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.errors import StoreChanged, StoreError, StoreUnavailable
 from tailrace.valkey.nodes import Nodes
-from tailrace.stores.sessions import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.store import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.valkey.slots import Slots
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping, prepare
 

@@ -13,15 +13,17 @@ from tailrace import config
 from tailrace.config import Settings
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.model.block import unpack
-from tailrace.model.burst import parse
+from tailrace.views.sessions.block import unpack
+from tailrace.views.sessions.burst import parse
 from tailrace.valkey.entry_id import parse_id
-from tailrace.model.retention import Limits
-from tailrace.model.session import Session
-from tailrace.stores.session_keeping import SessionKeeping
-from tailrace.stores.sessions import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.retention import Limits
+from tailrace.views.sessions.model import Session
+from tailrace.views.sessions.session_keeping import SessionKeeping
+from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
-from tailrace.upkeep import abandon, forget, trim
+from tailrace.views.sessions import upkeep as abandon
+from tailrace.views.sessions import forget
+from tailrace.views.sessions import trim
 from tailrace.upkeep.job import Scope, Work
 from tailrace.upkeep.lease import SESSIONS, Lease
 from tailrace.upkeep.loop import Loop, session_jobs

@@ -21,7 +21,7 @@ from tailrace.errors import ConfigError
 from tailrace.views.folds.settings import Folds, Problem, refuse
 from tailrace.config.patterns import compiled
 from tailrace.config.server_settings import Kafka, Spark, Valkey
-from tailrace.session_settings import Sessions
+from tailrace.views.sessions.settings import Sessions
 from tailrace.config.tables import Properties
 from tailrace.views.tags.settings import Cassandra, Tags
 from tailrace.config.units import format_duration, format_size

@@ -40,8 +40,8 @@ from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
 from tailrace.views.folds.driver import applied, asked_for, begin_at_end, begin_matches, frontiers
 from tailrace.views.grep.scan import Scanner
-from tailrace.pipeline.sessions import VIEW as SESSIONS
-from tailrace.pipeline.sessions import SessionPlan, held_back
+from tailrace.views.sessions.write import VIEW as SESSIONS
+from tailrace.views.sessions.write import SessionPlan, held_back
 from tailrace.driver.slice import COLUMNS, Limits
 from tailrace.driver.source import reader_options, starting_offsets
 from tailrace.driver.watermark import Timing

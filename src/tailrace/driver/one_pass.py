@@ -24,7 +24,7 @@ from tailrace.views.days.write import Days
 from tailrace.views.folds.write import FoldView
 from tailrace.driver.intake import Intake
 from tailrace.views.grep.write import Matches
-from tailrace.pipeline.sessions import SessionPlan, SessionView
+from tailrace.views.sessions.write import SessionPlan, SessionView
 from tailrace.driver.slice import Limits, Slice, slices
 from tailrace.views.tags.write import TagView
 from tailrace.driver.view import Place, View, Window

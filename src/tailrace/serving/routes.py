@@ -35,7 +35,7 @@ from tailrace.views.grep.routes import (
     read_body,
 )
 from tailrace.serving.health import Readiness, Status
-from tailrace.serving.live import live_not_upgraded, session_live
+from tailrace.views.sessions.live import live_not_upgraded, session_live
 from tailrace.serving.openapi import (
     FEED,
     GROUP_BODY,
@@ -53,7 +53,7 @@ from tailrace.serving.openapi import (
     Responses,
     problems,
 )
-from tailrace.serving.pages import page_file, session_page, sessions_page
+from tailrace.views.sessions.pages import page_file, session_page, sessions_page
 from tailrace.serving.parameters import (
     FeedQuery,
     ListQuery,
@@ -68,7 +68,7 @@ from tailrace.serving.parameters import (
 )
 from tailrace.views.folds.pending import Pending, list_pending
 from tailrace.serving.puts import body_of, read_events
-from tailrace.serving.rta import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
+from tailrace.views.sessions.rta.routes import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
 from tailrace.views.grep.searches import (
     EndedSearch,
     EndQuery,
@@ -81,7 +81,7 @@ from tailrace.views.grep.searches import (
     show_search,
 )
 from tailrace.serving.service import Service
-from tailrace.serving.sessions import follow_session, list_sessions, session_config, show_session
+from tailrace.views.sessions.routes import follow_session, list_sessions, session_config, show_session
 from tailrace.serving.sse import FeedResponse
 from tailrace.views.tags.routes import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
 from tailrace.views.folds.windows import Changed, change_windows

@@ -18,17 +18,17 @@ from tailrace.views.grep.feed import Grep
 from tailrace.log.hub import Hub
 from tailrace.log.feed import LogFeeds
 from tailrace.views.grep.parts import Parts
-from tailrace.feeds.retained import Archive
-from tailrace.feeds.session import SessionFeeds
-from tailrace.feeds.session_life import Configurations, SessionParts
-from tailrace.feeds.streams import StreamHub
+from tailrace.views.sessions.retained import Archive
+from tailrace.views.sessions.feed import SessionFeeds
+from tailrace.views.sessions.life import Configurations, SessionParts
+from tailrace.views.sessions.hub import StreamHub
 from tailrace.views.tags.feed import OpensTags, open_store
 from tailrace.metrics import Metrics
 from tailrace.log.event import home_of
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.produce import Topics
 from tailrace.views.grep.leases import Leases
-from tailrace.stores.live import LiveSessions
+from tailrace.views.sessions.streams import LiveSessions
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.grep.payloads import Payloads

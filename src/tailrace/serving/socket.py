@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from tailrace.errors import AccessDenied, TailraceError
-from tailrace.feeds.viewer import Closing
+from tailrace.views.sessions.rta.viewer import Closing
 from tailrace.serving.access import refuse_partial
 from tailrace.serving.service import Service
 from tailrace.serving.sse import ABORT, SlowClientError

@@ -22,7 +22,10 @@ from tailrace.config import Settings
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.config.units import format_duration
-from tailrace.upkeep import abandon, forget, pack, sweep, trim
+from tailrace.upkeep import pack, sweep
+from tailrace.views.sessions import upkeep as abandon
+from tailrace.views.sessions import forget
+from tailrace.views.sessions import trim
 from tailrace.upkeep.backends import auditing
 from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, Work, now_ms, run_job
 from tailrace.upkeep.lease import SESSIONS

@@ -1,0 +1,1 @@
+"""Telemetry sessions: samples of many channels, recorded, served live, and read again."""

@@ -1,0 +1,311 @@
+"""Bursts: how samples, events and updates of a session become messages, and messages become bursts.
+
+A message here is a serialised ``StreamData``, and a burst is messages one after the other, each with a tag and its
+length; so what was made once is not parsed again to be put somewhere. Invariants: the samples of the messages that one
+call makes are those it was given, in order, with exactly their times; times are integers all the way; no burst is over
+``MAX_BURST`` bytes. All is a function of what is given, so that a replay makes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from tailrace.errors import BadBurst, TooLarge
+from tailrace.views.sessions.block import MAX_BURST
+from tailrace.views.sessions.samples import BadSample
+from tailrace.views.sessions.rta import (
+    Event,
+    PeriodicData,
+    RowData,
+    StreamData,
+    StreamDataBurst,
+    StreamSubscription,
+    StreamTimeRange,
+    TimestampedData,
+)
+
+TARGET = 64 << 10
+"""Bytes that a burst should have; what samples are cut to."""
+
+_HEAD = 64
+"""More bytes than tags, lengths and all else take in a message of samples, and in a burst for it."""
+_TAG = b"\n"
+_MOST_CHANNEL = (1 << 32) - 1
+_INT32, _INT64 = 1 << 31, 1 << 63
+
+
+class Subscription(msgspec.Struct, frozen=True, weakref=True):
+    """What a reader has asked for so far. It only ever grows, by union."""
+
+    all_events: bool = False
+    all_channels: bool = False
+    channels: frozenset[int] = frozenset()
+
+    def widened(self, more: StreamSubscription) -> Subscription:
+        """Return the subscription together with what a request adds."""
+        every = self.all_channels or more.all_data_channels
+        channels = frozenset() if every else self.channels.union(more.data_channel_ids)
+        return Subscription(self.all_events or more.all_events, every, channels)
+
+    def wants(self, message: StreamData) -> bool:
+        """Return whether a message is for this reader. A row is if any of its channels is; updates always are."""
+        kind = message.WhichOneof("data")
+        if kind == "periodic_data":
+            return self.all_channels or message.periodic_data.channel_id in self.channels
+        if kind == "timestamped_data":
+            return self.all_channels or message.timestamped_data.channel_id in self.channels
+        if kind == "row_data":
+            return self.all_channels or not self.channels.isdisjoint(message.row_data.channel_ids)
+        if kind == "event":
+            return self.all_events
+        return kind is not None
+
+
+NOTHING = Subscription()
+"""What a reader has asked for who has only just come: nothing but updates of the session."""
+
+
+def session_json(text: str | bytes) -> bytes:
+    """Return the message of a session's JSON."""
+    if isinstance(text, bytes):
+        text = text.decode()
+    return _bytes(StreamData(session_json=text))
+
+
+def time_range(start: int, end: int) -> bytes:
+    """Return the message that makes a session's range hold these two times and all between."""
+    _times_fit(start, end)
+    return _bytes(StreamData(time_range=StreamTimeRange(start_time=start, end_time=end)))
+
+
+def periodic(channel: int, start: int, interval: int, width: int, buffer: bytes, target: int = TARGET) -> list[bytes]:
+    """Return messages of samples at equal distances, each of at most about ``target`` bytes; none of no samples."""
+    count = _count(channel, width, buffer)
+    if interval < 0 or (interval == 0 and count > 1):
+        raise BadSample("bad-interval", f"{interval} ns between samples")
+    _times_fit(start, start + interval * max(0, count - 1), interval)
+    per = max(1, (_room(target) - _HEAD) // width)
+    return [
+        _bytes(
+            StreamData(
+                periodic_data=PeriodicData(
+                    channel_id=channel,
+                    start_timestamp=start + at * interval,
+                    interval=interval,
+                    samples=min(per, count - at),
+                    buffer=buffer[at * width : (at + per) * width],
+                )
+            )
+        )
+        for at in range(0, count, per)
+    ]
+
+
+def timestamped(
+    channel: int,
+    times: Sequence[int] | npt.NDArray[np.int64],
+    width: int,
+    buffer: bytes,
+    target: int = TARGET,
+) -> list[bytes]:
+    """Return messages of samples with times of their own, each at most about ``target`` bytes.
+
+    A new one begins wherever time goes back. The scale of each is the greatest common divisor of its distances.
+    """
+    count = _count(channel, width, buffer)
+    at = _nanoseconds(times)
+    if len(at) != count:
+        raise BadSample("bad-count", f"{len(at)} times for {count} samples of {width} bytes")
+    if not count:
+        return []
+    room = _room(target) - _HEAD
+    steps = np.diff(at)
+    # A step of more than 2^63 ns wraps round to below 0, and is a new message as well.
+    back = np.flatnonzero((steps < 0) | (at[1:] < at[:-1])) + 1
+    edges = [0, *back.tolist(), count]
+    return [
+        _run(channel, at, steps, first, last, width, buffer)
+        for low, high in pairwise(edges)
+        for first, last in _pieces(steps, low, high, width, room)
+    ]
+
+
+def row(channels: Sequence[int], time: int, buffer: bytes) -> bytes:
+    """Return the message of one sample of each of some channels, side by side in the buffer."""
+    for channel in channels:
+        _channel_fits(channel)
+    _times_fit(time)
+    return _bytes(StreamData(row_data=RowData(channel_ids=channels, timestamp=time, buffer=buffer)))
+
+
+def event(definition: int, app: str, time: int, text: str = "", values: Sequence[float] = ()) -> bytes:
+    """Return the message of an event."""
+    _times_fit(time)
+    if not -_INT32 <= definition < _INT32:
+        raise BadSample("out-of-range", f"{definition} is no id of an event")
+    what = Event(event_definition_id=definition, app_name=app, timestamp=time, status_text=text, raw_data=values)
+    return _bytes(StreamData(event=what))
+
+
+def bursts(messages: Iterable[bytes], target: int = TARGET) -> Iterator[bytes]:
+    """Put messages into bursts of up to about ``target`` bytes, in order; TooLarge if one alone is over the limit."""
+    target = _room(target)
+    parts: list[bytes] = []
+    size = 0
+    for message in messages:
+        head = _TAG + _varint(len(message))
+        length = len(head) + len(message)
+        if length > MAX_BURST:
+            raise TooLarge(
+                f"a message of {len(message)} bytes cannot go into a burst, which has at most {MAX_BURST}: "
+                "make the session's JSON, the row or the event smaller"
+            )
+        if parts and size + length > target:
+            yield b"".join(parts)
+            parts, size = [], 0
+        parts += (head, message)
+        size += length
+    if parts:
+        yield b"".join(parts)
+
+
+def parse(data: bytes) -> StreamDataBurst:
+    """Read a serialised burst; BadBurst if it is none."""
+    try:
+        burst: StreamDataBurst = StreamDataBurst.FromString(data)
+    except DecodeError as error:
+        raise BadBurst(f"{len(data)} bytes are no burst: {error}") from None
+    return burst
+
+
+def select(data: bytes, wanted: Subscription) -> bytes | None:
+    """Return a serialised burst with only what a reader has asked for; None if nothing of it is left."""
+    if wanted.all_events and wanted.all_channels:
+        return data or None
+    messages = parse(data).data
+    kept = [message for message in messages if wanted.wants(message)]
+    if not kept:
+        return None
+    return data if len(kept) == len(messages) else _bytes(StreamDataBurst(data=kept))
+
+
+def _run(
+    channel: int,
+    at: npt.NDArray[np.int64],
+    steps: npt.NDArray[np.int64],
+    first: int,
+    last: int,
+    width: int,
+    buffer: bytes,
+) -> bytes:
+    deltas = np.zeros(last - first, np.int64)
+    own = steps[first : last - 1]
+    scale = int(np.gcd.reduce(own)) or 1 if len(own) else 1
+    np.floor_divide(own, scale, out=deltas[1:])
+    head = TimestampedData(channel_id=channel, start_timestamp=int(at[first]), timestamp_deltas_scale=scale)
+    # The two long fields are put together by hand: as lists of integers they would take most of the time.
+    told = _field(TimestampedData.TIMESTAMP_DELTAS_FIELD_NUMBER, _varints(deltas))
+    samples = _field(TimestampedData.BUFFER_FIELD_NUMBER, buffer[first * width : last * width])
+    return _field(StreamData.TIMESTAMPED_DATA_FIELD_NUMBER, head.SerializeToString() + told + samples)
+
+
+def _pieces(steps: npt.NDArray[np.int64], low: int, high: int, width: int, room: int) -> Iterator[tuple[int, int]]:
+    """Cut samples between which time does not go back, by the bytes that they and their deltas take at most."""
+    own = steps[low : high - 1]
+    scale = int(np.gcd.reduce(own)) if len(own) else 0
+    most = int(own.max()) // scale if scale else 0
+    if (high - low) * (width + _length(most)) <= room:
+        yield low, high
+        return
+    taken = np.full(high - low, width + 1, np.int64)
+    if scale:
+        deltas = own // scale
+        for bits in range(7, most.bit_length(), 7):
+            taken[1:] += deltas >= (1 << bits)
+    ends = np.cumsum(taken)
+    first = 0
+    while first < high - low:
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + room, "right")))
+        yield low + first, low + last
+        first = last
+
+
+def _bytes(message: StreamData | StreamDataBurst) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def _nanoseconds(times: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if isinstance(times, np.ndarray):
+        if times.dtype != np.int64 or times.ndim != 1:
+            raise BadSample("bad-time", f"times are an array of int64, not of {times.dtype}")
+        return times
+    if any(kind is bool or not issubclass(kind, int | np.integer) for kind in set(map(type, times))):
+        raise BadSample("bad-time", "a time is an integer, in nanoseconds")
+    try:
+        return np.asarray(times, np.int64)
+    except OverflowError:
+        raise BadSample("bad-time", "a time is not within 64 bits") from None
+
+
+def _count(channel: int, width: int, buffer: bytes) -> int:
+    _channel_fits(channel)
+    if len(buffer) % width:
+        raise BadSample("bad-width", f"channel {channel}: {len(buffer)} bytes are no whole samples of {width} bytes")
+    return len(buffer) // width
+
+
+def _channel_fits(channel: int) -> None:
+    if not 0 <= channel <= _MOST_CHANNEL:
+        raise BadSample("out-of-range", f"{channel} is no number of a channel")
+
+
+def _times_fit(*times: int) -> None:
+    for time in times:
+        if not -_INT64 <= time < _INT64:
+            raise BadSample("bad-time", f"{time} ns is not within 64 bits")
+
+
+def _room(target: int) -> int:
+    return max(1, min(target, MAX_BURST))
+
+
+def _length(value: int) -> int:
+    return max(1, -(-value.bit_length() // 7))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return b"%c%b%b" % (number << 3 | 2, _varint(len(data)), data)
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+def _varints(values: npt.NDArray[np.int64]) -> bytes:
+    """Return the same as ``_varint`` for each, all at once; they are not below 0."""
+    most = _length(int(values.max()))
+    if most == 1:
+        return values.astype(np.uint8).tobytes()
+    table = np.empty((len(values), most), np.uint8)
+    used = np.ones((len(values), most), np.bool_)
+    for column in range(most):
+        rest = values >> 7
+        goes_on = rest > 0
+        table[:, column] = (values & 0x7F) | (goes_on.astype(np.int64) << 7)
+        if column + 1 < most:
+            used[:, column + 1] = goes_on
+        values = rest
+    return table[used].tobytes()

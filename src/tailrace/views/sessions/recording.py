@@ -1,0 +1,274 @@
+"""Recording: what the records of one writer make of the sessions of its stream.
+
+A recorder begins with sessions as they rest in the store, takes records one by one, and says at any moment what has to
+be written for those since it last said so. Invariant: what is written is a function of the sessions and the records; so
+records may come in any portions, again and again, as long as each recorder begins where the stream's mark says.
+
+The first message of a session is its Session JSON and nothing else, and so is its last; where its range grew, the new
+one comes before the samples that made it grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal
+
+import msgspec
+
+from tailrace.views.sessions import burst
+from tailrace.views.sessions.block import pack
+from tailrace.views.sessions.catalogue import Catalogue
+from tailrace.views.sessions.message_builder import UNUSABLE, Piece, Pieces, Whole, event_of, points_of, row_of, run_of
+from tailrace.views.sessions.model import ABANDONED, Session, checked
+from tailrace.views.sessions.telemetry import CLOSED, Close, Config, Data, Fault, Open, Record, Refused, Update, nanoseconds
+
+COPIES = 5
+"""How often a session's JSON is sent when the session changes, about: twice to each of two keys, and to the stream."""
+MOST_FAULTS = 20
+"""Faults of one record that are told."""
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a record."""
+
+    kind: Literal["stored", "skipped", "dead"]
+    reason: str = ""
+    faults: tuple[Fault, ...] = ()
+
+
+STORED: Final = Outcome("stored")
+
+
+def dead(reason: str, what: str = "") -> Outcome:
+    """Return the outcome of a record that nothing came of."""
+    return Outcome("dead", reason, (Fault("", what[:200]),) if what else ())
+
+
+ELSEWHERE: Final = dead("session-elsewhere", "it is open in another stream")
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What has to be written for some records."""
+
+    sessions: tuple[Session, ...]
+    """Those that changed, as they are afterwards. One that begins here has no number yet."""
+    entries: tuple[tuple[str, bytes], ...]
+    """The stream's new entries, in order: of which session, and the compressed burst."""
+    configs: Mapping[str, bytes]
+
+
+class _Sheet:
+    """What is to be said of one session."""
+
+    __slots__ = ("closing", "known", "opening", "pieces", "session")
+
+    def __init__(self, known: Session | None, session: Session) -> None:
+        self.known, self.session = known, session
+        self.opening = self.closing = b""
+        self.pieces = Pieces()
+
+    def bursts(self, target: int) -> Iterator[bytes]:
+        now, before = self.session, self.known
+        if self.opening:
+            yield from burst.bursts([self.opening], target)
+        messages: list[bytes] = []
+        grew = before is None or (now.start, now.end) != (before.start, before.end)
+        if grew and now.start is not None and now.end is not None:
+            messages.append(burst.time_range(now.start, now.end))
+        messages += self.pieces.messages(target)
+        yield from burst.bursts(messages, target)
+        if self.closing:
+            yield from burst.bursts([self.closing], target)
+
+
+class Recorder:
+    """Records of one writer on their way into its stream.
+
+    Args:
+        stream: The name of the stream.
+        writer: Whose records these are.
+        sessions: The sessions of the stream that records may be of, as they rest there.
+        elsewhere: What becomes of records of sessions that cannot be written here.
+        catalogue: The configurations that are known.
+        target: Bytes that a burst should have.
+    """
+
+    def __init__(
+        self,
+        stream: str,
+        writer: str,
+        sessions: Mapping[str, Session],
+        elsewhere: Mapping[str, Outcome],
+        catalogue: Catalogue,
+        target: int = burst.TARGET,
+    ) -> None:
+        self._stream, self._writer, self._target = stream, writer, target
+        self._sessions, self._elsewhere, self._catalogue = dict(sessions), dict(elsewhere), catalogue
+        self._sheets: dict[str, _Sheet] = {}
+        self._configs: dict[str, bytes] = {}
+        self.size = 0
+        """Bytes that are to be written, about."""
+
+    def session(self, identity: str) -> Session | None:
+        """Return a session as it is after the records so far."""
+        return self._sessions.get(identity)
+
+    def meet(self, sessions: Mapping[str, Session], elsewhere: Mapping[str, Outcome]) -> None:
+        """Get to know further sessions, of which no record was taken yet."""
+        self._sessions |= sessions
+        self._elsewhere |= elsewhere
+
+    def must_write(self, identity: str, record: Record) -> bool:
+        """Whether what there is must be written before this record is taken: one write has one life of a session."""
+        sheet = self._sheets.get(identity)
+        return sheet is not None and sheet.session.is_closed and isinstance(record, Open)
+
+    def write(self) -> Written:
+        """Return what has to be written for the records since the last time."""
+        entries = tuple(
+            (identity, pack(data)) for identity, sheet in self._sheets.items() for data in sheet.bursts(self._target)
+        )
+        written = Written(tuple(sheet.session for sheet in self._sheets.values()), entries, self._configs)
+        self._sheets, self._configs, self.size = {}, {}, 0
+        return written
+
+    def take(self, offset: int, time_ms: int, identity: str, record: Record, faults: Sequence[Fault] = ()) -> Outcome:
+        """Take the next record; ``faults`` is what was found wrong with it when it was read."""
+        wrong = list(faults)
+        try:
+            outcome = self._take(offset, time_ms, identity, record, wrong)
+        except Refused as refused:
+            return dead(refused.reason, refused.what)
+        if outcome is STORED and wrong:
+            return Outcome("dead", "bad-part", tuple(wrong[:MOST_FAULTS]))
+        return outcome
+
+    def _take(self, offset: int, time_ms: int, identity: str, record: Record, wrong: list[Fault]) -> Outcome:
+        if isinstance(record, Config):
+            self._publish("config", record.identifier, record.config, wrong)
+            return STORED
+        if identity in self._elsewhere:
+            return self._elsewhere[identity]
+        known = self._sessions.get(identity)
+        if isinstance(record, Close) and (known is None or known.is_closed):
+            return Outcome("skipped", "nothing-to-close")
+        if known is not None and known.is_closed and not isinstance(record, Open):
+            return dead("session-closed", f"it ended as {known.state}")
+        if isinstance(record, Open):
+            for identifier, config in record.configs.items():
+                self._publish(f"configs.{identifier[:40]}", identifier, config, wrong)
+        begin = partial(Session.opening, identity, self._stream, self._writer, offset, time_ms)
+        if known is not None and known.is_closed:
+            known = None
+        if isinstance(record, Data):
+            self._data(known, begin, time_ms, record, wrong)
+        else:
+            self._update(known, begin, time_ms, identity, record, wrong)
+        return STORED
+
+    # What a record does to its session. Nothing is changed before all that may be refused is behind.
+
+    def _update(
+        self,
+        known: Session | None,
+        begin: Callable[[Mapping[str, Any]], Session],
+        time_ms: int,
+        identity: str,
+        record: Open | Update | Close,
+        wrong: list[Fault],
+    ) -> None:
+        update, faults = checked(identity, record.json)
+        wrong += faults
+        if isinstance(record, Close):
+            update["state"] = record.state
+        elif update.get("state") is None and (isinstance(record, Open) or (known and known.state == ABANDONED)):
+            update["state"] = "open"
+        if known is None and update.get("state") in CLOSED:
+            # It begins before it ends, if only by a moment.
+            ended = str(update["state"])
+            opened = begin({**update, "state": "open"})
+            self._say(None, opened.heard_of(time_ms), opening=True)
+            self._say(opened, self._sessions[identity].in_state(ended))
+        elif known is None:
+            self._say(None, begin(update).heard_of(time_ms), opening=True)
+        else:
+            self._say(known, known.updated(update).heard_of(time_ms))
+
+    def _data(
+        self,
+        known: Session | None,
+        begin: Callable[[Mapping[str, Any]], Session],
+        time_ms: int,
+        record: Data,
+        wrong: list[Fault],
+    ) -> None:
+        made, spans = self._made(known, record, wrong)
+        if wrong and not made and not spans:
+            return
+        session = begin({}) if known is None else known.awake()
+        session = session.heard_of(time_ms)
+        if spans:
+            session = session.widened(min(start for start, _ in spans), max(end for _, end in spans))
+        sheet = self._say(known, session, opening=known is None)
+        before = sheet.pieces.size
+        for piece in made:
+            sheet.pieces.add(piece)
+        self.size += sheet.pieces.size - before
+
+    def _made(
+        self, known: Session | None, record: Data, wrong: list[Fault]
+    ) -> tuple[list[Piece | Whole], list[tuple[int, int]]]:
+        """Return the parts of a record that can be used, and the times that they span."""
+        channel_of = partial(self._catalogue.channel, known.bindings if known is not None else ())
+        makers: list[tuple[str, Sequence[Any], Callable[[Any], Piece | Whole | None]]] = [
+            ("periodic", record.periodic, lambda part: run_of(part, channel_of)),
+            ("timestamped", record.timestamped, lambda part: points_of(part, channel_of)),
+            ("rows", record.rows, lambda part: row_of(part, channel_of)),
+            ("events", record.events, event_of),
+        ]
+        made: list[Piece | Whole] = []
+        spans: list[tuple[int, int]] = []
+        if record.range is not None:
+            try:
+                start, end = nanoseconds(record.range.start), nanoseconds(record.range.end)
+                if start > end:
+                    raise ValueError("its start is after its end")
+                spans.append((start, end))
+            except UNUSABLE as error:
+                wrong.append(Fault("range", str(error)))
+        for name, parts, make in makers:
+            for i, part in enumerate(parts):
+                try:
+                    piece = make(part)
+                except UNUSABLE as error:
+                    wrong.append(Fault(f"{name}[{i}]", str(error)[:200]))
+                    continue
+                if piece is not None:
+                    made.append(piece)
+                    spans.append((piece.time, piece.time) if isinstance(piece, Whole) else (piece.start, piece.end))
+        return made, spans
+
+    def _say(self, known: Session | None, session: Session, *, opening: bool = False) -> _Sheet:
+        """Note how a session has changed, and what viewers have to be told of its JSON."""
+        if session.writer != self._writer and not session.shared:
+            session = msgspec.structs.replace(session, shared=True)
+        sheet = self._sheets.get(session.identity)
+        if sheet is None:
+            sheet = self._sheets[session.identity] = _Sheet(known, session)
+            self.size += COPIES * len(session.merged)
+        sheet.session = self._sessions[session.identity] = session
+        if opening:
+            sheet.opening = burst.session_json(session.json)
+        elif session.is_closed:
+            sheet.closing = burst.session_json(session.json)
+        elif known is None or session.json != known.json:
+            sheet.pieces.update(burst.session_json(session.json))
+            self.size += len(session.json)
+        return sheet
+
+    def _publish(self, part: str, identifier: str, config: msgspec.Raw, wrong: list[Fault]) -> None:
+        try:
+            self._configs[identifier] = self._catalogue.publish(identifier, config)
+        except UNUSABLE as error:
+            wrong.append(Fault(part, str(error)[:200]))

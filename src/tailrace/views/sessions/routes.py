@@ -1,0 +1,205 @@
+"""Telemetry sessions in our own form: which there are, what is known of one, its channels, and its feed.
+
+Times in nanoseconds are texts wherever they may be too large for a double. What is converted is converted here, so
+whoever reads a feed needs no configuration; it is served for labels, units and limits.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Path, Query, Request, Response
+from pydantic import AfterValidator, Field
+
+from tailrace.errors import BadRequest, SessionNotFound
+from tailrace.views.sessions.reader import first_entry, last_entries
+from tailrace.views.sessions.request import SessionRequest, make_session_request
+from tailrace.views.sessions.configuration import Channels
+from tailrace.views.sessions.conversion import Conversion, Text
+from tailrace.valkey.entry_id import BEGINNING, id_text
+from tailrace.log.event import iso_time
+from tailrace.views.sessions.model import bindings_in
+from tailrace.serving.dependencies import Here, LastEventId
+from tailrace.serving.encodings import choose
+from tailrace.serving.parameters import FeedQuery, NoQuery, decoded, refuse_repeats
+from tailrace.serving.service import Service, now_ms
+from tailrace.serving.sse import FeedResponse
+from tailrace.views.sessions.streams import Located
+
+MOST = 10_000
+"""Sessions that are looked at for a list: those that were updated last."""
+
+Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
+
+_fields = msgspec.json.Decoder(dict[str, Any]).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class SessionsQuery(NoQuery):
+    """Which sessions to list."""
+
+    prefix: str = Field("", description="Only sessions whose identity begins with this.")
+    state: str = Field("", description="Only sessions in this state, such as `open`.")
+    limit: int = Field(100, ge=1, le=1000, description="So many at most.")
+
+
+class SessionQuery(FeedQuery):
+    """What the feed of a session takes."""
+
+    channels: str | None = Field(
+        None,
+        description="Only these, with commas between: numbers, names of channels or parameters, or patterns such as "
+        "`*:Chassis`. Default: all.",
+    )
+    pixel: str | None = Field(
+        None, description="Thin samples: of each channel the least and the greatest in every such time, as `20ms`."
+    )
+    rate: float | None = Field(None, description="Thin samples: at most so many of each channel per second.")
+    raw: bool = Field(False, description="Values as they were sampled, not converted.")
+
+    def session_request(self, identity: str, last_event_id: str | None = None) -> SessionRequest | None:
+        """Return the request to the feed; None when it has ended before."""
+        if self.start is not None and self.since is not None:
+            raise BadRequest("from and since are the same parameter: give one of them")
+        return make_session_request(
+            identity,
+            now_ms=now_ms(),
+            channels=self.channels,
+            raw=self.raw,
+            pixel=self.pixel,
+            rate=self.rate,
+            start=self.since if self.start is None else self.start,
+            after=self.after,
+            last_event_id=last_event_id,
+            until=self.until,
+            limit=self.limit,
+            follow=self.follow,
+            missing=self.missing,
+            on_gap=self.on_gap,
+        )
+
+
+async def list_sessions(service: Here, query: Annotated[SessionsQuery, Query()]) -> Response:
+    """List telemetry sessions, those that were updated last first."""
+    found = [
+        summary(located)
+        for located in await service.live.listing(MOST)
+        if located.identity.startswith(query.prefix) and query.state in ("", located.state)
+    ]
+    return _answer({"sessions": found[: query.limit]})
+
+
+async def show_session(service: Here, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
+    """Show a session: its JSON, its channels, and how much of it is in the stream."""
+    located = await _located(service, identity)
+    channels = await _channels(service, located)
+    live, stream, number = service.live, located.stream, located.number
+    gone = await live.trimmed(stream, number)
+    begin = max(located.position, gone or BEGINNING)
+    first = await first_entry(live, stream, number, begin)
+    last = await last_entries(live, stream, number, 1, begin, await live.tail(stream))
+    return _answer(
+        {
+            **summary(located),
+            "number": number,
+            "position": id_text(located.position),
+            "writer": located.writer,
+            "complete": channels.complete,
+            "channels": channels.described(),
+            "buffer": {
+                "first": None if first is None else id_text(first),
+                "last": id_text(last[0]) if last else None,
+                "trimmed": None if gone is None else id_text(gone),
+            },
+        }
+    )
+
+
+async def session_config(service: Here, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
+    """Show what a session's configurations say: channels, parameters with units and conversions, kinds of events."""
+    located = await _located(service, identity)
+    channels = await _channels(service, located)
+    parameters = [
+        {**each.described(), "channels": each.channels, "steps": _steps(each.conversion)}
+        for each in channels.parameters
+    ]
+    bindings = [{"identifier": each.identifier, "offset": each.offset} for each in _bindings(located)]
+    return _answer(
+        {
+            "session": identity,
+            "complete": channels.complete,
+            "bindings": bindings,
+            "channels": channels.described(),
+            "parameters": parameters,
+            "events": [each.described() for each in channels.events],
+        }
+    )
+
+
+async def follow_session(
+    request: Request,
+    service: Here,
+    identity: Identity,
+    query: Annotated[SessionQuery, Query()],
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow a session's samples and events: from anywhere, then live; resumable after every burst."""
+    refuse_repeats(request)
+    wanted = query.session_request(identity, last_event_id)
+    if wanted is None:
+        return Response(status_code=204)
+    encoding = choose(request.headers.get("accept", ""), query.format)
+    return FeedResponse(service, lambda: service.sessions.open(wanted), encoding, wanted.resumed)
+
+
+def summary(located: Located) -> dict[str, Any]:
+    """Return what a list says of a session."""
+    json = _json(located)
+    span = None if located.span is None else [str(each) for each in located.span]
+    return {
+        "identity": located.identity,
+        "state": located.state,
+        "identifier": json.get("identifier"),
+        "stream": located.stream,
+        "range": span,
+        "updated": iso_time(located.updated_ms),
+        "json": json,
+    }
+
+
+def _json(located: Located) -> dict[str, Any]:
+    try:
+        return _fields(located.merged or located.json or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+
+
+def _bindings(located: Located) -> Any:
+    return bindings_in(_json(located))
+
+
+async def _located(service: Service, identity: str) -> Located:
+    found = await service.live.get(identity)
+    if found is None:
+        raise SessionNotFound(f"no session is called {identity[:200]!r}: see the list of sessions")
+    return found
+
+
+async def _channels(service: Service, located: Located) -> Channels:
+    return await service.sessions.parts.configurations.channels(_bindings(located))
+
+
+def _steps(conversion: Conversion) -> dict[str, Any]:
+    """Return what a conversion does with a raw number, step by step."""
+    how = conversion.how
+    if isinstance(how, Text):
+        told: dict[str, Any] = {"keys": list(how.names), "values": list(how.names.values()), "default": how.default}
+    else:
+        told = msgspec.to_builtins(how)
+    steps = {"shift": conversion.shift, "mask": f"{conversion.mask:x}", "offset": conversion.offset}
+    return {**steps, conversion.kind: told}
+
+
+def _answer(body: dict[str, Any]) -> Response:
+    return Response(_encode(body), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,0 +1,146 @@
+"""The telemetry protocol as its clients know it: the stream of a session, and the lists that they look into before.
+
+Stream and lists read the same hash of a session, so what a list says of its time range is as new as the last message.
+Times in nanoseconds are integers all the way. What a session's JSON does not say (null, or nothing) and what it says to
+be empty are passed on as they are: they mean different things. Parameters that are not known are ignored, since the
+clients are not ours.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Path, Query, Response
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.websockets import WebSocket
+
+from tailrace.errors import BadRequest, SessionNotFound
+from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
+from tailrace.serving.dependencies import Here
+from tailrace.serving.parameters import decoded
+from tailrace.serving.service import Service
+from tailrace.serving.socket import admit, converse
+from tailrace.views.sessions.streams import Located
+
+SUBPROTOCOL = "mat.ocs.rta.stream-lz4"
+CONFIG_TYPE = "application/vnd.mat.config+json"
+MOST = 10_000
+"""Sessions that are listed at most, those that were updated last."""
+
+Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
+Identifier = Annotated[str, Path(description="Identifier of a configuration, URL-encoded."), AfterValidator(decoded)]
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_value = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+
+
+class RtaQuery(BaseModel):
+    """Which sessions to list."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    page_index: int = Field(0, alias="pageIndex", ge=0, description="Pages are numbered from 0.")
+    page_size: int = Field(1000, alias="pageSize", ge=1, le=MOST, description="Sessions in one page.")
+    sort: str = Field(
+        "timestamp:desc",
+        pattern=r"^[^:]+:(asc|desc)$",
+        description="A property of the sessions, dotted if it is inside another, and `asc` or `desc`.",
+    )
+
+
+async def rta_stream(websocket: WebSocket) -> None:
+    """Follow a session over a WebSocket, in the telemetry protocol."""
+    service: Service = websocket.app.state.service
+    identity = decoded(websocket.path_params["identity"])
+    admit(service, websocket)
+    if SUBPROTOCOL not in websocket.scope["subprotocols"]:
+        raise HTTPException(406, f"this WebSocket speaks {SUBPROTOCOL}: offer it as a sub-protocol")
+    viewer = Viewer(service.streams, identity, ViewerOptions.of(service.settings.sessions))
+    try:
+        await converse(service, websocket, viewer, SUBPROTOCOL)
+    finally:
+        service.metrics.viewer_drops.inc(viewer.dropped_bursts)
+        service.metrics.bursts_unread.inc(viewer.unread)
+        service.metrics.viewer_slow_closes.inc(viewer.closing.code == 1013)
+
+
+async def rta_not_upgraded(identity: Identity) -> Response:
+    """Follow a session: a WebSocket, with the sub-protocol `mat.ocs.rta.stream-lz4`; plain requests are refused."""
+    raise BadRequest(f"this is a WebSocket: ask for an upgrade, and offer the sub-protocol {SUBPROTOCOL}")
+
+
+async def rta_sessions(service: Here, query: Annotated[RtaQuery, Query()]) -> Response:
+    """List sessions as clients of the telemetry protocol want them."""
+    shown = [fields for located in await service.live.listing(MOST) if (fields := session_fields(located)) is not None]
+    path, _, order = query.sort.rpartition(":")
+    shown.sort(key=lambda fields: sort_key(fields, path), reverse=order == "desc")
+    begin = query.page_index * query.page_size
+    body = _encode({"sessions": shown[begin : begin + query.page_size]})
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+async def rta_session(service: Here, identity: Identity) -> Response:
+    """Show a session as clients of the telemetry protocol want it."""
+    located = await service.live.get(identity)
+    fields = None if located is None else session_fields(located)
+    if fields is None:
+        raise SessionNotFound(f"no session has the identity {identity[:200]!r}, or it has not said yet what it is")
+    return Response(_encode(fields), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+async def rta_config(service: Here, identifier: Identifier) -> Response:
+    """Return a configuration of sessions: its parameters, channels and conversions. It never changes."""
+    found = await service.live.config(identifier)
+    if found is None:
+        raise SessionNotFound(f"no configuration of sessions has the identifier {identifier[:200]!r}")
+    return Response(found, headers={"Content-Type": CONFIG_TYPE, "Cache-Control": "no-cache"})
+
+
+def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
+    """Return a session's JSON with its time range as the hash has it; None when it has none that can be read."""
+    try:
+        fields = _fields(located.merged or located.json or "")
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if located.start is not None and located.end is not None:
+        fields["timeRange"] = msgspec.Raw(_encode({"startTime": located.start, "endTime": located.end}))
+        fields["startTimestamp"] = msgspec.Raw(_encode(iso(located.start)))
+        fields["endTimestamp"] = msgspec.Raw(_encode(iso(located.end)))
+    return fields
+
+
+def iso(ns: int) -> str:
+    """Return a time in UTC; to the microsecond, which is what clients can read."""
+    seconds, rest = divmod(ns, 1_000_000_000)
+    try:
+        text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # years that no calendar here has
+        return "1970-01-01T00:00:00.000000Z"
+    return f"{text}.{rest // 1000:06d}Z"
+
+
+def sort_key(fields: dict[str, msgspec.Raw], path: str) -> tuple[int, Any]:
+    """Return what a session is ordered by: numbers before texts, and what is missing before all."""
+    name, _, rest = path.partition(".")
+    value: Any = _value(fields[name]) if name in fields else None
+    for step in rest.split(".") if rest else ():
+        value = value.get(step) if isinstance(value, dict) else None
+    if isinstance(value, bool | int | float):
+        return 1, value
+    if isinstance(value, str):
+        return 2, _instant(value) if name == "timestamp" else value
+    return 0, 0
+
+
+def _instant(text: str) -> str:
+    """Return a time with an offset as one in UTC, so that texts compare as times do."""
+    try:
+        found = datetime.fromisoformat(text)
+        found = found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+        return found.isoformat(timespec="microseconds")
+    except (ValueError, OverflowError):
+        return text

@@ -1,0 +1,257 @@
+"""Thinning: of the samples of a cell of time, the least and the greatest, or the first.
+
+Cells have one length and are aligned to the epoch. All cells of a session before the one that its newest sample is in
+are closed, for all channels alike; so at most one is open. What an entry brings is reduced within its cells, together
+with what the open cell holds: cells that are closed go out, the open one is held. A sample that comes too late for its
+cell is one of a cell of its own, which goes out at once.
+
+Invariant: what went out and what is held depend on the entries in their order alone, not on how often, or where, it was
+stopped and resumed: ``Held`` says which samples a successor has to be given again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import BadRequest
+from tailrace.views.sessions.cells import Places, ends, extremes, in_order, starts_of
+from tailrace.views.sessions.cursor import Held, Place
+from tailrace.config.units import parse_duration
+
+SECOND = 1_000_000_000
+LONGEST_CELL = 86_400 * SECOND
+MOST_PER_SECOND = 1_000_000
+
+Times = NDArray[np.int64]
+Values = NDArray[Any]
+"""Numbers; texts, and numbers that belong together, are objects, and have no least and greatest."""
+K = TypeVar("K", bound=Hashable)
+
+
+class Thinning(msgspec.Struct, frozen=True):
+    """What is left of a cell, and how long cells are, in nanoseconds."""
+
+    keeps: Literal["extremes", "first"]
+    cell: int
+
+
+def parse_thinning(pixel: str | None, rate: float | None) -> Thinning | None:
+    """Read ``pixel=20ms`` or ``rate=10``; None if samples are not thinned."""
+    if pixel is not None and rate is not None:
+        raise BadRequest("pixel and rate are two ways to thin samples: give one of them")
+    if pixel is not None:
+        try:
+            cell = parse_duration(pixel) // timedelta(microseconds=1) * 1000
+        except ValueError as error:
+            raise BadRequest(f"pixel={pixel[:80]!r}: {error}") from None
+        if not 0 < cell <= LONGEST_CELL:
+            raise BadRequest(f"pixel={pixel[:80]!r}: a duration over 0 and up to a day")
+        return Thinning("extremes", cell)
+    if rate is not None:
+        if not SECOND / LONGEST_CELL <= rate <= MOST_PER_SECOND:
+            raise BadRequest(f"rate={rate}: samples per second, from once a day to {MOST_PER_SECOND:,}")
+        return Thinning("first", int(np.ceil(SECOND / rate)))
+    return None
+
+
+class Series(msgspec.Struct, Generic[K], frozen=True):
+    """Samples of one line: a channel as one of its parameters shows it."""
+
+    line: K
+    times: Times
+    values: Values
+
+    def since(self, floor: int | None) -> Series[K]:
+        """Return the samples from a time on."""
+        if floor is None or not len(self.times) or self.times.min() >= floor:
+            return self
+        wanted = self.times >= floor
+        return Series(self.line, self.times[wanted], self.values[wanted])
+
+    def until(self, last: int | None) -> Series[K]:
+        """Return the samples up to a time, and at it."""
+        if last is None or not len(self.times) or self.times.max() <= last:
+            return self
+        wanted = self.times <= last
+        return Series(self.line, self.times[wanted], self.values[wanted])
+
+
+class State(msgspec.Struct, Generic[K], frozen=True):
+    """Where thinning stands: which cell is open, what it holds, and the place before the first entry of that."""
+
+    cell: int | None = None
+    held: tuple[Series[K], ...] = ()
+    origin: Place | None = None
+
+    @property
+    def key(self) -> tuple[int | None, Place | None]:
+        """The same for all states that are the same, of viewers who are given the same samples."""
+        return self.cell, self.origin
+
+
+Step = tuple[tuple[Series[K], ...], State[K]]
+"""What goes out, and where thinning stands afterwards."""
+
+
+def step(
+    thinning: Thinning, state: State[K], before: Place, newest: int | None, series: Iterable[Series[K]]
+) -> Step[K]:
+    """Take what an entry brings.
+
+    Args:
+        thinning: how samples are thinned.
+        state: where it stands.
+        before: the place before the entry.
+        newest: the time of the session's newest sample in it, whether it is wanted or not.
+        series: the samples that are wanted.
+    """
+    if newest is None:
+        return (), state  # no samples at all
+    cell = newest // thinning.cell
+    if state.cell is not None:
+        cell = max(cell, state.cell)
+    held = {each.line: each for each in state.held}
+    brought = _by_line(series)
+    for line, found in brought.items():
+        if (open_one := held.pop(line, None)) is not None:
+            found.insert(0, open_one)
+    lots = [_left(lot, thinning) for lot in _lots(list(brought.values()))]
+    is_open = [lot.times >= cell * thinning.cell for lot in lots]
+    lines = list(brought)
+    out = _spread([lot.only(~which) for lot, which in zip(lots, is_open, strict=True)], lines)
+    kept = _spread([lot.only(which) for lot, which in zip(lots, is_open, strict=True)], lines)
+    if cell != state.cell:
+        out += held.values()
+    elif state.held:
+        kept = list(({each.line: each for each in state.held} | {each.line: each for each in kept}).values())
+    origin = before if cell != state.cell or state.origin is None else state.origin
+    return tuple(out), State(cell, tuple(kept), origin if kept else None)
+
+
+class Thinner(Generic[K]):
+    """Thins the samples of one session, entry by entry."""
+
+    def __init__(self, thinning: Thinning | None, held: Held | None = None) -> None:
+        """Begin, or go on where another one stopped: it is to be given what came after ``held.after``."""
+        self._thinning = thinning
+        self.state: State[K] = State(None if thinning is None or held is None else held.floor // thinning.cell)
+
+    def held(self, place: Place) -> Held | None:
+        """Return what a successor has to know, at the place after the last entry; None if nothing is thinned."""
+        state = self.state
+        if self._thinning is None or state.cell is None:
+            return None
+        return Held(place if state.origin is None else state.origin, state.cell * self._thinning.cell)
+
+    def take(self, before: Place, newest: int | None, series: Iterable[Series[K]]) -> Sequence[Series[K]]:
+        """Take what an entry brings and return what goes out; see ``step``."""
+        if self._thinning is None:
+            return [each for each in series if len(each.times)]
+        out, self.state = step(self._thinning, self.state, before, newest, series)
+        return out
+
+    def flush(self) -> Sequence[Series[K]]:
+        """Return what is held: nothing more comes, or whoever reads ends here."""
+        out, self.state = self.state.held, State(self.state.cell)
+        return out
+
+
+def thinned(series: Iterable[Series[K]], thinning: Thinning) -> list[Series[K]]:
+    """Return what is left of each cell of each line: one series for a line, in the order of time.
+
+    What is left of parts that are put together is what is left of the whole, so it may be done for all viewers first.
+    """
+    lines = _by_line(series)
+    return _spread([_left(lot, thinning) for lot in _lots(list(lines.values()))], list(lines))
+
+
+def between(series: Sequence[Series[K]], since: int | None, until: int | None) -> Sequence[Series[K]]:
+    """Return the samples from a time on, and those up to a time and at it."""
+    if not series or (since is None and until is None):
+        return series
+    times = np.concatenate([each.times for each in series])
+    if not len(times) or (
+        (since is None or int(times.min()) >= since) and (until is None or int(times.max()) <= until)
+    ):
+        return series
+    return [each.since(since).until(until) for each in series]
+
+
+def concatenated(series: list[Series[K]]) -> Series[K]:
+    """Return several series of one line as one."""
+    values = np.concatenate([each.values for each in series], dtype=_kind(series))
+    return Series(series[0].line, np.concatenate([each.times for each in series]), values)
+
+
+class _Lot(msgspec.Struct, frozen=True):
+    """Samples of lines whose values are of one kind, line after line, each with the number of its line."""
+
+    owners: Places
+    times: Times
+    values: Values
+
+    def only(self, wanted: Places | NDArray[np.bool_]) -> _Lot:
+        return _Lot(self.owners[wanted], self.times[wanted], self.values[wanted])
+
+
+def _by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
+    lines: dict[K, list[Series[K]]] = {}
+    for each in series:
+        lines.setdefault(each.line, []).append(each)
+    return lines
+
+
+def _kind(series: list[Series[K]]) -> np.dtype[Any]:
+    """Return the type that holds the values of several series of a line."""
+    first = series[0].values.dtype
+    for each in series:
+        if each.values.dtype is not first:
+            return np.result_type(*(each.values.dtype for each in series))
+    return first
+
+
+def _lots(lines: Sequence[list[Series[K]]]) -> Iterator[_Lot]:
+    """Put the samples of lines together; the number of a line is its place."""
+    kinds: dict[np.dtype[Any], list[int]] = {}
+    for number, found in enumerate(lines):
+        kinds.setdefault(_kind(found), []).append(number)
+    for kind, numbers in kinds.items():
+        series = [each for number in numbers for each in lines[number]]
+        owners = np.array([number for number in numbers for _ in lines[number]], np.intp)
+        yield _Lot(
+            np.repeat(owners, [len(each.times) for each in series]),
+            np.concatenate([each.times for each in series]),
+            np.concatenate([each.values for each in series], dtype=kind),
+        )
+
+
+def _spread(lots: Iterable[_Lot], lines: Sequence[K]) -> list[Series[K]]:
+    """Return the samples of each line that has any, in the order of the lines."""
+    found: list[Series[K] | None] = [None] * len(lines)
+    for lot in lots:
+        if not len(lot.owners):
+            continue
+        edges = [0, *(np.flatnonzero(lot.owners[1:] != lot.owners[:-1]) + 1).tolist(), len(lot.owners)]
+        for number, (first, last) in zip(lot.owners[edges[:-1]].tolist(), pairwise(edges), strict=True):
+            found[number] = Series(lines[number], lot.times[first:last], lot.values[first:last])
+    return [each for each in found if each is not None]
+
+
+def _left(lot: _Lot, thinning: Thinning) -> _Lot:
+    """Return what is left of each cell."""
+    if not len(lot.times):
+        return lot
+    order = in_order(lot.owners, lot.times)
+    if order is not None:
+        lot = lot.only(order)
+    starts = starts_of(lot.owners, lot.times, thinning.cell)
+    if thinning.keeps == "first":
+        return lot.only(starts)
+    return lot.only(ends(starts) if lot.values.dtype == object else extremes(lot.values, starts))
