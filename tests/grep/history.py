@@ -20,7 +20,7 @@ from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver
 from tailrace.views.grep.matches import GrepFeed
 from tailrace.log.event import Source, iso_time
 from tailrace.views.grep.model import Search
-from tailrace.serving.service import now_ms
+from tailrace.http.service import now_ms
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.readers import Reader, Written
 from tests.grep.rig import KEYS, elements, finds, headers_of, random_records, random_search, random_value

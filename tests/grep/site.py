@@ -30,7 +30,7 @@ from tailrace.views.grep.model import Life, Search, Stretch
 from tailrace.kafka.ranges import Passes, Ranges
 from tailrace.views.grep.scan import Chunk, Due, Scanner, scan
 from tailrace.driver.slice import Slice, slices
-from tailrace.serving.service import Service, now_ms
+from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare

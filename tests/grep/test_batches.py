@@ -14,7 +14,7 @@ from tailrace.views.grep.spans import Ahead, Span
 from tailrace.log.event import Source
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Segment
-from tailrace.serving.encodings import EVENT_STREAM, LINES, Encoding
+from tailrace.http.encodings import EVENT_STREAM, LINES, Encoding
 
 DATA = [b'{"id":"t:0:%d","data":{"n":\n%d}}' % (n, n) for n in range(5)]
 

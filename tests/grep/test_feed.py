@@ -14,7 +14,7 @@ from tailrace.views.grep.grep_request import LIVE, Place, make_grep_request
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
 from tailrace.views.grep.model import Life, Search, make_search
-from tailrace.serving.service import now_ms
+from tailrace.http.service import now_ms
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.rig import random_records, random_search
 from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split

@@ -12,7 +12,7 @@ from tailrace.errors import SearchEnded, TooFarBack
 from tailrace.log.frame import Frame
 from tailrace.log.event import iso_time
 from tailrace.views.grep.model import make_search
-from tailrace.serving.service import now_ms
+from tailrace.http.service import now_ms
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.site import Following, Site, assert_same, facts, ids
 from tests.writing import Record

@@ -21,7 +21,7 @@ from tailrace.log.name import shard_of
 from tailrace.views.grep.model import Life, Search, Stretch, make_search
 from tailrace.views.grep import scan as module
 from tailrace.driver.tune import session
-from tailrace.serving.service import now_ms
+from tailrace.http.service import now_ms
 from tailrace.views.grep.store import scanning
 from tailrace.valkey.shards import StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for

@@ -12,8 +12,8 @@ from urllib.parse import unquote
 import httpx
 
 from tailrace.config import Settings
-from tailrace.serving.app import create_app
-from tailrace.serving.server import Server, listen
+from tailrace.http.app import create_app
+from tailrace.http.server import Server, listen
 from tailrace.valkey.shards import StoreOptions
 from tests.writing import Record, Writer
 

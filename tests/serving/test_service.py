@@ -260,7 +260,7 @@ def test_a_service_without_its_store_says_so_and_recovers(
 
 def test_it_ends_with_code_0_on_sigterm_with_a_reader_attached(store: StoreOptions) -> None:
     port = free_port()
-    code = "import tailrace.config as c, tailrace.serving.app as a, sys; sys.exit(a.main(c.load()))"
+    code = "import tailrace.config as c, tailrace.http.app as a, sys; sys.exit(a.main(c.load()))"
     settings = {
         "VALKEY__URL": store.url,
         "VALKEY__PREFIX": store.prefix,
@@ -293,13 +293,13 @@ def test_it_ends_with_code_0_on_sigterm_with_a_reader_attached(store: StoreOptio
 
 
 def test_two_services_cannot_have_the_same_port(service: Running) -> None:
-    code = "import tailrace.config as c, tailrace.serving.app as a; a.main(c.load())"
+    code = "import tailrace.config as c, tailrace.http.app as a; a.main(c.load())"
     env = os.environ | {"TAILRACE_SERVE__PORT": str(service.port)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert "PrerequisiteMissing: cannot listen on" in done.stderr.splitlines()[-1]
 
 
 def test_serving_knows_no_spark() -> None:
-    code = "import sys, tailrace.serving.app; print(sorted(m for m in sys.modules if m in ('pyspark', 'pyarrow')))"
+    code = "import sys, tailrace.http.app; print(sorted(m for m in sys.modules if m in ('pyspark', 'pyarrow')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

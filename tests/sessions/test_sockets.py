@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tailrace.errors import AccessDenied
-from tailrace.serving.socket import refuse_foreign
+from tailrace.http.socket import refuse_foreign
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running
 from tests.sessions.foreign import T0, Foreign, connected, time_range

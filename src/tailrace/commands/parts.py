@@ -92,7 +92,7 @@ def pipeline(settings: Settings, views: str | None = None) -> int:
 def service(settings: Settings) -> int:
     """Run the service until it is stopped."""
     try:
-        from tailrace.serving.app import main
+        from tailrace.http.app import main
     except ImportError as error:
         raise lacking(error, "serve") from None
     return main(settings)

@@ -19,7 +19,7 @@ from tailrace.log.event import iso_time
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.folded import stream_of
 from tailrace.views.folds.rule import Rule
-from tailrace.serving.service import Service
+from tailrace.http.service import Service
 from tailrace.views.folds.store import COUNTED, VIEW, InForce
 from tailrace.valkey.shards import Command, mapping
 from tailrace.config.units import format_duration, format_size

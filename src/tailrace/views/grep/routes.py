@@ -12,8 +12,8 @@ from tailrace.errors import BadRequest
 from tailrace.views.grep.grep_request import WINDOW, GrepRequest, make_grep_request
 from tailrace.query import Limits
 from tailrace.views.grep.model import make_search
-from tailrace.serving.parameters import NoQuery
-from tailrace.serving.service import now_ms
+from tailrace.http.request import NoQuery
+from tailrace.http.service import now_ms
 
 MOST_SAMPLES = 100
 

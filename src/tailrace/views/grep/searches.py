@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 from tailrace.errors import SearchNotFound
 from tailrace.log.event import iso_time
 from tailrace.views.grep.model import Life, Stretch
-from tailrace.serving.parameters import NoQuery
-from tailrace.serving.service import Service
+from tailrace.http.request import NoQuery
+from tailrace.http.service import Service
 from tailrace.views.grep.leases import Asked
 from tailrace.views.grep.store import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
 from tailrace.valkey.shards import Command, mapping

@@ -21,11 +21,11 @@ from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.views.sessions.feed import SessionFeed
 from tailrace.views.sessions.rta.viewer import Closing
 from tailrace.views.sessions.shown import as_bytes, message
-from tailrace.serving.parameters import decoded
-from tailrace.serving.problems import problem_of
-from tailrace.serving.service import Service
+from tailrace.http.request import decoded
+from tailrace.http.problems import problem_of
+from tailrace.http.service import Service
 from tailrace.views.sessions.routes import Identity, SessionQuery
-from tailrace.serving.socket import admit, converse
+from tailrace.http.socket import admit, converse
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode

@@ -20,11 +20,11 @@ from tailrace.views.sessions.conversion import Conversion, Text
 from tailrace.valkey.entry_id import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.views.sessions.model import bindings_in
-from tailrace.serving.dependencies import Here, LastEventId
-from tailrace.serving.encodings import choose
-from tailrace.serving.parameters import FeedQuery, NoQuery, decoded, refuse_repeats
-from tailrace.serving.service import Service, now_ms
-from tailrace.serving.sse import FeedResponse
+from tailrace.http.dependencies import Here, LastEventId
+from tailrace.http.encodings import choose
+from tailrace.http.request import FeedQuery, NoQuery, decoded, refuse_repeats
+from tailrace.http.service import Service, now_ms
+from tailrace.http.sse import FeedResponse
 from tailrace.views.sessions.streams import Located
 
 MOST = 10_000

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from tailrace.errors import CursorError, TailraceError
 from tailrace.metrics import ReaderFigures
 from tailrace.log.event import iso_time
-from tailrace.serving.service import Service, now_ms
+from tailrace.http.service import Service, now_ms
 from tailrace.views.tags.readers import Kept, Reader
 from tailrace.config.units import format_duration
 

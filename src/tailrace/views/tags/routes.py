@@ -16,13 +16,13 @@ from tailrace.log.cursor import MAX_NAMES, FromCursor
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.views.tags.model import Numbered
-from tailrace.serving.dependencies import Here, LastEventId
-from tailrace.serving.encodings import choose
+from tailrace.http.dependencies import Here, LastEventId
+from tailrace.http.encodings import choose
 from tailrace.views.grep.routes import limits_of
-from tailrace.serving.parameters import FeedQuery, NoQuery, TagName, refuse_repeats
+from tailrace.http.request import FeedQuery, NoQuery, TagName, refuse_repeats
 from tailrace.views.tags.readers_ import ReadersPage, list_readers
-from tailrace.serving.service import Service, now_ms
-from tailrace.serving.sse import FeedResponse
+from tailrace.http.service import Service, now_ms
+from tailrace.http.sse import FeedResponse
 from tailrace.views.tags.readers import Reader
 from tailrace.valkey.shards import mapping
 

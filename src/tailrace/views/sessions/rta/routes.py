@@ -19,10 +19,10 @@ from starlette.websockets import WebSocket
 
 from tailrace.errors import BadRequest, SessionNotFound
 from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
-from tailrace.serving.dependencies import Here
-from tailrace.serving.parameters import decoded
-from tailrace.serving.service import Service
-from tailrace.serving.socket import admit, converse
+from tailrace.http.dependencies import Here
+from tailrace.http.request import decoded
+from tailrace.http.service import Service
+from tailrace.http.socket import admit, converse
 from tailrace.views.sessions.streams import Located
 
 SUBPROTOCOL = "mat.ocs.rta.stream-lz4"

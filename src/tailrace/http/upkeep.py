@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from tailrace.metrics import Run
 from tailrace.log.event import iso_time
-from tailrace.serving.service import Service, now_ms
+from tailrace.http.service import Service, now_ms
 from tailrace.valkey.shards import mapping
 
 PERIODIC = ("pack", "sweep", "audit")

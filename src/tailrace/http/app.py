@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from tailrace.config import Settings
-from tailrace.serving import routes
-from tailrace.serving.edge import Edge
-from tailrace.serving.health import VERSION, Health
+from tailrace.http import routes
+from tailrace.http.edge import Edge
+from tailrace.http.health import VERSION, Health
 from tailrace.views.days.largest import Largest
-from tailrace.serving.openapi import ABOUT, describe
-from tailrace.serving.problems import Problems
+from tailrace.http.openapi import ABOUT, describe
+from tailrace.http.problems import Problems
 from tailrace.views.tags.readers_ import watch
-from tailrace.serving.server import Server, listen, raise_file_limit
-from tailrace.serving.service import Service
+from tailrace.http.server import Server, listen, raise_file_limit
+from tailrace.http.service import Service
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from tailrace.errors import TailraceError
 from tailrace.log.frame import AnyFeed
-from tailrace.serving.encodings import Encoding
-from tailrace.serving.problems import problem_json
-from tailrace.serving.service import Service
+from tailrace.http.encodings import Encoding
+from tailrace.http.problems import problem_json
+from tailrace.http.service import Service
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from starlette.websockets import WebSocket
 from tailrace.metrics import CONTENT_TYPE
 from tailrace.views.folds.folded import stream_of
 from tailrace.views.days import routes as listings
-from tailrace.serving.access import everything, topics_of
-from tailrace.serving.dependencies import Asked, Here, LastEventId, Walker
-from tailrace.serving.encodings import choose
+from tailrace.http.access import everything, topics_of
+from tailrace.http.dependencies import Asked, Here, LastEventId, Walker
+from tailrace.http.encodings import choose
 from tailrace.views.folds.flush import GivenOut, give_out
 from tailrace.views.folds.routes import Folds, known, list_folds
 from tailrace.views.grep.routes import (
@@ -34,9 +34,9 @@ from tailrace.views.grep.routes import (
     limits_of,
     read_body,
 )
-from tailrace.serving.health import Readiness, Status
+from tailrace.http.health import Readiness, Status
 from tailrace.views.sessions.live import live_not_upgraded, session_live
-from tailrace.serving.openapi import (
+from tailrace.http.openapi import (
     FEED,
     GROUP_BODY,
     PUT_BODY,
@@ -54,7 +54,7 @@ from tailrace.serving.openapi import (
     problems,
 )
 from tailrace.views.sessions.pages import page_file, session_page, sessions_page
-from tailrace.serving.parameters import (
+from tailrace.http.request import (
     FeedQuery,
     ListQuery,
     Name,
@@ -67,7 +67,7 @@ from tailrace.serving.parameters import (
     refuse_repeats,
 )
 from tailrace.views.folds.pending import Pending, list_pending
-from tailrace.serving.puts import body_of, read_events
+from tailrace.http.puts import body_of, read_events
 from tailrace.views.sessions.rta.routes import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
 from tailrace.views.grep.searches import (
     EndedSearch,
@@ -80,9 +80,9 @@ from tailrace.views.grep.searches import (
     list_searches,
     show_search,
 )
-from tailrace.serving.service import Service
+from tailrace.http.service import Service
 from tailrace.views.sessions.routes import follow_session, list_sessions, session_config, show_session
-from tailrace.serving.sse import FeedResponse
+from tailrace.http.sse import FeedResponse
 from tailrace.views.tags.routes import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
 from tailrace.views.folds.windows import Changed, change_windows
 

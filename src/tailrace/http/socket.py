@@ -19,9 +19,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from tailrace.errors import AccessDenied, TailraceError
 from tailrace.views.sessions.rta.viewer import Closing
-from tailrace.serving.access import refuse_partial
-from tailrace.serving.service import Service
-from tailrace.serving.sse import ABORT, SlowClientError
+from tailrace.http.access import refuse_partial
+from tailrace.http.service import Service
+from tailrace.http.sse import ABORT, SlowClientError
 
 logger = logging.getLogger(__name__)
 

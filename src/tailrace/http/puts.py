@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from tailrace.errors import BadRequest, EventRefused, TooLarge
 from tailrace.log.cursor import parse_time
 from tailrace.log.poison import poison
-from tailrace.serving.service import Service
+from tailrace.http.service import Service
 from tailrace.kafka.produce import TURN_EVENTS, NewEvent
 
 MAX_COMPLAINTS = 5

@@ -21,7 +21,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from tailrace.errors import PrerequisiteMissing
-from tailrace.serving.sse import ABORT
+from tailrace.http.sse import ABORT
 
 DRAIN_S = 4
 BACKLOG = 2048

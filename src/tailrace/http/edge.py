@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tailrace.serving.problems import Problems, problem_of
+from tailrace.http.problems import Problems, problem_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from tailrace.serving.health import Health
+from tailrace.http.health import Health
 from tailrace.views.days.largest import Largest
-from tailrace.serving.service import Service
+from tailrace.http.service import Service
 
 
 async def _service(request: Request) -> Service:

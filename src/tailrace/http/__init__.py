@@ -1,0 +1,1 @@
+"""The service: HTTP, event streams, WebSockets, problems, health."""
