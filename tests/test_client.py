@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tailrace
-from tailrace import following
+from tailrace.client import following
 from tailrace.errors import (
     BadRequest,
     BrokerUnavailable,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tailrace
-from tailrace import following
+from tailrace.client import following
 from tailrace.errors import BadRequest, QueryError, TopicNotFound
 from tailrace.wire import Control, Event
 from tests.scripted_searches import LIFE, LONG, ScriptedSearches, searching

@@ -16,7 +16,7 @@ import msgspec
 
 from tailrace import errors
 from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
-from tailrace.sse_reader import Frame
+from tailrace.client.sse_reader import Frame
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, dict=True):

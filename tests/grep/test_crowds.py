@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tailrace.views.grep.model import Search, make_search
-from tailrace.sse_reader import SseReader
+from tailrace.client.sse_reader import SseReader
 from tests.grep.clients import Client, eventually, grep_path, request
 from tests.grep.rig import finds, random_search
 from tests.grep.served import Served

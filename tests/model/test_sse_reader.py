@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace import sse_reader
+from tailrace.client import sse_reader
 from tailrace.errors import TooLarge
-from tailrace.sse_reader import Frame, SseReader
+from tailrace.client.sse_reader import Frame, SseReader
 
 TEXT = st.text(st.characters(blacklist_characters="\r\n\0", blacklist_categories=["Cs"]), max_size=12)
 FRAMES = st.lists(

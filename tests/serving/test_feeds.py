@@ -15,7 +15,7 @@ import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
-from tailrace.sse_reader import Frame, SseReader
+from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, Serve, Streams
 

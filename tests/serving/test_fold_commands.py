@@ -169,7 +169,7 @@ def test_python_has_the_same(service: Running, holder: Holder, streams: Streams)
 def test_many_pending_groups_are_read_to_their_end(
     service: Running, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.connection.LARGEST_PAGE", 7)
+    monkeypatch.setattr("tailrace.client.connection.LARGEST_PAGE", 7)
     for n in range(20):
         holder.add("accounts", {"account_id": n}, NOON)
 

@@ -7,10 +7,10 @@ from typing import Unpack
 
 import msgspec
 
-from tailrace.connection import LONGEST_SEARCH, Connection
-from tailrace.following import Asked, Feed
+from tailrace.client.connection import LONGEST_SEARCH, Connection
+from tailrace.client.following import Asked, Feed
 from tailrace.wire import FoldRule, FoldWindows, GivenOut, PendingGroup
-from tailrace.words import Group, as_segment, parts_of
+from tailrace.client.request_encoding import Group, as_segment, parts_of
 
 
 class Folds(Connection):

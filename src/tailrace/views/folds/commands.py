@@ -12,7 +12,7 @@ from tailrace.commands.answers import ask, lines, percent, plain, size, table
 from tailrace.commands.follow import visible
 from tailrace.errors import BadRequest, RuleNotFound
 from tailrace.wire import FoldWindows, GivenOut, PendingGroup
-from tailrace.words import Group
+from tailrace.client.request_encoding import Group
 
 
 def ls(*, json: bool, url: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from tailrace.client import River
 from tailrace.commands.answers import ask, lines, plain, table, text
-from tailrace.connection import LARGEST_PAGE
+from tailrace.client.connection import LARGEST_PAGE
 
 Row = dict[str, Any]
 

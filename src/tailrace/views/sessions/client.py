@@ -15,12 +15,12 @@ from typing import Any, Self, Unpack
 
 import msgspec
 
-from tailrace.connection import Connection
+from tailrace.client.connection import Connection
 from tailrace.errors import BadRequest
-from tailrace.following import Asked, Feed, Query
-from tailrace.sse_reader import Frame
+from tailrace.client.following import Asked, Feed, Query
+from tailrace.client.sse_reader import Frame
 from tailrace.wire import Control
-from tailrace.words import as_segment
+from tailrace.client.request_encoding import as_segment
 
 LARGEST_LIST = 1_000
 

@@ -7,11 +7,11 @@ from typing import Unpack
 
 import msgspec
 
-from tailrace.connection import Connection
+from tailrace.client.connection import Connection
 from tailrace.errors import BadRequest
-from tailrace.following import Asked, Feed, Query
+from tailrace.client.following import Asked, Feed, Query
 from tailrace.wire import Tag, TaggedSource
-from tailrace.words import as_segment, document_of
+from tailrace.client.request_encoding import as_segment, document_of
 
 
 class Tags(Connection):

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Self, TypeAlias, TypedDict
 import httpx
 
 from tailrace.errors import TailraceError, Unavailable, UsageError
-from tailrace.sse_reader import Frame, SseReader
+from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.wire import Control, Event, decode_event, error_of, failure
 
 if TYPE_CHECKING:
-    from tailrace.connection import Connection
+    from tailrace.client.connection import Connection
 
 logger = logging.getLogger("tailrace.client")  # the one that commands show
 

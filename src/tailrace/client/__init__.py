@@ -14,14 +14,14 @@ from typing import Any, Unpack
 
 import msgspec
 
-from tailrace.connection import DEFAULT_URL, LONGEST_SEARCH
+from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
 from tailrace.errors import BadRequest
 from tailrace.views.folds.client import Folds
-from tailrace.following import Asked, Feed, Query
+from tailrace.client.following import Asked, Feed, Query
 from tailrace.views.tags.client import Tags
 from tailrace.views.sessions.client import Telemetry
 from tailrace.wire import Control, Coordinates, Day, Explained, Stream
-from tailrace.words import Group, as_segment, document_of, key_text, topics_text
+from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
 
 __all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "Group", "River", "connect"]
 

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from tailrace.errors import BadRequest, Unavailable
-from tailrace.following import Asked, Feed, Query
+from tailrace.client.following import Asked, Feed, Query
 from tailrace.wire import error_of
 
 DEFAULT_URL = "http://127.0.0.1:7070"
