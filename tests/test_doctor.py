@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tailrace import config
-from tailrace.doctor import Check, checks, render
+from tailrace.cli.doctor import Check, checks, render
 from tailrace.embedded.ports import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 

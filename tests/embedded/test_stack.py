@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tailrace import config
-from tailrace.commands.parts import at_stack
+from tailrace.cli.parts import at_stack
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
 from tailrace.embedded.supervisor import hold

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.commands import repair
+from tailrace.cli import repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.views.tags.stamp import ms_of, order, stamp

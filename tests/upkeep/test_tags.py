@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.commands import repair
+from tailrace.cli import repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.log.frame import AnyFrame, Control, Frame

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tailrace.options import (
+from tailrace.cli.options import (
     DEFAULT_URL,
     After,
     Config,
@@ -52,7 +52,7 @@ def folds_tail(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Follow the folded events of a rule."""
-    from tailrace.commands import follow
+    from tailrace.cli import follow
     from tailrace.views.folds import commands as folds
 
     asked = follow.Request([], start, after, limit, not ends, until, missing, on_gap, url)
@@ -124,7 +124,7 @@ def folds_tune(
     config: Config = None,
 ) -> None:
     """Say how much would have been folded, and how late, with other quiet periods."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
     from tailrace.views.folds import tune_ as tune
 
     settings = parts.load(config, folder=folder)

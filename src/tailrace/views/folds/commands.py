@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tailrace.commands import follow
-from tailrace.commands.answers import ask, lines, percent, plain, size, table
-from tailrace.commands.follow import visible
+from tailrace.cli import follow
+from tailrace.cli.answers import ask, lines, percent, plain, size, table
+from tailrace.cli.follow import visible
 from tailrace.errors import BadRequest, RuleNotFound
 from tailrace.wire import FoldWindows, GivenOut, PendingGroup
 from tailrace.client.request_encoding import Group

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.commands import parts
-from tailrace.commands.upkeep import step_aside, summary
+from tailrace.cli import parts
+from tailrace.cli.upkeep import step_aside, summary
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
 from tailrace.config.units import format_duration, parse_duration

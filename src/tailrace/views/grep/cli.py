@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tailrace.options import DEFAULT_URL, Json, Most, Url
+from tailrace.cli.options import DEFAULT_URL, Json, Most, Url
 
 searches = typer.Typer(help="What is searched for, and by how many.", no_args_is_help=True)
 

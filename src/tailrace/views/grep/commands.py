@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tailrace.client import DEFAULT_URL, Feed, connect
-from tailrace.commands.follow import visible
+from tailrace.cli.follow import visible
 from tailrace.errors import BadRequest, QueryError, TailraceError
 
 if TYPE_CHECKING:

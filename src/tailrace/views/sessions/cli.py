@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tailrace.options import DEFAULT_URL, After, Ends, Json, Missing, Most, OnGap, Start, Until, Url
+from tailrace.cli.options import DEFAULT_URL, After, Ends, Json, Missing, Most, OnGap, Start, Until, Url
 
 sessions = typer.Typer(help="Telemetry sessions: which there are, and one as it goes on.", no_args_is_help=True)
 
@@ -53,7 +53,7 @@ def sessions_watch(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Watch a session: a table of its channels on a terminal, bursts as lines in a pipe; over any disconnect."""
-    from tailrace.commands import follow
+    from tailrace.cli import follow
     from tailrace.views.sessions import commands as sessions
 
     asked = follow.Request([session], start, after, limit, not ends, until, missing, on_gap, url)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from tailrace.client import Feed, River
-from tailrace.commands.answers import ask, lines, plain, table
-from tailrace.commands.follow import Printer, Request, follow
+from tailrace.cli.answers import ask, lines, plain, table
+from tailrace.cli.follow import Printer, Request, follow
 from tailrace.views.sessions.session_board import Board, span_text
 from tailrace.views.sessions.cursor import SessionCursor
 from tailrace.views.sessions.client import Burst, SessionFeed

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from tailrace.commands.follow import visible
+from tailrace.cli.follow import visible
 from tailrace.views.sessions.client import Burst, Series, Value
 
 if TYPE_CHECKING:

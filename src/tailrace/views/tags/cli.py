@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tailrace.options import (
+from tailrace.cli.options import (
     DEFAULT_URL,
     After,
     Config,
@@ -47,7 +47,7 @@ def tagged(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Follow the events of tags: what there is, then what comes, over any disconnect."""
-    from tailrace.commands import follow
+    from tailrace.cli import follow
     from tailrace.views.tags import tagged
 
     asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
@@ -98,7 +98,8 @@ def tags_cleanup(
     config: Config = None,
 ) -> None:
     """Take a source's events out of its tags for good; what it writes later is kept."""
-    from tailrace.commands import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.cleanup(settings, source, tag, dry_run=dry_run, wait_s=wait, json=json))

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from tailrace.client import River
-from tailrace.commands.answers import ask, lines, plain, size, table, text
-from tailrace.commands.follow import visible
+from tailrace.cli.answers import ask, lines, plain, size, table, text
+from tailrace.cli.follow import visible
 
 
 def ls(prefix: str | None, limit: int | None, *, json: bool, url: str) -> None:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tailrace.client import Feed, River
-from tailrace.commands.follow import Printer, Request, follow, visible
+from tailrace.cli.follow import Printer, Request, follow, visible
 from tailrace.views.grep.commands import read_query
 
 if TYPE_CHECKING:

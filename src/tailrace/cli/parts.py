@@ -101,7 +101,7 @@ def service(settings: Settings) -> int:
 def examine(settings: Settings) -> int:
     """Check the machine and the parts."""
     try:
-        from tailrace import doctor
+        from tailrace.cli import doctor
     except ImportError as error:
         raise lacking(error, "embedded") from None
     from rich.console import Console

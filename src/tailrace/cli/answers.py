@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tailrace.client import River, connect
-from tailrace.commands.follow import visible
+from tailrace.cli.follow import visible
 from tailrace.config.units import format_size
 
 T = TypeVar("T")

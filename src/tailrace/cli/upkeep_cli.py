@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tailrace.options import Config, DryRun, Folder, Json, Wait
+from tailrace.cli.options import Config, DryRun, Folder, Json, Wait
 
 View = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days, tags, or matches.")]
 NamePattern = Annotated[
@@ -16,7 +16,8 @@ NamePattern = Annotated[
 
 def upkeep(config: Config = None, folder: Folder = None) -> None:
     """Pack, sweep and audit the views at the configured intervals, until it is stopped."""
-    from tailrace.commands import parts, upkeep
+    from tailrace.cli import parts
+    from tailrace.cli import upkeep
 
     raise typer.Exit(upkeep.run(parts.load(config, folder=folder)))
 
@@ -31,7 +32,8 @@ def pack(
     config: Config = None,
 ) -> None:
     """Pack closed days now: the same events in few large pieces."""
-    from tailrace.commands import parts, upkeep
+    from tailrace.cli import parts
+    from tailrace.cli import upkeep
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(upkeep.pack(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
@@ -47,7 +49,8 @@ def sweep(
     config: Config = None,
 ) -> None:
     """Drop days that are older than what is kept."""
-    from tailrace.commands import parts, upkeep
+    from tailrace.cli import parts
+    from tailrace.cli import upkeep
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(upkeep.sweep(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
@@ -62,7 +65,8 @@ def audit(
     config: Config = None,
 ) -> None:
     """Compare a view with Kafka and with its own registries. Exit code 1 if something is wrong."""
-    from tailrace.commands import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.audit(settings, view, name, keys=keys, json=json))
@@ -79,7 +83,8 @@ def rebuild(
     config: Config = None,
 ) -> None:
     """Restore what Kafka still has: a stream, a day of it, or the whole view, while everything runs."""
-    from tailrace.commands import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.rebuild(settings, view, name, day, dry_run=dry_run, wait_s=wait, json=json))
@@ -98,7 +103,8 @@ def retag(
     config: Config = None,
 ) -> None:
     """Tag what Kafka still has by the present paths and rules, while everything runs: `rebuild tags`."""
-    from tailrace.commands import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import repair
 
     settings = parts.load(config, folder=folder)
     code = repair.rebuild(settings, "tags", tag, None, source=source, dry_run=dry_run, wait_s=wait, json=json)

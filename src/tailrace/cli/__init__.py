@@ -13,7 +13,7 @@ import typer
 
 from tailrace.errors import TailraceError
 from tailrace.views.folds.cli import folds
-from tailrace.options import (
+from tailrace.cli.options import (
     DEFAULT_URL,
     After,
     Config,
@@ -30,7 +30,7 @@ from tailrace.options import (
 from tailrace.views.grep.cli import searches
 from tailrace.views.sessions.cli import sessions
 from tailrace.views.tags.cli import tagged, tags
-from tailrace.upkeep_cli import audit, pack, rebuild, retag, sweep, upkeep
+from tailrace.cli.upkeep_cli import audit, pack, rebuild, retag, sweep, upkeep
 
 app = typer.Typer(
     help="Follow Kafka's JSON events as streams that can be resumed exactly.",
@@ -66,7 +66,7 @@ def main() -> None:
 @app.command()
 def demo(port: Port = None, folder: Folder = None, config: Config = None) -> None:
     """Run everything on this machine, with sample events."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
 
     raise typer.Exit(parts.stack(parts.load(config, port=port, folder=folder), demo=True))
 
@@ -74,7 +74,7 @@ def demo(port: Port = None, folder: Folder = None, config: Config = None) -> Non
 @app.command()
 def up(port: Port = None, folder: Folder = None, config: Config = None) -> None:
     """Run everything on this machine: Kafka, Valkey, the pipeline and the service."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
 
     raise typer.Exit(parts.stack(parts.load(config, port=port, folder=folder), demo=False))
 
@@ -90,7 +90,7 @@ def run(
     config: Config = None,
 ) -> None:
     """Run the pipeline: Kafka to the views."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
 
     raise typer.Exit(parts.pipeline(parts.load(config), views))
 
@@ -98,7 +98,7 @@ def run(
 @app.command()
 def serve(port: Port = None, config: Config = None) -> None:
     """Run the service: the views over HTTP."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
 
     raise typer.Exit(parts.service(parts.load(config, port=port)))
 
@@ -118,7 +118,7 @@ def put(
 
     A line is {"key": [...], "value": {...}, "headers": {...}, "time": "...Z"}; only the value is needed.
     """
-    from tailrace.commands import write
+    from tailrace.cli import write
 
     raise typer.Exit(write.put(topic, batch=batch, coordinates=json, url=url))
 
@@ -137,7 +137,7 @@ def tail(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Follow streams: what there is, then what comes, over any disconnect."""
-    from tailrace.commands import follow
+    from tailrace.cli import follow
 
     asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(follow.tail(asked, json=json))
@@ -196,7 +196,7 @@ def streams_ls(
     url: Url = DEFAULT_URL,
 ) -> None:
     """List the streams."""
-    from tailrace.commands import listings
+    from tailrace.cli import ask as listings
 
     listings.streams(prefix, limit, top=top, memory=memory, json=json, url=url)
 
@@ -206,7 +206,7 @@ def streams_days(
     name: Annotated[str, typer.Argument(metavar="NAME")], json: Json = False, url: Url = DEFAULT_URL
 ) -> None:
     """List the days of a stream."""
-    from tailrace.commands import listings
+    from tailrace.cli import ask as listings
 
     listings.days(name, json=json, url=url)
 
@@ -214,7 +214,7 @@ def streams_days(
 @app.command()
 def status(json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Show rates, lag, batch time and health of every part."""
-    from tailrace.commands import listings
+    from tailrace.cli import ask as listings
 
     listings.status(json=json, url=url)
 
@@ -225,7 +225,7 @@ def config_show(
     config: Config = None,
 ) -> None:
     """Print the settings in force as TOML; secrets are hidden."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
 
     parts.show(parts.load(config), origin=origin)
 
@@ -233,7 +233,7 @@ def config_show(
 @settings.command("check")
 def config_check(config: Config = None) -> None:
     """Say what is wrong with the settings, if anything."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
 
     parts.check(parts.load(config))
 
@@ -249,7 +249,7 @@ def config_reference() -> None:
 @app.command()
 def doctor(config: Config = None) -> None:
     """Check this machine and the parts, and say what to do."""
-    from tailrace.commands import parts
+    from tailrace.cli import parts
 
     raise typer.Exit(parts.examine(parts.load(config)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tailrace.commands.answers import ask, lines, percent, plain, size, table, text
+from tailrace.cli.answers import ask, lines, percent, plain, size, table, text
 from tailrace.errors import StreamNotFound
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from tailrace.commands import parts
-from tailrace.commands.follow import visible
-from tailrace.commands.upkeep import once, step_aside, summary
+from tailrace.cli import parts
+from tailrace.cli.follow import visible
+from tailrace.cli.upkeep import once, step_aside, summary
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tailrace.commands import parts
+from tailrace.cli import parts
 from tailrace.config import Settings
 
 if TYPE_CHECKING:
