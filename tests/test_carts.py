@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tailrace import config
-from tailrace.carts import RULES, THINGS, TOPIC, Carts, examples, with_tags
+from tailrace.demo.carts import RULES, THINGS, TOPIC, Carts, examples, with_tags
 from tailrace.config import Settings
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)

@@ -16,7 +16,7 @@ from tailrace import config
 from tailrace.config import Settings
 from tailrace.views.folds.model import Clump, Finished, Input
 from tailrace.views.folds.rule import Reader, Taken
-from tailrace.posts import METRICS, STEP, Post, posts, steps, with_rule
+from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.rules import rules_of
 
 MINUTES = 60.0

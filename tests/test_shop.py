@@ -18,7 +18,7 @@ import pytest
 from tailrace import config
 from tailrace.query import Record
 from tailrace.views.grep.model import make_search
-from tailrace.shop import (
+from tailrace.demo.shop import (
     ACCOUNTS,
     EU,
     HOSTS,

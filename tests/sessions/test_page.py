@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tailrace import SessionWriter
-from tailrace.car import LAP
-from tailrace.car_config import CONFIGURATION, IDENTIFIER
+from tailrace.demo.car import LAP
+from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
 from tailrace.views.sessions.session_keeping import SessionKeeping
 from tailrace.views.sessions.store import SessionStore
 from tailrace.valkey.shards import Shards, StoreOptions

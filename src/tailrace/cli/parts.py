@@ -59,10 +59,11 @@ def stack(settings: Settings, *, demo: bool) -> int:
         from tailrace.embedded.stack import run_stack
     except ImportError as error:
         raise lacking(error, "embedded") from None
-    from tailrace import carts, laps
+    from tailrace.demo import carts
+    from tailrace.demo import cars as laps
     from tailrace.demo import example
-    from tailrace.posts import with_rule
-    from tailrace.shop import searches
+    from tailrace.demo.posts import with_rule
+    from tailrace.demo.shop import searches
 
     return run_stack(
         laps.with_sessions(carts.with_tags(with_rule(settings))) if demo else settings,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.car import CHANNELS, GEAR, LAP, SECTOR, WARNING
+from tailrace.demo.car import CHANNELS, GEAR, LAP, SECTOR, WARNING
 
 _WHEELS = ("FL", "FR", "RL", "RR")
 

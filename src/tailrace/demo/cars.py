@@ -16,10 +16,10 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from tailrace.car import CHANNELS, MS, TICK, Car, raw
-from tailrace.car_config import CONFIGURATION, IDENTIFIER
+from tailrace.demo.car import CHANNELS, MS, TICK, Car, raw
+from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
 from tailrace.config import Settings
-from tailrace.shop import Told
+from tailrace.demo.shop import Told
 
 TOPIC = "telemetry"
 KEY = ["garage"]
