@@ -26,7 +26,7 @@ from tailrace.errors import (
     Unavailable,
     UsageError,
 )
-from tailrace.wire import Control, Event
+from tailrace.api import Control, Event
 from tests.scripted_service import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tailrace
 from tailrace.client import following
 from tailrace.errors import BadRequest, QueryError, TopicNotFound
-from tailrace.wire import Control, Event
+from tailrace.api import Control, Event
 from tests.scripted_searches import LIFE, LONG, ScriptedSearches, searching
 from tests.scripted_service import Plan
 

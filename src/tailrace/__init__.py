@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tailrace.views.folds.folder import Folder
     from tailrace.views.sessions.writer import SessionWriter
     from tailrace.views.sessions.client import Burst
-    from tailrace.wire import Event
+    from tailrace.api import Event
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ __all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "Tailra
 
 _HOMES = {
     "Burst": "tailrace.views.sessions.client",
-    "Event": "tailrace.wire",
+    "Event": "tailrace.api",
     "Feed": "tailrace.client",
     "Folder": "tailrace.views.folds.folder",
     "River": "tailrace.client",

@@ -13,7 +13,7 @@ from tailrace.client import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.client import Burst
-from tailrace.wire import Control
+from tailrace.api import Control
 from tests.serving.parts import Running
 from tests.sessions.recorded import MS, T0, Track
 from tests.sessions.served import served

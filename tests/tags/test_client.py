@@ -11,7 +11,7 @@ import pytest
 import tailrace
 from tailrace.errors import BadRequest, QueryError, StreamNotFound, TailraceError, UsageError
 from tailrace.valkey.shards import StoreOptions
-from tailrace.wire import Control
+from tailrace.api import Control
 from tests.serving.parts import Running
 from tests.tags.served import served
 from tests.tags.tagged import Tagger, apart

@@ -18,7 +18,7 @@ import msgspec
 
 from tailrace.client import BATCH_BYTES, River, connect
 from tailrace.errors import EventRefused, UsageError
-from tailrace.wire import failure
+from tailrace.api import failure
 
 READ_BYTES = 2**20
 AHEAD_CHUNKS = 32

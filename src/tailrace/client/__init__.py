@@ -20,7 +20,7 @@ from tailrace.views.folds.client import Folds
 from tailrace.client.following import Asked, Feed, Query
 from tailrace.views.tags.client import Tags
 from tailrace.views.sessions.client import Telemetry
-from tailrace.wire import Control, Coordinates, Day, Explained, Stream
+from tailrace.api import Control, Coordinates, Day, Explained, Stream
 from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
 
 __all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "Group", "River", "connect"]

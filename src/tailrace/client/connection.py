@@ -13,7 +13,7 @@ import msgspec
 
 from tailrace.errors import BadRequest, Unavailable
 from tailrace.client.following import Asked, Feed, Query
-from tailrace.wire import error_of
+from tailrace.api import error_of
 
 DEFAULT_URL = "http://127.0.0.1:7070"
 LARGEST_PAGE = 1_000

@@ -19,7 +19,7 @@ import httpx
 
 from tailrace.errors import TailraceError, Unavailable, UsageError
 from tailrace.client.sse_reader import Frame, SseReader
-from tailrace.wire import Control, Event, decode_event, error_of, failure
+from tailrace.api import Control, Event, decode_event, error_of, failure
 
 if TYPE_CHECKING:
     from tailrace.client.connection import Connection

@@ -11,7 +11,7 @@ from tailrace.cli import follow
 from tailrace.cli.answers import ask, lines, percent, plain, size, table
 from tailrace.cli.follow import visible
 from tailrace.errors import BadRequest, RuleNotFound
-from tailrace.wire import FoldWindows, GivenOut, PendingGroup
+from tailrace.api import FoldWindows, GivenOut, PendingGroup
 from tailrace.client.request_encoding import Group
 
 

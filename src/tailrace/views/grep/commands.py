@@ -26,7 +26,7 @@ from tailrace.cli.follow import visible
 from tailrace.errors import BadRequest, QueryError, TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.wire import Control, Event
+    from tailrace.api import Control, Event
 
 QUOTES = """put it in single quotes, as in '{"total": {"$gt": 100}}', so that the shell leaves it as it is"""
 

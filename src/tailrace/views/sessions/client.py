@@ -19,7 +19,7 @@ from tailrace.client.connection import Connection
 from tailrace.errors import BadRequest
 from tailrace.client.following import Asked, Feed, Query
 from tailrace.client.sse_reader import Frame
-from tailrace.wire import Control
+from tailrace.api import Control
 from tailrace.client.request_encoding import as_segment
 
 LARGEST_LIST = 1_000

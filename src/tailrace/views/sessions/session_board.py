@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-    from tailrace.wire import Control
+    from tailrace.api import Control
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN, FEWEST = 40, 8

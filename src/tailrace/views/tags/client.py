@@ -10,7 +10,7 @@ import msgspec
 from tailrace.client.connection import Connection
 from tailrace.errors import BadRequest
 from tailrace.client.following import Asked, Feed, Query
-from tailrace.wire import Tag, TaggedSource
+from tailrace.api import Tag, TaggedSource
 from tailrace.client.request_encoding import as_segment, document_of
 
 

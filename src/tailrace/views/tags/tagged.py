@@ -11,7 +11,7 @@ from tailrace.cli.follow import Printer, Request, follow, visible
 from tailrace.views.grep.commands import read_query
 
 if TYPE_CHECKING:
-    from tailrace.wire import Event
+    from tailrace.api import Event
 
 
 def tagged(asked: Request, query: str | None, *, every: bool, client: str | None, json: bool) -> int:
