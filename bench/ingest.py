@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.meter import cpu_seconds, report
 from bench.servers import servers
 from tailrace.config import load
-from tailrace.embedded.jars import cache_folder, fetch
-from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import COUNTED, one_pass
 from tailrace.driver.slice import COLUMNS
 from tailrace.driver.source import reader_options
 from tailrace.driver.tune import session, tasks
+from tailrace.embedded.jars import cache_folder, fetch
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 _runs = count()

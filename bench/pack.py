@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.ingest import job_event
 from bench.meter import cpu_seconds, percentile, report
 from tailrace.config import load
-from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Host
+from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.registry import Registry
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 

@@ -41,8 +41,8 @@ from bench.peers.matching import Answer, Task, counted
 from bench.rounds import Figures, best
 from bench.standing import ONE, events, queries
 from tailrace.errors import QueryError
-from tailrace.query.filters import FilterSet
 from tailrace.query import compile_query
+from tailrace.query.filters import FilterSet
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("one", "standing", "build", "equal", "hard")

@@ -36,13 +36,13 @@ from bench.meter import cpu_seconds, report
 from bench.servers import servers
 from bench.viewers import watch
 from tailrace.config import Settings, load
+from tailrace.driver.job import make_plan
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tailrace.views.sessions.block import unpack
 from tailrace.views.sessions.burst import parse
-from tailrace.driver.job import make_plan
 from tailrace.views.sessions.writer import SessionWriter
-from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 Row: TypeAlias = dict[str, Any]
 

@@ -19,21 +19,21 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from bench.latency import send
 from bench.meter import percentile
 from tailrace.config import Settings, load
-from tailrace.log.frame import Frame
-from tailrace.log.hub import Hub
-from tailrace.views.tags.tag_request import make_tag_request
-from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.driver.job import Job
 from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
-from tailrace.views.tags.stamp import stamp
-from tailrace.driver.job import Job
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
+from tailrace.log.frame import Frame
+from tailrace.log.hub import Hub
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.rows.store import Row, writer
-from tailrace.views.tags.store import VIEW
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
+from tailrace.views.tags.rows.store import Row, writer
+from tailrace.views.tags.stamp import stamp
+from tailrace.views.tags.store import VIEW
+from tailrace.views.tags.tag_request import make_tag_request
 
 Told: TypeAlias = dict[str, Any]
 

@@ -41,14 +41,14 @@ from bench.meter import cpu_seconds, report
 from bench.servers import cassandra, servers
 from bench.tag_feeds import catch_up, given, start_from_nothing, visible
 from tailrace.config import Settings
+from tailrace.driver.job import make_plan
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.driver.job import make_plan
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
 from tailrace.views.tags.rows.schema import prepare as prepare_tables
 from tailrace.views.tags.store import VIEW
-from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 Row: TypeAlias = dict[str, Any]
 

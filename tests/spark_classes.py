@@ -17,9 +17,9 @@ from shlex import quote
 from typing import Any
 
 from tailrace.config import load
+from tailrace.driver.tune import session
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import find_java
-from tailrace.driver.tune import session
 from tests.faults.rig import QUICK_JAVA
 
 OPTIONS = "SPARK_SUBMIT_OPTS"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tailrace import config
-from tailrace.demo.carts import RULES, THINGS, TOPIC, Carts, examples, with_tags
 from tailrace.config import Settings
+from tailrace.demo.carts import RULES, THINGS, TOPIC, Carts, examples, with_tags
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
 

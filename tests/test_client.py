@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tailrace
+from tailrace.api import Control, Event
 from tailrace.client import following
 from tailrace.errors import (
     BadRequest,
@@ -26,7 +27,6 @@ from tailrace.errors import (
     Unavailable,
     UsageError,
 )
-from tailrace.api import Control, Event
 from tests.scripted_service import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"

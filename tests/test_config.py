@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tailrace import config
-from tailrace.errors import ConfigError
 from tailrace.config.settings import DEFAULTS, PATHS, Settings
 from tailrace.config.units import format_duration, parse_duration
 from tailrace.config.values import KeepByName
 from tailrace.config.where import Where
+from tailrace.errors import ConfigError
 from tests.asking import written_queries
 
 SECRET = "hunter2-and-a-half"

@@ -25,11 +25,11 @@ import pytest
 from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 
 from tailrace import config
-from tailrace.views.folds.model import Clump, Finished, Input
+from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.folded import folded, stream_of
+from tailrace.views.folds.model import Clump, Finished, Input
 from tailrace.views.folds.rule import Reader, Rule, Taken
 from tailrace.views.folds.rules import rules_of
-from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running, Streams
 from tests.writing import NOON
 

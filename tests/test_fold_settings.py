@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.errors import ConfigError
-from tailrace.views.folds.settings import COLLECTS, Fold, Rules, collected
-from tailrace.views.folds.collect import COLLECTORS
 from tailrace.config.units import format_duration
+from tailrace.errors import ConfigError
+from tailrace.views.folds.collect import COLLECTORS
+from tailrace.views.folds.settings import COLLECTS, Fold, Rules, collected
 from tests.asking import written_queries
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account_id"], "quiet": "3s"}

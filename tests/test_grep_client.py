@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tailrace
+from tailrace.api import Control, Event
 from tailrace.client import following
 from tailrace.errors import BadRequest, QueryError, TopicNotFound
-from tailrace.api import Control, Event
 from tests.scripted_searches import LIFE, LONG, ScriptedSearches, searching
 from tests.scripted_service import Plan
 

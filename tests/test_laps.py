@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from tailrace import config
+from tailrace.config import Settings
 from tailrace.demo.car import CHANNELS, GEAR, LAP, SECTOR, WARNING
 from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
-from tailrace.config import Settings
 from tailrace.demo.cars import KEY, TOPIC, Laps, examples, pages, with_sessions
 from tailrace.views.sessions import telemetry
 from tailrace.views.sessions.configuration import Configuration

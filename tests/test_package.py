@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Absent())
 import tailrace, tailrace.client, tailrace.config, tailrace.errors
 tailrace.connect("http://127.0.0.1:7070")
 tailrace.config.Settings(days={{"seal_when": {{"a": {{"$gt": 1}}}}}})
-from tailrace.cli import main
+from tailrace.cli.main import main
 sys.argv = ["tailrace", "--help"]
 main()
 """

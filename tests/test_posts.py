@@ -14,9 +14,9 @@ import pytest
 
 from tailrace import config
 from tailrace.config import Settings
+from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.model import Clump, Finished, Input
 from tailrace.views.folds.rule import Reader, Taken
-from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.rules import rules_of
 
 MINUTES = 60.0

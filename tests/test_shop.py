@@ -16,8 +16,6 @@ import msgspec
 import pytest
 
 from tailrace import config
-from tailrace.query import Record
-from tailrace.views.grep.model import make_search
 from tailrace.demo.shop import (
     ACCOUNTS,
     EU,
@@ -34,6 +32,8 @@ from tailrace.demo.shop import (
     searches,
     steps,
 )
+from tailrace.query import Record
+from tailrace.views.grep.model import make_search
 
 MINUTES = 60.0
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import msgspec
 import pyarrow as pa
 
-from tailrace.log.event import Source
 from tailrace.driver.one_pass import Host, Plan
 from tailrace.driver.slice import Limits
+from tailrace.log.event import Source
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare

@@ -25,8 +25,8 @@ from bench.peers.posts import QUIET_MS
 from tailrace.config import load
 from tailrace.driver.job import Job
 from tailrace.valkey.marks import read_counts
-from tailrace.views.folds.rules import rules_of
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views.folds.rules import rules_of
 
 PATIENCE_S = 300.0
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tailrace.api import Event
     from tailrace.client import Feed, River, connect
     from tailrace.errors import TailraceError
     from tailrace.views.folds.folder import Folder
-    from tailrace.views.sessions.writer import SessionWriter
     from tailrace.views.sessions.client import Burst
-    from tailrace.api import Event
+    from tailrace.views.sessions.writer import SessionWriter
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.cli import main
+from tailrace.cli.main import main
 
 if __name__ == "__main__":
     main()

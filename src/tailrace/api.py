@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from tailrace import errors
-from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
 from tailrace.client.sse_reader import Frame
+from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, dict=True):

@@ -7,8 +7,8 @@ import threading
 
 from confluent_kafka import KafkaError, Producer
 
-from tailrace.views.sessions.model import Session
 from tailrace.valkey.marks import conserved
+from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import state_of
 from tests.faults.rig import Installation, wait_for
 from tests.sessions.recorded import MS, T0, doubles, read_stream

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.marks import read_marks
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.faults.laps import Laps
 from tests.faults.posts import Posts
 from tests.faults.rig import Installation, Load, Pipeline, Standing, wait_for

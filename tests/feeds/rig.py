@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tailrace.log.feed import Feed, LogFeeds
 from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
 from tailrace.log.hub import Hub
-from tailrace.log.feed import Feed, LogFeeds
 from tailrace.log.request import make_request
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.emit import Emitter
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.emit import Emitter
-from tailrace.valkey.shards import Shards, StoreOptions
 from tests.writing import NOON, Record, Writer
 
 RULE = Rule(

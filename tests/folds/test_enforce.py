@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from tailrace.errors import StaleDriver
+from tailrace.valkey.shards import StoreOptions, enlist
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.emit import Emitter
 from tailrace.views.folds.enforce import enforce
+from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.store import Folds, in_force
-from tailrace.valkey.shards import StoreOptions, enlist
 from tests.folds.rig import RULE, FoldRig, post
 from tests.writing import NOON
 

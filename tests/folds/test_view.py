@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.views.folds.store import Folds
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views.folds.store import Folds
 from tests.folds.rig import RULE, Fold, FoldRig, emitter, expected, post
 from tests.writing import NOON, Record
 

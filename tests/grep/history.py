@@ -17,11 +17,11 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver
-from tailrace.views.grep.matches import GrepFeed
-from tailrace.log.event import Source, iso_time
-from tailrace.views.grep.model import Search
 from tailrace.http.service import now_ms
+from tailrace.log.event import Source, iso_time
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.grep.matches import GrepFeed
+from tailrace.views.grep.model import Search
 from tests.grep.readers import Reader, Written
 from tests.grep.rig import KEYS, elements, finds, headers_of, random_records, random_search, random_value
 from tests.grep.site import PATIENCE_S, Serving, Site, Stopped

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from tailrace.log.event import Source
-from tailrace.views.grep.model import Life, Search, TopicFilter
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.grep.store import VIEW, write_search
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views.grep.model import Life, Search, TopicFilter
+from tailrace.views.grep.store import VIEW, write_search
 from tests.model.query.generators import random_document, random_query
 from tests.model.query.oracle import holds
 from tests.writing import NOON, Record

@@ -21,19 +21,19 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from tailrace.config import load
-from tailrace.errors import BrokerUnavailable
-from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
-from tailrace.views.grep.feed import Grep
-from tailrace.views.grep.grep_request import make_grep_request
-from tailrace.log.event import Source
-from tailrace.views.grep.model import Life, Search, Stretch
-from tailrace.kafka.ranges import Passes, Ranges
-from tailrace.views.grep.scan import Chunk, Due, Scanner, scan
 from tailrace.driver.slice import Slice, slices
+from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
+from tailrace.kafka.ranges import Passes, Ranges
+from tailrace.log.event import Source
+from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.views.grep.feed import Grep
+from tailrace.views.grep.grep_request import make_grep_request
+from tailrace.views.grep.model import Life, Search, Stretch
+from tailrace.views.grep.scan import Chunk, Due, Scanner, scan
 from tests.faults.rig import QUICK_JAVA
 from tests.grep.rig import finds, random_records
 from tests.writing import NOON, Record, Writer, batch

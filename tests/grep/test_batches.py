@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from tailrace.views.grep.batches import Batches, Key
+from tailrace.http.encodings import EVENT_STREAM, LINES, Encoding
+from tailrace.log.event import Source
 from tailrace.log.frame import Batch, Frame
 from tailrace.log.hub import Piece
-from tailrace.views.grep.spans import Ahead, Span
-from tailrace.log.event import Source
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Segment
-from tailrace.http.encodings import EVENT_STREAM, LINES, Encoding
+from tailrace.views.grep.batches import Batches, Key
+from tailrace.views.grep.spans import Ahead, Span
 
 DATA = [b'{"id":"t:0:%d","data":{"n":\n%d}}' % (n, n) for n in range(5)]
 

@@ -15,8 +15,8 @@ import sseclient
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import iso_time
-from tailrace.views.grep.model import make_search
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.grep.model import make_search
 from tests.grep.clients import grep_path
 from tests.grep.served import Served
 from tests.grep.site import Site, assert_same, numbered

@@ -9,13 +9,13 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import TopicNotFound, TopicNotRead
-from tailrace.log.frame import Frame
-from tailrace.views.grep.grep_request import LIVE, Place, make_grep_request
+from tailrace.http.service import now_ms
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
-from tailrace.views.grep.model import Life, Search, make_search
-from tailrace.http.service import now_ms
+from tailrace.log.frame import Frame
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.grep.grep_request import LIVE, Place, make_grep_request
+from tailrace.views.grep.model import Life, Search, make_search
 from tests.grep.rig import random_records, random_search
 from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split
 from tests.writing import NOON, Record

@@ -10,12 +10,12 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorError, CursorGone
 from tailrace.log.frame import Frame
-from tailrace.views.grep.grep_request import Place
-from tailrace.views.grep.model import Life, Stretch, make_search
-from tailrace.views.grep import leases
-from tailrace.views.grep.leases import Watchdog
-from tailrace.views.grep.store import VIEW, Registry
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.grep import leases
+from tailrace.views.grep.grep_request import Place
+from tailrace.views.grep.leases import Watchdog
+from tailrace.views.grep.model import Life, Stretch, make_search
+from tailrace.views.grep.store import VIEW, Registry
 from tests.grep.site import Following, Site, assert_same, controls, facts, ids, numbered
 from tests.writing import NOON
 

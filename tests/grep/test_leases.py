@@ -9,12 +9,12 @@ import pytest
 
 from tailrace.errors import SearchEnded, SearchFollowed, SearchNotFound
 from tailrace.log.name import shard_of
-from tailrace.views.grep.model import Life, Stretch, make_search
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep import leases as module
 from tailrace.views.grep.leases import Asked, Leases, Watchdog
-from tailrace.valkey.nodes import Nodes
+from tailrace.views.grep.model import Life, Stretch, make_search
 from tailrace.views.grep.store import Registry, Searches, scanning
-from tailrace.valkey.shards import Shards, mapping
 
 DAY_MS = 86_400_000
 

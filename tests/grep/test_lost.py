@@ -8,8 +8,8 @@ import pytest
 
 from tailrace.errors import CursorGone, StaleDriver
 from tailrace.log.frame import AnyFrame, Moved
-from tailrace.views.grep.model import Lost, Search, make_search
 from tailrace.views.grep import scan as module
+from tailrace.views.grep.model import Lost, Search, make_search
 from tailrace.views.grep.present import GONE, LATER, lost
 from tailrace.views.grep.scan import Chunk
 from tailrace.views.grep.store import note

@@ -8,12 +8,12 @@ from itertools import count
 import pytest
 
 from tailrace.errors import TooManySearches
-from tailrace.views.grep.model import Life, make_search
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep import leases as module
 from tailrace.views.grep.leases import Leases, Watchdog
-from tailrace.valkey.nodes import Nodes
+from tailrace.views.grep.model import Life, make_search
 from tailrace.views.grep.store import Searches
-from tailrace.valkey.shards import Shards, mapping
 
 WINDOW_MS = 600_000
 HALF_LIFE = 144

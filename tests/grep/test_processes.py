@@ -13,11 +13,11 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.event import iso_time
-from tailrace.views.grep.model import make_search
+from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
 from tailrace.views.grep.leases import Watchdog
+from tailrace.views.grep.model import make_search
 from tailrace.views.grep.store import scanning
-from tailrace.valkey.shards import StoreOptions
 from tests.grep.clients import Client, eventually, is_event, read_all
 from tests.grep.served import Served
 from tests.grep.site import Site, assert_same, numbered

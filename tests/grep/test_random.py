@@ -13,8 +13,8 @@ import os
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.views.grep import scan as module
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.grep import scan as module
 from tests.grep.history import History
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tailrace.views.grep.model import Life, make_search
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.grep.store import Kept, Registry, Searches, finish, keep, scanning
 from tailrace.valkey.shards import Shards, mapping
+from tailrace.views.grep.model import Life, make_search
+from tailrace.views.grep.store import Kept, Registry, Searches, finish, keep, scanning
 
 A, B = make_search("posts", {"a": 1}), make_search("posts", {"b": 1})
 HOUR = 3_600_000

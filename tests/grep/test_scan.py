@@ -13,17 +13,17 @@ import pytest
 from confluent_kafka import Producer
 
 from tailrace.config import load
+from tailrace.driver.tune import session
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver
+from tailrace.http.service import now_ms
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
-from tailrace.views.grep.model import Life, Search, Stretch, make_search
-from tailrace.views.grep import scan as module
-from tailrace.driver.tune import session
-from tailrace.http.service import now_ms
-from tailrace.views.grep.store import scanning
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.grep import scan as module
+from tailrace.views.grep.model import Life, Search, Stretch, make_search
+from tailrace.views.grep.store import scanning
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.grep.rig import random_records, random_search, read_log
 from tests.grep.site import Site, assert_same, ids

@@ -12,22 +12,22 @@ import pytest
 
 from tailrace.config import Settings, load
 from tailrace.errors import BadRequest
-from tailrace.log.frame import AnyFrame, Frame
-from tailrace.views.grep.feed import Grep
 from tailrace.log.event import iso_time
+from tailrace.log.frame import AnyFrame, Frame
 from tailrace.log.name import shard_of
-from tailrace.views.grep.model import Life, Search, make_search
+from tailrace.log.registry import Registry
 from tailrace.log.segment import PACKED, SEALED, Log
 from tailrace.log.store import write_row
-from tailrace.log.registry import Registry
-from tailrace.views.grep.store import VIEW
-from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.audit import Auditing
 from tailrace.upkeep.job import now_ms, run_job
 from tailrace.upkeep.loop import jobs_of
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.spark import Spread
+from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views.grep.feed import Grep
+from tailrace.views.grep.model import Life, Search, make_search
+from tailrace.views.grep.store import VIEW
 from tests.grep.rig import read_log, register
 from tests.grep.site import Following, Site, controls, facts, ids, numbered
 from tests.writing import DAY, NOON, Record, Writer

@@ -13,9 +13,9 @@ import pytest
 from tailrace.log.event import Source, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import decode
-from tailrace.views.grep.model import Life, make_search
-from tailrace.views.folds.driver import begin_matches
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
+from tailrace.views.folds.driver import begin_matches
+from tailrace.views.grep.model import Life, make_search
 from tests.grep.rig import BEYOND, by_source, finds, random_records, random_search, read_log, register, source_of
 from tests.writing import NOON, Record, Writer, batch
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import QueryError
+from tailrace.query import Record
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import OFFSET_BYTES, Input, Windows
-from tailrace.query import Record
 from tailrace.views.folds.rule import MAX_GROUP_BYTES, Reader, Rule, Taken, group_of
 
 WINDOWS = Windows(10, 100)

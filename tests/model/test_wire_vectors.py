@@ -15,11 +15,11 @@ from grpc_tools import protoc
 from tailrace.views.sessions import rta
 from tailrace.views.sessions.block import pack, unpack
 from tailrace.views.sessions.burst import bursts, event, periodic, row, session_json, time_range, timestamped
-from tailrace.views.sessions.samples import pack_values
 from tailrace.views.sessions.rta import data_pb2, stream_pb2
+from tailrace.views.sessions.samples import pack_values
 
-SOURCE = Path(rta.__file__).parents[3]
-PROTOS = ["tailrace/model/rta/data.proto", "tailrace/model/rta/stream.proto"]
+SOURCE = Path(rta.__file__).parents[4]
+PROTOS = ["tailrace/views/sessions/rta/data.proto", "tailrace/views/sessions/rta/stream.proto"]
 T0 = 1_620_129_055 * 10**9
 VALUES = pack_values("f64", [12.7, 14.9, 21.2])
 

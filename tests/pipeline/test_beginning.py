@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tailrace.log.event import Source
-from tailrace.views.folds.driver import begin_at_end
 from tailrace.valkey.marks import lowest, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
+from tailrace.views.folds.driver import begin_at_end
 
 VIEW = "sessions"
 

@@ -13,8 +13,8 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.driver.publisher import BATCH, ID_HEADER, Publisher
+from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.writing import Record, Writer
 

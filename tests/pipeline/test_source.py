@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.config import Settings, load
-from tailrace.errors import ConfigError
-from tailrace.log.event import Source
 from tailrace.driver.source import LostRange, reader_options, starting_offsets
+from tailrace.errors import ConfigError
 from tailrace.kafka.broker import Topic, TopicPattern, client_properties, included_and_excluded, topic_pattern
+from tailrace.log.event import Source
 
 
 def _settings(monkeypatch: pytest.MonkeyPatch, **values: object) -> Settings:

@@ -9,11 +9,11 @@ import httpx
 import msgspec
 
 from tailrace.config import load
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.folds.model import NEVER, Input
 from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.store import Change, Folds, InForce
 from tailrace.views.folds.rules import rules_of
-from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.views.folds.store import Change, Folds, InForce
 from tests.writing import NOON
 
 RULES: dict[str, Any] = {

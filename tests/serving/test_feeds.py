@@ -13,9 +13,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
-from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Running, Serve, Streams
 

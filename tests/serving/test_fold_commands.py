@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import tailrace
-from tailrace.views.folds.commands import read_group
 from tailrace.errors import BadRequest, TailraceError
 from tailrace.log.event import iso_time
+from tailrace.views.folds.commands import read_group
 from tests.command_line import on_a_terminal, rows, run
 from tests.serving.holding import RULES, Holder, hold
 from tests.serving.parts import Running, Serve, Streams

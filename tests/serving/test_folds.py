@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tailrace.log.event import iso_time
-from tailrace.views.folds.model import Windows
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.folds.model import Windows
 from tests.serving.holding import RULES, SEED, Holder, flush, hold, rule_of
 from tests.serving.parts import Running, Serve, Streams, problem
 from tests.writing import NOON

@@ -14,13 +14,13 @@ from valkey import Valkey
 
 from tailrace.errors import Overloaded
 from tailrace.log.name import shard_of
+from tailrace.log.store import Logs
+from tailrace.valkey.keys import FORMAT
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 from tailrace.views.days import largest
 from tailrace.views.days.largest import Largest
 from tailrace.views.days.routes import Stream
-from tailrace.valkey.keys import FORMAT
-from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import Streams, problem
 from tests.upkeep.rig import Keeper, now_ms
 from tests.writing import DAY, NOON, Record, Writer

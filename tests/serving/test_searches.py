@@ -15,13 +15,13 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooManySearches
 from tailrace.log.name import shard_of
-from tailrace.views.grep.model import make_search
-from tailrace.views.grep.searches import show_search
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.grep import leases as leasing
 from tailrace.views.grep.leases import Asked, Leases
-from tailrace.valkey.nodes import Nodes
+from tailrace.views.grep.model import make_search
+from tailrace.views.grep.searches import show_search
 from tailrace.views.grep.store import Searches, finish
-from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tests import command_line
 from tests.command_line import run
 from tests.grep.site import Following, Site, ids, numbered

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tailrace.log.event import iso_time
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.serving.parts import Running, Serve, problem
 from tests.tags.tagged import Tagger, apart
 from tests.writing import NOON

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tailrace.views.sessions.write import VIEW
 from tailrace.valkey.marks import conserved, read_counts
+from tailrace.views.sessions.write import VIEW
 from tests.sessions.recorded import MS, T0, Samples, Track, doubles
 from tests.writing import Record
 

@@ -12,17 +12,17 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.config import load
 from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.kafka.broker import client_properties
+from tailrace.kafka.records import Records
+from tailrace.valkey.entry_id import EntryId, parse_id
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions, mapping
+from tailrace.views.grep.searched import Searched
+from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.ledger import first_of
 from tailrace.views.sessions.retained import Archive
-from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.valkey.entry_id import EntryId, parse_id
-from tailrace.kafka.broker import client_properties
-from tailrace.valkey.nodes import Nodes
-from tailrace.kafka.records import Records
-from tailrace.views.grep.searched import Searched
 from tailrace.views.sessions.session_keeping import SessionKeeping
 from tailrace.views.sessions.store import SessionStore
-from tailrace.valkey.shards import StoreOptions, mapping
 from tests.sessions.recorded import MS, T0, Track
 from tests.sessions.test_feed import BOUND, CONFIG
 from tests.sessions.viewing import feeds_of

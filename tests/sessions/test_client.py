@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.api import Control
 from tailrace.client import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.client import Burst
-from tailrace.api import Control
 from tests.serving.parts import Running
 from tests.sessions.recorded import MS, T0, Track
 from tests.sessions.served import served

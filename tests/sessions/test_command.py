@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tailrace.views.sessions.session_board import CELL_NS, Board, Gauge
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.client import Burst, Series, Value
+from tailrace.views.sessions.session_board import CELL_NS, Board, Gauge
 from tests.command_line import command, on_a_terminal, rows, run
 from tests.serving.parts import Running
 from tests.sessions.recorded import T0, Track

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorGone, SessionNotFound
-from tailrace.views.sessions import start as session_start
 from tailrace.log.frame import Control, Frame
+from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions import start as session_start
+from tailrace.views.sessions.cursor import Place, SessionCursor
 from tailrace.views.sessions.reader import first_entry
 from tailrace.views.sessions.request import make_session_request
-from tailrace.views.sessions.cursor import Place, SessionCursor
-from tailrace.valkey.shards import StoreOptions
 from tests.sessions.foreign import Foreign, connected
 from tests.sessions.foreign import periodic as foreign_periodic
 from tests.sessions.recorded import MS, T0, Track

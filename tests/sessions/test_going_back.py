@@ -12,13 +12,13 @@ import pytest
 from tailrace import SessionWriter
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorGone
-from tailrace.views.sessions import joined
-from tailrace.views.sessions import feed as session
-from tailrace.views.sessions import reader as session_reader
 from tailrace.log.frame import AnyFrame, Frame
 from tailrace.valkey.entry_id import EntryId
-from tailrace.views.sessions.cursor import Place, SessionCursor
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions import feed as session
+from tailrace.views.sessions import joined
+from tailrace.views.sessions import reader as session_reader
+from tailrace.views.sessions.cursor import Place, SessionCursor
 from tests.sessions.kept import Kept, archived, lap
 from tests.sessions.recorded import MS, T0
 from tests.sessions.viewing import controls, events, opened, read, samples, shown_in

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from tailrace.errors import CursorGone
+from tailrace.log.frame import AnyFrame, Frame
+from tailrace.valkey.entry_id import EntryId, parse_id
+from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions import hub as streams
 from tailrace.views.sessions import reader as session_reader
 from tailrace.views.sessions import session_wait
-from tailrace.views.sessions import hub as streams
-from tailrace.log.frame import AnyFrame, Frame
-from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.views.sessions.cursor import SessionCursor
+from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.streams import Located
-from tailrace.valkey.shards import StoreOptions
 from tests.sessions.foreign import Foreign, connected, event, periodic, time_range
 from tests.sessions.recorded import MS, T0, Track
 from tests.sessions.viewing import controls, events, feeds_of, opened, read, samples, shown_in, until, views

@@ -13,15 +13,15 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tailrace.driver.slice import Limits
+from tailrace.log.event import Source
+from tailrace.valkey.marks import lowest, read_counts, read_marks
+from tailrace.valkey.shards import StoreOptions, mapping
 from tailrace.views.sessions.block import unpack
 from tailrace.views.sessions.burst import parse
-from tailrace.log.event import Source
 from tailrace.views.sessions.model import Session
-from tailrace.views.sessions.write import VIEW
-from tailrace.driver.slice import Limits
-from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.views.sessions.store import Change, SessionStore, Verdict, Write, state_of
-from tailrace.valkey.shards import StoreOptions, mapping
+from tailrace.views.sessions.write import VIEW
 from tests.sessions.mortal import Died, dying
 from tests.sessions.recorded import MS, T0, Track, doubles
 from tests.writing import Record

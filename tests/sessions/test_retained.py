@@ -8,8 +8,8 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.frame import Frame
-from tailrace.views.sessions.cursor import SessionCursor
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions.cursor import SessionCursor
 from tests.sessions.kept import Kept, archived, lap
 from tests.sessions.recorded import MS, T0
 from tests.sessions.viewing import controls, events, opened, read, samples, shown_in, until

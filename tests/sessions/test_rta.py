@@ -14,8 +14,8 @@ import pytest
 
 from tailrace import SessionWriter
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.views.sessions.rta import viewer as viewers
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions.rta import viewer as viewers
 from tests.serving.parts import Running, problem
 from tests.sessions.foreign import (
     T0,

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.views.sessions.rta.routes import iso
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions.rta.routes import iso
 from tests.serving.parts import problem
 from tests.sessions.foreign import T0, Foreign, connected, event
 from tests.sessions.served import served

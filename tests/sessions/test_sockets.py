@@ -54,7 +54,7 @@ def test_a_websocket_without_the_subprotocol_is_answered_with_406(
         service.stop()
     assert (status, said["code"]) == (406, "http.406")
     assert SUBPROTOCOL in said["detail"]
-    logged = [record.message for record in caplog.records if record.name.startswith("tailrace.serving")]
+    logged = [record.message for record in caplog.records if record.name.startswith("tailrace.http")]
     assert not logged, "a refusal is an answer, and no error of the service"
 
 

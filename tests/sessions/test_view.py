@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.views.sessions.write import VIEW, held_back
 from tailrace.valkey.marks import advance, lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions.write import VIEW, held_back
 from tests.sessions.histories import History
 from tests.sessions.mortal import STEPS, Died, dying
 from tests.sessions.recorded import MS, T0, Track, doubles

@@ -18,12 +18,12 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from tailrace.views.sessions.rta import viewer as viewers
-from tailrace.views.sessions.hub import StreamHub
-from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
-from tailrace.views.sessions.streams import LiveSessions, Located
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions.hub import StreamHub
+from tailrace.views.sessions.rta import viewer as viewers
+from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
+from tailrace.views.sessions.streams import LiveSessions, Located
 from tests.serving.parts import Running
 from tests.sessions.foreign import T0, Foreign, connected, event, packed, periodic, session_json
 from tests.sessions.rta_client import SUBPROTOCOL, RtaClient, decode, request

@@ -16,9 +16,9 @@ import tailrace
 from tailrace import SessionWriter
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import EventRefused, StoreError, StoreUnavailable
+from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tests.sessions.recorded import MS, T0, Told, doubles, read_stream
 from tests.sessions.severed import Severed
 

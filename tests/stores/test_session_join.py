@@ -7,8 +7,8 @@ from itertools import combinations, count
 
 import pytest
 
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
+from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write
 
 _fresh = count()
 

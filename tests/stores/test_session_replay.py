@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions, mapping
+from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
 
 _fresh = count()
 _encode = msgspec.json.encode

@@ -10,9 +10,9 @@ import pytest
 
 from tailrace.errors import StoreChanged, StoreError, StoreUnavailable
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.sessions.store import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.valkey.slots import Slots
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping, prepare
+from tailrace.valkey.slots import Slots
+from tailrace.views.sessions.store import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
 
 _fresh = count()
 NOTHING = -1

@@ -10,16 +10,16 @@ from functools import cached_property
 from typing import Any
 from uuid import UUID
 
-from tailrace.views.tags.rows.tags import CassandraTags
-from tailrace.log.frame import AnyFeed, AnyFrame, Frame
 from tailrace.log.event import Source
-from tailrace.views.tags.stamp import stamp
+from tailrace.log.frame import AnyFeed, AnyFrame, Frame
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.valkey.marks import advance
 from tailrace.views.tags.rows.store import Row, writer
+from tailrace.views.tags.rows.tags import CassandraTags
+from tailrace.views.tags.stamp import stamp
 from tailrace.views.tags.store import VIEW, TagOptions, introduce, lift
-from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags import reading
 from tests.tags.reading import events, names

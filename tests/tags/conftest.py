@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.tags.cases import World
 from tests.tags.tagged import Tagger
 

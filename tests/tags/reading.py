@@ -10,13 +10,13 @@ from typing import Any
 from tailrace.config import Settings
 from tailrace.log.frame import AnyFeed, AnyFrame, Frame
 from tailrace.log.hub import Hub
-from tailrace.views.tags.tag_request import make_tag_request
-from tailrace.views.tags.feed import OpensTags, open_store
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.store import VIEW
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.store import VIEW
+from tailrace.views.tags.tag_request import make_tag_request
 from tests.feeds import rig
 from tests.feeds.rig import now_ms
 

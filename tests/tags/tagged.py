@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from tailrace.log.event import Source, home_of
 from tailrace.log.name import shard_of
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.valkey.marks import advance
 from tailrace.views.tags.store import VIEW, TagOptions
-from tailrace.valkey.shards import StoreOptions
 from tests.writing import NOON, Record, Writer
 
 

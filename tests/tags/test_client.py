@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import tailrace
+from tailrace.api import Control
 from tailrace.errors import BadRequest, QueryError, StreamNotFound, TailraceError, UsageError
 from tailrace.valkey.shards import StoreOptions
-from tailrace.api import Control
 from tests.serving.parts import Running
 from tests.tags.served import served
 from tests.tags.tagged import Tagger, apart

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
-from tailrace.views.tags import merge as tag_merge
-from tailrace.log.frame import Frame, Moved
-from tailrace.views.tags.tag_request import make_tag_request
 from tailrace.log.event import Source, iso_time
-from tailrace.views.tags.stamp import ms_of, stamp
+from tailrace.log.frame import Frame, Moved
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags import merge as tag_merge
+from tailrace.views.tags.stamp import ms_of, stamp
+from tailrace.views.tags.tag_request import make_tag_request
 from tests.feeds.rig import Follower, controls, ids, now_ms
 from tests.tags.reading import events, reading
 from tests.tags.tagged import Tagger, apart, strangers

@@ -12,11 +12,11 @@ from uuid import UUID
 
 import pytest
 
-from tailrace.log.frame import AnyFrame
 from tailrace.log.event import Source
+from tailrace.log.frame import AnyFrame
 from tailrace.views.tags.stamp import ms_of, order
-from tailrace.views.tags.write import TagView
 from tailrace.views.tags.store import lift
+from tailrace.views.tags.write import TagView
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, stamps
 from tests.tags.reading import events, names

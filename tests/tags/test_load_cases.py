@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.log.frame import AnyFeed, Frame
-from tailrace.log.event import Source
 from tailrace.driver.one_pass import Host, Plan
-from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
+from tailrace.log.event import Source
+from tailrace.log.frame import AnyFeed, Frame
 from tailrace.valkey.marks import advance
-from tailrace.views.tags.store import VIEW, lift
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
+from tailrace.views.tags.store import VIEW, lift
 from tests.tags.reading import Reading, reading
 from tests.tags.stored import MINUTE, TOPIC, Stored
 from tests.tags.tagged import apart

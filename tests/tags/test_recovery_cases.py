@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tailrace.views.tags.model import Numbered
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import Numbered
 from tests.tags.reading import reading
 from tests.tags.stored import HOUR, MINUTE, STEPS, Died, Held, Stored, dying, interrupted
 from tests.writing import Record, Writer

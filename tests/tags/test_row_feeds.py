@@ -13,10 +13,10 @@ import pytest
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
 from tailrace.log.frame import Control
-from tailrace.views.tags.tag_request import make_tag_request
-from tailrace.views.tags.stamp import order
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.stamp import order
+from tailrace.views.tags.tag_request import make_tag_request
 from tests.feeds.rig import controls, now_ms
 from tests.tags.reading import Follower, events, names, reading
 from tests.tags.rows import HOUR, Rows

@@ -10,18 +10,18 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.log.event import Source
-from tailrace.views.tags.stamp import first_of, last_of, order
-from tailrace.views.tags.model import Tagging
 from tailrace.driver.slice import slices
-from tailrace.views.tags.write import TagView
 from tailrace.driver.view import Place
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.log.event import Source
 from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
+from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.store import Row
+from tailrace.views.tags.stamp import first_of, last_of, order
 from tailrace.views.tags.store import TagOptions, lift
-from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.write import TagView
 from tests.tags.test_view import HOUR, VIEWS, tagged
 from tests.writing import NOON, Record, Writer, batch
 

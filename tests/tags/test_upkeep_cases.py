@@ -16,21 +16,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from tailrace.config.where import Where
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.log.hub import Hub
-from tailrace.views.tags.feed import open_store
-from tailrace.views.tags.rows import store as tag_rows
 from tailrace.kafka.broker import Broker
-from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
+from tailrace.log.hub import Hub
 from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.store import VIEW
-from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.settings import TagRules
 from tailrace.upkeep.backends import cleaning
 from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.job import look_once, run_job
-from tailrace.config.where import Where
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.feed import open_store
+from tailrace.views.tags.rows import store as tag_rows
+from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
+from tailrace.views.tags.settings import TagRules
+from tailrace.views.tags.store import VIEW
 from tests.feeds.rig import now_ms
 from tests.tags.past import RowPast
 from tests.tags.stored import Stored

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.views.tags.stamp import order, stamp
-from tailrace.views.tags.model import Tagging
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.store import TagOptions, lift, read_conflicts
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.stamp import order, stamp
+from tailrace.views.tags.store import TagOptions, lift, read_conflicts
 from tests.writing import NOON, Record, Writer
 
 OPTIONS = TagOptions(tagging=Tagging(paths=("tags",), rules={"even": {"n": {"$mod": [2, 0]}}}))

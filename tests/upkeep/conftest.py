@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.history import spark_for
+from tailrace.valkey.shards import StoreOptions
 from tests.upkeep.past import Past, settings_for
 from tests.writing import Writer
 

@@ -17,18 +17,18 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace import config
 from tailrace.config import Settings
+from tailrace.kafka.broker import Broker
 from tailrace.log.event import Source
 from tailrace.log.name import name_of_key, shard_of
-from tailrace.log.segment import Log
-from tailrace.kafka.broker import Broker
 from tailrace.log.registry import Registry
-from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.tags.anchor import Record as KafkaRecord
+from tailrace.log.segment import Log
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.history import History, Wanted
 from tailrace.upkeep.job import run_job, section_of
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.restore import Orders, Restored, Restorer, encode_body
+from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views.tags.anchor import Record as KafkaRecord
 from tests.faults.rig import QUICK_JAVA
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from tailrace.log.event import Source
-from tailrace.views.tags.model import Tagger
-from tailrace.valkey.marks import advance
-from tailrace.views.tags.store import tag_options
-from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.upkeep import Cleaning
 from tailrace.upkeep.job import look_once, run_job
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import Tagger
+from tailrace.views.tags.store import tag_options
+from tailrace.views.tags.upkeep import Cleaning
 from tests.feeds.rig import Rig, rig
 from tests.upkeep.past import Past
 from tests.writing import NOON, Record, Writer

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from tailrace.cli import repair
 from tailrace.errors import BadRequest, PipelineError
-from tailrace.upkeep.audit_ import Tally, fingerprint
 from tailrace.log.store import write_row
-from tailrace.valkey.shards import StoreOptions
+from tailrace.upkeep.audit_ import Tally, fingerprint
 from tailrace.upkeep.examine import examine, look
+from tailrace.valkey.shards import StoreOptions
 from tests.upkeep.past import Past
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tailrace.log.frame import Control, Frame
-from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.packer import STEPS
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, rig
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer

@@ -24,15 +24,15 @@ from tailrace.errors import (
     StoreError,
     StoreUnavailable,
 )
-from tailrace.log.segment import PACKED
 from tailrace.log.registry import Registry
-from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.log.segment import PACKED
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Job, Loop
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spark import Plan, Spread, divided
 from tailrace.upkeep.throttle import Throttle
+from tailrace.valkey.shards import Shards, StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
-from tailrace.log.frame import Control, Frame
 from tailrace.log.event import iso_time
+from tailrace.log.frame import Control, Frame
 from tailrace.log.name import name_of_key
 from tailrace.log.segment import PACKED
-from tailrace.valkey.shards import StoreOptions
 from tailrace.upkeep.lease import Lease
+from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import ids, rig
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from tailrace.errors import CursorGone
-from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.event import iso_time
+from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.pack import pack
 from tailrace.log.run import Entry
 from tailrace.log.segment import PACKED, Segment

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from tailrace.cli import repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, StreamNotFound
-from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.cursor import Position
 from tailrace.log.event import Source
-from tailrace.upkeep.rebuild_ import Buckets, Event, merged, replaced
+from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.segment import PACKED, Log, Segment, locate
+from tailrace.upkeep import failpoint
+from tailrace.upkeep.rebuild_ import Buckets, Event, merged, replaced
+from tailrace.upkeep.restore import STEPS, Orders, Restorer
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.upkeep import failpoint
-from tailrace.upkeep.restore import STEPS, Orders, Restorer
 from tests.feeds.rig import ids, rig
 from tests.meanwhile import meanwhile
 from tests.upkeep.past import Past, by_name

@@ -8,15 +8,15 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.tags.cleaned import Cleaned, beside, thinned, without
 from tailrace.log.cursor import Position
 from tailrace.log.event import Source
-from tailrace.views.tags.note import Note, Notes
-from tailrace.upkeep.rebuild_ import Event, replaced
-from tailrace.views.tags.renumber import Ends, counted, renumbered
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
+from tailrace.upkeep.rebuild_ import Event, replaced
+from tailrace.views.tags.cleaned import Cleaned, beside, thinned, without
 from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.note import Note, Notes
+from tailrace.views.tags.renumber import Ends, counted, renumbered
 
 LATEST = 1_000
 _events = st.lists(st.tuples(st.sampled_from("pqr"), st.integers(0, 1), st.integers(0, 2_000)), min_size=1, max_size=30)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from tailrace.config.where import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.frame import Control, Frame
+from tailrace.upkeep.examine import examine, look
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.settings import TagRules
-from tailrace.upkeep.examine import examine, look
-from tailrace.config.where import Where
 from tests.feeds.rig import ids
 from tests.upkeep.rig import Keeper
 from tests.upkeep.tagged import MINUTE, Seen, TagPast, tag_feeds

@@ -11,19 +11,19 @@ import msgspec
 import pytest
 
 from tailrace.cli import repair
+from tailrace.config.where import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.run import decode, encode
-from tailrace.views.tags.model import Tagging
-from tailrace.views.tags.store import TagOptions
-from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.settings import TagRules
 from tailrace.upkeep import failpoint, pack, sweep
-from tailrace.views.tags.upkeep import STEPS
 from tailrace.upkeep.examine import examine, look
 from tailrace.upkeep.job import run_job
-from tailrace.config.where import Where
+from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.settings import TagRules
+from tailrace.views.tags.store import TagOptions
+from tailrace.views.tags.upkeep import STEPS
 from tests.feeds.rig import ids
 from tests.meanwhile import meanwhile
 from tests.upkeep.rig import Keeper

@@ -16,14 +16,14 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.views.folds.tune_ import tune
 from tailrace.config import Settings
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.valkey.marks import read_counts
-from tailrace.views.folds.rules import rules_of
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds import tune as tuning
+from tailrace.views.folds.rules import rules_of
+from tailrace.views.folds.tune_ import tune
 from tests.folds.rig import FoldRig
 from tests.upkeep.past import settings_for
 from tests.writing import NOON, Record

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tailrace.client import River, connect
 from tailrace.cli.follow import visible
+from tailrace.client import River, connect
 from tailrace.config.units import format_size
 
 T = TypeVar("T")

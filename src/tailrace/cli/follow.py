@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from tailrace.client import DEFAULT_URL, Feed, River, connect
 
 if TYPE_CHECKING:
-    from tailrace.client.following import Asked
     from tailrace.api import Control, Event
+    from tailrace.client.following import Asked
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 

@@ -11,8 +11,8 @@ from pydantic import SecretStr
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.errors import ConfigError, PrerequisiteMissing
 from tailrace.config.tables import Properties
+from tailrace.errors import ConfigError, PrerequisiteMissing
 
 
 def load(file: Path | None, *, port: int | None = None, folder: Path | None = None) -> Settings:
@@ -59,9 +59,8 @@ def stack(settings: Settings, *, demo: bool) -> int:
         from tailrace.embedded.stack import run_stack
     except ImportError as error:
         raise lacking(error, "embedded") from None
-    from tailrace.demo import carts
     from tailrace.demo import cars as laps
-    from tailrace.demo import example
+    from tailrace.demo import carts, example
     from tailrace.demo.posts import with_rule
     from tailrace.demo.shop import searches
 

@@ -16,8 +16,7 @@ NamePattern = Annotated[
 
 def upkeep(config: Config = None, folder: Folder = None) -> None:
     """Pack, sweep and audit the views at the configured intervals, until it is stopped."""
-    from tailrace.cli import parts
-    from tailrace.cli import upkeep
+    from tailrace.cli import parts, upkeep
 
     raise typer.Exit(upkeep.run(parts.load(config, folder=folder)))
 
@@ -32,8 +31,7 @@ def pack(
     config: Config = None,
 ) -> None:
     """Pack closed days now: the same events in few large pieces."""
-    from tailrace.cli import parts
-    from tailrace.cli import upkeep
+    from tailrace.cli import parts, upkeep
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(upkeep.pack(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
@@ -49,8 +47,7 @@ def sweep(
     config: Config = None,
 ) -> None:
     """Drop days that are older than what is kept."""
-    from tailrace.cli import parts
-    from tailrace.cli import upkeep
+    from tailrace.cli import parts, upkeep
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(upkeep.sweep(settings, view, name, dry_run=dry_run, wait_s=wait, json=json))
@@ -65,8 +62,7 @@ def audit(
     config: Config = None,
 ) -> None:
     """Compare a view with Kafka and with its own registries. Exit code 1 if something is wrong."""
-    from tailrace.cli import parts
-    from tailrace.cli import repair
+    from tailrace.cli import parts, repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.audit(settings, view, name, keys=keys, json=json))
@@ -83,8 +79,7 @@ def rebuild(
     config: Config = None,
 ) -> None:
     """Restore what Kafka still has: a stream, a day of it, or the whole view, while everything runs."""
-    from tailrace.cli import parts
-    from tailrace.cli import repair
+    from tailrace.cli import parts, repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.rebuild(settings, view, name, day, dry_run=dry_run, wait_s=wait, json=json))
@@ -103,8 +98,7 @@ def retag(
     config: Config = None,
 ) -> None:
     """Tag what Kafka still has by the present paths and rules, while everything runs: `rebuild tags`."""
-    from tailrace.cli import parts
-    from tailrace.cli import repair
+    from tailrace.cli import parts, repair
 
     settings = parts.load(config, folder=folder)
     code = repair.rebuild(settings, "tags", tag, None, source=source, dry_run=dry_run, wait_s=wait, json=json)

@@ -16,9 +16,9 @@ from collections import deque
 
 import msgspec
 
+from tailrace.api import failure
 from tailrace.client import BATCH_BYTES, River, connect
 from tailrace.errors import EventRefused, UsageError
-from tailrace.api import failure
 
 READ_BYTES = 2**20
 AHEAD_CHUNKS = 32

@@ -14,14 +14,14 @@ from typing import Any, Unpack
 
 import msgspec
 
+from tailrace.api import Control, Coordinates, Day, Explained, Stream
 from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
+from tailrace.client.following import Asked, Feed, Query
+from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
 from tailrace.errors import BadRequest
 from tailrace.views.folds.client import Folds
-from tailrace.client.following import Asked, Feed, Query
-from tailrace.views.tags.client import Tags
 from tailrace.views.sessions.client import Telemetry
-from tailrace.api import Control, Coordinates, Day, Explained, Stream
-from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
+from tailrace.views.tags.client import Tags
 
 __all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "Group", "River", "connect"]
 

@@ -11,9 +11,9 @@ from weakref import WeakSet
 import httpx
 import msgspec
 
-from tailrace.errors import BadRequest, Unavailable
-from tailrace.client.following import Asked, Feed, Query
 from tailrace.api import error_of
+from tailrace.client.following import Asked, Feed, Query
+from tailrace.errors import BadRequest, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:7070"
 LARGEST_PAGE = 1_000

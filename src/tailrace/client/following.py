@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Self, TypeAlias, TypedDict
 
 import httpx
 
-from tailrace.errors import TailraceError, Unavailable, UsageError
-from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.api import Control, Event, decode_event, error_of, failure
+from tailrace.client.sse_reader import Frame, SseReader
+from tailrace.errors import TailraceError, Unavailable, UsageError
 
 if TYPE_CHECKING:
     from tailrace.client.connection import Connection

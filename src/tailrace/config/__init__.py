@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 from pydantic_settings import EnvSettingsSource
 
-from tailrace.errors import ConfigError
-from tailrace.views.folds.settings import REFUSED, Fold
 from tailrace.config.settings import PATHS, PREFIX, Settings, Shown, suggest, variable
 from tailrace.config.tables import HIDDEN
 from tailrace.config.values import without_password
+from tailrace.errors import ConfigError
+from tailrace.views.folds.settings import REFUSED, Fold
 
 __all__ = ["FILE_NAME", "REFERENCE", "Settings", "Shown", "load", "variable", "wanted_by"]
 

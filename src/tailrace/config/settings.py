@@ -17,13 +17,9 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import Field, PrivateAttr, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from tailrace.errors import ConfigError
-from tailrace.views.folds.settings import Folds, Problem, refuse
 from tailrace.config.patterns import compiled
 from tailrace.config.server_settings import Kafka, Spark, Valkey
-from tailrace.views.sessions.settings import Sessions
 from tailrace.config.tables import Properties
-from tailrace.views.tags.settings import Cassandra, Tags
 from tailrace.config.units import format_duration, format_size
 from tailrace.config.values import (
     Bucket,
@@ -49,6 +45,10 @@ from tailrace.config.values import (
     sizes,
 )
 from tailrace.config.where import Where
+from tailrace.errors import ConfigError
+from tailrace.views.folds.settings import Folds, Problem, refuse
+from tailrace.views.sessions.settings import Sessions
+from tailrace.views.tags.settings import Cassandra, Tags
 
 PREFIX = "TAILRACE_"
 MOST_ROW = 8 << 20

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Self
 
-from tailrace.errors import QueryError
 from tailrace.config.patterns import has_engine
 from tailrace.config.tables import Table
+from tailrace.errors import QueryError
 
 
 class Where(Table[Any]):

@@ -20,17 +20,17 @@ from random import Random
 from typing import Any
 
 from tailrace import config
-from tailrace.demo.carts import Carts
-from tailrace.demo.carts import steps as cart_steps
 from tailrace.client import River, connect
 from tailrace.config import Settings
-from tailrace.errors import TailraceError
+from tailrace.config.settings import Demo
 from tailrace.demo.cars import Laps
 from tailrace.demo.cars import steps as lap_steps
+from tailrace.demo.carts import Carts
+from tailrace.demo.carts import steps as cart_steps
 from tailrace.demo.posts import posts, steps
-from tailrace.config.settings import Demo
 from tailrace.demo.shop import Shop, Told
 from tailrace.demo.shop import steps as shop_steps
+from tailrace.errors import TailraceError
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from tailrace.config import Settings
 from tailrace.demo.car import CHANNELS, MS, TICK, Car, raw
 from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
-from tailrace.config import Settings
 from tailrace.demo.shop import Told
 
 TOPIC = "telemetry"

@@ -16,9 +16,9 @@ from random import Random
 from typing import Any
 
 from tailrace.config import Settings
+from tailrace.config.where import Where
 from tailrace.demo.shop import EU, US, Told
 from tailrace.views.tags.settings import TagRules
-from tailrace.config.where import Where
 
 TOPIC = "carts"
 STEP = 0.2

@@ -21,6 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tailrace.config import Settings
+from tailrace.driver.one_pass import COUNTED, Plan, one_pass
+from tailrace.driver.publisher import Publisher
+from tailrace.driver.report import Report
+from tailrace.driver.slice import COLUMNS, Limits
+from tailrace.driver.source import reader_options, starting_offsets
+from tailrace.driver.tune import LIVE, session, tasks, warm
+from tailrace.driver.watermark import Timing
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import (
     BrokerUnavailable,
@@ -31,29 +38,22 @@ from tailrace.errors import (
     StoreMismatch,
     TailraceError,
 )
+from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.log.event import Source
-from tailrace.views.folds.rule import Rule
+from tailrace.valkey.marks import advance, lowest, read_marks
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
+from tailrace.views.folds.driver import applied, asked_for, begin_at_end, begin_matches, frontiers
 from tailrace.views.folds.emit import Emitter
 from tailrace.views.folds.enforce import enforce
-from tailrace.driver.one_pass import COUNTED, Plan, one_pass
-from tailrace.driver.publisher import Publisher
-from tailrace.driver.report import Report
-from tailrace.views.folds.driver import applied, asked_for, begin_at_end, begin_matches, frontiers
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.rules import rules_of
+from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.views.grep.scan import Scanner
+from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.views.sessions.write import VIEW as SESSIONS
 from tailrace.views.sessions.write import SessionPlan, held_back
-from tailrace.driver.slice import COLUMNS, Limits
-from tailrace.driver.source import reader_options, starting_offsets
-from tailrace.driver.watermark import Timing
-from tailrace.driver.tune import LIVE, session, tasks, warm
-from tailrace.kafka.broker import Broker, Topic, client_properties
-from tailrace.views.folds.store import VIEW as FOLDS
-from tailrace.valkey.marks import advance, lowest, read_marks
-from tailrace.views.folds.rules import rules_of
-from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.views.tags.store import tag_options
-from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
 
 logger = logging.getLogger(__name__)
 

@@ -18,19 +18,19 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from tailrace.errors import PipelineError, StaleDriver, StoreError
-from tailrace.views.folds.rule import Rule
-from tailrace.views.days.write import Days
-from tailrace.views.folds.write import FoldView
 from tailrace.driver.intake import Intake
+from tailrace.driver.slice import Limits, Slice, slices
+from tailrace.driver.view import Place, View, Window
+from tailrace.errors import PipelineError, StaleDriver, StoreError
+from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_time
+from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
+from tailrace.views.days.write import Days
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.write import FoldView
 from tailrace.views.grep.write import Matches
 from tailrace.views.sessions.write import SessionPlan, SessionView
-from tailrace.driver.slice import Limits, Slice, slices
-from tailrace.views.tags.write import TagView
-from tailrace.driver.view import Place, View, Window
-from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_time
 from tailrace.views.tags.store import TagOptions
-from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
+from tailrace.views.tags.write import TagView
 
 MAX_REFUSALS = 100
 """Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""

@@ -13,16 +13,16 @@ from typing import Any
 
 import msgspec
 
-from tailrace.errors import BrokerUnavailable
-from tailrace.log.event import Source
 from tailrace.driver.source import LostRange
 from tailrace.driver.watermark import Batch, Timing
-from tailrace.views.folds.store import VIEW as FOLDS
+from tailrace.errors import BrokerUnavailable
+from tailrace.log.event import Source
 from tailrace.valkey.marks import advance, conserved, read_counts, read_times
+from tailrace.valkey.shards import Shards, mapping
+from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.views.tags.store import introduce, lift, read_conflicts
-from tailrace.valkey.shards import Shards, mapping
 
 logger = logging.getLogger(__name__)
 

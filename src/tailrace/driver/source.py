@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.log.event import Source
 from tailrace.kafka.broker import Topic, included_and_excluded
+from tailrace.log.event import Source
 from tailrace.valkey.marks import NOTHING
 
 FETCH_BUDGET = 128 << 20

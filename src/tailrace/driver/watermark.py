@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from tailrace.log.event import Source
 from tailrace.driver.frontier import Course
-from tailrace.views.folds.rule import Rule
 from tailrace.kafka.broker import Broker, Topic
+from tailrace.log.event import Source
+from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.rules import reads
 
 

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from rich.console import Console
 
+from tailrace.config.settings import Serve
 from tailrace.embedded import jars, ports
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
@@ -26,7 +27,6 @@ from tailrace.embedded.process import Part
 from tailrace.embedded.supervisor import Supervisor, hold
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import PrerequisiteMissing
-from tailrace.config.settings import Serve
 
 if TYPE_CHECKING:
     from tailrace.config import Settings

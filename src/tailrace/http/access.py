@@ -10,9 +10,9 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 
 from tailrace.config import Settings
+from tailrace.config.patterns import compiled
 from tailrace.errors import AccessDenied
 from tailrace.views.grep.model import ALL
-from tailrace.config.patterns import compiled
 
 EVERYTHING = ""
 """The topics of whoever may search all of them."""

@@ -13,12 +13,12 @@ from tailrace.config import Settings
 from tailrace.http import routes
 from tailrace.http.edge import Edge
 from tailrace.http.health import VERSION, Health
-from tailrace.views.days.largest import Largest
 from tailrace.http.openapi import ABOUT, describe
 from tailrace.http.problems import Problems
-from tailrace.views.tags.readers_ import watch
 from tailrace.http.server import Server, listen, raise_file_limit
 from tailrace.http.service import Service
+from tailrace.views.days.largest import Largest
+from tailrace.views.tags.readers_ import watch
 
 logger = logging.getLogger(__name__)
 

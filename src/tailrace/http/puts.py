@@ -16,10 +16,10 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tailrace.errors import BadRequest, EventRefused, TooLarge
-from tailrace.log.cursor import parse_time
-from tailrace.log.poison import poison
 from tailrace.http.service import Service
 from tailrace.kafka.produce import TURN_EVENTS, NewEvent
+from tailrace.log.cursor import parse_time
+from tailrace.log.poison import poison
 
 MAX_COMPLAINTS = 5
 _HELD_STEP = 1 << 20

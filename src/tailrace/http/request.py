@@ -9,10 +9,10 @@ from fastapi import Path, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tailrace.errors import BadRequest
+from tailrace.http.service import now_ms
 from tailrace.log import request as feeds
 from tailrace.log.cursor import MAX_NAMES
 from tailrace.views.days.largest import MOST
-from tailrace.http.service import now_ms
 
 
 def decoded(part: str) -> str:

@@ -15,27 +15,10 @@ from pydantic import BaseModel
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
-from tailrace.metrics import CONTENT_TYPE
-from tailrace.views.folds.folded import stream_of
-from tailrace.views.days import routes as listings
 from tailrace.http.access import everything, topics_of
 from tailrace.http.dependencies import Asked, Here, LastEventId, Walker
 from tailrace.http.encodings import choose
-from tailrace.views.folds.flush import GivenOut, give_out
-from tailrace.views.folds.routes import Folds, known, list_folds
-from tailrace.views.grep.routes import (
-    EXPLAIN_BODY,
-    GREP_BODY,
-    ExplainBody,
-    Explained,
-    GrepBody,
-    GrepQuery,
-    explain,
-    limits_of,
-    read_body,
-)
 from tailrace.http.health import Readiness, Status
-from tailrace.views.sessions.live import live_not_upgraded, session_live
 from tailrace.http.openapi import (
     FEED,
     GROUP_BODY,
@@ -53,7 +36,7 @@ from tailrace.http.openapi import (
     Responses,
     problems,
 )
-from tailrace.views.sessions.pages import page_file, session_page, sessions_page
+from tailrace.http.puts import body_of, read_events
 from tailrace.http.request import (
     FeedQuery,
     ListQuery,
@@ -66,9 +49,26 @@ from tailrace.http.request import (
     Topic,
     refuse_repeats,
 )
+from tailrace.http.service import Service
+from tailrace.http.sse import FeedResponse
+from tailrace.metrics import CONTENT_TYPE
+from tailrace.views.days import routes as listings
+from tailrace.views.folds.flush import GivenOut, give_out
+from tailrace.views.folds.folded import stream_of
 from tailrace.views.folds.pending import Pending, list_pending
-from tailrace.http.puts import body_of, read_events
-from tailrace.views.sessions.rta.routes import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
+from tailrace.views.folds.routes import Folds, known, list_folds
+from tailrace.views.folds.windows import Changed, change_windows
+from tailrace.views.grep.routes import (
+    EXPLAIN_BODY,
+    GREP_BODY,
+    ExplainBody,
+    Explained,
+    GrepBody,
+    GrepQuery,
+    explain,
+    limits_of,
+    read_body,
+)
 from tailrace.views.grep.searches import (
     EndedSearch,
     EndQuery,
@@ -80,11 +80,11 @@ from tailrace.views.grep.searches import (
     list_searches,
     show_search,
 )
-from tailrace.http.service import Service
+from tailrace.views.sessions.live import live_not_upgraded, session_live
+from tailrace.views.sessions.pages import page_file, session_page, sessions_page
 from tailrace.views.sessions.routes import follow_session, list_sessions, session_config, show_session
-from tailrace.http.sse import FeedResponse
+from tailrace.views.sessions.rta.routes import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
 from tailrace.views.tags.routes import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
-from tailrace.views.folds.windows import Changed, change_windows
 
 _encode = msgspec.json.Encoder().encode
 

@@ -14,32 +14,32 @@ from typing import Protocol
 
 from tailrace.config import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TagsOff, TailraceError
-from tailrace.views.grep.feed import Grep
-from tailrace.log.hub import Hub
-from tailrace.log.feed import LogFeeds
-from tailrace.views.grep.parts import Parts
-from tailrace.views.sessions.retained import Archive
-from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.views.sessions.life import Configurations, SessionParts
-from tailrace.views.sessions.hub import StreamHub
-from tailrace.views.tags.feed import OpensTags, open_store
-from tailrace.metrics import Metrics
-from tailrace.log.event import home_of
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.produce import Topics
-from tailrace.views.grep.leases import Leases
-from tailrace.views.sessions.streams import LiveSessions
-from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.views.grep.payloads import Payloads
-from tailrace.views.tags.readers import Readers
 from tailrace.kafka.records import Records
+from tailrace.log.event import home_of
+from tailrace.log.feed import LogFeeds
+from tailrace.log.hub import Hub
+from tailrace.log.store import Logs
+from tailrace.metrics import Metrics
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.rules import rules_of
+from tailrace.views.grep.feed import Grep
+from tailrace.views.grep.leases import Leases
+from tailrace.views.grep.parts import Parts
+from tailrace.views.grep.payloads import Payloads
 from tailrace.views.grep.searched import Searched
 from tailrace.views.grep.store import PIECE_RUNS, Searches
 from tailrace.views.grep.store import VIEW as MATCHES
+from tailrace.views.sessions.feed import SessionFeeds
+from tailrace.views.sessions.hub import StreamHub
+from tailrace.views.sessions.life import Configurations, SessionParts
+from tailrace.views.sessions.retained import Archive
+from tailrace.views.sessions.streams import LiveSessions
+from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.readers import Readers
 from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.valkey.shards import StoreOptions
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from tailrace.errors import AccessDenied, TailraceError
-from tailrace.views.sessions.rta.viewer import Closing
 from tailrace.http.access import refuse_partial
 from tailrace.http.service import Service
 from tailrace.http.sse import ABORT, SlowClientError
+from tailrace.views.sessions.rta.viewer import Closing
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tailrace.errors import TailraceError
-from tailrace.log.frame import AnyFeed
 from tailrace.http.encodings import Encoding
 from tailrace.http.problems import problem_json
 from tailrace.http.service import Service
+from tailrace.log.frame import AnyFeed
 
 logger = logging.getLogger(__name__)
 

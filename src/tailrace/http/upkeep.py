@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, Field
 
-from tailrace.metrics import Run
-from tailrace.log.event import iso_time
 from tailrace.http.service import Service, now_ms
+from tailrace.log.event import iso_time
+from tailrace.metrics import Run
 from tailrace.valkey.shards import mapping
 
 PERIODIC = ("pack", "sweep", "audit")

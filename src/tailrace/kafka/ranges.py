@@ -16,10 +16,10 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from tailrace.errors import BrokerUnavailable
-from tailrace.log.event import Source
 from tailrace.driver.slice import Slice
+from tailrace.errors import BrokerUnavailable
 from tailrace.kafka.broker import reader_properties
+from tailrace.log.event import Source
 
 ROWS = 5_000
 """Records that are taken at once."""

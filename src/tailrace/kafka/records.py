@@ -13,8 +13,8 @@ import msgspec
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.log.event import Source
 from tailrace.kafka.consume import Consumers
+from tailrace.log.event import Source
 
 MOST, MOST_BYTES = 500, 1 << 20
 """Records, and bytes of them, that are returned at once, about."""

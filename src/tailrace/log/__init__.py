@@ -1,1 +1,1 @@
-"""The log: events in order, in runs and segments, with the cursors, the store, the hub and the feed that every view reads by."""
+"""The log: events in order, in runs and segments; its cursors, store, hub and feed, which all views share."""

@@ -15,11 +15,11 @@ from heapq import heapify, heappop, heapreplace
 import msgspec
 
 from tailrace.errors import CursorGone, StreamNotFound
+from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
 from tailrace.log.frame import AnyFrame, Control, Frame, Moved
 from tailrace.log.hub import Hub, Piece
 from tailrace.log.reader import Reader, before_time, end_of, last_events
 from tailrace.log.request import Request
-from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
 from tailrace.log.segment import Gap, Key, key_of
 from tailrace.log.store import Logs
 

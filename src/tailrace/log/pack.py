@@ -15,8 +15,8 @@ import msgspec
 import zstandard
 
 from tailrace.log.event import Headers
-from tailrace.views.tags.note import Notes
 from tailrace.log.run import MAX_RAW_BYTES, Entry, Run
+from tailrace.views.tags.note import Notes
 
 CODEC = b"\x02"
 LEVEL = 1

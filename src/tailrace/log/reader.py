@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tailrace.log.hub import Channel, Piece
 from tailrace.log.cursor import Position
+from tailrace.log.hub import Channel, Piece
 from tailrace.log.run import Entry
 from tailrace.log.segment import Gap, Key, Segment, locate
 from tailrace.log.store import Logs

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StaleUpkeep, StoreError
-from tailrace.views.tags.cleaned import Cleaned
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.run import Entry
 from tailrace.log.segment import Segment
-from tailrace.views.tags.model import Numbered
-from tailrace.views.tags.cleaned_ import encode
 from tailrace.log.store import read_entries, write_row
 from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
+from tailrace.views.tags.cleaned import Cleaned
+from tailrace.views.tags.cleaned_ import encode
+from tailrace.views.tags.model import Numbered
 
 STAGED_MS = 3_600_000
 """How long what is staged waits; every further piece of the same segment begins it anew."""

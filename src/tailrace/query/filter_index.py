@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tailrace.query.needs import Need, Needs, Present, Price, Range, Text, Value
-from tailrace.query.ranges import Ranges
-from tailrace.query.texts import Texts
 from tailrace.query.order import MISSING, frozen
 from tailrace.query.path import Path
+from tailrace.query.ranges import Ranges
+from tailrace.query.texts import Texts
 
 T = TypeVar("T")
 

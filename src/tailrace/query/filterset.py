@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tailrace.query.filter_index import Index
-from tailrace.query.needs import needs
 from tailrace.query import Query, Record, compile_query
 from tailrace.query.expression import Expr
+from tailrace.query.filter_index import Index
+from tailrace.query.needs import needs
 from tailrace.query.path import Check
 from tailrace.query.record import fields_of
 from tailrace.query.tree import Leaf, Node, nodes

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tailrace.query.needs import Need, Needs, Text, Value, needs
 from tailrace.query import Limits, Record, compile_query
 from tailrace.query.document import reader_of
+from tailrace.query.needs import Need, Needs, Text, Value, needs
 from tailrace.query.query import DEFAULT_LIMITS
 from tailrace.query.tree import And, Node
 

@@ -19,15 +19,15 @@ import pyarrow as pa
 
 from tailrace.config import Settings
 from tailrace.errors import PipelineError
-from tailrace.upkeep.audit_ import Finding, Tally, fingerprint, horizon, noted
 from tailrace.log.bucket import DAY_MS, day_text
-from tailrace.valkey.marks import read_marks
 from tailrace.log.registry import Registry
-from tailrace.valkey.shards import Shards
+from tailrace.upkeep.audit_ import Finding, Tally, fingerprint, horizon, noted
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
 from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
 from tailrace.upkeep.job import Section, milliseconds, now_ms, require_copy, section_of
 from tailrace.upkeep.lease import Lease
+from tailrace.valkey.marks import read_marks
+from tailrace.valkey.shards import Shards
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 
 from tailrace.log.bucket import day_text
-from tailrace.views.tags.cleaned import Cleanings
 from tailrace.log.event import Headers, Source
-from tailrace.views.tags.note import Notes
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Log, Segment
+from tailrace.views.tags.cleaned import Cleanings
+from tailrace.views.tags.note import Notes
 
 Bounds: TypeAlias = Mapping[Source, tuple[int, int]]
 """Of each source that Kafka still has, the first offset it has and the last one that a shard has applied."""

@@ -15,11 +15,11 @@ from tailrace.views.tags.store import VIEW as TAGS
 
 if TYPE_CHECKING:
     from tailrace.upkeep.audit import Auditing
-    from tailrace.views.tags.upkeep import Cleaning
     from tailrace.upkeep.rebuild import Rebuilding
-    from tailrace.views.tags.rows.upkeep import RowAuditing
-    from tailrace.views.tags.rows.row_cleanup import RowCleaning
     from tailrace.views.tags.rows.rebuild import RowRebuilding
+    from tailrace.views.tags.rows.row_cleanup import RowCleaning
+    from tailrace.views.tags.rows.upkeep import RowAuditing
+    from tailrace.views.tags.upkeep import Cleaning
 
 
 def auditing(settings: Settings, view: str, *, keys: bool = False, **given: Any) -> Auditing | RowAuditing:

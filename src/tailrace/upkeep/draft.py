@@ -10,14 +10,14 @@ from itertools import groupby
 
 import msgspec
 
-from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.log.event import Source
-from tailrace.views.tags.note import Notes
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
-from tailrace.upkeep.rebuild_ import Buckets, Event
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Segment
 from tailrace.log.staging import Piece, Rebuilt
+from tailrace.upkeep.audit_ import fingerprint, noted
+from tailrace.upkeep.rebuild_ import Buckets, Event
+from tailrace.views.tags.note import Notes
 
 NO_ROOM, DIFFERS = "no-room", "differs"
 """Why events cannot be staged: there is no place for them, or what is stored is not what was written."""

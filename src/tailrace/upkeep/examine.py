@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.upkeep.audit_ import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
 from tailrace.log.bucket import DAY_MS
-from tailrace.views.tags.cleaned import Cleanings
 from tailrace.log.name import shard_of
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import read_entries, read_log, read_row
-from tailrace.views.tags.store import read_numbers
+from tailrace.upkeep.audit_ import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
 from tailrace.valkey.shards import Command, Shards, mapping, translated
+from tailrace.views.tags.cleaned import Cleanings
+from tailrace.views.tags.store import read_numbers
 
 PAGE = 1000
 READ_BYTES = 1 << 20

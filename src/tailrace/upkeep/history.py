@@ -20,28 +20,28 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource
 
 from tailrace.config import Settings
-from tailrace.embedded.jars import cache_folder, fetch
-from tailrace.errors import PipelineError
-from tailrace.upkeep.audit_ import Bounds
-from tailrace.views.tags.cleaned import Cleanings
-from tailrace.log.event import Source
-from tailrace.views.tags.model import Tagged
-from tailrace.views.days.write import Days
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Plan
 from tailrace.driver.slice import COLUMNS, Slice, slices
 from tailrace.driver.source import reader_options
-from tailrace.views.tags.write import TagView
 from tailrace.driver.tune import tasks
 from tailrace.driver.view import View
+from tailrace.embedded.jars import cache_folder, fetch
+from tailrace.errors import PipelineError
 from tailrace.kafka.broker import ANSWER_S, Broker, Topic, client_properties
-from tailrace.views.tags.cleaned_ import read_cleaned
-from tailrace.valkey.generations import Adopted, read_all_adopted
-from tailrace.valkey.marks import NOTHING, read_marks
-from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.valkey.shards import Shards
+from tailrace.log.event import Source
+from tailrace.upkeep.audit_ import Bounds
 from tailrace.upkeep.job import matcher
 from tailrace.upkeep.spark import begin_session, end_session
+from tailrace.valkey.generations import Adopted, read_all_adopted
+from tailrace.valkey.marks import NOTHING, read_marks
+from tailrace.valkey.shards import Shards
+from tailrace.views.days.write import Days
+from tailrace.views.tags.cleaned import Cleanings
+from tailrace.views.tags.cleaned_ import read_cleaned
+from tailrace.views.tags.model import Tagged
+from tailrace.views.tags.store import VIEW as TAGS
+from tailrace.views.tags.write import TagView
 
 logger = logging.getLogger(__name__)
 

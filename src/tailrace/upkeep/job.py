@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest
 from tailrace.config.patterns import compiled
-from tailrace.valkey.shards import Shards, StoreOptions, check_layout, prepare
+from tailrace.errors import BadRequest
 from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.report import leave
+from tailrace.valkey.shards import Shards, StoreOptions, check_layout, prepare
 
 Facts: TypeAlias = Mapping[str, Any]
 Stopped: TypeAlias = Callable[[], bool]

@@ -19,19 +19,18 @@ from typing import TypeAlias
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
-from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.config.units import format_duration
+from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.upkeep import pack, sweep
-from tailrace.views.sessions import upkeep as abandon
-from tailrace.views.sessions import forget
-from tailrace.views.sessions import trim
 from tailrace.upkeep.backends import auditing
 from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, Work, now_ms, run_job
 from tailrace.upkeep.lease import SESSIONS
 from tailrace.upkeep.report import last_end
 from tailrace.upkeep.spark import Spread, step_back
 from tailrace.upkeep.throttle import Throttle
+from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views.sessions import forget, trim
+from tailrace.views.sessions import upkeep as abandon
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from tailrace.config import Settings
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.registry import PAGE, Registry
 from tailrace.log.staging import Staging
-from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, due_segments, groups
 from tailrace.upkeep.spark import Plan, Spread
 from tailrace.upkeep.throttle import Throttle
+from tailrace.valkey.shards import Shards
 
 BATCH_SEGMENTS = 4_000
 BATCH_BYTES = 64 << 20

@@ -19,18 +19,18 @@ import pyarrow as pa
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, PipelineError, StoreError, StreamNotFound
 from tailrace.log.event import Source
-from tailrace.views.tags.cleaned_ import read_cleaned, tags_of
 from tailrace.log.staging import Staging
-from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.valkey.shards import Shards
 from tailrace.upkeep import failpoint
-from tailrace.views.tags.anchor import Record
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.draft import DIFFERS
 from tailrace.upkeep.history import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, spark_for
 from tailrace.upkeep.job import milliseconds, now_ms, require_copy, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.restore import MOVED, REBUILT, Body, Orders, Restored, Restorer, encode_body
+from tailrace.valkey.shards import Shards
+from tailrace.views.tags.anchor import Record
+from tailrace.views.tags.cleaned_ import read_cleaned, tags_of
+from tailrace.views.tags.store import VIEW as TAGS
 
 logger = logging.getLogger(__name__)
 

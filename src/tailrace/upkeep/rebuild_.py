@@ -12,12 +12,12 @@ from itertools import pairwise
 
 import msgspec
 
-from tailrace.upkeep.audit_ import Bounds
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.cursor import Position
 from tailrace.log.event import Headers, Source
-from tailrace.views.tags.note import Note
 from tailrace.log.segment import Segment
+from tailrace.upkeep.audit_ import Bounds
+from tailrace.views.tags.note import Note
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):

@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from tailrace.upkeep.audit_ import Checker, horizon, prints
 from tailrace.log.bucket import bucket_start
-from tailrace.views.tags.cleaned import without
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
-from tailrace.views.tags.note import Note
 from tailrace.log.pack import digest
+from tailrace.log.run import Entry
+from tailrace.log.segment import Segment
+from tailrace.log.staging import Piece, Rebuilt, Staging
+from tailrace.upkeep import failpoint
+from tailrace.upkeep.audit_ import Checker, horizon, prints
+from tailrace.upkeep.draft import Draft
+from tailrace.upkeep.examine import Seen, look, read_held
+from tailrace.upkeep.history import Assignment
+from tailrace.upkeep.job import Section, milliseconds
 from tailrace.upkeep.rebuild_ import (
     Buckets,
     Event,
@@ -31,18 +37,12 @@ from tailrace.upkeep.rebuild_ import (
     replaced,
     whole_log,
 )
-from tailrace.log.run import Entry
-from tailrace.log.segment import Segment
-from tailrace.log.staging import Piece, Rebuilt, Staging
-from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.valkey.shards import Shards
-from tailrace.upkeep import failpoint
-from tailrace.views.tags.anchor import Anchor, Record, Spool
-from tailrace.upkeep.draft import Draft
-from tailrace.upkeep.examine import Seen, look, read_held
-from tailrace.upkeep.history import Assignment
-from tailrace.upkeep.job import Section, milliseconds
 from tailrace.upkeep.sweep import over
+from tailrace.valkey.shards import Shards
+from tailrace.views.tags.anchor import Anchor, Record, Spool
+from tailrace.views.tags.cleaned import without
+from tailrace.views.tags.note import Note
+from tailrace.views.tags.store import VIEW as TAGS
 
 STEPS = ("reopened", "rebuilt-staged", "rebuilt-checked", "replaced")
 """The failpoints of a rebuild, in order."""

@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 
 from tailrace.config import Settings
+from tailrace.config.tables import Properties
 from tailrace.errors import PipelineError, TailraceError
 from tailrace.log.registry import Registry
 from tailrace.log.staging import Staging
-from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.config.tables import Properties
 from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
 from tailrace.upkeep.throttle import Throttle
+from tailrace.valkey.shards import Shards, StoreOptions
 
 logger = logging.getLogger(__name__)
 

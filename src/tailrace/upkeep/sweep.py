@@ -14,12 +14,12 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import StoreError
-from tailrace.log.segment import Log, Segment
 from tailrace.log.registry import Registry
+from tailrace.log.segment import Log, Segment
 from tailrace.log.staging import EXPIRE_AT_ONCE, Dropped, Staging
-from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
+from tailrace.valkey.shards import Shards
 
 PAGE = 500
 """Logs that one round trip is about."""

@@ -14,8 +14,8 @@ from valkey.exceptions import ValkeyError
 from tailrace.errors import StoreError, StoreUnavailable
 from tailrace.valkey.functions import function
 from tailrace.valkey.keys import Keys
-from tailrace.valkey.slots import Address, Slots
 from tailrace.valkey.shards import Arg, Keyed, KeyedCall, StoreOptions, by_node, is_cluster, keyed_calls, translated
+from tailrace.valkey.slots import Address, Slots
 
 
 class Nodes:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.query.sieve import Sieve
 from tailrace.query import Record, compile_query
+from tailrace.query.sieve import Sieve
 from tests.model.query.generators import random_document, random_query, random_record
 
 TEXTS = ("metrics", "finished", "é", 'a "quoted" text', "back\\slash", "two\nlines", "\u2028", "\x7f", "日本語", "x")

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import QueryError
-from tailrace.query.filters import FilterSet
 from tailrace.query import Query, Record, compile_query
+from tailrace.query.filters import FilterSet
 from tests.model.query.generators import (
     JUNK,
     KEYS,

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Self
 
 from tailrace.errors import Overloaded
-from tailrace.views.days.routes import Stream, Streams, read_logs, stream_of
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Command
+from tailrace.views.days.routes import Stream, Streams, read_logs, stream_of
 
 MOST = 1_000
 """Streams that a walk remembers: what any request may ask for."""

@@ -7,9 +7,9 @@ from typing import Unpack
 
 import msgspec
 
+from tailrace.api import FoldRule, FoldWindows, GivenOut, PendingGroup
 from tailrace.client.connection import LONGEST_SEARCH, Connection
 from tailrace.client.following import Asked, Feed
-from tailrace.api import FoldRule, FoldWindows, GivenOut, PendingGroup
 from tailrace.client.request_encoding import Group, as_segment, parts_of
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from tailrace.api import FoldWindows, GivenOut, PendingGroup
 from tailrace.cli import follow
 from tailrace.cli.answers import ask, lines, percent, plain, size, table
 from tailrace.cli.follow import visible
-from tailrace.errors import BadRequest, RuleNotFound
-from tailrace.api import FoldWindows, GivenOut, PendingGroup
 from tailrace.client.request_encoding import Group
+from tailrace.errors import BadRequest, RuleNotFound
 
 
 def ls(*, json: bool, url: str) -> None:

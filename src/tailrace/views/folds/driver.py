@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.config import Settings
-from tailrace.log.event import Source
-from tailrace.views.folds.rule import Rule
 from tailrace.driver.watermark import Batch, Timing
-from tailrace.views.folds.store import VIEW
+from tailrace.log.event import Source
 from tailrace.valkey.marks import advance, lowest, read_marks, read_times
-from tailrace.views.folds.rules import changed, outputs_of, rules_of
-from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.valkey.shards import Shards, mapping
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.rules import changed, outputs_of, rules_of
+from tailrace.views.folds.store import VIEW
+from tailrace.views.grep.store import VIEW as MATCHES
 
 logger = logging.getLogger(__name__)
 

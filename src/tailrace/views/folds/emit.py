@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
+from tailrace.valkey.shards import Shards
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.store import Folds, settled
-from tailrace.valkey.shards import Shards
 
 logger = logging.getLogger(__name__)
 

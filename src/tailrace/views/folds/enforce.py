@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.store import COUNTED, FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, mapping
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.store import COUNTED, FLUSH, VIEW, Folds, Held, InForce, flushed, in_force, read_held, settled
 
 logger = logging.getLogger(__name__)
 

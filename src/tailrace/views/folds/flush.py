@@ -14,12 +14,12 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import BadRequest, GroupNotFound, Overloaded, StoreUnavailable
-from tailrace.views.folds.rule import Rule, group_of
-from tailrace.views.folds.routes import in_force
 from tailrace.http.service import Service
-from tailrace.views.folds.store import Change, Held, flushed, portions, read_held, settle_arguments
 from tailrace.valkey.functions import function
 from tailrace.valkey.shards import mapping
+from tailrace.views.folds.routes import in_force
+from tailrace.views.folds.rule import Rule, group_of
+from tailrace.views.folds.store import Change, Held, flushed, portions, read_held, settle_arguments
 
 Reason: TypeAlias = Literal["flush", "deleted"]
 

@@ -12,10 +12,10 @@ from zlib import crc32
 
 import msgspec
 
-from tailrace.views.folds.collect import COLLECTORS
 from tailrace.log.event import Source, event_id, iso_time
-from tailrace.views.folds.model import Finished
 from tailrace.log.name import join
+from tailrace.views.folds.collect import COLLECTORS
+from tailrace.views.folds.model import Finished
 from tailrace.views.folds.rule import Rule
 
 _encode = msgspec.json.Encoder().encode

@@ -24,16 +24,16 @@ import msgspec
 from pydantic import ValidationError
 
 from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
-from tailrace.views.folds.settings import Fold
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import Source
-from tailrace.views.folds.model import Clump, Input
 from tailrace.log.poison import poison
-from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.emit import Emitter
-from tailrace.views.folds.store import Held, given_out, in_force, new_version, read_held
-from tailrace.views.folds.rules import rule_of
 from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
+from tailrace.views.folds.emit import Emitter
+from tailrace.views.folds.model import Clump, Input
+from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.rules import rule_of
+from tailrace.views.folds.settings import Fold
+from tailrace.views.folds.store import Held, given_out, in_force, new_version, read_held
 
 VIEW = "publishers"
 """Under which the store keeps what each publisher has added."""

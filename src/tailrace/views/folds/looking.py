@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
-from tailrace.views.folds.model import Folding
-from tailrace.views.folds.rule import SHORT, Reader, Rule
-from tailrace.query.value import CACHED
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place
+from tailrace.query.value import CACHED
+from tailrace.views.folds.model import Folding
+from tailrace.views.folds.rule import SHORT, Reader, Rule
 from tailrace.views.folds.rules import reads
 
 NO_RULE = "no-rule"

@@ -15,11 +15,11 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import CursorError
+from tailrace.http.service import Service
 from tailrace.log.event import iso_time
 from tailrace.views.folds.model import Folding
-from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.routes import in_force
-from tailrace.http.service import Service
+from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.store import Held, read_held
 
 AT_ONCE = 50

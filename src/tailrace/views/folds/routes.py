@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import BaseModel, Field
 
-from tailrace.errors import RuleNotFound
-from tailrace.metrics import FoldFigures
-from tailrace.log.event import iso_time
-from tailrace.views.folds.model import Windows
-from tailrace.views.folds.folded import stream_of
-from tailrace.views.folds.rule import Rule
-from tailrace.http.service import Service
-from tailrace.views.folds.store import COUNTED, VIEW, InForce
-from tailrace.valkey.shards import Command, mapping
 from tailrace.config.units import format_duration, format_size
+from tailrace.errors import RuleNotFound
+from tailrace.http.service import Service
+from tailrace.log.event import iso_time
+from tailrace.metrics import FoldFigures
+from tailrace.valkey.shards import Command, mapping
+from tailrace.views.folds.folded import stream_of
+from tailrace.views.folds.model import Windows
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.store import COUNTED, VIEW, InForce
 
 _read = msgspec.json.Decoder(InForce).decode
 

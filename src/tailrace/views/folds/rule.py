@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tailrace.views.folds.collect import COLLECTORS, Collect
-from tailrace.query.sieve import Sieve
-from tailrace.views.folds.model import Folding, Windows
 from tailrace.log.name import shard_of
 from tailrace.query import Record
+from tailrace.query.sieve import Sieve
 from tailrace.query.value import CACHED, Path, canonical, fields, follow
+from tailrace.views.folds.collect import COLLECTORS, Collect
+from tailrace.views.folds.model import Folding, Windows
 
 FORMAT = 1
 """Number of the form in which a group's state is stored."""

@@ -8,12 +8,12 @@ from datetime import timedelta
 from pydantic import ValidationError
 
 from tailrace.config import Settings, wanted_by
-from tailrace.views.folds.settings import Fold, collected
+from tailrace.config.patterns import compiled
+from tailrace.query.value import steps
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.rule import Rule
-from tailrace.query.value import steps
-from tailrace.config.patterns import compiled
+from tailrace.views.folds.settings import Fold, collected
 
 WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")
 """The keys of a rule that may change while it runs."""

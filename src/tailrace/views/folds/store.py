@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StaleDriver
-from tailrace.views.folds.model import NEVER, Finished, Folding
-from tailrace.views.folds.folded import folded
-from tailrace.views.folds.rule import Rule
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
+from tailrace.views.folds.folded import folded
+from tailrace.views.folds.model import NEVER, Finished, Folding
+from tailrace.views.folds.rule import Rule
 
 VIEW = "folds"
 VERSION_BYTES = 8

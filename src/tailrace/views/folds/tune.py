@@ -22,20 +22,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
-from tailrace.log.event import Source, iso_time
-from tailrace.views.folds.model import Windows
-from tailrace.views.folds.replay import Figures, Trials, candidates
-from tailrace.views.folds.rule import Reader, Rule
 from tailrace.driver.slice import COLUMNS, Limits, slices
 from tailrace.driver.source import reader_options
 from tailrace.driver.tune import tasks
+from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
 from tailrace.kafka.broker import Broker
-from tailrace.views.folds.store import in_force
-from tailrace.views.folds.rules import outputs_of, reads, rules_of
-from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.log.event import Source, iso_time
 from tailrace.upkeep.history import ATTEMPTS, collect, spark_for
 from tailrace.upkeep.job import now_ms
+from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views.folds.model import Windows
+from tailrace.views.folds.replay import Figures, Trials, candidates
+from tailrace.views.folds.rule import Reader, Rule
+from tailrace.views.folds.rules import outputs_of, reads, rules_of
+from tailrace.views.folds.store import in_force
 
 logger = logging.getLogger(__name__)
 

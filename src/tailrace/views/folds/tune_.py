@@ -18,8 +18,8 @@ import msgspec
 from tailrace.cli import parts
 from tailrace.cli.upkeep import step_aside, summary
 from tailrace.config import Settings
-from tailrace.errors import BadRequest
 from tailrace.config.units import format_duration, parse_duration
+from tailrace.errors import BadRequest
 
 PICTURES = (".png", ".svg")
 

@@ -11,8 +11,8 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import BadRequest, WindowsRefused
-from tailrace.views.folds.routes import FoldWindows, known, windows_text
 from tailrace.http.service import Service
+from tailrace.views.folds.routes import FoldWindows, known, windows_text
 from tailrace.views.folds.rules import WINDOWS, changed
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode

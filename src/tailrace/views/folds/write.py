@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from tailrace.log.bucket import DAY_MS
-from tailrace.log.event import event_id, home_of
-from tailrace.views.folds.model import NEVER, Clump, Finished, Time
-from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.looking import Inputs, Key, Looked, Looker
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
-from tailrace.views.folds.store import VIEW, Folds, Held, given_out, new_version
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import event_id, home_of
 from tailrace.valkey.shards import Arg, Shards
+from tailrace.views.folds.looking import Inputs, Key, Looked, Looker
+from tailrace.views.folds.model import NEVER, Clump, Finished, Time
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.store import VIEW, Folds, Held, given_out, new_version
 
 _encode_headers = msgspec.msgpack.Encoder().encode
 

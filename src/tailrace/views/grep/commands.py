@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tailrace.client import DEFAULT_URL, Feed, connect
 from tailrace.cli.follow import visible
+from tailrace.client import DEFAULT_URL, Feed, connect
 from tailrace.errors import BadRequest, QueryError, TailraceError
 
 if TYPE_CHECKING:

@@ -6,19 +6,19 @@ from datetime import timedelta
 
 import msgspec
 
+from tailrace.config.units import format_duration
 from tailrace.errors import CursorError, TooFarBack
+from tailrace.kafka.broker import Topic
+from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
+from tailrace.log.event import iso_time
+from tailrace.log.reader import end_of
+from tailrace.log.segment import Gap
 from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
 from tailrace.views.grep.lease import Lease
 from tailrace.views.grep.matches import GrepFeed
+from tailrace.views.grep.model import Life
 from tailrace.views.grep.newest import NewestFeed
 from tailrace.views.grep.parts import Parts
-from tailrace.log.reader import end_of
-from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
-from tailrace.log.event import iso_time
-from tailrace.views.grep.model import Life
-from tailrace.log.segment import Gap
-from tailrace.kafka.broker import Topic
-from tailrace.config.units import format_duration
 
 
 class Grep:

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.log.request import check_manner
 from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start, parse_time
+from tailrace.log.request import check_manner
 from tailrace.views.grep.model import Search
 
 LIVE = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from tailrace.errors import SearchEnded
-from tailrace.views.grep.grep_request import GrepRequest, Place
 from tailrace.log.cursor import FromEnd, FromLast, FromTime
 from tailrace.log.event import iso_time
-from tailrace.views.grep.model import Life
+from tailrace.views.grep.grep_request import GrepRequest, Place
 from tailrace.views.grep.leases import Asked, Leases
+from tailrace.views.grep.model import Life
 
 
 class Lease:

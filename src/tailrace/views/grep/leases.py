@@ -27,10 +27,10 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import SearchEnded, StoreUnavailable, TailraceError
 from tailrace.log.name import shard_of
-from tailrace.views.grep.model import Stretch
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.grep.store import VIEW, discard
 from tailrace.valkey.shards import Arg, Shards, mapping
+from tailrace.views.grep.model import Stretch
+from tailrace.views.grep.store import VIEW, discard
 
 logger = logging.getLogger(__name__)
 

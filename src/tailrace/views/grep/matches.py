@@ -15,16 +15,16 @@ from contextlib import AsyncExitStack, suppress
 import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, TailraceError
+from tailrace.log.cursor import Position
 from tailrace.log.frame import AnyFrame, Control, Moved
+from tailrace.log.reader import Reader
+from tailrace.log.segment import Gap
 from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
 from tailrace.views.grep.lease import Lease
+from tailrace.views.grep.model import Life
 from tailrace.views.grep.parts import Parts
 from tailrace.views.grep.progress import Progress
-from tailrace.log.reader import Reader
 from tailrace.views.grep.window import Showing
-from tailrace.log.cursor import Position
-from tailrace.views.grep.model import Life
-from tailrace.log.segment import Gap
 
 LEAST_WAIT_S, WAIT_S = 0.05, 0.5
 """How long a feed waits before it looks whether a scan is done, or the end is reached."""

@@ -12,15 +12,15 @@ from heapq import heappush, heapreplace
 
 import msgspec
 
+from tailrace.kafka.broker import Topic
 from tailrace.log.frame import AnyFrame, Control, Moved
+from tailrace.log.store import Logs
 from tailrace.views.grep.grep_request import LIVE
 from tailrace.views.grep.lease import Lease
 from tailrace.views.grep.matches import WAIT_S, GrepFeed
+from tailrace.views.grep.model import Life, Stretch
 from tailrace.views.grep.parts import Parts
 from tailrace.views.grep.progress import Progress
-from tailrace.views.grep.model import Life, Stretch
-from tailrace.kafka.broker import Topic
-from tailrace.log.store import Logs
 
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
 """How far back it is looked, one after the other; then everything that there is."""

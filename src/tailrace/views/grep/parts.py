@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.errors import SearchEnded
+from tailrace.kafka.broker import Topic
+from tailrace.log.cursor import Position
+from tailrace.log.hub import Hub
+from tailrace.log.reader import before_time
+from tailrace.log.segment import Gap
+from tailrace.log.store import Logs
 from tailrace.views.grep.batches import Batches
 from tailrace.views.grep.grep_request import LIVE
-from tailrace.log.hub import Hub
-from tailrace.views.grep.progress import Progress
-from tailrace.log.reader import before_time
-from tailrace.log.cursor import Position
-from tailrace.views.grep.model import Life, Search, Stretch
-from tailrace.log.segment import Gap
-from tailrace.kafka.broker import Topic
 from tailrace.views.grep.leases import Leases
-from tailrace.log.store import Logs
+from tailrace.views.grep.model import Life, Search, Stretch
 from tailrace.views.grep.payloads import Payloads
+from tailrace.views.grep.progress import Progress
 from tailrace.views.grep.searched import Searched
 from tailrace.views.grep.store import Searches
 

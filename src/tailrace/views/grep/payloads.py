@@ -15,9 +15,9 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
+from tailrace.kafka.consume import Consumers
 from tailrace.log.event import Source
 from tailrace.log.run import Run, decode
-from tailrace.kafka.consume import Consumers
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
 

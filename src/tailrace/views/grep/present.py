@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from tailrace.log.event import Source
-from tailrace.views.grep.model import Lost
 from tailrace.kafka.broker import Broker, Topic
+from tailrace.log.event import Source
 from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.shards import Shards
+from tailrace.views.grep.model import Lost
 
 GONE, LATER = 1 << 62, -1
 """Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tailrace.query.needs import Need, Needs, Text, Value, needs
 from tailrace.query import Query
+from tailrace.query.needs import Need, Needs, Text, Value, needs
 from tailrace.query.tree import And
 
 FEW = 4

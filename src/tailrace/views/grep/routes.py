@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest
-from tailrace.views.grep.grep_request import WINDOW, GrepRequest, make_grep_request
-from tailrace.query import Limits
-from tailrace.views.grep.model import make_search
 from tailrace.http.request import NoQuery
 from tailrace.http.service import now_ms
+from tailrace.query import Limits
+from tailrace.views.grep.grep_request import WINDOW, GrepRequest, make_grep_request
+from tailrace.views.grep.model import make_search
 
 MOST_SAMPLES = 100
 

@@ -17,24 +17,24 @@ from typing import Any
 import msgspec
 
 from tailrace.config import Settings
+from tailrace.driver.one_pass import MAX_REFUSALS, Plan
+from tailrace.driver.slice import Slice
+from tailrace.driver.tune import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
+from tailrace.kafka.broker import Broker, client_properties
+from tailrace.kafka.ranges import Ranges, shared_out
 from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import Source, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.poison import poison
+from tailrace.valkey.marks import NOTHING
+from tailrace.valkey.shards import Shards
+from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import Life, Stretch
-from tailrace.views.grep.write import KEPT_MS, Standing, appended, shelved
-from tailrace.driver.one_pass import MAX_REFUSALS, Plan
 from tailrace.views.grep.present import GONE, LATER, Present, lost
 from tailrace.views.grep.presift import sift
-from tailrace.kafka.ranges import Ranges, shared_out
-from tailrace.driver.slice import Slice
-from tailrace.driver.tune import SCANS
-from tailrace.kafka.broker import Broker, client_properties
-from tailrace.views.grep.leases import Watchdog
-from tailrace.valkey.marks import NOTHING
 from tailrace.views.grep.store import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
-from tailrace.valkey.shards import Shards
+from tailrace.views.grep.write import KEPT_MS, Standing, appended, shelved
 
 logger = logging.getLogger(__name__)
 

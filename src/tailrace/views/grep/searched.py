@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from tailrace.config import Settings
 from tailrace.errors import TopicNotFound, TopicNotRead
-from tailrace.log.event import Source
-from tailrace.views.grep.model import Search
 from tailrace.kafka.broker import Broker, Topic, topic_pattern
+from tailrace.log.event import Source
 from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.nodes import Nodes
+from tailrace.views.grep.model import Search
 
 T = TypeVar("T")
 

@@ -13,13 +13,13 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.errors import SearchNotFound
-from tailrace.log.event import iso_time
-from tailrace.views.grep.model import Life, Stretch
 from tailrace.http.request import NoQuery
 from tailrace.http.service import Service
-from tailrace.views.grep.leases import Asked
-from tailrace.views.grep.store import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
+from tailrace.log.event import iso_time
 from tailrace.valkey.shards import Command, mapping
+from tailrace.views.grep.leases import Asked
+from tailrace.views.grep.model import Life, Stretch
+from tailrace.views.grep.store import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
 
 AT_ONCE = 50
 """Searches whose registries are read together."""

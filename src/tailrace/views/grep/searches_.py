@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from tailrace.client import River
 from tailrace.cli.answers import ask, lines, plain, table, text
+from tailrace.client import River
 from tailrace.client.connection import LARGEST_PAGE
 
 Row = dict[str, Any]

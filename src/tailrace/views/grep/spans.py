@@ -10,9 +10,9 @@ from bisect import bisect_left, bisect_right
 from functools import cached_property
 from itertools import accumulate
 
-from tailrace.log.hub import Piece
 from tailrace.log.cursor import Position
 from tailrace.log.event import Source
+from tailrace.log.hub import Piece
 
 
 class Span:

@@ -15,11 +15,11 @@ import msgspec
 
 from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches
 from tailrace.metrics import SearchFigures
-from tailrace.views.grep.model import Life, Lost, Search, Stretch
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, mapping
+from tailrace.views.grep.model import Life, Lost, Search, Stretch
 
 VIEW = "matches"
 PIECE_RUNS = 8

@@ -15,16 +15,16 @@ from itertools import takewhile
 import msgspec
 
 from tailrace.errors import CursorGone
-from tailrace.views.grep.batches import Key
-from tailrace.log.frame import AnyFrame, Batch, Control, Frame, Moved
-from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
-from tailrace.log.hub import Piece
-from tailrace.views.grep.parts import Parts
-from tailrace.views.grep.spans import Ahead
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import Source
-from tailrace.views.grep.model import Life
+from tailrace.log.frame import AnyFrame, Batch, Control, Frame, Moved
+from tailrace.log.hub import Piece
 from tailrace.log.segment import Gap
+from tailrace.views.grep.batches import Key
+from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
+from tailrace.views.grep.model import Life
+from tailrace.views.grep.parts import Parts
+from tailrace.views.grep.spans import Ahead
 
 AHEAD_BYTES = 4 << 20
 """What is fetched at once, at most, of what will be shown soon."""

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tailrace.log.bucket import DAY_MS
-from tailrace.log.event import home_of
-from tailrace.query.filters import FilterSet
-from tailrace.log.name import shard_of
-from tailrace.query import Query, Record
-from tailrace.query.document import reader_of
-from tailrace.log.run import Run, encode
-from tailrace.views.grep.model import Life, TopicFilter
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
-from tailrace.views.grep.store import VIEW, Kept, Registry, keep
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import home_of
+from tailrace.log.name import shard_of
+from tailrace.log.run import Run, encode
+from tailrace.query import Query, Record
+from tailrace.query.document import reader_of
+from tailrace.query.filters import FilterSet
 from tailrace.valkey.shards import Arg, Shards
+from tailrace.views.grep.model import Life, TopicFilter
+from tailrace.views.grep.store import VIEW, Kept, Registry, keep
 
 KEPT_MS = 3_600_000
 """How long what matched records say is kept, at most; then it is read from Kafka."""

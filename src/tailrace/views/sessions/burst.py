@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 
 from tailrace.errors import BadBurst, TooLarge
 from tailrace.views.sessions.block import MAX_BURST
-from tailrace.views.sessions.samples import BadSample
 from tailrace.views.sessions.rta import (
     Event,
     PeriodicData,
@@ -29,6 +28,7 @@ from tailrace.views.sessions.rta import (
     StreamTimeRange,
     TimestampedData,
 )
+from tailrace.views.sessions.samples import BadSample
 
 TARGET = 64 << 10
 """Bytes that a burst should have; what samples are cut to."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.views.sessions.samples import BadSample, Channel
 from tailrace.views.sessions.configuration import Channels, Configuration
 from tailrace.views.sessions.message_builder import UNUSABLE
 from tailrace.views.sessions.model import Binding
+from tailrace.views.sessions.samples import BadSample, Channel
 
 KNOWN = 1_000
 """Configurations that are remembered from one time to the next."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from tailrace.client import Feed, River
 from tailrace.cli.answers import ask, lines, plain, table
 from tailrace.cli.follow import Printer, Request, follow
-from tailrace.views.sessions.session_board import Board, span_text
-from tailrace.views.sessions.cursor import SessionCursor
+from tailrace.client import Feed, River
 from tailrace.views.sessions.client import Burst, SessionFeed
+from tailrace.views.sessions.cursor import SessionCursor
+from tailrace.views.sessions.session_board import Board, span_text
 
 
 def ls(prefix: str | None, state: str | None, limit: int | None, *, json: bool, url: str) -> None:

@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.views.sessions.samples import WIDTHS, Channel
 from tailrace.views.sessions.conversion import MISPRINTED_UNIT, Conversion, Formula, Rational, Table, Text
 from tailrace.views.sessions.parameter import ErrorDefinition, EventDefinition, Parameter
+from tailrace.views.sessions.samples import WIDTHS, Channel
 
 Read: TypeAlias = tuple[
     tuple[Channel, ...],

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from tailrace.views.sessions.samples import Channel
 from tailrace.views.sessions.config_json import BadConfiguration, read
 from tailrace.views.sessions.parameter import ErrorDefinition, EventDefinition, Parameter
+from tailrace.views.sessions.samples import Channel
 
 __all__ = ["BadConfiguration", "Channels", "Configuration", "ErrorDefinition", "EventDefinition", "Parameter"]
 

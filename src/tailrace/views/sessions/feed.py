@@ -14,24 +14,24 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 import msgspec
 
 from tailrace.errors import SessionNotFound
+from tailrace.log.cursor import FromStart
 from tailrace.log.frame import AnyFrame, Control, Frame, Moved
+from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
+from tailrace.views.sessions.cursor import FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.views.sessions.joined import Joined, Span, together
-from tailrace.views.sessions.session_end import is_closed, is_whole, life_between
 from tailrace.views.sessions.life import Life, Piece, SessionParts
+from tailrace.views.sessions.model import both_said
 from tailrace.views.sessions.reader import Lost
 from tailrace.views.sessions.request import SessionRequest
-from tailrace.views.sessions.start import Beginning, beginning, overtaken
+from tailrace.views.sessions.selection import Line, Selection
+from tailrace.views.sessions.session_end import is_closed, is_whole, life_between
 from tailrace.views.sessions.session_until import Until
 from tailrace.views.sessions.session_wait import Wait
-from tailrace.log.cursor import FromStart
-from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
-from tailrace.views.sessions.selection import Line, Selection
-from tailrace.views.sessions.model import both_said
-from tailrace.views.sessions.cursor import FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.views.sessions.shown import Shown, as_json
+from tailrace.views.sessions.start import Beginning, beginning, overtaken
+from tailrace.views.sessions.streams import Located
 from tailrace.views.sessions.telemetry import CLOSED
 from tailrace.views.sessions.thinning import Thinner, between
-from tailrace.views.sessions.streams import Located
 
 BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512
 """After so much the reader has its turn, also when there is nothing to show."""

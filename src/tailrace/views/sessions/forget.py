@@ -14,14 +14,14 @@ from __future__ import annotations
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.views.sessions.retention import told_enough
-from tailrace.views.sessions.model import Session, identifiers
-from tailrace.views.sessions.session_keeping import SessionKeeping
-from tailrace.views.sessions.store import SessionOptions, SessionStore, state_of
-from tailrace.valkey.shards import Shards
 from tailrace.upkeep.job import Scope, milliseconds
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.sweep import compare_clocks
+from tailrace.valkey.shards import Shards
+from tailrace.views.sessions.model import Session, identifiers
+from tailrace.views.sessions.retention import told_enough
+from tailrace.views.sessions.session_keeping import SessionKeeping
+from tailrace.views.sessions.store import SessionOptions, SessionStore, state_of
 
 
 class Rules(msgspec.Struct, frozen=True):

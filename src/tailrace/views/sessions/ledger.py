@@ -12,8 +12,8 @@ import msgspec
 
 from tailrace.valkey.entry_id import BEGINNING, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import LEDGER_WHOLE
-from tailrace.views.sessions.streams import LiveSessions, Located
 from tailrace.valkey.shards import mapping
+from tailrace.views.sessions.streams import LiveSessions, Located
 
 PAGE = 100
 """Writes of a ledger that are looked at, at once."""

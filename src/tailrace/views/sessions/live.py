@@ -1,6 +1,6 @@
 """The feed of a session over a binary WebSocket, in a form that a browser uses without copying.
 
-What is sent is what the feed yields, as ``views/sessions/shown.py`` writes it; what it says of itself is a message without
+What is sent is what the feed yields, as ``samples`` writes it; what it says of itself is a message without
 samples, with ``event`` in its header. A viewer that has caught up once and then falls too far behind goes on at the
 live end, and is told what it missed, or is closed; one that reads the past may take its time.
 """
@@ -17,15 +17,15 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocket
 
 from tailrace.errors import BadRequest, TailraceError
+from tailrace.http.problems import problem_of
+from tailrace.http.request import decoded
+from tailrace.http.service import Service
+from tailrace.http.socket import admit, converse
 from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.views.sessions.feed import SessionFeed
+from tailrace.views.sessions.routes import Identity, SessionQuery
 from tailrace.views.sessions.rta.viewer import Closing
 from tailrace.views.sessions.shown import as_bytes, message
-from tailrace.http.request import decoded
-from tailrace.http.problems import problem_of
-from tailrace.http.service import Service
-from tailrace.views.sessions.routes import Identity, SessionQuery
-from tailrace.http.socket import admit, converse
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode

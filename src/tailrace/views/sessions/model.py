@@ -18,8 +18,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from tailrace.views.sessions.block import MAX_BURST
 from tailrace.log.event import iso_time
+from tailrace.views.sessions.block import MAX_BURST
 from tailrace.views.sessions.telemetry import CLOSED, FIRST, LAST, Fault, Refused
 
 ABANDONED: Final = "abandoned"

@@ -48,5 +48,5 @@ def _file(name: str) -> Response:
 
 @cache
 def _texts() -> dict[str, bytes]:
-    folder = files("tailrace.serving").joinpath("pages")
+    folder = files("tailrace.views.sessions").joinpath("pages")
     return {each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES}

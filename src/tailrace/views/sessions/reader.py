@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from tailrace.errors import CursorGone, StoreUnavailable
-from tailrace.views.sessions.hub import Tap
 from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
-from tailrace.views.sessions.cursor import Place
-from tailrace.views.sessions.streams import Entry, LiveSessions, entry_of, number_of
 from tailrace.valkey.shards import mapping
+from tailrace.views.sessions.cursor import Place
+from tailrace.views.sessions.hub import Tap
+from tailrace.views.sessions.streams import Entry, LiveSessions, entry_of, number_of
 
 AT_ONCE = 32
 """Entries that a reader takes at once."""

@@ -21,7 +21,18 @@ from tailrace.views.sessions.block import pack
 from tailrace.views.sessions.catalogue import Catalogue
 from tailrace.views.sessions.message_builder import UNUSABLE, Piece, Pieces, Whole, event_of, points_of, row_of, run_of
 from tailrace.views.sessions.model import ABANDONED, Session, checked
-from tailrace.views.sessions.telemetry import CLOSED, Close, Config, Data, Fault, Open, Record, Refused, Update, nanoseconds
+from tailrace.views.sessions.telemetry import (
+    CLOSED,
+    Close,
+    Config,
+    Data,
+    Fault,
+    Open,
+    Record,
+    Refused,
+    Update,
+    nanoseconds,
+)
 
 COPIES = 5
 """How often a session's JSON is sent when the session changes, about: twice to each of two keys, and to the stream."""

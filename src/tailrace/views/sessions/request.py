@@ -7,9 +7,8 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.log.request import check_manner
 from tailrace.log.cursor import FromEnd, FromStart
-from tailrace.views.sessions.selection import is_pattern
+from tailrace.log.request import check_manner
 from tailrace.views.sessions.cursor import (
     FromMoment,
     FromPlace,
@@ -19,6 +18,7 @@ from tailrace.views.sessions.cursor import (
     parse_session_start,
     parse_session_until,
 )
+from tailrace.views.sessions.selection import is_pattern
 from tailrace.views.sessions.thinning import Thinning, parse_thinning
 
 MOST_CHANNELS, MOST_PATTERNS = 1_000, 50

@@ -14,18 +14,18 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.views.sessions.ledger import Seam, seam_behind
-from tailrace.views.sessions.reader import Lost
-from tailrace.views.sessions.catalogue import Catalogue
-from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
+from tailrace.kafka.records import Records, Stored
 from tailrace.log.event import Source
 from tailrace.log.poison import poison
-from tailrace.views.sessions.recording import Recorder
-from tailrace.views.sessions.model import PROGRAM, Session
+from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
+from tailrace.views.sessions.catalogue import Catalogue
 from tailrace.views.sessions.cursor import Place
-from tailrace.views.sessions.telemetry import Refused, head, identity_of, parse
+from tailrace.views.sessions.ledger import Seam, seam_behind
+from tailrace.views.sessions.model import PROGRAM, Session
+from tailrace.views.sessions.reader import Lost
+from tailrace.views.sessions.recording import Recorder
 from tailrace.views.sessions.streams import LiveSessions, Located
-from tailrace.kafka.records import Records, Stored
+from tailrace.views.sessions.telemetry import Refused, head, identity_of, parse
 
 
 class Archive(msgspec.Struct, frozen=True):

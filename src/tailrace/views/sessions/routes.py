@@ -13,18 +13,18 @@ from fastapi import Path, Query, Request, Response
 from pydantic import AfterValidator, Field
 
 from tailrace.errors import BadRequest, SessionNotFound
-from tailrace.views.sessions.reader import first_entry, last_entries
-from tailrace.views.sessions.request import SessionRequest, make_session_request
-from tailrace.views.sessions.configuration import Channels
-from tailrace.views.sessions.conversion import Conversion, Text
-from tailrace.valkey.entry_id import BEGINNING, id_text
-from tailrace.log.event import iso_time
-from tailrace.views.sessions.model import bindings_in
 from tailrace.http.dependencies import Here, LastEventId
 from tailrace.http.encodings import choose
 from tailrace.http.request import FeedQuery, NoQuery, decoded, refuse_repeats
 from tailrace.http.service import Service, now_ms
 from tailrace.http.sse import FeedResponse
+from tailrace.log.event import iso_time
+from tailrace.valkey.entry_id import BEGINNING, id_text
+from tailrace.views.sessions.configuration import Channels
+from tailrace.views.sessions.conversion import Conversion, Text
+from tailrace.views.sessions.model import bindings_in
+from tailrace.views.sessions.reader import first_entry, last_entries
+from tailrace.views.sessions.request import SessionRequest, make_session_request
 from tailrace.views.sessions.streams import Located
 
 MOST = 10_000

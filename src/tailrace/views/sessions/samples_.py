@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tailrace.views.sessions.burst import parse
-from tailrace.views.sessions.samples import Channel, unpack_values
 from tailrace.views.sessions.configuration import Channels
 from tailrace.views.sessions.rta import PeriodicData, RowData, StreamDataBurst, TimestampedData
+from tailrace.views.sessions.samples import Channel, unpack_values
 
 SHORT = 4096
 """Samples of a message, up to which their distances are remembered."""

@@ -7,13 +7,13 @@ from contextlib import suppress
 import msgspec
 
 from tailrace.errors import BadBurst
-from tailrace.views.sessions.life import Life, SessionParts
-from tailrace.views.sessions.reader import entry_at, first_entries, first_entry, last_entries
+from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
 from tailrace.views.sessions.block import unpack
 from tailrace.views.sessions.burst import parse
-from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
-from tailrace.views.sessions.telemetry import CLOSED
+from tailrace.views.sessions.life import Life, SessionParts
+from tailrace.views.sessions.reader import entry_at, first_entries, first_entry, last_entries
 from tailrace.views.sessions.streams import Located, state_of
+from tailrace.views.sessions.telemetry import CLOSED
 
 
 class _Called(msgspec.Struct):

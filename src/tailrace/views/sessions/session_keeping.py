@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tailrace.valkey.entry_id import EntryId, id_text, parse_id
-from tailrace.views.sessions.store import VERSION_BYTES, SessionStore, is_stream_name
 from tailrace.valkey.shards import Keyed, KeyedCall, mapping, translated
+from tailrace.views.sessions.store import VERSION_BYTES, SessionStore, is_stream_name
 
 WEIGHED = 500, 2 << 20
 """Entries that are weighed in one call, and bytes, about."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from tailrace.views.sessions.catalogue import Catalogue
-from tailrace.views.sessions.recording import ELSEWHERE, Outcome, Written, dead
 from tailrace.views.sessions.model import Session, identifiers
+from tailrace.views.sessions.recording import ELSEWHERE, Outcome, Written, dead
 from tailrace.views.sessions.store import (
     OVER,
     Change,

@@ -6,8 +6,8 @@ Kafka is read. Of a place in the middle of a write that is the offset at which t
 
 from __future__ import annotations
 
-from tailrace.views.sessions.ledger import spot_of
 from tailrace.views.sessions.cursor import Place, SessionCursor
+from tailrace.views.sessions.ledger import spot_of
 from tailrace.views.sessions.streams import LiveSessions, Located
 
 GRACE_NS = 1_000_000_000

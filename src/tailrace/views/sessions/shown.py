@@ -24,9 +24,9 @@ from tailrace.errors import BadBurst
 from tailrace.views.sessions.block import unpack
 from tailrace.views.sessions.burst import parse
 from tailrace.views.sessions.configuration import Channels
+from tailrace.views.sessions.model import both_said
 from tailrace.views.sessions.samples_ import Decoded, Occurrence, samples_of
 from tailrace.views.sessions.selection import Line, Lines
-from tailrace.views.sessions.model import both_said
 from tailrace.views.sessions.thinning import Series, Times, Values, concatenated
 
 FARTHEST = 1 << 52

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.views.sessions.ledger import Spot, spot_of
-from tailrace.views.sessions.retained import Hole, Retained, source_of
-from tailrace.views.sessions.session_end import is_of_another
-from tailrace.views.sessions.life import Life, SessionParts
-from tailrace.views.sessions.reader import Lost, last_entries
 from tailrace.log.cursor import FromEnd, FromLast
 from tailrace.valkey.entry_id import BEGINNING, EntryId
 from tailrace.views.sessions.cursor import FromMoment, FromPlace, Held, Place, SessionCursor, SessionStart
+from tailrace.views.sessions.ledger import Spot, spot_of
+from tailrace.views.sessions.life import Life, SessionParts
+from tailrace.views.sessions.reader import Lost, last_entries
+from tailrace.views.sessions.retained import Hole, Retained, source_of
+from tailrace.views.sessions.session_end import is_of_another
 from tailrace.views.sessions.shown import range_end
 from tailrace.views.sessions.streams import LiveSessions, Located
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.views.sessions.model import ABANDONED
-from tailrace.views.sessions.telemetry import CLOSED
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Arg, Keyed, KeyedCall, Shards, keyed_calls, mapping
+from tailrace.views.sessions.model import ABANDONED
+from tailrace.views.sessions.telemetry import CLOSED
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Settings

@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.config.units import parse_duration
 from tailrace.errors import BadRequest
 from tailrace.views.sessions.cells import Places, ends, extremes, in_order, starts_of
 from tailrace.views.sessions.cursor import Held, Place
-from tailrace.config.units import parse_duration
 
 SECOND = 1_000_000_000
 LONGEST_CELL = 86_400 * SECOND

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 import msgspec
 
 from tailrace.config import Settings
+from tailrace.upkeep.job import Scope, milliseconds
+from tailrace.upkeep.lease import Lease
+from tailrace.valkey.shards import Shards
 from tailrace.views.sessions.retention import Limits, Weights
 from tailrace.views.sessions.session_keeping import SHED, WEIGHED, SessionKeeping
 from tailrace.views.sessions.store import SessionOptions, SessionStore
-from tailrace.valkey.shards import Shards
-from tailrace.upkeep.job import Scope, milliseconds
-from tailrace.upkeep.lease import Lease
 
 ROUND = 20_000
 """Entries that are weighed before what is too much of them goes: a stream that nobody trimmed may have any number."""

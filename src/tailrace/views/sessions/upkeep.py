@@ -14,15 +14,15 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.config import Settings
+from tailrace.upkeep.job import Scope, milliseconds
+from tailrace.upkeep.lease import Lease
+from tailrace.valkey.marks import NOTHING
+from tailrace.valkey.shards import Shards
 from tailrace.views.sessions.block import pack
 from tailrace.views.sessions.burst import bursts, session_json
 from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session
-from tailrace.valkey.marks import NOTHING
 from tailrace.views.sessions.session_keeping import AT_ONCE, SessionKeeping
 from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.valkey.shards import Shards
-from tailrace.upkeep.job import Scope, milliseconds
-from tailrace.upkeep.lease import Lease
 
 AGAIN_MS = 600_000
 """For how long it is made sure that the word has come to the stream: whoever says it may die in between."""

@@ -1,7 +1,7 @@
 """Telemetry sessions in the one pass: what records say goes into the stream of their partition, each of them once.
 
 A task reads how far its source is in its stream, and the sessions that its records are of; works out what becomes of
-them (``views/sessions/recording.py``); and writes that before the home shard is told. The stream has a mark of its own, which
+them (``recording``); and writes that before the home shard is told. The stream has a mark of its own, which
 decides what goes into it; the home shard's decides what is counted. After a crash, or in a store that lost its last
 writes, either may be ahead. What became of records that are in the stream and not yet counted cannot be told from the
 sessions any more, which are further: so those that were not simply stored are noted in the stream, with its mark.
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tailrace.log.bucket import DAY_MS
-from tailrace.views.sessions.catalogue import Catalogue
-from tailrace.log.event import Source, home_of
-from tailrace.views.sessions.recording import STORED, Outcome, Recorder, dead
-from tailrace.views.grep.model import TopicFilter
-from tailrace.views.sessions.model import Session, bindings_in, identifiers
-from tailrace.views.sessions.telemetry import Config, Open, Record, Refused, Update, head, identity_of, parse
 from tailrace.driver.intake import dead_letter
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
+from tailrace.log.bucket import DAY_MS
+from tailrace.log.event import Source, home_of
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
+from tailrace.valkey.shards import Arg, Shards
+from tailrace.views.grep.model import TopicFilter
+from tailrace.views.sessions.catalogue import Catalogue
+from tailrace.views.sessions.model import Session, bindings_in, identifiers
+from tailrace.views.sessions.recording import STORED, Outcome, Recorder, dead
 from tailrace.views.sessions.session_steps import Draft, Known, learn_configs, write_drafts
 from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, state_of
-from tailrace.valkey.shards import Arg, Shards
+from tailrace.views.sessions.telemetry import Config, Open, Record, Refused, Update, head, identity_of, parse
 
 if TYPE_CHECKING:
     from tailrace.config import Settings

@@ -13,13 +13,13 @@ from typing import IO, Any
 
 import msgspec
 
-from tailrace.upkeep.audit_ import Held
 from tailrace.log.event import Source
-from tailrace.upkeep.rebuild_ import Event
-from tailrace.views.tags.renumber import Ends, counted, renumbered
 from tailrace.log.run import Run
-from tailrace.views.tags.model import Numbered
+from tailrace.upkeep.audit_ import Held
+from tailrace.upkeep.rebuild_ import Event
 from tailrace.valkey.shards import Shards, mapping
+from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.renumber import Ends, counted, renumbered
 
 PAGE = 1000
 

@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from tailrace.views.tags.note import Note, Notes
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Segment
+from tailrace.views.tags.note import Note, Notes
 
 
 class Cleaned(msgspec.Struct, frozen=True):

@@ -10,11 +10,11 @@ from itertools import islice
 
 import msgspec
 
-from tailrace.views.tags.cleaned import Cleaned
 from tailrace.log.name import shard_of
 from tailrace.log.registry import Registry
-from tailrace.views.tags.store import VIEW
 from tailrace.valkey.shards import Command, Shards, mapping
+from tailrace.views.tags.cleaned import Cleaned
+from tailrace.views.tags.store import VIEW
 
 PAGE = 500
 

@@ -7,11 +7,11 @@ from typing import Unpack
 
 import msgspec
 
-from tailrace.client.connection import Connection
-from tailrace.errors import BadRequest
-from tailrace.client.following import Asked, Feed, Query
 from tailrace.api import Tag, TaggedSource
+from tailrace.client.connection import Connection
+from tailrace.client.following import Asked, Feed, Query
 from tailrace.client.request_encoding import as_segment, document_of
+from tailrace.errors import BadRequest
 
 
 class Tags(Connection):

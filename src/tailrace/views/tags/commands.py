@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from tailrace.client import River
 from tailrace.cli.answers import ask, lines, plain, size, table, text
 from tailrace.cli.follow import visible
+from tailrace.client import River
 
 
 def ls(prefix: str | None, limit: int | None, *, json: bool, url: str) -> None:

@@ -10,9 +10,9 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.log.frame import AnyFeed
 from tailrace.log.hub import Hub
-from tailrace.views.tags.tag_request import TagRequest
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
+from tailrace.views.tags.tag_request import TagRequest
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -18,16 +18,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.log.frame import AnyFrame, Frame, Moved
-from tailrace.log.hub import Piece
-from tailrace.log.feed import BATCH_BYTES, Line
-from tailrace.log.reader import Reader
-from tailrace.views.tags.tag_feed import TagFeed
-from tailrace.views.tags.tag_request import look
 from tailrace.log.cursor import Cursor, FromCursor, Position, Ranges
 from tailrace.log.event import Source
+from tailrace.log.feed import BATCH_BYTES, Line
+from tailrace.log.frame import AnyFrame, Frame, Moved
+from tailrace.log.hub import Piece
+from tailrace.log.reader import Reader
 from tailrace.log.segment import Gap, Key
 from tailrace.valkey.marks import NOTHING
+from tailrace.views.tags.tag_feed import TagFeed
+from tailrace.views.tags.tag_request import look
 
 logger = logging.getLogger(__name__)
 

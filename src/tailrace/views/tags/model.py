@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.query.sieve import Sieve
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.query import Record
-from tailrace.views.grep.model import TopicFilter
+from tailrace.query.sieve import Sieve
 from tailrace.query.value import Path, fields, follow, items, steps
+from tailrace.views.grep.model import TopicFilter
 
 MANY = 10
 """More tags than this on one event are counted, and warned of."""

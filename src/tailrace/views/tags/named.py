@@ -14,8 +14,8 @@ import msgspec
 
 from tailrace.errors import TailraceError
 from tailrace.log.frame import AnyFeed, AnyFrame, Frame
-from tailrace.views.tags.stamp import ms_of
 from tailrace.views.tags.readers import Kept, Reader, Readers
+from tailrace.views.tags.stamp import ms_of
 
 KEEP_MS = 1000
 """How often the place is kept."""

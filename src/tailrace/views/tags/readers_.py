@@ -12,12 +12,12 @@ from datetime import timedelta
 
 from pydantic import BaseModel, Field
 
-from tailrace.errors import CursorError, TailraceError
-from tailrace.metrics import ReaderFigures
-from tailrace.log.event import iso_time
-from tailrace.http.service import Service, now_ms
-from tailrace.views.tags.readers import Kept, Reader
 from tailrace.config.units import format_duration
+from tailrace.errors import CursorError, TailraceError
+from tailrace.http.service import Service, now_ms
+from tailrace.log.event import iso_time
+from tailrace.metrics import ReaderFigures
+from tailrace.views.tags.readers import Kept, Reader
 
 logger = logging.getLogger(__name__)
 

@@ -9,22 +9,22 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, Field
 
 from tailrace.errors import BadRequest, StreamNotFound
-from tailrace.log.frame import AnyFeed
-from tailrace.views.tags.named import NamedFeed
-from tailrace.views.tags.tag_request import FromText, TagRequest, make_tag_request
-from tailrace.log.cursor import MAX_NAMES, FromCursor
-from tailrace.log.event import iso_time
-from tailrace.log.name import shard_of
-from tailrace.views.tags.model import Numbered
 from tailrace.http.dependencies import Here, LastEventId
 from tailrace.http.encodings import choose
-from tailrace.views.grep.routes import limits_of
 from tailrace.http.request import FeedQuery, NoQuery, TagName, refuse_repeats
-from tailrace.views.tags.readers_ import ReadersPage, list_readers
 from tailrace.http.service import Service, now_ms
 from tailrace.http.sse import FeedResponse
-from tailrace.views.tags.readers import Reader
+from tailrace.log.cursor import MAX_NAMES, FromCursor
+from tailrace.log.event import iso_time
+from tailrace.log.frame import AnyFeed
+from tailrace.log.name import shard_of
 from tailrace.valkey.shards import mapping
+from tailrace.views.grep.routes import limits_of
+from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.named import NamedFeed
+from tailrace.views.tags.readers import Reader
+from tailrace.views.tags.readers_ import ReadersPage, list_readers
+from tailrace.views.tags.tag_request import FromText, TagRequest, make_tag_request
 
 _decode = msgspec.json.Decoder().decode
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, model_validator
 
-from tailrace.log.name import MAX_TAG_BYTES, is_tag
 from tailrace.config.tables import Table
 from tailrace.config.values import (
     Count,
@@ -29,6 +28,7 @@ from tailrace.config.values import (
     durations,
 )
 from tailrace.config.where import Where
+from tailrace.log.name import MAX_TAG_BYTES, is_tag
 
 BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}
 

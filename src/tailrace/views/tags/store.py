@@ -15,8 +15,8 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import StaleDriver
 from tailrace.log.event import Source
-from tailrace.views.tags.model import Numbered, Tagging
 from tailrace.valkey.shards import Shards, mapping
+from tailrace.views.tags.model import Numbered, Tagging
 
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.cassandra import CassandraOptions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tailrace.log.hub import Hub, Piece
-from tailrace.log.feed import Feed, Item, Line
-from tailrace.views.tags.tag_request import TagRequest, Wanted, look
 from tailrace.log.cursor import Position
+from tailrace.log.feed import Feed, Item, Line
+from tailrace.log.hub import Hub, Piece
 from tailrace.log.store import Logs
+from tailrace.views.tags.tag_request import TagRequest, Wanted, look
 
 
 class TagFeed(Feed):

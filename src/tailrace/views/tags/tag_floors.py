@@ -11,8 +11,8 @@ from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.valkey.marks import SCANNED, parse_time
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.store import VIEW
 from tailrace.valkey.shards import mapping
+from tailrace.views.tags.store import VIEW
 
 
 class Levels(msgspec.Struct, frozen=True):

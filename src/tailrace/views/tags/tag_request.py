@@ -13,13 +13,13 @@ from typing import Any, Literal
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError, StoreError
-from tailrace.log.request import Request, make_request
 from tailrace.log.cursor import MAX_CURSOR_BYTES, MAX_NAMES, FromCursor, Start, parse_state, parse_time
 from tailrace.log.event import Headers, Source, headers_json, key_json
-from tailrace.query.sieve import Sieve
 from tailrace.log.name import MAX_TAG_BYTES, is_tag
-from tailrace.query import Limits, Record
+from tailrace.log.request import Request, make_request
 from tailrace.log.run import Run
+from tailrace.query import Limits, Record
+from tailrace.query.sieve import Sieve
 
 CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _OWN = re.compile(r"u[A-Za-z0-9._:,;+=/@%-]*", re.ASCII)

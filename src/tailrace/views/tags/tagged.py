@@ -6,8 +6,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tailrace.client import Feed, River
 from tailrace.cli.follow import Printer, Request, follow, visible
+from tailrace.client import Feed, River
 from tailrace.views.grep.commands import read_query
 
 if TYPE_CHECKING:

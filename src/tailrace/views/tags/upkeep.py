@@ -15,19 +15,19 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import StoreError
-from tailrace.views.tags.cleaned import Cleaned, beside, thinned, without
 from tailrace.log.event import Source
 from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import Entry
 from tailrace.log.segment import Segment
-from tailrace.views.tags.cleaned_ import read_cleaned, tags_of
 from tailrace.log.staging import Piece, Rebuilt, Staging
-from tailrace.views.tags.store import VIEW
-from tailrace.valkey.shards import Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import look, read_held
 from tailrace.upkeep.job import milliseconds, now_ms, require_copy
 from tailrace.upkeep.lease import Lease
+from tailrace.valkey.shards import Shards
+from tailrace.views.tags.cleaned import Cleaned, beside, thinned, without
+from tailrace.views.tags.cleaned_ import read_cleaned, tags_of
+from tailrace.views.tags.store import VIEW
 from tailrace.views.tags.taking_out import CLEANED, MOVED, UNREADABLE, Cleanup, TakingOut
 
 logger = logging.getLogger(__name__)

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import msgspec
 
 from tailrace.errors import StreamNotFound
+from tailrace.log.cursor import Cursor, FromLast, Position
 from tailrace.log.feed import LogFeeds, latest
 from tailrace.log.reader import end_of, last_events
-from tailrace.views.tags.tag_feed import TagFeed
-from tailrace.views.tags.merge import MergedTags
-from tailrace.views.tags.tag_request import TagRequest, Wanted, look
-from tailrace.views.tags.feed import Held
-from tailrace.log.cursor import Cursor, FromLast, Position
 from tailrace.log.run import Entry
 from tailrace.log.segment import Segment, key_of
+from tailrace.views.tags.feed import Held
+from tailrace.views.tags.merge import MergedTags
+from tailrace.views.tags.tag_feed import TagFeed
+from tailrace.views.tags.tag_request import TagRequest, Wanted, look
 
 PAGE = 100
 """Registries that are read at once."""

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from tailrace.driver.slice import Slice
+from tailrace.driver.view import Place, View, Window
 from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source, event_id, home_of
 from tailrace.log.name import shard_of
-from tailrace.views.tags.note import Notes
 from tailrace.log.run import Run, encode
-from tailrace.views.tags.stamp import stamp
-from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, stamp_ms
-from tailrace.driver.slice import Slice
-from tailrace.driver.view import Place, View, Window
 from tailrace.valkey.marks import LONG_AGO
-from tailrace.views.tags.store import VIEW, TagOptions, introduce, read_numbers
 from tailrace.valkey.shards import Arg, Shards
+from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, stamp_ms
+from tailrace.views.tags.note import Notes
+from tailrace.views.tags.stamp import stamp
+from tailrace.views.tags.store import VIEW, TagOptions, introduce, read_numbers
 
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.store import Row

@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket
 
 from tailrace.errors import BadRequest, SessionNotFound
-from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
 from tailrace.http.dependencies import Here
 from tailrace.http.request import decoded
 from tailrace.http.service import Service
 from tailrace.http.socket import admit, converse
+from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
 from tailrace.views.sessions.streams import Located
 
 SUBPROTOCOL = "mat.ocs.rta.stream-lz4"

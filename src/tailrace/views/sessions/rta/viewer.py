@@ -24,13 +24,13 @@ from contextlib import aclosing, suppress
 import msgspec
 from google.protobuf.message import DecodeError
 
-from tailrace.views.sessions.rta.repacked import Form, live_form, message_block, past_form
-from tailrace.views.sessions.hub import Entry, EntryId, StreamHub, Tap
 from tailrace.views.sessions.burst import NOTHING, Subscription, session_json, time_range
+from tailrace.views.sessions.hub import Entry, EntryId, StreamHub, Tap
 from tailrace.views.sessions.rta import StreamRequest
-from tailrace.views.sessions.telemetry import CLOSED
+from tailrace.views.sessions.rta.repacked import Form, live_form, message_block, past_form
 from tailrace.views.sessions.settings import Sessions
 from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.telemetry import CLOSED
 
 TICK_S = 0.1
 """Between two time ranges that come without anything else."""

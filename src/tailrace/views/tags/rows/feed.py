@@ -17,19 +17,19 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import RowsMissing, Unavailable
+from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
+from tailrace.log.feed import BATCH_BYTES
 from tailrace.log.frame import AnyFrame, Control, Frame, Moved
 from tailrace.log.hub import Hub
-from tailrace.log.feed import BATCH_BYTES
-from tailrace.views.tags.tag_floors import Floors
-from tailrace.views.tags.rows.tag_line import TagLine
-from tailrace.views.tags.tag_request import TagRequest, Wanted, record_of
-from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
-from tailrace.views.tags.note import Note
 from tailrace.log.run import tagged_frame
-from tailrace.views.tags.stamp import last_of, ms_of, order
+from tailrace.views.tags.note import Note
 from tailrace.views.tags.rows.cursor import written
 from tailrace.views.tags.rows.reading import Lost
 from tailrace.views.tags.rows.store import Row
+from tailrace.views.tags.rows.tag_line import TagLine
+from tailrace.views.tags.stamp import last_of, ms_of, order
+from tailrace.views.tags.tag_floors import Floors
+from tailrace.views.tags.tag_request import TagRequest, Wanted, record_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from tailrace.views.tags.stamp import first_of, last_of, order
 from tailrace.views.tags.rows.store import Narrow
+from tailrace.views.tags.stamp import first_of, last_of, order
 
 _MOST_AHEAD: Final = 32
 

@@ -18,10 +18,10 @@ from cassandra.cluster import ResultSet
 
 from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
-from tailrace.views.tags.stamp import ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, translated
 from tailrace.views.tags.rows.partitions import Bucket, Page, Partition, R, in_order
 from tailrace.views.tags.rows.store import Narrow, Row
+from tailrace.views.tags.stamp import ms_of
 
 PAGE_BYTES: Final = 4 << 20
 """About how much one page may hold: of large rows, a page has fewer."""

@@ -23,13 +23,13 @@ import msgspec
 
 from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
-from tailrace.views.tags.stamp import first_of, last_of, ms_of, order
 from tailrace.views.tags.rows.cursor import Part, hashed
 from tailrace.views.tags.rows.tag_gaps import Hold, R, TagRow
 from tailrace.views.tags.rows.tag_places import Places
 from tailrace.views.tags.rows.tag_reads import Reads, Turns
 from tailrace.views.tags.rows.tag_sources import KnownSources
 from tailrace.views.tags.rows.tag_water import LowWater
+from tailrace.views.tags.stamp import first_of, last_of, ms_of, order
 
 FOR_HOLDS = 2
 """Room in the cursor that is left for what is held: else what is ahead could stop what it waits for."""

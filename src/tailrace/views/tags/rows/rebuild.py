@@ -19,19 +19,19 @@ import pyarrow as pa
 from tailrace.config import Settings
 from tailrace.errors import PipelineError, StaleDriver
 from tailrace.log.event import Source
-from tailrace.valkey.marks import parse_time, read_marks
-from tailrace.views.tags.store import VIEW, lift, tag_options
-from tailrace.valkey.shards import Shards, mapping
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.history import ATTEMPTS, History, Wanted, collect, spark_for
 from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, Rebuilding, listed, routed
 from tailrace.upkeep.restore import REBUILT
-from tailrace.views.tags.rows.upkeep import RowAuditor, rests_in
+from tailrace.valkey.marks import parse_time, read_marks
+from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.rows.row_cleanup import tags_of
 from tailrace.views.tags.rows.row_restore import RECORD, ROW, Item, Orders, RestoredRows, RowRestorer, survey
 from tailrace.views.tags.rows.row_walk import Rows
+from tailrace.views.tags.rows.upkeep import RowAuditor, rests_in
+from tailrace.views.tags.store import VIEW, lift, tag_options
 
 logger = logging.getLogger(__name__)
 

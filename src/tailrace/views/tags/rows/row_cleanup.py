@@ -13,19 +13,19 @@ from itertools import islice
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.views.tags.cleaned import Cleaned
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
-from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.cleaned_ import read_cleaned
-from tailrace.valkey.marks import NOTHING, read_marks
 from tailrace.log.staging import Staging
-from tailrace.views.tags.rows.store import Narrow, writer
-from tailrace.views.tags.store import VIEW, tag_options
-from tailrace.valkey.shards import Command, Shards
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.lease import Lease
+from tailrace.valkey.marks import NOTHING, read_marks
+from tailrace.valkey.shards import Command, Shards
+from tailrace.views.tags.cleaned import Cleaned
+from tailrace.views.tags.cleaned_ import read_cleaned
+from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.row_walk import Rows
+from tailrace.views.tags.rows.store import Narrow, writer
+from tailrace.views.tags.store import VIEW, tag_options
 from tailrace.views.tags.taking_out import CLEANED, Cleanup, TakingOut
 
 STEPS = ("cleaned", "rows-deleted")

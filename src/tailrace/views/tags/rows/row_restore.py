@@ -15,25 +15,25 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import StaleUpkeep
-from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.log.bucket import bucket_start
-from tailrace.views.tags.cleaned import Cleanings
-from tailrace.views.tags.rows.countdown import Countdown, End, end_of
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
-from tailrace.views.tags.stamp import ms_of, stamp
-from tailrace.views.tags.rows.cassandra import connected
-from tailrace.valkey.marks import NOTHING, parse_time
-from tailrace.views.tags.rows.store import Narrow, Row, RowWriter
-from tailrace.views.tags.store import VIEW
-from tailrace.valkey.shards import Shards, mapping
 from tailrace.upkeep import failpoint
-from tailrace.views.tags.anchor import read_all_numbers
+from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.upkeep.history import Assignment
 from tailrace.upkeep.lease import WHAT
 from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
-from tailrace.views.tags.rows.upkeep import rests_in
+from tailrace.valkey.marks import NOTHING, parse_time
+from tailrace.valkey.shards import Shards, mapping
+from tailrace.views.tags.anchor import read_all_numbers
+from tailrace.views.tags.cleaned import Cleanings
+from tailrace.views.tags.rows.cassandra import connected
+from tailrace.views.tags.rows.countdown import Countdown, End, end_of
 from tailrace.views.tags.rows.row_walk import Rows
+from tailrace.views.tags.rows.store import Narrow, Row, RowWriter
+from tailrace.views.tags.rows.upkeep import rests_in
+from tailrace.views.tags.stamp import ms_of, stamp
+from tailrace.views.tags.store import VIEW
 
 STEPS = ("rows-written", "rows-deleted")
 """The failpoints, in order."""

@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, Iterator
 from types import TracebackType
 from typing import Final, TypeVar
 
-from tailrace.views.tags.stamp import first_of, last_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.partitions import Bucket
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.store import Narrow, Row
+from tailrace.views.tags.stamp import first_of, last_of
 
 PAGE: Final = 2_000
 _FAR_MS: Final = 1 << 50

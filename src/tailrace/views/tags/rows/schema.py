@@ -77,7 +77,7 @@ def check(options: CassandraOptions) -> None:
 
 def _schema() -> dict[str, str]:
     """Return the statement that makes each table."""
-    text = resources.files("tailrace.stores").joinpath("schema.cql").read_text(encoding="utf-8")
+    text = resources.files("tailrace.views.tags.rows").joinpath("schema.cql").read_text(encoding="utf-8")
     bare = "\n".join(line for line in text.splitlines() if not line.startswith("--"))
     statements = [part.strip() for part in bare.split(";") if part.strip()]
     return {part.partition("$keyspace.")[2].partition(" ")[0]: part for part in statements}

@@ -10,14 +10,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from uuid import UUID
 
-from tailrace.views.tags.tag_floors import Floors, Levels
-from tailrace.views.tags.stamp import last_of, ms_of, order
 from tailrace.views.tags.rows.cursor import Part
-from tailrace.views.tags.rows.tag_gaps import TagRow
-from tailrace.views.tags.rows.reading import Emitted, Lost, Reading
-from tailrace.views.tags.rows.tag_reads import Reads
 from tailrace.views.tags.rows.reader import RowReader
+from tailrace.views.tags.rows.reading import Emitted, Lost, Reading
 from tailrace.views.tags.rows.store import Row
+from tailrace.views.tags.rows.tag_gaps import TagRow
+from tailrace.views.tags.rows.tag_reads import Reads
+from tailrace.views.tags.stamp import last_of, ms_of, order
+from tailrace.views.tags.tag_floors import Floors, Levels
 
 APART_MS = 60_000
 """Rows that were missed and lie further apart than this are read apart."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from uuid import UUID
 
 from tailrace.log.event import Source
-from tailrace.views.tags.stamp import last_of, order
 from tailrace.views.tags.rows.tag_gaps import TagRow
+from tailrace.views.tags.stamp import last_of, order
 
 
 class Places:

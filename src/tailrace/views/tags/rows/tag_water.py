@@ -10,9 +10,9 @@ from collections.abc import Collection
 from typing import Any
 from uuid import UUID
 
-from tailrace.views.tags.stamp import last_of, ms_of, order
 from tailrace.views.tags.rows.cursor import Open, Part, Reached, hashed, hashed_place
 from tailrace.views.tags.rows.tag_gaps import Hold, TagRow
+from tailrace.views.tags.stamp import last_of, ms_of, order
 
 
 class LowWater:

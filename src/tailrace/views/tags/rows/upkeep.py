@@ -16,23 +16,23 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.upkeep.audit_ import MOST_ODD, Finding, Tally, fingerprint, noted
 from tailrace.log.bucket import DAY_MS, day_text
-from tailrace.views.tags.cleaned import Cleanings
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
-from tailrace.views.tags.rows.numbering import AGAIN, RowNumbers
-from tailrace.views.tags.stamp import ms_of
-from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
-from tailrace.views.tags.rows.store import Narrow, Row
-from tailrace.views.tags.store import VIEW, read_numbers
-from tailrace.valkey.shards import Shards
-from tailrace.views.tags.anchor import read_all_numbers
 from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
+from tailrace.upkeep.audit_ import MOST_ODD, Finding, Tally, fingerprint, noted
 from tailrace.upkeep.history import Assignment, Wanted
 from tailrace.upkeep.job import milliseconds
+from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
+from tailrace.valkey.shards import Shards
+from tailrace.views.tags.anchor import read_all_numbers
+from tailrace.views.tags.cleaned import Cleanings
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.rows.numbering import AGAIN, RowNumbers
 from tailrace.views.tags.rows.row_walk import Rows
+from tailrace.views.tags.rows.store import Narrow, Row
+from tailrace.views.tags.stamp import ms_of
+from tailrace.views.tags.store import VIEW, read_numbers
 
 PAGE = 1000
 MOST_LATE = 100_000

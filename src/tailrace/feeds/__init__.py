@@ -1,1 +1,0 @@
-"""What can be followed: resumable async iterators over the stores. No HTTP, no Spark."""

@@ -1,1 +1,0 @@
-"""How things leave: HTTP, event streams, problems, operations. Knows feeds and stores; knows no Spark."""
