@@ -30,7 +30,7 @@ from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Job, Loop
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
-from tailrace.upkeep.spark import Plan, Spread, divided
+from tailrace.upkeep.spark import PackPlan, Spread, divided
 from tailrace.upkeep.throttle import Throttle
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for
@@ -110,7 +110,7 @@ def test_errors_of_tasks_come_back_as_what_they_were(store: StoreOptions, spread
     Writer(store).write(some_days())
     with Keeper(store) as keeper:
         dues = [d for found in keeper.registry.walk() for d in due_segments(found.name, found.log, 0, now_ms())]
-        plan = Plan(store, dict(keeper.shards.run_ids), keeper.lease.token, "days", 512 << 10, 0, now_ms())
+        plan = PackPlan(store, dict(keeper.shards.run_ids), keeper.lease.token, "days", 512 << 10, 0, now_ms())
         assert spread.start()
         late = msgspec.structs.replace(plan, token=plan.token - 1)
         assert {type(share.error) for share in spread.pack(late, dues, lambda: False)} == {StaleUpkeep}

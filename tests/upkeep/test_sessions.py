@@ -56,7 +56,7 @@ class Site:
 
     def trim(self, **limits: int) -> dict[str, object]:
         found = Limits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **limits})
-        return self.do(trim.Trimming(trim.Rules(found, SessionOptions()), self.memory, Scope()))
+        return self.do(trim.Trimming(trim.TrimRules(found, SessionOptions()), self.memory, Scope()))
 
     def write(self, stream: str, *entries: tuple[int, bytes]) -> None:
         mark = self.store.stream_marks([stream])[stream].get("t:0", NOTHING)
@@ -104,11 +104,11 @@ class Site:
         return state.decode(), Session.decode(state_of(value)).state
 
     def abandon(self, after_ms: int = 1_000) -> dict[str, object]:
-        return self.do(abandon.Abandoning(abandon.Rules(after_ms, SessionOptions()), Scope()))
+        return self.do(abandon.Abandoning(abandon.AbandonRules(after_ms, SessionOptions()), Scope()))
 
     def forget(self, *, ahead_ms: int = 0, stream_ms: int = HOUR) -> dict[str, object]:
         """Forget what is an hour old, by a clock that is ahead; as much as clocks may differ."""
-        rules = forget.Rules(HOUR, stream_ms, HOUR, SessionOptions())
+        rules = forget.ForgetRules(HOUR, stream_ms, HOUR, SessionOptions())
         clock = lambda: round(time.time() * 1000) + ahead_ms  # noqa: E731
         return self.do(forget.Forgetting(rules, Scope(clock=clock)))
 

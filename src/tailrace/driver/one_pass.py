@@ -22,7 +22,7 @@ from tailrace.driver.intake import Intake
 from tailrace.driver.slice import Limits, Slice, slices
 from tailrace.driver.view import Place, View, Window
 from tailrace.errors import PipelineError, StaleDriver, StoreError
-from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_time
+from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_mark_time
 from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
 from tailrace.views.days.write import Days
 from tailrace.views.folds.rule import Rule
@@ -178,7 +178,7 @@ class Host:
             for i, source in enumerate(sources):
                 self._places[view, source] = _Known(
                     [NOTHING if a[i] is None else int(a[i]) for a in answers[count:]],
-                    [LONG_AGO if a[i] is None else parse_time(a[i]) for a in answers[:count]],
+                    [LONG_AGO if a[i] is None else parse_mark_time(a[i]) for a in answers[:count]],
                 )
 
     def _apply(self, pending: Sequence[_Pending]) -> list[_Pending]:

@@ -24,7 +24,7 @@ from tailrace.log.event import Source
 ROWS = 5_000
 """Records that are taken at once."""
 WAIT_S = 0.1
-PATIENCE_S = 20.0
+SILENCE_S = 20.0
 """How long the broker may send nothing."""
 SHORT_S = 10.0
 """How long a partition may be shorter than it was, as it may be while its leader changes, before it is believed."""
@@ -115,7 +115,7 @@ def _read(
         yield _slice(source, taken) if taken else None, size
         if reached < until and short is not None and now - short >= SHORT_S:
             return
-        if now - heard >= PATIENCE_S:
+        if now - heard >= SILENCE_S:
             raise BrokerUnavailable(f"kafka sends nothing of {source} from offset {reached}")
 
 

@@ -87,7 +87,7 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
 def session_jobs(settings: Settings) -> Jobs:
     """Return the jobs of telemetry sessions."""
     memory = trim.Memory()
-    rules = trim.Rules.of(settings), abandon.Rules.of(settings), forget.Rules.of(settings)
+    rules = trim.TrimRules.of(settings), abandon.AbandonRules.of(settings), forget.ForgetRules.of(settings)
 
     def run(work: Work) -> Facts:
         # Streams of that name may be anybody's in a store where nobody has anything to do with sessions.

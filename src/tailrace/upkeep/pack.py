@@ -18,7 +18,7 @@ from tailrace.log.staging import Staging
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, due_segments, groups
-from tailrace.upkeep.spark import Plan, Spread
+from tailrace.upkeep.spark import PackPlan, Spread
 from tailrace.upkeep.throttle import Throttle
 from tailrace.valkey.shards import Shards
 
@@ -170,7 +170,7 @@ class Packing:
 
     def _pack_there(self, shards: Shards, lease: Lease, spark: Spread) -> None:
         per_hour, bytes_per_second = self._throttle.share(spark.parts)
-        plan = Plan(
+        plan = PackPlan(
             store=shards.options,
             run_ids=dict(shards.run_ids),
             token=lease.token,

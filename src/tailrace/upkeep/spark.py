@@ -45,7 +45,7 @@ def step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PackPlan(msgspec.Struct, frozen=True):
     """What the tasks of one run must know."""
 
     store: StoreOptions
@@ -74,7 +74,7 @@ class _Worker:
 
     current: _Worker | None = None
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PackPlan) -> None:
         self.plan = plan
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self.throttle = Throttle(plan.per_hour, plan.bytes_per_second)
@@ -89,7 +89,7 @@ class _Worker:
         )
 
     @classmethod
-    def of(cls, plan: Plan) -> _Worker:
+    def of(cls, plan: PackPlan) -> _Worker:
         if cls.current is None or cls.current.plan != plan:
             cls.end()
             step_back()
@@ -103,7 +103,7 @@ class _Worker:
             cls.current = None
 
 
-def pack_share(plan: Plan, dues: Sequence[Due]) -> Share:
+def pack_share(plan: PackPlan, dues: Sequence[Due]) -> Share:
     """Pack some segments in a Python worker."""
     outcome = Outcome()
     try:
@@ -153,7 +153,7 @@ class Spread:
             return False
         return True
 
-    def pack(self, plan: Plan, dues: Sequence[Due], stopped: Callable[[], bool]) -> list[Share]:
+    def pack(self, plan: PackPlan, dues: Sequence[Due], stopped: Callable[[], bool]) -> list[Share]:
         """Pack segments on the executors; what was begun is given up when ``stopped`` says so.
 
         Raises:

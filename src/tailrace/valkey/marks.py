@@ -68,13 +68,13 @@ def read_times(shards: Shards, view: str) -> dict[Source, tuple[int, int]]:
         [(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)],
     ):
         for field, value in mapping(answer).items():
-            source, known = Source.parse(field.decode()), parse_time(value)
+            source, known = Source.parse(field.decode()), parse_mark_time(value)
             if source not in found or found[source][1] < known[1]:
                 found[source] = known
     return found
 
 
-def parse_time(value: bytes) -> tuple[int, int]:
+def parse_mark_time(value: bytes) -> tuple[int, int]:
     """Read a running-maximum time and the mark that it was stored with."""
     time_ms, _, mark = value.partition(b" ")
     return int(time_ms), int(mark or -1)

@@ -15,7 +15,7 @@ from tailrace.http.service import Service
 from tailrace.views.folds.routes import FoldWindows, known, windows_text
 from tailrace.views.folds.rules import WINDOWS, changed
 
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_windows = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -40,7 +40,7 @@ async def change_windows(service: Service, name: str, body: bytes) -> Changed:
         await nodes.read(0, "HDEL", keys.wanted(), name)
         return Changed(name=name, windows=windows_text(rule.windows))
     stored = await nodes.read(0, "HGET", keys.wanted(), name)
-    wanted = (_decode(stored) if stored else {}) | given
+    wanted = (_decode_windows(stored) if stored else {}) | given
     try:
         rule = changed(service.settings, name, wanted)
     except ValueError as error:
@@ -53,7 +53,7 @@ def read_windows(body: bytes) -> dict[str, Any] | None:
     """Read what a body asks for; None is those of the settings again."""
     wanted = f'some of {", ".join(WINDOWS)}, or {{"reset": true}}'
     try:
-        given = _decode(body.decode())
+        given = _decode_windows(body.decode())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body cannot be read ({error}): send {wanted}") from None
     if given.get("reset") is True and len(given) == 1:

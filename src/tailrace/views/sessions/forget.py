@@ -24,7 +24,7 @@ from tailrace.views.sessions.session_keeping import SessionKeeping
 from tailrace.views.sessions.store import SessionOptions, SessionStore, state_of
 
 
-class Rules(msgspec.Struct, frozen=True):
+class ForgetRules(msgspec.Struct, frozen=True):
     """After how long sessions and streams are forgotten, and where sessions are."""
 
     session_ms: int
@@ -34,7 +34,7 @@ class Rules(msgspec.Struct, frozen=True):
     options: SessionOptions
 
     @classmethod
-    def of(cls, settings: Settings) -> Rules:
+    def of(cls, settings: Settings) -> ForgetRules:
         """Return the rules of the configuration."""
         given = settings.sessions
         return cls(
@@ -52,7 +52,7 @@ class Forgetting:
     view = "sessions"
     whole = True
 
-    def __init__(self, rules: Rules, scope: Scope) -> None:
+    def __init__(self, rules: ForgetRules, scope: Scope) -> None:
         self._rules, self._scope = rules, scope
         self._sessions = self._streams = 0
 

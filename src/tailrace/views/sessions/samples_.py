@@ -29,7 +29,7 @@ _PLAIN = Channel(0)
 _PLAIN_WIDTH = _PLAIN.width
 
 
-class Series(msgspec.Struct, frozen=True):
+class RawSeries(msgspec.Struct, frozen=True):
     """Samples of one channel, from one message, or from all rows of the same channels in a burst."""
 
     channel: int
@@ -52,7 +52,7 @@ class Decoded(msgspec.Struct):
 
     session_json: list[str] = msgspec.field(default_factory=list)
     ranges: list[tuple[int, int]] = msgspec.field(default_factory=list)
-    series: list[Series] = msgspec.field(default_factory=list)
+    series: list[RawSeries] = msgspec.field(default_factory=list)
     events: list[Occurrence] = msgspec.field(default_factory=list)
     uneven: int = 0
     """Messages whose times and samples were not equally many."""
@@ -92,7 +92,7 @@ def _periodic(decoded: Decoded, given: PeriodicData, channels: Channels) -> None
     if raw is not None:
         distances = _remembered if len(raw) <= SHORT else _distances
         times = given.start_timestamp + distances(given.interval, len(raw))
-        decoded.series.append(Series(given.channel_id, times, raw))
+        decoded.series.append(RawSeries(given.channel_id, times, raw))
 
 
 def _distances(interval: int, count: int) -> npt.NDArray[np.int64]:
@@ -110,7 +110,7 @@ def _timestamped(decoded: Decoded, given: TimestampedData, channels: Channels) -
     if raw is not None:
         deltas = np.fromiter(given.timestamp_deltas, np.int64, count)[: len(raw)]
         times = given.start_timestamp + given.timestamp_deltas_scale * np.cumsum(deltas)
-        decoded.series.append(Series(given.channel_id, times, raw))
+        decoded.series.append(RawSeries(given.channel_id, times, raw))
 
 
 def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
@@ -148,5 +148,5 @@ def _columns(decoded: Decoded, numbers: tuple[int, ...], known: Sequence[Channel
     at = 0
     for number, channel in zip(numbers, known, strict=True):
         column = table[:, at : at + channel.width].tobytes()
-        decoded.series.append(Series(number, times, unpack_values(channel, column)))
+        decoded.series.append(RawSeries(number, times, unpack_values(channel, column)))
         at += channel.width

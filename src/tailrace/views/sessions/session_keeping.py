@@ -17,7 +17,7 @@ WEIGHED = 500, 2 << 20
 """Entries that are weighed in one call, and bytes, about."""
 SHED = 200
 """Entries that are taken out in one call."""
-AT_ONCE = 200
+NAMES_AT_ONCE = 200
 """Sessions that one round trip is about."""
 LOOKED_AT = 1_000
 """Keys of the store that are looked at in one call."""
@@ -97,8 +97,8 @@ class SessionKeeping:
         named = self._shards.run_keyed([(states, ("HKEYS", states)), (claims, ("HKEYS", claims))])
         # What writers note down for themselves has a name that no session can have.
         names = [name for name in dict.fromkeys((*named[0], *named[1])) if not name.startswith(b"\0")]
-        for at in range(0, len(names), AT_ONCE):
-            some = names[at : at + AT_ONCE]
+        for at in range(0, len(names), NAMES_AT_ONCE):
+            some = names[at : at + NAMES_AT_ONCE]
             (values,) = self._shards.run_keyed([(states, ("HMGET", states, *some))])
             (scores,) = self._shards.run_keyed([(index, ("ZMSCORE", index, *some))])
             for name, value, score in zip(some, values, scores, strict=True):

@@ -23,7 +23,7 @@ ROUND = 20_000
 """Entries that are weighed before what is too much of them goes: a stream that nobody trimmed may have any number."""
 
 
-class Rules(msgspec.Struct, frozen=True):
+class TrimRules(msgspec.Struct, frozen=True):
     """What is kept, and where sessions are."""
 
     limits: Limits
@@ -32,7 +32,7 @@ class Rules(msgspec.Struct, frozen=True):
     """How long it is remembered which records the entries of a stream were made from, when they are trimmed."""
 
     @classmethod
-    def of(cls, settings: Settings) -> Rules:
+    def of(cls, settings: Settings) -> TrimRules:
         """Return the rules of the configuration."""
         given = settings.sessions
         kept = milliseconds(given.keep_time)
@@ -68,7 +68,7 @@ class Trimming:
     view = "sessions"
     whole = True
 
-    def __init__(self, rules: Rules, memory: Memory, scope: Scope) -> None:
+    def __init__(self, rules: TrimRules, memory: Memory, scope: Scope) -> None:
         self._rules, self._memory, self._scope = rules, memory, scope
         self._entries = self._bytes = 0
 

@@ -21,21 +21,21 @@ from tailrace.valkey.shards import Shards
 from tailrace.views.sessions.block import pack
 from tailrace.views.sessions.burst import bursts, session_json
 from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session
-from tailrace.views.sessions.session_keeping import AT_ONCE, SessionKeeping
+from tailrace.views.sessions.session_keeping import NAMES_AT_ONCE, SessionKeeping
 from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
 
 AGAIN_MS = 600_000
 """For how long it is made sure that the word has come to the stream: whoever says it may die in between."""
 
 
-class Rules(msgspec.Struct, frozen=True):
+class AbandonRules(msgspec.Struct, frozen=True):
     """How long a session may be silent, and where sessions are."""
 
     after_ms: int
     options: SessionOptions
 
     @classmethod
-    def of(cls, settings: Settings) -> Rules:
+    def of(cls, settings: Settings) -> AbandonRules:
         """Return the rules of the configuration."""
         given = settings.sessions
         return cls(milliseconds(given.abandon_after), SessionOptions.of(settings))
@@ -61,7 +61,7 @@ class Abandoning:
     view = "sessions"
     whole = True
 
-    def __init__(self, rules: Rules, scope: Scope) -> None:
+    def __init__(self, rules: AbandonRules, scope: Scope) -> None:
         self._rules, self._scope = rules, scope
         self._sessions = 0
 
@@ -76,9 +76,9 @@ class Abandoning:
         store = SessionStore(shards, self._rules.options)
         names = SessionKeeping(store).listed()
         clocks: dict[str, int] = {}
-        for at in range(0, len(names), AT_ONCE):
+        for at in range(0, len(names), NAMES_AT_ONCE):
             lease.check()
-            for found in _found(store, names[at : at + AT_ONCE]):
+            for found in _found(store, names[at : at + NAMES_AT_ONCE]):
                 if found.stream not in clocks:
                     clocks[found.stream] = store.server_ms(found.stream)
                 if self._is_silent(found, reached, clocks[found.stream]):

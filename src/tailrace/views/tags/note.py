@@ -89,7 +89,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def note_json(note: Note, tag: str, timeuuid: UUID) -> bytes:
     """Return what a frame says of an event beside what every frame does: members of an object, and a comma."""
     return b'%b%b,"seq":%d,"tag_seq":%d,"timeuuid":"%b",' % (
-        _tags(tag, note.tags),
+        _tag_columns(tag, note.tags),
         _text(note.pid),
         note.seq,
         note.number,
@@ -98,7 +98,7 @@ def note_json(note: Note, tag: str, timeuuid: UUID) -> bytes:
 
 
 @lru_cache(4096)
-def _tags(tag: str, tags: tuple[str, ...]) -> bytes:
+def _tag_columns(tag: str, tags: tuple[str, ...]) -> bytes:
     return b'"tag":%b,"tags":%b,"source":' % (_encode(tag), _encode(tags))
 
 

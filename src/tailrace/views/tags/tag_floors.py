@@ -9,7 +9,7 @@ import msgspec
 
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
-from tailrace.valkey.marks import SCANNED, parse_time
+from tailrace.valkey.marks import SCANNED, parse_mark_time
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
 from tailrace.views.tags.store import VIEW
@@ -45,7 +45,7 @@ class Floors:
         for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
             found[shard] = Levels(
                 {_place(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCANNED},
-                {_place(field): parse_time(value)[0] for field, value in mapping(times).items()},
+                {_place(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
             )
         return found
 

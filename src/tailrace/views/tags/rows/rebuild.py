@@ -25,7 +25,7 @@ from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, Rebuilding, listed, routed
 from tailrace.upkeep.restore import REBUILT
-from tailrace.valkey.marks import parse_time, read_marks
+from tailrace.valkey.marks import parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.rows.row_cleanup import tags_of
 from tailrace.views.tags.rows.row_restore import RECORD, ROW, Item, Orders, RestoredRows, RowRestorer, survey
@@ -190,7 +190,7 @@ def _level(shards: Shards) -> None:
     times: dict[Source, int] = {}
     for answer in shards.run_all([(s, ("HGETALL", shards.keys.times(s, VIEW))) for s in range(shards.options.shards)]):
         for place, stored in mapping(answer).items():
-            source, ms = Source.parse(place.decode()), parse_time(stored)[0]
+            source, ms = Source.parse(place.decode()), parse_mark_time(stored)[0]
             times[source] = max(ms, times.get(source, ms))
     epoch = 0
     for _ in range(ATTEMPTS):

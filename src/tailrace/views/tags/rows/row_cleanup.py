@@ -31,7 +31,7 @@ from tailrace.views.tags.taking_out import CLEANED, Cleanup, TakingOut
 STEPS = ("cleaned", "rows-deleted")
 """The failpoints, in order."""
 AT_ONCE = 2_000
-PAGE = 500
+TAGS_AT_ONCE = 500
 
 
 class _Found(msgspec.Struct):
@@ -124,7 +124,7 @@ class RowCleaning(TakingOut):
 def tags_of(shards: Shards, rows: Rows, source: str) -> Iterator[str]:
     """Yield the tags with rows that a source has come somewhere in."""
     tags = iter(rows.tags())
-    while page := list(islice(tags, PAGE)):
+    while page := list(islice(tags, TAGS_AT_ONCE)):
         places = [shard_of(tag, shards.options.shards) for tag in page]
         commands: list[Command] = [
             (shard, ("HEXISTS", shards.keys.numbers(shard, tag), source))

@@ -23,7 +23,7 @@ from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.upkeep.history import Assignment
 from tailrace.upkeep.lease import WHAT
 from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
-from tailrace.valkey.marks import NOTHING, parse_time
+from tailrace.valkey.marks import NOTHING, parse_mark_time
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.anchor import read_all_numbers
 from tailrace.views.tags.cleaned import Cleanings
@@ -108,7 +108,7 @@ def survey(orders: Orders, shards: Shards, rows: Rows, tag: str) -> Iterator[tup
     shard = shard_of(tag, shards.options.shards)
     given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
-    ceilings = {place.decode(): parse_time(stored)[0] for place, stored in mapping(answer).items()}
+    ceilings = {place.decode(): parse_mark_time(stored)[0] for place, stored in mapping(answer).items()}
     marks, bounds = orders.marks[shard], orders.work.extent.shards[shard]
     live: dict[str, End] = {}
     for row in rows.rows(tag):

@@ -16,7 +16,7 @@ from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.store import Narrow, Row
 from tailrace.views.tags.stamp import first_of, last_of
 
-PAGE: Final = 2_000
+WALK_PAGE: Final = 2_000
 _FAR_MS: Final = 1 << 50
 
 R = TypeVar("R", bound=Narrow)
@@ -29,7 +29,7 @@ class Rows:
         StoreUnavailable: Cassandra does not answer, or nobody has made the tables yet.
     """
 
-    def __init__(self, options: CassandraOptions, page: int = PAGE) -> None:
+    def __init__(self, options: CassandraOptions, page: int = WALK_PAGE) -> None:
         self._reader, self._runner = RowReader(options, page=page), asyncio.Runner()
 
     def __enter__(self) -> Rows:

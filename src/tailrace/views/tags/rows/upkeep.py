@@ -34,7 +34,7 @@ from tailrace.views.tags.rows.store import Narrow, Row
 from tailrace.views.tags.stamp import ms_of
 from tailrace.views.tags.store import VIEW, read_numbers
 
-PAGE = 1000
+AUDIT_PAGE = 1000
 MOST_LATE = 100_000
 """Rows of numbers that were there already which a task looks up; of more, each counts as one too many."""
 
@@ -231,8 +231,8 @@ def _miscounted(
 ) -> Iterator[Finding]:
     """Yield sources whose last row has not the number that the shard says they have come to."""
     wrong = [pid for pid, last in ends.items() if last != given.get(pid, 0)]
-    for at in range(0, len(wrong), PAGE):
-        part = wrong[at : at + PAGE]
+    for at in range(0, len(wrong), AUDIT_PAGE):
+        part = wrong[at : at + AUDIT_PAGE]
         (known,) = read_numbers(shards, [(shard, tag, part)])
         for pid, now in zip(part, known, strict=True):
             last, before = ends[pid], given.get(pid, 0)
