@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from tailrace import config
 from tailrace.config.settings import DEFAULTS, PATHS, Settings
 from tailrace.config.units import format_duration, parse_duration
-from tailrace.config.values import KeepByName
-from tailrace.config.where import Where
+from tailrace.config.values import KeepByName, Where
 from tailrace.errors import ConfigError
 from tests.asking import written_queries
 

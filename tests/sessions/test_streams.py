@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.valkey.entry_id import END, parse_id
+from tailrace.valkey.entry_id import END, EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import hub as streams
-from tailrace.views.sessions.hub import Entry, EntryId, StreamHub, Tap
-from tailrace.views.sessions.streams import LiveSessions
+from tailrace.views.sessions.hub import StreamHub, Tap
+from tailrace.views.sessions.streams import Entry, LiveSessions
 from tests.sessions.foreign import T0, Foreign, connected, event, periodic
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tailrace.cli import repair
-from tailrace.config.where import Where
+from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.upkeep.history import spark_for

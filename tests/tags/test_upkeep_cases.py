@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config.where import Where
+from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import Broker
 from tailrace.log.hub import Hub

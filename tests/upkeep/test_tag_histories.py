@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.config.where import Where
+from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.frame import Control, Frame
 from tailrace.upkeep.examine import examine, look

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.config.tables import Properties
+from tailrace.config.values import Properties
 from tailrace.errors import ConfigError, PrerequisiteMissing
 
 

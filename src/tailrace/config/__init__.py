@@ -17,8 +17,7 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from tailrace.config.settings import PATHS, PREFIX, Settings, Shown, suggest, variable
-from tailrace.config.tables import HIDDEN
-from tailrace.config.values import without_password
+from tailrace.config.values import HIDDEN, without_password
 from tailrace.errors import ConfigError
 from tailrace.views.folds.settings import REFUSED, Fold
 

@@ -1,6 +1,10 @@
 """Durations and sizes as people write them, since a number without its unit is read wrong sooner or later.
 
 What is printed is read back to the same value.
+
+Regular expressions in settings, of names, topics and users: RE2, so that none of them takes long.
+
+A client's installation has no engine, and takes them as they are.
 """
 
 from __future__ import annotations
@@ -8,6 +12,8 @@ from __future__ import annotations
 import re
 from datetime import timedelta
 from decimal import Decimal
+from functools import cache
+from typing import Any
 
 _DURATION_UNITS = {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000, "us": 1}
 _SIZE_UNITS = {
@@ -59,3 +65,44 @@ def format_size(value: int) -> str:
         if value and value % factor == 0:
             return f"{value // factor}{unit}"
     return "0B"
+
+
+@cache
+def compiled(pattern: str) -> Any:
+    """The RE2 expression of a pattern, made once. Its dot matches the end of a line too, which a name may hold.
+
+    Raises:
+        ImportError: in an installation that has no engine, such as a client's.
+    """
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    options.dot_nl = True
+    return re2.compile(pattern, options)
+
+
+def has_engine() -> bool:
+    """Whether patterns and queries can be checked; a client has no engine that would run them, and needs none."""
+    try:
+        import re2  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def checked(text: str) -> str:
+    """Return a pattern, if it is one or nobody here can tell.
+
+    Raises:
+        ValueError: with what would be accepted.
+    """
+    if not has_engine():
+        return text
+    import re2
+
+    try:
+        compiled(text)
+    except re2.error as error:
+        raise ValueError(f"a regular expression in RE2 syntax ({error.args[0].decode(errors='replace')})") from None
+    return text

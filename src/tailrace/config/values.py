@@ -2,22 +2,125 @@
 
 A kind that refuses a value raises ``ValueError`` with what it would accept. Every value is frozen and hashable; those
 that are tables are made from ``tables``.
+
+Tables among the settings: frozen, hashable, and printed with what looks like a secret hidden.
+
+Settings that are queries: checked by the compiler that will run them, and kept as they were written.
+
+Invariant: a query that is accepted reads back the same from TOML, from a variable, and from the store.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from copy import deepcopy
 from datetime import timedelta
 from typing import Annotated, Any, Generic, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    SerializationInfo,
+)
+from pydantic_core import CoreSchema, core_schema
 
-from tailrace.config.patterns import checked
-from tailrace.config.tables import Properties, Table
-from tailrace.config.units import format_duration, format_size, parse_duration, parse_size
+from tailrace.config.units import checked, format_duration, format_size, has_engine, parse_duration, parse_size
+from tailrace.errors import QueryError
+
+HIDDEN = "**********"
+
+_SECRET_KEY = re.compile(r"password|secret|key|token|jaas", re.IGNORECASE)
+
+V = TypeVar("V")
+
+
+class Table(Mapping[str, V]):
+    """A frozen table. It equals another if keys, values and their types are the same, in the same order."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, V] | None = None) -> None:
+        self._items = dict(items or {})
+
+    def __getitem__(self, key: str) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and _typed(self) == _typed(other)
+
+    def __hash__(self) -> int:
+        return hash(_typed(self))
+
+    def __repr__(self) -> str:
+        return repr(self.written())
+
+    def written(self) -> dict[str, Any]:
+        """The table as it may be printed."""
+        return dict(self._items)
+
+    @classmethod
+    @abstractmethod
+    def read(cls, value: object) -> Self:
+        """Check a mapping that someone wrote; each kind of table has its own rule."""
+
+    @classmethod
+    def entries(cls) -> Any:
+        """The type of mapping that is checked entry by entry before ``read`` has it; None for no such check."""
+        return None
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        written = core_schema.plain_serializer_function_ser_schema(_written, info_arg=True)
+        if entries := cls.entries():
+            checked = handler.generate_schema(entries)
+            return core_schema.no_info_after_validator_function(cls.read, checked, serialization=written)
+        return core_schema.no_info_plain_validator_function(cls.read, serialization=written)
+
+
+def _written(table: Table[Any], info: SerializationInfo) -> object:
+    return table.written() if info.mode == "json" else table
+
+
+def _typed(value: object) -> Hashable:
+    """Equal for values of the same types all through: 1 is neither true nor 1.0."""
+    match value:
+        case Mapping():
+            return "{", *((key, _typed(item)) for key, item in value.items())
+        case list():
+            return "[", *map(_typed, value)
+    return type(value), value
+
+
+class Properties(Table[str]):
+    """Settings of another program, passed on as they are; values whose key looks like a secret are never printed."""
+
+    __slots__ = ()
+
+    def written(self) -> dict[str, Any]:
+        return {key: HIDDEN if _SECRET_KEY.search(key) else value for key, value in self.items()}
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        if not isinstance(value, Mapping) or not all(isinstance(v, str | int | float) for v in value.values()):
+            raise ValueError("a table of plain values")
+        return cls({str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()})
+
 
 VIEWS = ("days", "folds", "matches", "tags", "sessions")
 
@@ -272,3 +375,55 @@ ValkeyUrl = Annotated[str, AfterValidator(_valkey_url)]
 Views = Annotated[tuple[Annotated[str, AfterValidator(_view)], ...], BeforeValidator(_names), Field(min_length=1)]
 NameRule = Annotated[str | tuple[str, ...], AfterValidator(_name_rule)]
 """``"key"``, or paths in the value."""
+
+
+class Where(Table[Any]):
+    """A query that events are asked, as ``query`` has it; empty where nothing is asked."""
+
+    __slots__ = ()
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        super().__init__(deepcopy(dict(items or {})))
+
+    def __getitem__(self, key: str) -> Any:
+        return deepcopy(self._items[key])  # what is inside is no one's to change
+
+    def written(self) -> dict[str, Any]:
+        return deepcopy(self._items)
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        if not isinstance(value, Mapping):
+            raise ValueError('a query: a table, such as {"job.state" = "done"}')
+        if why := _unwritable(query := dict(value)):
+            raise ValueError(f"a query: {why}")
+        if has_engine():
+            from tailrace.query import compile_query
+
+            try:
+                compile_query(query)
+            except QueryError as error:
+                raise ValueError(f"a query: {error}") from None
+        return cls(query)
+
+
+def _unwritable(query: dict[str, Any]) -> str:
+    """Why a table could not be read back from TOML and from JSON; empty if it can be."""
+    parts: list[Any] = [query]
+    for part in parts:
+        match part:
+            case dict():
+                parts += [*part, *part.values()]
+            case list():
+                parts += part
+            case None:
+                return 'TOML has no null: ask for {"$type" = "null"}, or for {"$exists" = false}'
+            case float() if not math.isfinite(part):
+                return f"numbers are finite, and {part} is not"
+            case str() if re.search("[\ud800-\udfff]", part):
+                return "text has no lone surrogates"
+            case str() | int() | float():
+                pass
+            case _:
+                return f"made of text, numbers, true, false, lists and tables, and no {type(part).__name__}"
+    return ""

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from tailrace.config import Settings
-from tailrace.config.where import Where
+from tailrace.config.values import Where
 from tailrace.demo.shop import EU, US, Told
 from tailrace.views.tags.settings import TagRules
 

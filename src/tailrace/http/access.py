@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 
 from tailrace.config import Settings
-from tailrace.config.patterns import compiled
+from tailrace.config.units import compiled
 from tailrace.errors import AccessDenied
 from tailrace.views.grep.model import ALL
 

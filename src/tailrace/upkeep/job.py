@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.config.patterns import compiled
+from tailrace.config.units import compiled
 from tailrace.errors import BadRequest
 from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.report import leave

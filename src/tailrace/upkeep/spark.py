@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.config.tables import Properties
+from tailrace.config.values import Properties
 from tailrace.errors import PipelineError, TailraceError
 from tailrace.log.registry import Registry
 from tailrace.log.staging import Staging

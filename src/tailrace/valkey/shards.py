@@ -26,7 +26,7 @@ from tailrace.valkey.keys import FORMAT, Keys
 from tailrace.valkey.slots import Address, Slots
 
 if TYPE_CHECKING:
-    from tailrace.config.server_settings import Valkey
+    from tailrace.config.settings import Valkey
 
 Arg: TypeAlias = bytes | str | int
 Call: TypeAlias = tuple[int, str, Sequence[Arg]]

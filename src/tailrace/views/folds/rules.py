@@ -8,7 +8,7 @@ from datetime import timedelta
 from pydantic import ValidationError
 
 from tailrace.config import Settings, wanted_by
-from tailrace.config.patterns import compiled
+from tailrace.config.units import compiled
 from tailrace.query.value import steps
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Windows

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tailrace.config.tables import Table
 from tailrace.config.units import format_duration
 from tailrace.config.values import (
     Delay,
@@ -21,13 +20,14 @@ from tailrace.config.values import (
     Pattern,
     Section,
     Size,
+    Table,
     Topic,
     TopicOrNone,
+    Where,
     durations,
     sizes,
     value_path,
 )
-from tailrace.config.where import Where
 
 REFUSED = "refused"
 """The type of a problem that values have with each other; its place is exact."""

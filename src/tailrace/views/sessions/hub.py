@@ -23,8 +23,6 @@ from tailrace.errors import StoreUnavailable, TailraceError
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.streams import Entry, LiveSessions, entry_of
 
-__all__ = ["Entry", "EntryId", "StreamHub", "Tap"]
-
 logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000

@@ -18,13 +18,13 @@ import msgspec
 from tailrace.valkey.entry_id import EntryId
 from tailrace.views.sessions.configuration import BadConfiguration, Channels, Configuration
 from tailrace.views.sessions.cursor import Place
-from tailrace.views.sessions.hub import Entry, StreamHub, Tap
+from tailrace.views.sessions.hub import StreamHub, Tap
 from tailrace.views.sessions.model import Binding, bindings_in, both_said
 from tailrace.views.sessions.reader import Lost, SessionReader
 from tailrace.views.sessions.retained import Archive, Retained, Told
 from tailrace.views.sessions.selection import Line, Lines, Selection
 from tailrace.views.sessions.shown import Content, LineSeries, content_of
-from tailrace.views.sessions.streams import LiveSessions, Located
+from tailrace.views.sessions.streams import Entry, LiveSessions, Located
 from tailrace.views.sessions.thinning import Thinner, Thinning, step, thinned
 
 KNOWN = 1_000

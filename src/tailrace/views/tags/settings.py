@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, model_validator
 
-from tailrace.config.tables import Table
 from tailrace.config.values import (
     Count,
     Delay,
@@ -23,11 +22,12 @@ from tailrace.config.values import (
     Pattern,
     Port,
     Section,
+    Table,
     Topic,
     ValuePath,
+    Where,
     durations,
 )
-from tailrace.config.where import Where
 from tailrace.log.name import MAX_TAG_BYTES, is_tag
 
 BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}

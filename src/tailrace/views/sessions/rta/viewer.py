@@ -24,12 +24,13 @@ from contextlib import aclosing, suppress
 import msgspec
 from google.protobuf.message import DecodeError
 
+from tailrace.valkey.entry_id import EntryId
 from tailrace.views.sessions.burst import NOTHING, Subscription, session_json, time_range
-from tailrace.views.sessions.hub import Entry, EntryId, StreamHub, Tap
+from tailrace.views.sessions.hub import StreamHub, Tap
 from tailrace.views.sessions.rta import StreamRequest
 from tailrace.views.sessions.rta.repacked import Form, live_form, message_block, past_form
 from tailrace.views.sessions.settings import Sessions
-from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.streams import Entry, Located
 from tailrace.views.sessions.telemetry import CLOSED
 
 TICK_S = 0.1
