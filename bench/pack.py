@@ -34,7 +34,7 @@ from tailrace.config import load
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Host
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.log.registry import Registry
+from tailrace.log.store import Registry
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 DAY = 86_400_000

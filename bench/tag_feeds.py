@@ -20,10 +20,10 @@ from bench.latency import send
 from bench.meter import percentile
 from tailrace.config import Settings, load
 from tailrace.driver.job import Job
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
-from tailrace.log.frame import Frame
 from tailrace.log.hub import Hub
+from tailrace.log.request import Frame
+from tailrace.log.segment import bucket_start
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.nodes import Nodes

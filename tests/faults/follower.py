@@ -10,9 +10,8 @@ from contextlib import suppress
 
 from tailrace.errors import TailraceError
 from tailrace.log.feed import LogFeeds
-from tailrace.log.frame import Control, Frame
 from tailrace.log.hub import Hub
-from tailrace.log.request import make_request
+from tailrace.log.request import Control, Frame, make_request
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions

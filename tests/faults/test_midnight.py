@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from tailrace.log.bucket import DAY_MS
+from tailrace.log.segment import DAY_MS
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions

@@ -11,9 +11,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tailrace.log.feed import Feed, LogFeeds
-from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
 from tailrace.log.hub import Hub
-from tailrace.log.request import make_request
+from tailrace.log.request import AnyFeed, AnyFrame, Control, Frame, make_request
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions

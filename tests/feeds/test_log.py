@@ -9,8 +9,7 @@ import random
 import pytest
 
 from tailrace.errors import BadRequest, CursorError, CursorGone, StoreError, StreamNotFound
-from tailrace.log.frame import Control, Frame, Moved
-from tailrace.log.request import make_request
+from tailrace.log.request import Control, Frame, Moved, make_request
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, controls, ids, now_ms, rig
 from tests.writing import DAY, NOON, Record, Writer

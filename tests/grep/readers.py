@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tailrace.errors import CursorGone
-from tailrace.log.frame import AnyFrame, Frame
+from tailrace.log.request import AnyFrame, Frame
 from tailrace.views.grep.matches import GrepFeed
 from tailrace.views.grep.model import Search
 from tests.grep.site import Serving, facts

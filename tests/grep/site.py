@@ -27,7 +27,7 @@ from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.kafka.ranges import Passes, Ranges
 from tailrace.log.event import Source
-from tailrace.log.frame import AnyFeed, AnyFrame, Control, Frame
+from tailrace.log.request import AnyFeed, AnyFrame, Control, Frame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.grep.feed import Grep

@@ -9,8 +9,8 @@ import pytest
 
 from tailrace.http.encodings import EVENT_STREAM, LINES, Encoding
 from tailrace.log.event import Source
-from tailrace.log.frame import Batch, Frame
 from tailrace.log.hub import Piece
+from tailrace.log.request import Batch, Frame
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Segment
 from tailrace.views.grep.batches import Batches, Key

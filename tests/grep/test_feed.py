@@ -12,7 +12,7 @@ from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.http.service import now_ms
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
-from tailrace.log.frame import Frame
+from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep.grep_request import LIVE, Place, make_grep_request
 from tailrace.views.grep.model import Life, Search, make_search

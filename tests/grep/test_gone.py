@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorError, CursorGone
-from tailrace.log.frame import Frame
+from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
 from tailrace.views.grep.grep_request import Place

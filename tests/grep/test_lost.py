@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tailrace.errors import CursorGone, StaleDriver
-from tailrace.log.frame import AnyFrame, Moved
+from tailrace.log.request import AnyFrame, Moved
 from tailrace.views.grep import scan as module
 from tailrace.views.grep.model import Lost, Search, make_search
 from tailrace.views.grep.present import GONE, LATER, lost

@@ -11,7 +11,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooFarBack
 from tailrace.http.service import now_ms
 from tailrace.log.event import iso_time
-from tailrace.log.frame import Frame
+from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep.model import make_search
 from tests.grep.site import Following, Site, assert_same, facts, ids

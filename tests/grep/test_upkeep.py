@@ -13,11 +13,10 @@ import pytest
 from tailrace.config import Settings, load
 from tailrace.errors import BadRequest
 from tailrace.log.event import iso_time
-from tailrace.log.frame import AnyFrame, Frame
 from tailrace.log.name import shard_of
-from tailrace.log.registry import Registry
+from tailrace.log.request import AnyFrame, Frame
 from tailrace.log.segment import PACKED, SEALED, Log
-from tailrace.log.store import write_row
+from tailrace.log.store import Registry, write_row
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.audit import Auditing
 from tailrace.upkeep.job import now_ms, run_job

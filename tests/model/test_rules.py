@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.bucket import bucket_start, day_text
-from tailrace.log.event import Source, event_id, headers_json, iso_time, key_json
-from tailrace.log.poison import poison
+from tailrace.log.event import Source, event_id, headers_json, iso_time, key_json, poison
+from tailrace.log.segment import bucket_start, day_text
 
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorGone, SessionNotFound
-from tailrace.log.frame import Control, Frame
+from tailrace.log.request import Control, Frame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import start as session_start
 from tailrace.views.sessions.cursor import Place, SessionCursor

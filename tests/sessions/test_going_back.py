@@ -12,7 +12,7 @@ import pytest
 from tailrace import SessionWriter
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorGone
-from tailrace.log.frame import AnyFrame, Frame
+from tailrace.log.request import AnyFrame, Frame
 from tailrace.valkey.entry_id import EntryId
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as session

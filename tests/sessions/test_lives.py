@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tailrace.errors import CursorGone
-from tailrace.log.frame import AnyFrame, Frame
+from tailrace.log.request import AnyFrame, Frame
 from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import hub as streams

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.log.frame import Frame
+from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.cursor import SessionCursor
 from tests.sessions.kept import Kept, archived, lap

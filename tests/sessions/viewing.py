@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.log.frame import AnyFrame, Control, Frame
+from tailrace.log.request import AnyFrame, Control, Frame
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds

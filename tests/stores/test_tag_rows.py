@@ -16,8 +16,8 @@ import pytest
 
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
+from tailrace.log.segment import bucket_start
 from tailrace.views.tags.rows import schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
 from tailrace.views.tags.rows.partitions import Bucket, overlapping

@@ -11,7 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from tailrace.log.event import Source
-from tailrace.log.frame import AnyFeed, AnyFrame, Frame
+from tailrace.log.request import AnyFeed, AnyFrame, Frame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from tailrace.config import Settings
-from tailrace.log.frame import AnyFeed, AnyFrame, Frame
 from tailrace.log.hub import Hub
+from tailrace.log.request import AnyFeed, AnyFrame, Frame
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from uuid import UUID
 
 from tailrace.errors import StoreUnavailable
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
+from tailrace.log.segment import bucket_start
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions

@@ -12,7 +12,7 @@ import msgspec
 from tailrace.driver.view import Window
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
-from tailrace.log.registry import Registry
+from tailrace.log.store import Registry
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.valkey.shards import Call, Shards, StoreOptions
 from tailrace.views.tags.model import Numbered, Tagging

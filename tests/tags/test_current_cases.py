@@ -16,7 +16,7 @@ import pytest
 from tailrace.errors import RowsMissing
 from tailrace.log import feed as log
 from tailrace.log.event import iso_time
-from tailrace.log.frame import AnyFrame
+from tailrace.log.request import AnyFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.views.tags.rows.cassandra import CassandraOptions

@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
 from tailrace.log.event import Source, iso_time
-from tailrace.log.frame import Frame, Moved
+from tailrace.log.request import Frame, Moved
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags import merge as tag_merge

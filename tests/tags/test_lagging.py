@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 
 from tailrace.log.event import Source
-from tailrace.log.frame import AnyFrame
+from tailrace.log.request import AnyFrame
 from tailrace.views.tags.stamp import ms_of, order
 from tailrace.views.tags.store import lift
 from tailrace.views.tags.write import TagView

@@ -14,8 +14,8 @@ from uuid import UUID
 import pytest
 from pydantic import ValidationError
 
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source, iso_time
+from tailrace.log.segment import bucket_start
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import BEGIN, Part
 from tailrace.views.tags.rows.reader import RowReader

@@ -23,7 +23,7 @@ import pytest
 
 from tailrace.driver.one_pass import Host, Plan
 from tailrace.log.event import Source
-from tailrace.log.frame import AnyFeed, Frame
+from tailrace.log.request import AnyFeed, Frame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect

@@ -12,7 +12,7 @@ import pytest
 
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
-from tailrace.log.frame import Control
+from tailrace.log.request import Control
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.stamp import order

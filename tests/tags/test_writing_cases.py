@@ -24,8 +24,8 @@ from tailrace.driver.slice import Limits
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreError, StoreUnavailable
-from tailrace.log.bucket import DAY_MS, bucket_start
 from tailrace.log.event import Source
+from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Numbered

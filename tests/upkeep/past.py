@@ -20,8 +20,8 @@ from tailrace.config import Settings
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Source
 from tailrace.log.name import name_of_key, shard_of
-from tailrace.log.registry import Registry
 from tailrace.log.segment import Log
+from tailrace.log.store import Registry
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.history import History, Wanted
 from tailrace.upkeep.job import run_job, section_of

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from tailrace.log.registry import Registry
 from tailrace.log.segment import Log
-from tailrace.log.staging import Dropped, Staging
+from tailrace.log.store import Dropped, Registry, Staging
 from tailrace.upkeep.lease import WHAT, Lease
 from tailrace.upkeep.packer import Outcome, Packer, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions, prepare

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tailrace.log.frame import Control, Frame
+from tailrace.log.request import Control, Frame
 from tailrace.upkeep.packer import STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, rig

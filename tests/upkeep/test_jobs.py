@@ -24,8 +24,8 @@ from tailrace.errors import (
     StoreError,
     StoreUnavailable,
 )
-from tailrace.log.registry import Registry
 from tailrace.log.segment import PACKED
+from tailrace.log.store import Registry
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Job, Loop

@@ -11,8 +11,8 @@ import pytest
 
 from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
 from tailrace.log.event import iso_time
-from tailrace.log.frame import Control, Frame
 from tailrace.log.name import name_of_key
+from tailrace.log.request import Control, Frame
 from tailrace.log.segment import PACKED
 from tailrace.upkeep.lease import Lease
 from tailrace.valkey.shards import StoreOptions

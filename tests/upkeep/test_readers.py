@@ -9,11 +9,11 @@ import pytest
 
 from tailrace.errors import CursorGone
 from tailrace.log.event import iso_time
-from tailrace.log.frame import AnyFrame, Control, Frame
 from tailrace.log.pack import pack
+from tailrace.log.request import AnyFrame, Control, Frame
 from tailrace.log.run import Entry
 from tailrace.log.segment import PACKED, Segment
-from tailrace.log.staging import Piece, Rebuilt
+from tailrace.log.store import Piece, Rebuilt
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, Rig, ids, rig
 from tests.upkeep.rig import Keeper

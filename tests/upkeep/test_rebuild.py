@@ -21,7 +21,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, StreamNotFound
 from tailrace.log.cursor import Position
 from tailrace.log.event import Source
-from tailrace.log.frame import AnyFrame, Control, Frame
+from tailrace.log.request import AnyFrame, Control, Frame
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.rebuild_ import Buckets, Event, merged, replaced

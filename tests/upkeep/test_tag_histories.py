@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.log.frame import Control, Frame
+from tailrace.log.request import Control, Frame
 from tailrace.upkeep.examine import examine, look
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.settings import TagRules

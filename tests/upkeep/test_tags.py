@@ -14,7 +14,7 @@ from tailrace.cli import repair
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
-from tailrace.log.frame import AnyFrame, Control, Frame
+from tailrace.log.request import AnyFrame, Control, Frame
 from tailrace.log.run import decode, encode
 from tailrace.upkeep import failpoint, pack, sweep
 from tailrace.upkeep.examine import examine, look

@@ -10,8 +10,8 @@ import msgspec
 
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import View, Window
-from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import event_id, home_of, iso_time, key_json
+from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg
 
 MAX_QUOTED = 64 << 10

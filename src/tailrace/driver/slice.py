@@ -10,8 +10,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.log.event import Headers, Source, headers_json, key_json
-from tailrace.log.poison import poison, too_deep
+from tailrace.log.event import Headers, Source, headers_json, key_json, poison, too_deep
 from tailrace.query import Record
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode

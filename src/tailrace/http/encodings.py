@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from tailrace.log.frame import AnyFrame, Batch, Control, Frame
+from tailrace.log.request import AnyFrame, Batch, Control, Frame
 
 
 class Encoding(Protocol):

@@ -19,7 +19,7 @@ from tailrace.errors import BadRequest, EventRefused, TooLarge
 from tailrace.http.service import Service
 from tailrace.kafka.produce import TURN_EVENTS, NewEvent
 from tailrace.log.cursor import parse_time
-from tailrace.log.poison import poison
+from tailrace.log.event import poison
 
 MAX_COMPLAINTS = 5
 _HELD_STEP = 1 << 20

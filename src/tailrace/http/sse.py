@@ -21,7 +21,7 @@ from tailrace.errors import TailraceError
 from tailrace.http.encodings import Encoding
 from tailrace.http.problems import problem_json
 from tailrace.http.service import Service
-from tailrace.log.frame import AnyFeed
+from tailrace.log.request import AnyFeed
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from tailrace.config import Settings
 from tailrace.errors import PipelineError
-from tailrace.log.bucket import DAY_MS, day_text
-from tailrace.log.registry import Registry
+from tailrace.log.segment import DAY_MS, day_text
+from tailrace.log.store import Registry
 from tailrace.upkeep.audit_ import Finding, Tally, fingerprint, horizon, noted
 from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
 from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for

@@ -15,10 +15,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from tailrace.log.bucket import day_text
 from tailrace.log.event import Headers, Source
 from tailrace.log.run import Entry, Run
-from tailrace.log.segment import Log, Segment
+from tailrace.log.segment import Log, Segment, day_text
 from tailrace.views.tags.cleaned import Cleanings
 from tailrace.views.tags.note import Notes
 

@@ -14,7 +14,7 @@ from tailrace.log.event import Source
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Segment
-from tailrace.log.staging import Piece, Rebuilt
+from tailrace.log.store import Piece, Rebuilt
 from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.upkeep.rebuild_ import Buckets, Event
 from tailrace.views.tags.note import Notes

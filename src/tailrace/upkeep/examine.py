@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.log.bucket import DAY_MS
 from tailrace.log.name import shard_of
-from tailrace.log.segment import Log, Segment
+from tailrace.log.segment import DAY_MS, Log, Segment
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.upkeep.audit_ import MOST_ODD, Bounds, Checker, Finding, Held, Tally, prints, shape
 from tailrace.valkey.shards import Command, Shards, mapping, translated

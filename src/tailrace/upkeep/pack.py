@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.log.bucket import DAY_MS
-from tailrace.log.registry import PAGE, Registry
-from tailrace.log.staging import Staging
+from tailrace.log.segment import DAY_MS
+from tailrace.log.store import PAGE, Registry, Staging
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, due_segments, groups

@@ -17,10 +17,9 @@ import msgspec
 
 from tailrace.errors import StoreError
 from tailrace.log.pack import digest, pack, pieces
-from tailrace.log.registry import Registry
 from tailrace.log.run import Entry, encode
 from tailrace.log.segment import PACKED, SEALED, Log, Segment
-from tailrace.log.staging import Packed, Piece, Staging
+from tailrace.log.store import Packed, Piece, Registry, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.throttle import Throttle
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, PipelineError, StoreError, StreamNotFound
 from tailrace.log.event import Source
-from tailrace.log.staging import Staging
+from tailrace.log.store import Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.draft import DIFFERS

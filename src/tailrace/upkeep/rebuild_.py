@@ -12,10 +12,9 @@ from itertools import pairwise
 
 import msgspec
 
-from tailrace.log.bucket import DAY_MS
 from tailrace.log.cursor import Position
 from tailrace.log.event import Headers, Source
-from tailrace.log.segment import Segment
+from tailrace.log.segment import DAY_MS, Segment
 from tailrace.upkeep.audit_ import Bounds
 from tailrace.views.tags.note import Note
 

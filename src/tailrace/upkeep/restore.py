@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
 from tailrace.log.pack import digest
 from tailrace.log.run import Entry
-from tailrace.log.segment import Segment
-from tailrace.log.staging import Piece, Rebuilt, Staging
+from tailrace.log.segment import Segment, bucket_start
+from tailrace.log.store import Piece, Rebuilt, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit_ import Checker, horizon, prints
 from tailrace.upkeep.draft import Draft

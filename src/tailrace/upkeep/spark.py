@@ -25,8 +25,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.config.values import Properties
 from tailrace.errors import PipelineError, TailraceError
-from tailrace.log.registry import Registry
-from tailrace.log.staging import Staging
+from tailrace.log.store import Registry, Staging
 from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
 from tailrace.upkeep.throttle import Throttle
 from tailrace.valkey.shards import Shards, StoreOptions

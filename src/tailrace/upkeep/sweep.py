@@ -14,9 +14,8 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import StoreError
-from tailrace.log.registry import Registry
 from tailrace.log.segment import Log, Segment
-from tailrace.log.staging import EXPIRE_AT_ONCE, Dropped, Staging
+from tailrace.log.store import EXPIRE_AT_ONCE, Dropped, Registry, Staging
 from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
 from tailrace.upkeep.lease import Lease
 from tailrace.valkey.shards import Shards

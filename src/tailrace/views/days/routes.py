@@ -12,10 +12,9 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel, Field
 
 from tailrace.errors import StreamNotFound
-from tailrace.log.bucket import DAY_MS, day_text
 from tailrace.log.cursor import Position
 from tailrace.log.event import iso_time
-from tailrace.log.segment import PACKED, SEALED, Log, Segment
+from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment, day_text
 from tailrace.log.store import Logs
 
 FIRST_LOGS = 10

@@ -13,10 +13,10 @@ import msgspec
 
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import View, Window
-from tailrace.log.bucket import DAY_MS, bucket_start
 from tailrace.log.event import home_of
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode
+from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.query.sieve import Sieve
 from tailrace.valkey.shards import Arg
 

@@ -24,9 +24,8 @@ import msgspec
 from pydantic import ValidationError
 
 from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
-from tailrace.log.bucket import DAY_MS
-from tailrace.log.event import Source
-from tailrace.log.poison import poison
+from tailrace.log.event import Source, poison
+from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
 from tailrace.views.folds.emit import Emitter
 from tailrace.views.folds.model import Clump, Input

@@ -17,8 +17,8 @@ import msgspec
 
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
-from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import event_id, home_of
+from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.folds.looking import Inputs, Key, Looked, Looker
 from tailrace.views.folds.model import NEVER, Clump, Finished, Time

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from tailrace.log.frame import Batch
 from tailrace.log.hub import Piece
+from tailrace.log.request import Batch
 from tailrace.views.grep.spans import Span
 
 Key: TypeAlias = tuple[str, int, int, int, str]

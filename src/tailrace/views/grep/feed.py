@@ -11,7 +11,7 @@ from tailrace.errors import CursorError, TooFarBack
 from tailrace.kafka.broker import Topic
 from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.log.event import iso_time
-from tailrace.log.reader import end_of
+from tailrace.log.feed import end_of
 from tailrace.log.segment import Gap
 from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
 from tailrace.views.grep.lease import Lease

@@ -16,8 +16,8 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, TailraceError
 from tailrace.log.cursor import Position
-from tailrace.log.frame import AnyFrame, Control, Moved
-from tailrace.log.reader import Reader
+from tailrace.log.feed import Reader
+from tailrace.log.request import AnyFrame, Control, Moved
 from tailrace.log.segment import Gap
 from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place
 from tailrace.views.grep.lease import Lease

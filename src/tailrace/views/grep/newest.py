@@ -13,7 +13,7 @@ from heapq import heappush, heapreplace
 import msgspec
 
 from tailrace.kafka.broker import Topic
-from tailrace.log.frame import AnyFrame, Control, Moved
+from tailrace.log.request import AnyFrame, Control, Moved
 from tailrace.log.store import Logs
 from tailrace.views.grep.grep_request import LIVE
 from tailrace.views.grep.lease import Lease

@@ -11,8 +11,8 @@ from typing import Any
 from tailrace.errors import SearchEnded
 from tailrace.kafka.broker import Topic
 from tailrace.log.cursor import Position
+from tailrace.log.feed import before_time
 from tailrace.log.hub import Hub
-from tailrace.log.reader import before_time
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
 from tailrace.views.grep.batches import Batches

@@ -23,10 +23,9 @@ from tailrace.driver.tune import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.kafka.ranges import Ranges, shared_out
-from tailrace.log.bucket import DAY_MS
-from tailrace.log.event import Source, home_of
+from tailrace.log.event import Source, home_of, poison
 from tailrace.log.name import shard_of
-from tailrace.log.poison import poison
+from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Shards
 from tailrace.views.grep.leases import Watchdog

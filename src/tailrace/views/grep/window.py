@@ -17,8 +17,8 @@ import msgspec
 from tailrace.errors import CursorGone
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import Source
-from tailrace.log.frame import AnyFrame, Batch, Control, Frame, Moved
 from tailrace.log.hub import Piece
+from tailrace.log.request import AnyFrame, Batch, Control, Frame, Moved
 from tailrace.log.segment import Gap
 from tailrace.views.grep.batches import Key
 from tailrace.views.grep.grep_request import LIVE, GrepRequest, Place

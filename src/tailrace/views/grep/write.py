@@ -14,10 +14,10 @@ from typing import Any
 
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
-from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
+from tailrace.log.segment import DAY_MS
 from tailrace.query import Query, Record
 from tailrace.query.document import reader_of
 from tailrace.query.filters import FilterSet

@@ -15,7 +15,7 @@ import msgspec
 
 from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import FromStart
-from tailrace.log.frame import AnyFrame, Control, Frame, Moved
+from tailrace.log.request import AnyFrame, Control, Frame, Moved
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.cursor import FromPlace, Held, Place, SessionCursor, SessionStart
 from tailrace.views.sessions.joined import Joined, Span, together

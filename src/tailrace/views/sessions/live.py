@@ -21,7 +21,7 @@ from tailrace.http.problems import problem_of
 from tailrace.http.request import decoded
 from tailrace.http.service import Service
 from tailrace.http.socket import admit, converse
-from tailrace.log.frame import AnyFrame, Control, Frame
+from tailrace.log.request import AnyFrame, Control, Frame
 from tailrace.views.sessions.feed import SessionFeed
 from tailrace.views.sessions.routes import Identity, SessionQuery
 from tailrace.views.sessions.rta.viewer import Closing

@@ -15,8 +15,7 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable
 from tailrace.kafka.records import Records, Stored
-from tailrace.log.event import Source
-from tailrace.log.poison import poison
+from tailrace.log.event import Source, poison
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.catalogue import Catalogue
 from tailrace.views.sessions.cursor import Place

@@ -19,8 +19,8 @@ import msgspec
 from tailrace.driver.intake import dead_letter
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
-from tailrace.log.bucket import DAY_MS
 from tailrace.log.event import Source, home_of
+from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import TopicFilter

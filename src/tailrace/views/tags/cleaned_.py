@@ -11,7 +11,7 @@ from itertools import islice
 import msgspec
 
 from tailrace.log.name import shard_of
-from tailrace.log.registry import Registry
+from tailrace.log.store import Registry
 from tailrace.valkey.shards import Command, Shards, mapping
 from tailrace.views.tags.cleaned import Cleaned
 from tailrace.views.tags.store import VIEW

@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.log.frame import AnyFeed
 from tailrace.log.hub import Hub
+from tailrace.log.request import AnyFeed
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.tags.tag_request import TagRequest

@@ -20,10 +20,9 @@ from typing import Any
 
 from tailrace.log.cursor import Cursor, FromCursor, Position, Ranges
 from tailrace.log.event import Source
-from tailrace.log.feed import BATCH_BYTES, Line
-from tailrace.log.frame import AnyFrame, Frame, Moved
+from tailrace.log.feed import BATCH_BYTES, Line, Reader
 from tailrace.log.hub import Piece
-from tailrace.log.reader import Reader
+from tailrace.log.request import AnyFrame, Frame, Moved
 from tailrace.log.segment import Gap, Key
 from tailrace.valkey.marks import NOTHING
 from tailrace.views.tags.tag_feed import TagFeed

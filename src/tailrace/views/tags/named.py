@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import TailraceError
-from tailrace.log.frame import AnyFeed, AnyFrame, Frame
+from tailrace.log.request import AnyFeed, AnyFrame, Frame
 from tailrace.views.tags.readers import Kept, Reader, Readers
 from tailrace.views.tags.stamp import ms_of
 

@@ -16,8 +16,8 @@ from tailrace.http.service import Service, now_ms
 from tailrace.http.sse import FeedResponse
 from tailrace.log.cursor import MAX_NAMES, FromCursor
 from tailrace.log.event import iso_time
-from tailrace.log.frame import AnyFeed
 from tailrace.log.name import shard_of
+from tailrace.log.request import AnyFeed
 from tailrace.valkey.shards import mapping
 from tailrace.views.grep.routes import limits_of
 from tailrace.views.tags.model import Numbered

@@ -19,7 +19,7 @@ from tailrace.log.event import Source
 from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import Entry
 from tailrace.log.segment import Segment
-from tailrace.log.staging import Piece, Rebuilt, Staging
+from tailrace.log.store import Piece, Rebuilt, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import look, read_held
 from tailrace.upkeep.job import milliseconds, now_ms, require_copy

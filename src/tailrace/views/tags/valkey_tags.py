@@ -12,8 +12,7 @@ import msgspec
 
 from tailrace.errors import StreamNotFound
 from tailrace.log.cursor import Cursor, FromLast, Position
-from tailrace.log.feed import LogFeeds, latest
-from tailrace.log.reader import end_of, last_events
+from tailrace.log.feed import LogFeeds, end_of, last_events, latest
 from tailrace.log.run import Entry
 from tailrace.log.segment import Segment, key_of
 from tailrace.views.tags.feed import Held

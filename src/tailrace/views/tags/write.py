@@ -17,10 +17,10 @@ import msgspec
 
 from tailrace.driver.slice import Slice
 from tailrace.driver.view import Place, View, Window
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source, event_id, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
+from tailrace.log.segment import bucket_start
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, stamp_ms

@@ -19,8 +19,8 @@ import msgspec
 from tailrace.errors import RowsMissing, Unavailable
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.log.feed import BATCH_BYTES
-from tailrace.log.frame import AnyFrame, Control, Frame, Moved
 from tailrace.log.hub import Hub
+from tailrace.log.request import AnyFrame, Control, Frame, Moved
 from tailrace.log.run import tagged_frame
 from tailrace.views.tags.note import Note
 from tailrace.views.tags.rows.cursor import written

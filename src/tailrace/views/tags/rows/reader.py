@@ -16,8 +16,8 @@ from uuid import UUID
 
 from cassandra.cluster import ResultSet
 
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
+from tailrace.log.segment import bucket_start
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, translated
 from tailrace.views.tags.rows.partitions import Bucket, Page, Partition, R, in_order
 from tailrace.views.tags.rows.store import Narrow, Row

@@ -21,8 +21,8 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Source
+from tailrace.log.segment import bucket_start
 from tailrace.views.tags.rows.cursor import Part, hashed
 from tailrace.views.tags.rows.tag_gaps import Hold, R, TagRow
 from tailrace.views.tags.rows.tag_places import Places

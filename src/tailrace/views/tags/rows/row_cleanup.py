@@ -15,7 +15,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
-from tailrace.log.staging import Staging
+from tailrace.log.store import Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.lease import Lease
 from tailrace.valkey.marks import NOTHING, read_marks

@@ -15,9 +15,9 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import StaleUpkeep
-from tailrace.log.bucket import bucket_start
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
+from tailrace.log.segment import bucket_start
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit_ import fingerprint, noted
 from tailrace.upkeep.history import Assignment

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from tailrace.log.bucket import bucket_start
+from tailrace.log.segment import bucket_start
 from tailrace.views.tags.rows.tag_gaps import Waits
 
 LEAST_LAG_MS, MOST_LAG_MS = 50, 5_000

@@ -16,10 +16,10 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import BadRequest, CursorError, StreamNotFound
-from tailrace.log.bucket import bucket_start
 from tailrace.log.cursor import FromCursor, FromEnd, FromLast, FromTime
 from tailrace.log.event import Source
 from tailrace.log.hub import Hub
+from tailrace.log.segment import bucket_start
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.tags.feed import Held
 from tailrace.views.tags.rows.cassandra import CassandraOptions

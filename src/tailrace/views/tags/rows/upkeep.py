@@ -16,9 +16,9 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.log.bucket import DAY_MS, day_text
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
+from tailrace.log.segment import DAY_MS, day_text
 from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
 from tailrace.upkeep.audit_ import MOST_ODD, Finding, Tally, fingerprint, noted
 from tailrace.upkeep.history import Assignment, Wanted
