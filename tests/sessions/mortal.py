@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tailrace.valkey.functions import function
-from tailrace.valkey.shards import Call, Keyed, Shards
+from tailrace.valkey.shards import Call, Keyed, Shards, function
 from tests.writing import Writer
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from tailrace.errors import StoreChanged, StoreError, StoreUnavailable
 from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping, prepare
-from tailrace.valkey.slots import Slots
+from tailrace.valkey.shards import Arg, Shards, Slots, StoreOptions, load_functions, mapping, prepare
 from tailrace.views.sessions.store import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
 
 _fresh = count()

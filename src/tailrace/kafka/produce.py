@@ -25,7 +25,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 from tailrace.config import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
 from tailrace.log.event import Headers, Source, event_id
-from tailrace.valkey.generations import read_adopted
+from tailrace.valkey.marks import read_adopted
 from tailrace.valkey.nodes import Nodes
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,7 @@ from tailrace.log.event import Source
 from tailrace.upkeep.audit_ import Bounds
 from tailrace.upkeep.job import matcher
 from tailrace.upkeep.spark import begin_session, end_session
-from tailrace.valkey.generations import Adopted, read_all_adopted
-from tailrace.valkey.marks import NOTHING, read_marks
+from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
 from tailrace.valkey.shards import Shards
 from tailrace.views.days.write import Days
 from tailrace.views.tags.cleaned import Cleanings

@@ -12,10 +12,20 @@ from valkey.asyncio.connection import BlockingConnectionPool, Connection, SSLCon
 from valkey.exceptions import ValkeyError
 
 from tailrace.errors import StoreError, StoreUnavailable
-from tailrace.valkey.functions import function
 from tailrace.valkey.keys import Keys
-from tailrace.valkey.shards import Arg, Keyed, KeyedCall, StoreOptions, by_node, is_cluster, keyed_calls, translated
-from tailrace.valkey.slots import Address, Slots
+from tailrace.valkey.shards import (
+    Address,
+    Arg,
+    Keyed,
+    KeyedCall,
+    Slots,
+    StoreOptions,
+    by_node,
+    function,
+    is_cluster,
+    keyed_calls,
+    translated,
+)
 
 
 class Nodes:

@@ -5,6 +5,13 @@ plain protocol to it, single server or cluster alike. Invariant: a guarded conne
 process whose run_id was noted first. A restarted server may have lost its last writes, and writing on top of the hole
 would hide it for ever.
 Driver exceptions do not leave this file: they become StoreUnavailable or StoreError.
+
+Which node a key is on: a single server has them all; the primaries of a cluster have ranges of slots.
+
+The Lua functions that change a shard, and the version under which they are loaded.
+
+The version is a digest of their text and part of every function's name, so a new release never changes what a running
+driver of the old one calls.
 """
 
 from __future__ import annotations
@@ -12,21 +19,97 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import valkey
 import valkey.asyncio
 from valkey.connection import Connection, ConnectionPool, SSLConnection, parse_url
+from valkey.crc import key_slot
 from valkey.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, ResponseError, ValkeyError
 
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreMismatch, StoreUnavailable
-from tailrace.valkey.functions import CODE, LIBRARY, function
 from tailrace.valkey.keys import FORMAT, Keys
-from tailrace.valkey.slots import Address, Slots
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Valkey
+
+
+Address: TypeAlias = tuple[str, int]
+
+SLOTS = 16384
+
+
+class Slots:
+    """The nodes that the keys are on, as one node said it; None is the server that the URL names.
+
+    Args:
+        ranges: The answer to CLUSTER SLOTS; None for a single server.
+        host: The host of a node that the cluster has no name for.
+    """
+
+    def __init__(self, ranges: Any, host: str) -> None:
+        self._ranges: list[tuple[int, int, Address]] | None = None
+        self.primaries: list[Address | None] = [None]
+        """Every node that has keys."""
+        self.is_complete = True
+        """Whether every slot is served; if not, it is worth asking again."""
+        if ranges is not None:
+            self._ranges = [(low, high, _address(primary, host)) for low, high, primary, *_ in ranges]
+            self.primaries = list(dict.fromkeys(address for _, _, address in self._ranges))
+            self.is_complete = sum(high - low + 1 for low, high, _ in self._ranges) == SLOTS
+
+    def nodes_of(self, keys: Iterable[str]) -> list[Address | None]:
+        """Return the node of each key.
+
+        Raises:
+            StoreUnavailable: No node serves the slot of one of them.
+        """
+        return [self._node_of(key) for key in keys]
+
+    def _node_of(self, key: str) -> Address | None:
+        if self._ranges is None:
+            return None
+        slot = key_slot(key.encode())
+        for low, high, address in self._ranges:
+            if low <= slot <= high:
+                return address
+        raise StoreUnavailable(f"no node of the valkey cluster serves slot {slot}: is the cluster complete?")
+
+
+def _address(primary: Any, host: str) -> Address:
+    name = primary[0].decode() if isinstance(primary[0], bytes) else primary[0]
+    return name or host, int(primary[1])
+
+
+def _read_parts() -> Iterator[str]:
+    """Yield the parts of the library in the order in which they use each other: ``apply`` calls what views define."""
+    package = files("tailrace")
+    core = package / "valkey" / "functions"
+    yield (core / "tailrace.lua").read_text()
+    for view in sorted((package / "views").iterdir(), key=lambda each: each.name):
+        if view.is_dir():
+            for part in sorted(view.iterdir(), key=lambda each: each.name):
+                if part.name.endswith(".lua"):
+                    yield part.read_text()
+    yield (core / "apply.lua").read_text()
+    yield (core / "upkeep.lua").read_text()
+
+
+# One library, so one text.
+_SOURCE = "\n".join(_read_parts())
+
+VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]
+LIBRARY = f"tailrace_{VERSION}"
+CODE = f"#!lua name={LIBRARY}\n" + _SOURCE.replace("VERSION", VERSION)
+
+
+def function(name: str) -> str:
+    """Return the loaded name of one of our functions."""
+    return f"tailrace_{name}_{VERSION}"
+
 
 Arg: TypeAlias = bytes | str | int
 Call: TypeAlias = tuple[int, str, Sequence[Arg]]

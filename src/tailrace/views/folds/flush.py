@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field
 
 from tailrace.errors import BadRequest, GroupNotFound, Overloaded, StoreUnavailable
 from tailrace.http.service import Service
-from tailrace.valkey.functions import function
-from tailrace.valkey.shards import mapping
+from tailrace.valkey.shards import function, mapping
 from tailrace.views.folds.routes import in_force
 from tailrace.views.folds.rule import Rule, group_of
 from tailrace.views.folds.store import Change, Held, flushed, portions, read_held, settle_arguments

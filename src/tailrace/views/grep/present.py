@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from tailrace.kafka.broker import Broker, Topic
 from tailrace.log.event import Source
-from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
+from tailrace.valkey.marks import UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.shards import Shards
 from tailrace.views.grep.model import Lost
 

@@ -10,7 +10,7 @@ from tailrace.config import Settings
 from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.kafka.broker import Broker, Topic, topic_pattern
 from tailrace.log.event import Source
-from tailrace.valkey.generations import UNKNOWN, Adopted, read_all_adopted
+from tailrace.valkey.marks import UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.grep.model import Search
 
