@@ -25,7 +25,7 @@ from tailrace.driver.slice import Slice, slices
 from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
-from tailrace.kafka.ranges import Passes, Ranges
+from tailrace.kafka.consume import Passes, Ranges
 from tailrace.log.event import Source
 from tailrace.log.request import AnyFeed, AnyFrame, Control, Frame
 from tailrace.valkey.marks import advance

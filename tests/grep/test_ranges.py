@@ -5,7 +5,7 @@ from __future__ import annotations
 from confluent_kafka import Producer
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.kafka.ranges import Ranges, shared_out
+from tailrace.kafka.consume import Ranges, shared_out
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.rig import random_records
 from tests.grep.site import Site

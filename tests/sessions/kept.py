@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tailrace.config import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import client_properties
-from tailrace.kafka.records import Records
+from tailrace.kafka.consume import Records
 from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping

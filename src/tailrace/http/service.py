@@ -15,8 +15,8 @@ from typing import Protocol
 from tailrace.config import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TagsOff, TailraceError
 from tailrace.kafka.broker import client_properties
+from tailrace.kafka.consume import Records
 from tailrace.kafka.produce import Topics
-from tailrace.kafka.records import Records
 from tailrace.log.event import home_of
 from tailrace.log.feed import LogFeeds
 from tailrace.log.hub import Hub

@@ -22,7 +22,7 @@ from tailrace.driver.slice import Slice
 from tailrace.driver.tune import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, client_properties
-from tailrace.kafka.ranges import Ranges, shared_out
+from tailrace.kafka.consume import Ranges, shared_out
 from tailrace.log.event import Source, home_of, poison
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS

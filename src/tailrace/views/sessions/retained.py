@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.kafka.records import Records, Stored
+from tailrace.kafka.consume import Records, Stored
 from tailrace.log.event import Source, poison
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.catalogue import Catalogue
