@@ -16,9 +16,8 @@
     schema      the language as a JSON Schema
 """
 
-from tailrace.query.explain import Explanation
-from tailrace.query.limits import Limits
-from tailrace.query.query import Query, compile_query
-from tailrace.query.record import Record
+from tailrace.query.parse import Limits
+from tailrace.query.path import Record
+from tailrace.query.query import Explanation, Query, compile_query
 
 __all__ = ["Explanation", "Limits", "Query", "Record", "compile_query"]

@@ -3,22 +3,106 @@
 A query is put under one of its needs, chosen for what few documents meet. Where many queries meet under one value, an
 index of its own sorts them by what else they need. A document is walked once for each path of an index that it comes
 to, and only where it has the path's first field.
+
+Queries by the bounds within which they need a value.
+
+Queries by a text that a string must contain: what a regular expression can be looked up by.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tailrace.query.needs import Need, Needs, Present, Price, Range, Text, Value
+from tailrace.query.filters import SHORTEST, Need, Needs, Present, Price, Range, Text, Value
 from tailrace.query.order import MISSING, frozen
 from tailrace.query.path import Path
-from tailrace.query.ranges import Ranges
-from tailrace.query.texts import Texts
 
 T = TypeVar("T")
+
+
+class Ranges(Generic[T]):
+    """Bounds of one kind, sorted: those with a low one by it, the others by the high one."""
+
+    def __init__(self) -> None:
+        self._lows: list[tuple[Any, int, Any, T]] = []
+        self._highs: list[tuple[Any, int, T]] = []
+
+    def __len__(self) -> int:
+        return len(self._lows) + len(self._highs)
+
+    def put(self, low: Any, high: Any, number: int, item: T) -> None:
+        if low is not None:
+            self._lows.insert(bisect_left(self._lows, (low, number)), (low, number, high, item))
+        else:
+            self._highs.insert(bisect_left(self._highs, (high, number)), (high, number, item))
+
+    def drop(self, low: Any, high: Any, number: int) -> None:
+        if low is not None:
+            del self._lows[bisect_left(self._lows, (low, number))]
+        else:
+            del self._highs[bisect_left(self._highs, (high, number))]
+
+    def find(self, least: Any, most: Any, found: dict[int, T]) -> None:
+        """Add those whose bounds values from the least to the most may meet: one the low bound, another the high."""
+        if self._lows:
+            rows = self._lows[: bisect_right(self._lows, most, key=_first)]
+            found.update({number: item for _, number, high, item in rows if high is None or least <= high})
+        if self._highs:
+            above = self._highs[bisect_left(self._highs, least, key=_first) :]
+            found.update({number: item for _, number, item in above})
+
+
+def _first(row: tuple[Any, ...]) -> Any:
+    return row[0]
+
+
+FEW = 8
+"""Texts that are looked for one by one."""
+
+
+class Texts(Generic[T]):
+    """Texts to be looked for in strings: in proportion to the string, however many there are."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, dict[int, T]] = {}
+        self._lengths: dict[str, Counter[int]] = {}
+        """How many texts of each length begin with some letters."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, text: str, number: int, item: T) -> None:
+        if text not in self._items:
+            self._items[text] = {}
+            self._lengths.setdefault(text[:SHORTEST], Counter())[len(text)] += 1
+        self._items[text][number] = item
+
+    def drop(self, text: str, number: int) -> None:
+        del self._items[text][number]
+        if not self._items[text]:
+            del self._items[text]
+            lengths = self._lengths[text[:SHORTEST]]
+            lengths[len(text)] -= 1
+            if not lengths[len(text)]:
+                del lengths[len(text)]
+            if not lengths:
+                del self._lengths[text[:SHORTEST]]
+
+    def find(self, value: str, found: dict[int, T]) -> None:
+        if len(self._items) <= FEW:
+            for text, items in self._items.items():
+                if text in value:
+                    found.update(items)
+            return
+        for at in range(len(value) - SHORTEST + 1):
+            for length in self._lengths.get(value[at : at + SHORTEST], ()):
+                if (items := self._items.get(value[at : at + length])) is not None:  # type: ignore[assignment]
+                    found.update(items)
+
 
 Plan: TypeAlias = Callable[[T, Price], Needs]
 """Returns the cheapest needs of an item."""

@@ -6,13 +6,25 @@ yields MISSING, and so does a scalar met on a way through documents alone.
 
 A path that ends at an array it came to by key *expands* it for operators that look at values: each element, then the
 array itself. An array that was come to by index is not expanded.
+
+Documents made from values: only the top-level fields that are asked for.
+
+What is not asked for is passed over, and nothing is refused there but what is no JSON: a number that no float holds, or
+bytes that are no text, are not noticed.
+
+The record beside its value: what ``$topic``, ``$key``, ``$headers``, ``$time``, ``$partition``, ``$offset`` read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, TypeAlias, TypedDict
 
+import msgspec
+
+from tailrace.errors import BadRequest
+from tailrace.log.cursor import parse_time
 from tailrace.query.order import MISSING
 
 One: TypeAlias = Callable[[Any], bool]
@@ -157,3 +169,77 @@ def _is_index(step: str) -> bool:
 
 def _expanded(value: Any, expand: bool) -> Iterable[Any]:
     return (*value, value) if expand and value.__class__ is list else (value,)
+
+
+_MANY = 12
+"""With more fields than these, telling them apart costs about as much as decoding them all."""
+
+_decode = msgspec.json.Decoder().decode
+_typed_dict: Any = TypedDict
+
+
+def reader_of(fields: frozenset[str] | None) -> Callable[[bytes], Any]:
+    """Return a function that makes of a value the document of these fields, without those that it lacks.
+
+    None stands for all fields. A value that is no object comes back decoded as a whole, and so may an object: a query
+    of these fields has the same answer. Whole numbers are exact, however many digits they have (up to Python's limit,
+    4,300); the last of several members of one name counts.
+
+    The function raises ValueError where the value is no JSON, or holds, in what is asked for, a number that no float
+    holds, such as ``1e400``, or bytes that are no text.
+    """
+    # The decoder finds no name beyond ASCII.
+    if fields is None or len(fields) > _MANY or not all(map(str.isascii, fields)):
+        return _decode
+    decode = msgspec.json.Decoder(_typed_dict("Fields", dict.fromkeys(sorted(fields), Any), total=False)).decode
+
+    def read(value: bytes) -> Any:
+        try:
+            return decode(value)
+        except msgspec.ValidationError:  # no object; or a number, which is refused again
+            return _decode(value)
+
+    return read
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One record as queries see it: its place, its time in milliseconds, its key's elements and its headers."""
+
+    topic: str
+    partition: int
+    offset: int
+    time_ms: int
+    key: list[Any] | None = None
+    headers: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a record under the names that queries use; none without a record.
+
+    A frame of a feed will do for a record too: it has the same names, and its time is text.
+    """
+    if record is None:
+        return {}
+    given = record if isinstance(record, Mapping) else _attributes(record)
+    found = {f"${name}": given[name] for name in ("topic", "partition", "offset", "key", "headers") if name in given}
+    if "time_ms" in given:
+        found["$time"] = given["time_ms"]
+    elif "time" in given:
+        found["$time"] = _milliseconds(given["time"])
+    if isinstance(found.get("$key"), tuple):
+        found["$key"] = list(found["$key"])
+    return found
+
+
+def _attributes(record: Any) -> dict[str, Any]:
+    names = (*Record.__struct_fields__, "time")
+    return {name: getattr(record, name) for name in names if hasattr(record, name)}
+
+
+def _milliseconds(time: Any) -> Any:
+    try:
+        if isinstance(time, datetime):
+            return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
+        return parse_time(time, 0) if isinstance(time, str) else time
+    except (BadRequest, ValueError, OverflowError):
+        return None

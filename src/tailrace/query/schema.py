@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tailrace.query.arithmetic import MANY
+from tailrace.query.expression import MANY
 from tailrace.query.expression import OPERATORS as EXPRESSIONS
 from tailrace.query.parse import RECORD_FIELDS
 from tailrace.query.predicate import TYPES

@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.errors import QueryError
 from tailrace.query import Record, compile_query
-from tailrace.query.sieve import Sieve
+from tailrace.query.filters import Sieve
 from tests.model.query.generators import random_document, random_query, random_record
 
 TEXTS = ("metrics", "finished", "é", 'a "quoted" text', "back\\slash", "two\nlines", "\u2028", "\x7f", "日本語", "x")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tailrace.query import compile_query
 from tailrace.query.order import compare, equal, frozen, size
 from tailrace.query.path import Path
-from tailrace.query.regex import compiled, literal, plain, searcher
+from tailrace.query.predicate import compiled, literal, plain, searcher
 
 
 def nested(levels: int) -> Any:

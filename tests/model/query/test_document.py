@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.query.document import reader_of
+from tailrace.query.path import reader_of
 
 _names = st.sampled_from(["a", "b", "ab", "", "$a", "a.b", "é", 'a"', "a\\", "\x7f"]) | st.text(
     st.characters(exclude_categories=["Cs"]), max_size=3

@@ -17,7 +17,7 @@ from tailrace.log.event import home_of
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import DAY_MS, bucket_start
-from tailrace.query.sieve import Sieve
+from tailrace.query.filters import Sieve
 from tailrace.valkey.shards import Arg
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

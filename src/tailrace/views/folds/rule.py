@@ -10,7 +10,7 @@ import msgspec
 
 from tailrace.log.name import shard_of
 from tailrace.query import Record
-from tailrace.query.sieve import Sieve
+from tailrace.query.filters import Sieve
 from tailrace.query.value import CACHED, Path, canonical, fields, follow
 from tailrace.views.folds.collect import COLLECTORS, Collect
 from tailrace.views.folds.model import Folding, Windows

@@ -18,7 +18,7 @@ import msgspec
 from tailrace.errors import BadRequest, QueryError, TopicForbidden
 from tailrace.log.event import Source
 from tailrace.query import Limits, Query, compile_query
-from tailrace.query.regex import compiled
+from tailrace.query.predicate import compiled
 
 ALL = ".*"
 """The topics of a search that names none."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tailrace.query import Query
-from tailrace.query.needs import Need, Needs, Text, Value, needs
+from tailrace.query.filters import Need, Needs, Text, Value, needs
 from tailrace.query.tree import And
 
 FEW = 4

@@ -19,8 +19,8 @@ from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import DAY_MS
 from tailrace.query import Query, Record
-from tailrace.query.document import reader_of
 from tailrace.query.filters import FilterSet
+from tailrace.query.path import reader_of
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import Life, TopicFilter
 from tailrace.views.grep.store import VIEW, Kept, Registry, keep

@@ -15,7 +15,7 @@ import msgspec
 
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.query import Record
-from tailrace.query.sieve import Sieve
+from tailrace.query.filters import Sieve
 from tailrace.query.value import Path, fields, follow, items, steps
 from tailrace.views.grep.model import TopicFilter
 

@@ -19,7 +19,7 @@ from tailrace.log.name import MAX_TAG_BYTES, is_tag
 from tailrace.log.request import Request, make_request
 from tailrace.log.run import Run
 from tailrace.query import Limits, Record
-from tailrace.query.sieve import Sieve
+from tailrace.query.filters import Sieve
 
 CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _OWN = re.compile(r"u[A-Za-z0-9._:,;+=/@%-]*", re.ASCII)
