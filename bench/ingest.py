@@ -36,8 +36,7 @@ from tailrace.config import load
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import COUNTED, one_pass
 from tailrace.driver.slice import COLUMNS
-from tailrace.driver.source import reader_options
-from tailrace.driver.tune import session, tasks
+from tailrace.driver.source import reader_options, session, tasks
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey

@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Any
 
 from tailrace.config import load
-from tailrace.driver.tune import session
+from tailrace.driver.source import session
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import find_java
 from tests.faults.rig import QUICK_JAVA

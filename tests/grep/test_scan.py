@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Producer
 
 from tailrace.config import load
-from tailrace.driver.tune import session
+from tailrace.driver.source import session
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.driver.frontier import KEPT, Course
+from tailrace.driver.watermark import KEPT, Course
 from tailrace.log.event import Source
 
 A, B = Source("a", 0), Source("b", 0)

@@ -9,7 +9,7 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.driver.view import Window
+from tailrace.driver.slice import Window
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.store import Registry

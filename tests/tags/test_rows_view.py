@@ -10,8 +10,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.driver.slice import slices
-from tailrace.driver.view import Place
+from tailrace.driver.slice import Place, slices
 from tailrace.log.event import Source
 from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
 from tailrace.valkey.shards import StoreOptions

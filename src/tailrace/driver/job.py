@@ -25,8 +25,7 @@ from tailrace.driver.one_pass import COUNTED, Plan, one_pass
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
 from tailrace.driver.slice import COLUMNS, Limits
-from tailrace.driver.source import reader_options, starting_offsets
-from tailrace.driver.tune import LIVE, session, tasks, warm
+from tailrace.driver.source import LIVE, reader_options, session, starting_offsets, tasks, warm
 from tailrace.driver.watermark import Timing
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import (

@@ -1,6 +1,14 @@
 """How far time has come: what Spark has completed, where Kafka's topics end, and what the shards have applied.
 
 Shared by the driver's threads. A broker that does not answer stops time, and nothing else.
+
+The frontier: how far time has certainly come for everything that the pipeline has applied.
+
+Timers (quiet periods, idle sessions) use it as their ``now``. A pipeline that was down for ten minutes then acts as
+if it had not been: time stands still with it.
+
+Invariant: no record with a running-maximum time below the frontier is still to be applied, so the frontier of a set of
+sources never passes what one of them has yet to deliver.
 """
 
 from __future__ import annotations
@@ -8,17 +16,129 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
-from tailrace.driver.frontier import Course
 from tailrace.kafka.broker import Broker, Topic
 from tailrace.log.event import Source
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.rules import reads
+
+KEPT = 64
+"""Listings that are remembered: a batch that takes longer than so many is judged by the times of its records."""
+
+
+class Listing(msgspec.Struct, frozen=True, order=True):
+    """Where sources ended: the offset after the last record, asked for after the clock was read."""
+
+    clock_ms: int
+    ends: dict[Source, int]
+
+
+class Course:
+    """What is known of how far sources have come: where they ended when, what is applied, and when that was written."""
+
+    def __init__(self, completed: Mapping[Source, int]) -> None:
+        self._completed = dict(completed)
+        """Offset up to which, not including, everything is applied."""
+        self._listings: list[Listing] = []
+        self._newest: dict[Source, list[tuple[int, int]]] = {}
+        """Running-maximum times at offsets, in order; those beyond what is completed count later."""
+        self._level: dict[Source, tuple[int, int]] = {}
+        """Of sources that are applied to their end: that end, and when it was first seen to be so."""
+
+        self._since: dict[frozenset[Source], tuple[int, int]] = {}
+        """Of sets of sources, the time of their latest record, and since when time goes on from there by itself."""
+
+    @property
+    def sources(self) -> Collection[Source]:
+        """Every source of the newest listing."""
+        return self._listings[-1].ends.keys() if self._listings else ()
+
+    def completed(self, ends: Mapping[Source, int]) -> None:
+        """Take note that everything before these offsets is applied."""
+        for source, end in ends.items():
+            self._completed[source] = max(end, self._completed.get(source, 0))
+
+    def passed(self, times: Mapping[Source, tuple[int, int]]) -> None:
+        """Take note of running-maximum times: of each source in milliseconds, and the offset that it holds up to."""
+        for source, (time_ms, offset) in times.items():
+            known = self._newest.setdefault(source, [])
+            if not known or known[-1][1] < offset:
+                known.append((time_ms, offset))
+                del known[:-KEPT]
+
+    def listed(self, clock_ms: int, ends: Mapping[Source, int]) -> None:
+        """Take note of where sources end, asked for after the clock was read."""
+        if any(known.clock_ms == clock_ms for known in self._listings):
+            return  # told again
+        insort(self._listings, Listing(clock_ms, dict(ends)), key=lambda listing: listing.clock_ms)
+        del self._listings[:-KEPT]
+        if self._listings[-1].clock_ms > clock_ms:
+            return  # of an end that is no longer the end, perhaps
+        for source, end in ends.items():
+            if self._completed.get(source, 0) < end:
+                self._level.pop(source, None)
+            elif self._level.get(source, (None, 0))[0] != end:
+                self._level[source] = end, clock_ms
+
+    def reached(self, source: Source) -> tuple[int, int] | None:
+        """Return the running-maximum time of what is applied of a source, and the offset of the last of it."""
+        completed = self._completed.get(source, 0)
+        return next(((t, o) for t, o in reversed(self._newest.get(source, ())) if o < completed), None)
+
+    def level_ms(self, source: Source) -> int | None:
+        """Return the latest time at which a source ended no later than what is applied of it; None without one.
+
+        Whatever is applied later was written after that time.
+        """
+        completed = self._completed.get(source, 0)
+        listings = reversed(self._listings)
+        return next((known.clock_ms for known in listings if known.ends.get(source, 0) <= completed), None)
+
+    def by_arrival(self, sources: Iterable[Source]) -> int | None:
+        """Return the time that all sources have passed, or None when one has not begun.
+
+        A source that is applied to an end has passed the time at which that end was asked for.
+        """
+        lowest: int | None = None
+        for source in sources:
+            time_ms = self.level_ms(source)
+            if time_ms is None:
+                reached = self.reached(source)
+                if reached is None:
+                    return None
+                time_ms = self._no_later(reached[0])
+            lowest = time_ms if lowest is None else min(lowest, time_ms)
+        return lowest
+
+    def by_event(self, sources: Iterable[Source]) -> int | None:
+        """Return the same by the times of the records alone.
+
+        While sources have more to deliver it is the lowest time that one of them has reached; then time goes on from
+        the latest record, at the pace of the clock.
+        """
+        found = [(source, self.reached(source)) for source in sources]
+        behind = [reached for source, reached in found if source not in self._level]
+        if behind:
+            return None if None in behind else self._no_later(min(reached[0] for reached in behind if reached))
+        latest = max((reached[0] for _, reached in found if reached is not None), default=None)
+        if latest is None:
+            return None
+        key = frozenset(source for source, _ in found)
+        latest_then, since = self._since.get(key, (None, 0))
+        if latest != latest_then:
+            since = max(self._level[source][1] for source in key)
+            self._since[key] = latest, since
+        return self._no_later(latest) + self._listings[-1].clock_ms - since
+
+    def _no_later(self, time_ms: int) -> int:
+        """A record from the future moves no timer."""
+        return min(time_ms, self._listings[-1].clock_ms) if self._listings else time_ms
 
 
 class Timing:

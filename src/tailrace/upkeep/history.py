@@ -22,10 +22,8 @@ from confluent_kafka.admin import AdminClient, ConfigResource
 from tailrace.config import Settings
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Plan
-from tailrace.driver.slice import COLUMNS, Slice, slices
-from tailrace.driver.source import reader_options
-from tailrace.driver.tune import tasks
-from tailrace.driver.view import View
+from tailrace.driver.slice import COLUMNS, Slice, View, slices
+from tailrace.driver.source import reader_options, tasks
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import PipelineError
 from tailrace.kafka.broker import ANSWER_S, Broker, Topic, client_properties

@@ -205,7 +205,7 @@ def divided(dues: Sequence[Due], parts: int) -> list[list[Due]]:
 
 def begin_session(settings: Settings, jars: Sequence[Path] = ()) -> Any:
     """Start a session for batch jobs. Ctrl-C and standard output stay ours; Spark would take both."""
-    from tailrace.driver.tune import session
+    from tailrace.driver.source import session
 
     conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
     spark = settings.spark.model_copy(update={"conf": conf})

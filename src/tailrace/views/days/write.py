@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.driver.slice import Slice
-from tailrace.driver.view import View, Window
+from tailrace.driver.slice import Slice, View, Window
 from tailrace.log.event import home_of
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
-from tailrace.driver.slice import Slice
-from tailrace.driver.view import Place
+from tailrace.driver.slice import Place, Slice
 from tailrace.query.value import CACHED
 from tailrace.views.folds.model import Folding
 from tailrace.views.folds.rule import SHORT, Reader, Rule

@@ -23,8 +23,7 @@ import pyarrow.compute as pc
 
 from tailrace.config import Settings
 from tailrace.driver.slice import COLUMNS, Limits, slices
-from tailrace.driver.source import reader_options
-from tailrace.driver.tune import tasks
+from tailrace.driver.source import reader_options, tasks
 from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Source, iso_time

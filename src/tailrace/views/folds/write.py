@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.driver.slice import Slice
-from tailrace.driver.view import Place, View, Window
+from tailrace.driver.slice import Place, Slice, View, Window
 from tailrace.log.event import event_id, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg, Shards

@@ -19,7 +19,7 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.driver.one_pass import MAX_REFUSALS, Plan
 from tailrace.driver.slice import Slice
-from tailrace.driver.tune import SCANS
+from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.kafka.consume import Ranges, shared_out

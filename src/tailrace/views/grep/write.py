@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tailrace.driver.slice import Slice
-from tailrace.driver.view import Place, View, Window
+from tailrace.driver.slice import Place, Slice, View, Window
 from tailrace.log.event import home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tailrace.driver.intake import dead_letter
-from tailrace.driver.slice import Slice
-from tailrace.driver.view import Place, View, Window
+from tailrace.driver.one_pass import dead_letter
+from tailrace.driver.slice import Place, Slice, View, Window
 from tailrace.log.event import Source, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tailrace.driver.slice import Slice
-from tailrace.driver.view import Place, View, Window
+from tailrace.driver.slice import Place, Slice, View, Window
 from tailrace.log.event import Source, event_id, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
