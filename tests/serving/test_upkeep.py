@@ -12,8 +12,7 @@ from tailrace.driver.report import Report
 from tailrace.driver.watermark import Timing
 from tailrace.kafka.broker import Broker
 from tailrace.upkeep import pack, sweep
-from tailrace.upkeep.job import run_job
-from tailrace.upkeep.report import leave
+from tailrace.upkeep.job import leave, run_job
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.serving.parts import Running, Serve
 from tests.upkeep.rig import Keeper

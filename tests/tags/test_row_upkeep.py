@@ -15,7 +15,7 @@ from tailrace.cli import repair
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
-from tailrace.upkeep.history import spark_for
+from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.row_cleanup import STEPS

@@ -22,8 +22,8 @@ from tailrace.kafka.broker import Broker
 from tailrace.log.hub import Hub
 from tailrace.log.store import Logs
 from tailrace.upkeep.backends import cleaning
-from tailrace.upkeep.history import spark_for
 from tailrace.upkeep.job import look_once, run_job
+from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.feed import open_store

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.upkeep.history import spark_for
+from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tests.upkeep.past import Past, settings_for
 from tests.writing import Writer

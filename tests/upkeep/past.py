@@ -23,10 +23,10 @@ from tailrace.log.name import name_of_key, shard_of
 from tailrace.log.segment import Log
 from tailrace.log.store import Registry
 from tailrace.upkeep.audit import Audit, Auditing
-from tailrace.upkeep.history import History, Wanted
 from tailrace.upkeep.job import run_job, section_of
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.restore import Orders, Restored, Restorer, encode_body
+from tailrace.upkeep.spark import History, Wanted
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.tags.anchor import Record as KafkaRecord
 from tests.faults.rig import QUICK_JAVA

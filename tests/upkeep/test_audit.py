@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tailrace.cli import repair
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.log.store import write_row
-from tailrace.upkeep.audit_ import Tally, fingerprint
-from tailrace.upkeep.examine import examine, look
+from tailrace.upkeep.examine import Tally, examine, fingerprint, look
 from tailrace.valkey.shards import StoreOptions
 from tests.upkeep.past import Past
 from tests.upkeep.rig import Keeper

@@ -27,11 +27,10 @@ from tailrace.errors import (
 from tailrace.log.segment import PACKED
 from tailrace.log.store import Registry
 from tailrace.upkeep import pack, sweep
-from tailrace.upkeep.job import Scope, matcher, now_ms, run_job
+from tailrace.upkeep.job import Scope, Throttle, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Job, Loop
-from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
+from tailrace.upkeep.pack import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spark import PackPlan, Spread, divided
-from tailrace.upkeep.throttle import Throttle
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.upkeep.rig import Keeper

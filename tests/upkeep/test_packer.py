@@ -14,7 +14,7 @@ from tailrace.log.event import iso_time
 from tailrace.log.name import name_of_key
 from tailrace.log.request import Control, Frame
 from tailrace.log.segment import PACKED
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import Lease
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import ids, rig
 from tests.upkeep.rig import Keeper

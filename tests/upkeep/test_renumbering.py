@@ -12,7 +12,7 @@ from tailrace.log.cursor import Position
 from tailrace.log.event import Source
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
-from tailrace.upkeep.rebuild_ import Event, replaced
+from tailrace.upkeep.restore import Event, replaced
 from tailrace.views.tags.cleaned import Cleaned, beside, thinned, without
 from tailrace.views.tags.model import Numbered
 from tailrace.views.tags.note import Note, Notes

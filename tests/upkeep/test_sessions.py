@@ -13,8 +13,7 @@ from tailrace import config
 from tailrace.config import Settings
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.upkeep.job import Scope, Work
-from tailrace.upkeep.lease import SESSIONS, Lease
+from tailrace.upkeep.job import SESSIONS, Lease, Scope, Work
 from tailrace.upkeep.loop import Loop, session_jobs
 from tailrace.valkey.entry_id import parse_id
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare

@@ -40,8 +40,7 @@ def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bo
     """Pack what is due now. 1 if something cannot be packed at all."""
     try:
         from tailrace.upkeep.job import Scope, matcher
-        from tailrace.upkeep.pack import Packing, Rules
-        from tailrace.upkeep.packer import FAULTS
+        from tailrace.upkeep.pack import FAULTS, Packing, Rules
         from tailrace.upkeep.spark import Spread
     except ImportError as error:
         raise parts.lacking(error, "stores") from None

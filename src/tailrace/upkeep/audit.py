@@ -21,11 +21,9 @@ from tailrace.config import Settings
 from tailrace.errors import PipelineError
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.log.store import Registry
-from tailrace.upkeep.audit_ import Finding, Tally, fingerprint, horizon, noted
-from tailrace.upkeep.examine import Seen, examine, look, stray_keys, walk
-from tailrace.upkeep.history import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
-from tailrace.upkeep.job import Section, milliseconds, now_ms, require_copy, section_of
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.examine import Finding, Seen, Tally, examine, fingerprint, horizon, look, noted, stray_keys, walk
+from tailrace.upkeep.job import Lease, Section, milliseconds, now_ms, require_copy, section_of
+from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import Shards
 

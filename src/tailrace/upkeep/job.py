@@ -1,26 +1,197 @@
 """What a job of upkeep is: which logs it is about, how long it may go on, and how one run of it is done.
 
 Invariant: a run changes nothing outside the lease, and leaves a report of what it did, however it ends.
+
+Reports: what each job left of its last run, for the service to show.
+
+A report has what later runs must not hide: when the job last succeeded, and its last run that changed something. A run
+over some names only leaves none, since it says nothing of the view.
+
+A throttle: so many buckets per hour and so many bytes per second, paid for after they were used.
+
+The leases of upkeep: one process at a time, by the store's clock, each with a higher token than all before it.
+
+The token is put into force on every shard before anything is done, so whoever held the lease before is refused there.
+Invariant: of all who ever believed to hold the lease of logs, only the one with the highest token can change a log.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from tailrace.config import Settings
 from tailrace.config.units import compiled
-from tailrace.errors import BadRequest
-from tailrace.upkeep.lease import WHAT, Lease
-from tailrace.upkeep.report import leave
-from tailrace.valkey.shards import Shards, StoreOptions, check_layout, prepare
+from tailrace.errors import BadRequest, LeaseHeld, StaleDriver, StaleUpkeep, TailraceError
+from tailrace.valkey.shards import Shards, StoreOptions, check_layout, hold, prepare
+
+logger = logging.getLogger(__name__)
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def leave(
+    shards: Shards, job: str, view: str, started_ms: int, ended_ms: int, facts: Mapping[str, Any], error: str
+) -> None:
+    """Store the report of a run; one that cannot be stored is only logged."""
+    field, key = f"{job}:{view}", shards.keys.upkeep()
+    report = {"job": job, "view": view, "started_ms": started_ms, "ended_ms": ended_ms, **facts, "error": error}
+    try:
+        before = _read(shards.run_all([(0, ("HGET", key, field))])[0])
+        report["succeeded_ms"] = before.get("succeeded_ms") if error else ended_ms
+        report["effective"] = dict(facts) if facts.get("segments") else before.get("effective")
+        shards.run_all([(0, ("HSET", key, field, msgspec.json.encode(report)))])
+    except TailraceError as problem:
+        logger.warning("the report of %s could not be stored: %s", field, problem)
+
+
+def last_end(shards: Shards, job: str, view: str) -> int | None:
+    """Return when a job's last run ended; None when there is no report of one."""
+    found: int | None = _read(shards.run_all([(0, ("HGET", shards.keys.upkeep(), f"{job}:{view}"))])[0]).get("ended_ms")
+    return found
+
+
+def _read(stored: bytes | None) -> dict[str, Any]:
+    try:
+        return _decode(stored) if stored else {}
+    except msgspec.DecodeError:
+        return {}
+
+
+SLICE_S = 0.5
+
+
+class Throttle:
+    """Keeps both paces over time; 0 = no limit. Time in which nothing was done is not saved up."""
+
+    def __init__(
+        self,
+        per_hour: float = 0,
+        bytes_per_second: float = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._each = 3600 / per_hour if per_hour else 0.0
+        self._byte = 1 / bytes_per_second if bytes_per_second else 0.0
+        self._clock, self._sleep = clock, sleep
+        self._buckets_until = self._bytes_until = clock()
+
+    def take(self, buckets: int, size: int) -> None:
+        """Note what was just done."""
+        now = self._clock()
+        self._buckets_until = _paid(self._buckets_until, buckets * self._each, now)
+        self._bytes_until = _paid(self._bytes_until, size * self._byte, now)
+
+    def wait(self, check: Callable[[], None] = lambda: None) -> None:
+        """Sleep until all that was noted is paid for. ``check`` is called meanwhile; when it raises, the debt stays."""
+        while (left := max(self._buckets_until, self._bytes_until) - self._clock()) > 0:
+            check()
+            self._sleep(min(left, SLICE_S))
+
+    def share(self, parts: int) -> tuple[float, float]:
+        """Return buckets per hour and bytes per second of one of several that work side by side."""
+        return (3600 / self._each / parts if self._each else 0.0, 1 / self._byte / parts if self._byte else 0.0)
+
+
+def _paid(until: float, price: float, now: float) -> float:
+    """Return when something just done is paid for, if what was done before is at ``until``."""
+    return max(until, now - price) + price
+
+
+WHAT = "upkeep"
+"""The lease of whoever changes logs."""
+SESSIONS = "session-upkeep"
+"""The lease of whoever looks after sessions; what they do can be done by two at once, and is only wasted then."""
+
+
+class Lease:
+    """Use as ``with``: taken at the beginning, renewed in the background, given back at the end.
+
+    Args:
+        shards: An open, prepared client; the renewals use a connection of their own.
+        owner: Who takes it, as other processes are told.
+        length_s: How long it lasts when it is not renewed.
+        wait_s: How long to wait for another owner to give it back.
+        what: Which lease.
+
+    Raises:
+        LeaseHeld: Another process has it, and kept it for as long as we waited.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        owner: str,
+        length_s: float = 30.0,
+        wait_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        what: str = WHAT,
+    ) -> None:
+        self._what = what
+        self._shards, self._owner, self._length_s, self._wait_s, self._clock = shards, owner, length_s, wait_s, clock
+        self._ending = threading.Event()
+        self._renewing: threading.Thread | None = None
+        self._lost = False
+        self.token = 0
+
+    def __enter__(self) -> Lease:
+        deadline = self._clock() + self._wait_s
+        while True:
+            answer = self._shards.call(0, "lease", self._what, self._owner, round(self._length_s * 1000), 0)
+            if answer[0] == b"ok":
+                break
+            if self._clock() >= deadline:
+                raise LeaseHeld(answer[1].decode(), int(answer[2]) / 1000)
+            time.sleep(0.2)
+        self.token = int(answer[1])
+        try:
+            hold(self._shards, (self._what,), self.token)
+        except StaleDriver as error:
+            raise StaleUpkeep(self.token, error.stored) from None
+        self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewing.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        if self._renewing is not None:
+            self._renewing.join()
+        try:
+            self._shards.call(0, "lease", self._what, self._owner, 0, self.token)
+        except TailraceError as problem:
+            logger.warning("the lease could not be given back: %s; it ends by itself", problem)
+
+    def check(self) -> None:
+        """Raise StaleUpkeep when the lease is known to have gone to another process."""
+        if self._lost:
+            raise StaleUpkeep(self.token, self.token + 1)
+
+    def _renew(self) -> None:
+        own = Shards(self._shards.options, dict(self._shards.run_ids))
+        try:
+            while not self._ending.wait(self._length_s / 3):
+                try:
+                    answer = own.call(0, "lease", self._what, self._owner, round(self._length_s * 1000), self.token)
+                    if answer[0] != b"ok":
+                        self._lost = True
+                        return
+                except TailraceError as problem:
+                    logger.warning("the lease could not be renewed: %s", problem)
+        finally:
+            own.close()
+
 
 Facts: TypeAlias = Mapping[str, Any]
 Stopped: TypeAlias = Callable[[], bool]

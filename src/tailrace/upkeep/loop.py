@@ -23,11 +23,8 @@ from tailrace.config.units import format_duration
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.backends import auditing
-from tailrace.upkeep.job import LATER, Facts, Scope, Stopped, Work, now_ms, run_job
-from tailrace.upkeep.lease import SESSIONS
-from tailrace.upkeep.report import last_end
+from tailrace.upkeep.job import LATER, SESSIONS, Facts, Scope, Stopped, Throttle, Work, last_end, now_ms, run_job
 from tailrace.upkeep.spark import Spread, step_back
-from tailrace.upkeep.throttle import Throttle
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.sessions import forget, trim
 from tailrace.views.sessions import upkeep as abandon

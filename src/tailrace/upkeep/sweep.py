@@ -16,8 +16,7 @@ from tailrace.config import Settings
 from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import EXPIRE_AT_ONCE, Dropped, Registry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, Scope, milliseconds, section_of
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import EVERYTHING, LATER, Lease, Scope, milliseconds, section_of
 from tailrace.valkey.shards import Shards
 
 PAGE = 500

@@ -27,8 +27,8 @@ from tailrace.driver.source import reader_options, tasks
 from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Source, iso_time
-from tailrace.upkeep.history import ATTEMPTS, collect, spark_for
 from tailrace.upkeep.job import now_ms
+from tailrace.upkeep.spark import ATTEMPTS, collect, spark_for
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.replay import Figures, Trials, candidates

@@ -14,8 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.upkeep.job import Scope, milliseconds
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import Lease, Scope, milliseconds
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.shards import Shards
 from tailrace.views.sessions.model import Session, identifiers

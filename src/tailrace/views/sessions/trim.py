@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.upkeep.job import Scope, milliseconds
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import Lease, Scope, milliseconds
 from tailrace.valkey.shards import Shards
 from tailrace.views.sessions.retention import Limits, Weights
 from tailrace.views.sessions.session_keeping import SHED, WEIGHED, SessionKeeping

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.config import Settings
-from tailrace.upkeep.job import Scope, milliseconds
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import Lease, Scope, milliseconds
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Shards
 from tailrace.views.sessions.block import pack

@@ -15,8 +15,8 @@ import msgspec
 
 from tailrace.log.event import Source
 from tailrace.log.run import Run
-from tailrace.upkeep.audit_ import Held
-from tailrace.upkeep.rebuild_ import Event
+from tailrace.upkeep.examine import Held
+from tailrace.upkeep.restore import Event
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.model import Numbered
 from tailrace.views.tags.renumber import Ends, counted, renumbered

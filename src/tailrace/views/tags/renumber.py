@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from tailrace.log.event import Source
-from tailrace.upkeep.rebuild_ import Event
+from tailrace.upkeep.restore import Event
 from tailrace.views.tags.model import Numbered, stamp_ms
 
 

@@ -22,8 +22,7 @@ from tailrace.log.segment import Segment
 from tailrace.log.store import Piece, Rebuilt, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import look, read_held
-from tailrace.upkeep.job import milliseconds, now_ms, require_copy
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import Lease, milliseconds, now_ms, require_copy
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.cleaned import Cleaned, beside, thinned, without
 from tailrace.views.tags.cleaned_ import read_cleaned, tags_of

@@ -20,11 +20,10 @@ from tailrace.config import Settings
 from tailrace.errors import PipelineError, StaleDriver
 from tailrace.log.event import Source
 from tailrace.upkeep.audit import Auditor
-from tailrace.upkeep.history import ATTEMPTS, History, Wanted, collect, spark_for
-from tailrace.upkeep.job import milliseconds
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import Lease, milliseconds
 from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, Rebuilding, listed, routed
 from tailrace.upkeep.restore import REBUILT
+from tailrace.upkeep.spark import ATTEMPTS, History, Wanted, collect, spark_for
 from tailrace.valkey.marks import parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.rows.row_cleanup import tags_of

@@ -17,7 +17,7 @@ from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.store import Staging
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.lease import Lease
+from tailrace.upkeep.job import Lease
 from tailrace.valkey.marks import NOTHING, read_marks
 from tailrace.valkey.shards import Command, Shards
 from tailrace.views.tags.cleaned import Cleaned

@@ -19,10 +19,10 @@ from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
 from tailrace.log.segment import bucket_start
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.audit_ import fingerprint, noted
-from tailrace.upkeep.history import Assignment
-from tailrace.upkeep.lease import WHAT
+from tailrace.upkeep.examine import fingerprint, noted
+from tailrace.upkeep.job import WHAT
 from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
+from tailrace.upkeep.spark import Assignment
 from tailrace.valkey.marks import NOTHING, parse_mark_time
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.anchor import read_all_numbers

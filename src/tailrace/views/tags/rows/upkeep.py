@@ -20,9 +20,9 @@ from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
-from tailrace.upkeep.audit_ import MOST_ODD, Finding, Tally, fingerprint, noted
-from tailrace.upkeep.history import Assignment, Wanted
+from tailrace.upkeep.examine import MOST_ODD, Finding, Tally, fingerprint, noted
 from tailrace.upkeep.job import milliseconds
+from tailrace.upkeep.spark import Assignment, Wanted
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.anchor import read_all_numbers
