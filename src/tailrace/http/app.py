@@ -17,7 +17,7 @@ from tailrace.http.openapi import ABOUT, describe
 from tailrace.http.problems import Problems
 from tailrace.http.server import Server, listen, raise_file_limit
 from tailrace.http.service import Service
-from tailrace.views.days.largest import Largest
+from tailrace.views.days.routes import Largest
 from tailrace.views.tags.readers_ import watch
 
 logger = logging.getLogger(__name__)

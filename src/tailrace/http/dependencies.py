@@ -8,7 +8,7 @@ from fastapi import Depends, Header, Request
 
 from tailrace.http.health import Health
 from tailrace.http.service import Service
-from tailrace.views.days.largest import Largest
+from tailrace.views.days.routes import Largest
 
 
 async def _service(request: Request) -> Service:

@@ -12,7 +12,7 @@ from tailrace.errors import BadRequest
 from tailrace.http.service import now_ms
 from tailrace.log import request as feeds
 from tailrace.log.cursor import MAX_NAMES
-from tailrace.views.days.largest import MOST
+from tailrace.views.days.routes import MOST
 
 
 def decoded(part: str) -> str:
