@@ -26,10 +26,9 @@ from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 
 from tailrace import config
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.folds.folded import folded, stream_of
-from tailrace.views.folds.model import Clump, Finished, Input
+from tailrace.views.folds.model import Clump, Finished, Input, folded, stream_of
 from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.rules import rules_of
+from tailrace.views.folds.store import rules_of
 from tests.serving.parts import NO_BROKER, Running, Streams
 from tests.writing import NOON
 

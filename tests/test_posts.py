@@ -17,7 +17,7 @@ from tailrace.config import Settings
 from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.model import Clump, Finished, Input
 from tailrace.views.folds.rule import Reader, Taken
-from tailrace.views.folds.rules import rules_of
+from tailrace.views.folds.store import rules_of
 
 MINUTES = 60.0
 

@@ -26,7 +26,7 @@ from tailrace.config import load
 from tailrace.driver.job import Job
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.folds.rules import rules_of
+from tailrace.views.folds.store import rules_of
 
 PATIENCE_S = 300.0
 

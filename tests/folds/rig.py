@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.emit import Emitter
+from tailrace.views.folds.driver import Emitter
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.rule import Rule
 from tests.writing import NOON, Record, Writer

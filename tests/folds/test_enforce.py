@@ -8,8 +8,7 @@ import pytest
 from tailrace.errors import StaleDriver
 from tailrace.valkey.shards import StoreOptions, enlist
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.emit import Emitter
-from tailrace.views.folds.enforce import enforce
+from tailrace.views.folds.driver import Emitter, enforce
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.store import Folds, in_force
 from tests.folds.rig import RULE, FoldRig, post

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collect
 from tailrace.views.folds.model import OFFSET_BYTES, Clump, Finished, Folding, Input, Windows
-from tailrace.views.folds.replay import Figures, Trials, candidates, replay, rounded, scaled
+from tailrace.views.folds.tune import Figures, Trials, candidates, replay, rounded, scaled
 
 _COLLECT = (Collect("seen", "set", ("a",)), Collect("newest", "last", ("b",)), Collect("total", "sum", ("c",)))
 _windows = st.builds(

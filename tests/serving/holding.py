@@ -12,8 +12,7 @@ from tailrace.config import load
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.folds.model import NEVER, Input
 from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.rules import rules_of
-from tailrace.views.folds.store import Change, Folds, InForce
+from tailrace.views.folds.store import Change, Folds, InForce, rules_of
 from tests.writing import NOON
 
 RULES: dict[str, Any] = {

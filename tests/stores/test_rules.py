@@ -11,7 +11,7 @@ from tailrace.config import Settings
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.rules import changed, outputs_of, reads, rules_of
+from tailrace.views.folds.store import changed, outputs_of, reads, rules_of
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account.id"], "quiet": "3s"}
 

@@ -22,8 +22,8 @@ from tailrace.errors import BadRequest, PipelineError
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds import tune as tuning
-from tailrace.views.folds.rules import rules_of
-from tailrace.views.folds.tune_ import tune
+from tailrace.views.folds.commands import tune
+from tailrace.views.folds.store import rules_of
 from tests.folds.rig import FoldRig
 from tests.upkeep.past import settings_for
 from tests.writing import NOON, Record

@@ -41,12 +41,10 @@ from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.log.event import Source
 from tailrace.valkey.marks import advance, lowest, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
-from tailrace.views.folds.driver import applied, asked_for, begin_at_end, begin_matches, frontiers
-from tailrace.views.folds.emit import Emitter
-from tailrace.views.folds.enforce import enforce
+from tailrace.views.folds.driver import Emitter, applied, asked_for, begin_at_end, begin_matches, enforce, frontiers
 from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.rules import rules_of
 from tailrace.views.folds.store import VIEW as FOLDS
+from tailrace.views.folds.store import rules_of
 from tailrace.views.grep.scan import Scanner
 from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.views.sessions.write import VIEW as SESSIONS

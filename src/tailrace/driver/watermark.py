@@ -26,7 +26,7 @@ import msgspec
 from tailrace.kafka.broker import Broker, Topic
 from tailrace.log.event import Source
 from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.rules import reads
+from tailrace.views.folds.store import reads
 
 KEPT = 64
 """Listings that are remembered: a batch that takes longer than so many is judged by the times of its records."""

@@ -53,11 +53,18 @@ from tailrace.http.service import Service
 from tailrace.http.sse import FeedResponse
 from tailrace.metrics import CONTENT_TYPE
 from tailrace.views.days import routes as listings
-from tailrace.views.folds.flush import GivenOut, give_out
-from tailrace.views.folds.folded import stream_of
-from tailrace.views.folds.pending import Pending, list_pending
-from tailrace.views.folds.routes import Folds, known, list_folds
-from tailrace.views.folds.windows import Changed, change_windows
+from tailrace.views.folds.model import stream_of
+from tailrace.views.folds.routes import (
+    Changed,
+    Folds,
+    GivenOut,
+    Pending,
+    change_windows,
+    give_out,
+    known,
+    list_folds,
+    list_pending,
+)
 from tailrace.views.grep.routes import (
     EXPLAIN_BODY,
     GREP_BODY,

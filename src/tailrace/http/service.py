@@ -24,7 +24,7 @@ from tailrace.log.store import Logs
 from tailrace.metrics import Metrics
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.folds.rules import rules_of
+from tailrace.views.folds.store import rules_of
 from tailrace.views.grep.feed import Grep
 from tailrace.views.grep.leases import Leases
 from tailrace.views.grep.parts import Parts

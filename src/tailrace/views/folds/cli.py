@@ -125,7 +125,7 @@ def folds_tune(
 ) -> None:
     """Say how much would have been folded, and how late, with other quiet periods."""
     from tailrace.cli import parts
-    from tailrace.views.folds import tune_ as tune
+    from tailrace.views.folds import commands as tune
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(tune.tune(settings, name, since=since, windows=windows or [], json=json, plot=plot))

@@ -27,12 +27,11 @@ from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged
 from tailrace.log.event import Source, poison
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
-from tailrace.views.folds.emit import Emitter
+from tailrace.views.folds.driver import Emitter
 from tailrace.views.folds.model import Clump, Input
 from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.rules import rule_of
 from tailrace.views.folds.settings import Fold
-from tailrace.views.folds.store import Held, given_out, in_force, new_version, read_held
+from tailrace.views.folds.store import Held, given_out, in_force, new_version, read_held, rule_of
 
 VIEW = "publishers"
 """Under which the store keeps what each publisher has added."""

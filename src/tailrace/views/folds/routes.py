@@ -2,27 +2,63 @@
 
 The settings say which rules there are; the pipeline leaves in the store how it applies them. Everything is counted
 there too, so that any number of services say the same.
+
+Flush and delete: folds that are given out before their time because somebody asked.
+
+A group is read, and changed only if it is still as it was read; if events came meanwhile, it is read again. So nothing
+is given out twice, nothing is lost, and what comes after opens the next fold.
+
+Pending groups: what a rule holds and has not given out yet, in the order in which it is due.
+
+A page reads as many states as it shows, a few at a time. A group whose events go on moves to the end while somebody
+turns pages; nobody sees less than what stood still.
+
+Windows that change while a rule runs: checked here as the settings are, put into force by the pipeline soon after.
+
+What was asked for stays until it is reset, over restarts too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import math
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, Field
 
 from tailrace.config.units import format_duration, format_size
-from tailrace.errors import RuleNotFound
+from tailrace.errors import (
+    BadRequest,
+    CursorError,
+    GroupNotFound,
+    Overloaded,
+    RuleNotFound,
+    StoreUnavailable,
+    WindowsRefused,
+)
 from tailrace.http.service import Service
 from tailrace.log.event import iso_time
 from tailrace.metrics import FoldFigures
-from tailrace.valkey.shards import Command, mapping
-from tailrace.views.folds.folded import stream_of
-from tailrace.views.folds.model import Windows
-from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.store import COUNTED, VIEW, InForce
+from tailrace.valkey.shards import Command, function, mapping
+from tailrace.views.folds.model import Folding, Windows, stream_of
+from tailrace.views.folds.rule import Rule, group_of
+from tailrace.views.folds.store import (
+    COUNTED,
+    VIEW,
+    WINDOWS,
+    Change,
+    Held,
+    InForce,
+    changed,
+    flushed,
+    portions,
+    read_held,
+    settle_arguments,
+)
 
 _read = msgspec.json.Decoder(InForce).decode
 
@@ -262,3 +298,292 @@ def _since(counts: Counts, since: InForce) -> Folded:
 
 def _duration(ms: int) -> str:
     return format_duration(timedelta(milliseconds=ms))
+
+
+Reason: TypeAlias = Literal["flush", "deleted"]
+
+TRIES = 50
+PAUSE_S = 0.01
+AT_ONCE = 50
+"""About how many groups are read at once when all are flushed."""
+
+
+class GivenOut(BaseModel):
+    """What was given out."""
+
+    folds: list[str] = Field(description="The ids of the folded events.", examples=[["accounts:posts:0:42"]])
+    groups: int = Field(description="Groups that they are of.")
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    group: msgspec.Raw = msgspec.Raw(b"null")
+    all: bool = False
+
+
+_decode = msgspec.json.Decoder(_Asked).decode
+_decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+async def give_out(service: Service, name: str, body: bytes, reason: Reason) -> GivenOut:
+    """Give out what the body asks for: a group's folds, or all of a rule's.
+
+    Raises:
+        RuleNotFound: there is no such rule.
+        GroupNotFound: the group holds nothing.
+    """
+    rule = await in_force(service, name)
+    group = read_group(body, rule)
+    flush = _Flush(service, name, reason)
+    if group is None:
+        return await flush.everything()
+    found = await flush.one(group)
+    if found is None:
+        raise GroupNotFound(name, group.decode())
+    return GivenOut(folds=found, groups=1)
+
+
+def read_group(body: bytes, rule: Rule) -> bytes | None:
+    """Read which group a body means; None is all of them. Numbers keep their digits."""
+    wanted = '{"group": …} or {"all": true}'
+    try:
+        asked = _decode(body.decode())
+        written = bytes(asked.group).strip()
+        if asked.all == (written != b"null"):
+            raise BadRequest(f"the body says neither which group nor all of them, or both: send {wanted}")
+        if asked.all:
+            return None
+        if written[:1] not in (b"[", b"{"):
+            raise ValueError("an array or an object")
+        return group_of(_decode_array(written) if written[:1] == b"[" else _decode_object(written), rule)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body cannot be read ({error}): send {wanted}") from None
+    except RecursionError:
+        raise BadRequest("the group nests too deeply") from None
+    except ValueError as error:
+        raise BadRequest(f"group: rule {rule.name!r} wants {error}") from None
+
+
+class _Flush:
+    """One request at work."""
+
+    def __init__(self, service: Service, name: str, reason: Reason) -> None:
+        self._service, self._nodes = service, service.nodes
+        self._name, self._reason = name, reason
+
+    async def one(self, group: bytes) -> list[str] | None:
+        """Give out a group; None when it holds nothing. Returns the ids of its folds."""
+        keys = self._nodes.keys
+        for _ in range(TRIES):
+            rule = await in_force(self._service, self._name)
+            shard = rule.shard(group, self._nodes.options.shards)
+            held = read_held(await self._nodes.read(shard, "HGET", keys.fold(shard, rule.place), group))
+            if not held.state:
+                return None
+            change = self._change(rule, group, held, await self._frontier(shard))
+            if await self._settle(rule, shard, [change]) == [1]:
+                return _ids(change)
+            await asyncio.sleep(PAUSE_S)
+        raise Overloaded(f"the group {group.decode()} of rule {self._name!r} changes all the time: try again")
+
+    async def everything(self) -> GivenOut:
+        """Give out every group that is there all the time from now until the end."""
+        ids: list[str] = []
+        groups = 0
+        for shard in range(self._nodes.options.shards):
+            cursor = 0
+            while True:
+                rule = await in_force(self._service, self._name)
+                asked = "HSCAN", self._nodes.keys.fold(shard, rule.place), cursor, "COUNT", AT_ONCE
+                cursor, found = _page(await self._nodes.read(shard, *asked))
+                reached = await self._frontier(shard)
+                changes = [self._change(rule, group, read_held(stored), reached) for group, stored in found.items()]
+                for some in portions(changes):
+                    for change, done in zip(some, await self._settle(rule, shard, some), strict=True):
+                        given = _ids(change) if done else await self.one(change.group)
+                        ids += given or ()
+                        groups += given is not None
+                if not cursor:
+                    break
+        return GivenOut(folds=ids, groups=groups)
+
+    def _change(self, rule: Rule, group: bytes, held: Held, frontier_ms: int) -> Change:
+        """Return the change that gives out all of a group, at the frontier or at its last event if that is later.
+
+        What is due by then keeps its own reason when it is flushed; nothing does when it is deleted.
+        """
+        folding = rule.folding()
+        now = max(frontier_ms, *(int(clump.last) for clump in folding.load(held.state)))
+        change = flushed(rule, folding, group, held, now, self._reason)
+        assert change is not None, "what is stored is never empty"
+        return change
+
+    async def _frontier(self, shard: int) -> int:
+        """Return the frontier that a shard was last told of.
+
+        A server that was restarted may have lost what it gave out last. Until the pipeline has begun there again, what
+        is put into the outbox could be taken for that.
+        """
+        keys = self._nodes.keys
+        asked = ("HGET", keys.frontier(shard), self._name), ("HGET", keys.meta(shard), "run_id"), ("INFO", "server")
+        reached, noted, info = await self._nodes.read_all([(shard, command) for command in asked])
+        if noted is None or noted.decode() != info["run_id"]:
+            raise StoreUnavailable(
+                "no pipeline has begun in this valkey since it was started: is `tailrace run` running?"
+            )
+        return int(reached or 0)
+
+    async def _settle(self, rule: Rule, shard: int, changes: Sequence[Change]) -> list[int]:
+        arguments = settle_arguments(rule, 0, changes)
+        return await self._nodes.read(  # type: ignore[no-any-return]
+            shard, "FCALL", function("settle"), 1, self._nodes.keys.tag(shard), *arguments
+        )
+
+
+def _page(answer: Any) -> tuple[int, dict[bytes, bytes]]:
+    cursor, found = answer
+    pairs = mapping(found)
+    return int(cursor), pairs
+
+
+def _ids(change: Change) -> list[str]:
+    return [str(fold[0]).partition("#")[0] for fold in change.folds]
+
+
+"""States that are read in one round trip."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class PendingGroup(BaseModel):
+    """A group that holds folds."""
+
+    group: dict[str, Any] = Field(description="The rule's paths and their values.", examples=[{"account_id": "a1"}])
+    folds: int = Field(description="Folds that it becomes if no more events come.")
+    count: int = Field(description="Events in them.")
+    first: str = Field(description="The time of the first event.", examples=["2026-11-15T08:00:00.000Z"])
+    last: str = Field(description="The time of the last event.")
+    due: str = Field(description="When the first of them is given out, at the earliest.")
+    bytes: int = Field(description="What they take, as `max_bytes` counts it.")
+
+
+class Pending(BaseModel):
+    """A page of groups, the first due first."""
+
+    name: str
+    groups: list[PendingGroup]
+    next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
+
+
+class Place(NamedTuple):
+    """Where a group stands in the order of all."""
+
+    due: int
+    group: bytes
+
+    def __str__(self) -> str:
+        return urlsafe_b64encode(b"%d %b" % self).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """Read what ``str`` wrote."""
+        try:
+            due, group = urlsafe_b64decode(text + "=" * (-len(text) % 4)).split(b" ", 1)
+            return cls(int(due), group)
+        except ValueError:
+            raise CursorError(f"{text[:80]!r} is not `next` of a page of pending groups") from None
+
+
+async def list_pending(service: Service, name: str, after: str, limit: int) -> bytes:
+    """Return a page as JSON; values of groups keep their digits."""
+    rule = await in_force(service, name)
+    place = Place.parse(after) if after else None
+    shards = range(service.nodes.options.shards)
+    ways = await asyncio.gather(*(_due(service, shard, rule.place, place, limit + 1) for shard in shards))
+    due = sorted((place, shard) for shard, places in enumerate(ways) for place in places)
+    page, folding = due[:limit], rule.folding()
+    rows: list[dict[str, Any]] = []
+    for at in range(0, len(page), AT_ONCE):
+        some = page[at : at + AT_ONCE]
+        key = service.nodes.keys.fold
+        answers = await service.nodes.read_all([(s, ("HGET", key(s, rule.place), place.group)) for place, s in some])
+        for (place, _), answer in zip(some, answers, strict=True):
+            if answer is not None:
+                rows.append(_row(rule, folding, place, read_held(answer)))
+    return _encode({"name": name, "groups": rows, "next": str(page[-1][0]) if len(due) > limit else None})
+
+
+async def _due(service: Service, shard: int, rule: str, after: Place | None, limit: int) -> list[Place]:
+    """Return the first groups of a shard after a place."""
+    found: list[Place] = []
+    at, least = 0, "-inf" if after is None else after.due
+    while len(found) < limit:
+        asked = "ZRANGEBYSCORE", service.nodes.keys.due(shard, rule), least, "+inf", "WITHSCORES", "LIMIT", at, limit
+        answer = await service.nodes.read(shard, *asked)
+        read = [Place(int(float(score)), group) for group, score in zip(answer[::2], answer[1::2], strict=True)]
+        # Groups that are due at the same moment stand in the order of their bytes.
+        found += [place for place in read if after is None or place > after]
+        if len(read) < limit:
+            break
+        at += limit
+    return found[:limit]
+
+
+def _row(rule: Rule, folding: Folding, place: Place, held: Held) -> dict[str, Any]:
+    clumps = folding.load(held.state)
+    return {
+        "group": msgspec.Raw(rule.group_json(place.group)),
+        "folds": len(folding.settle(folding.load(held.state), math.inf)),
+        "count": sum(clump.count for clump in clumps),
+        "first": iso_time(min(clump.head[0] for clump in clumps)),
+        "last": iso_time(max(clump.latest for clump in clumps)),
+        "due": iso_time(place.due),
+        "bytes": sum(clump.size for clump in clumps),
+    }
+
+
+_decode_windows = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Changed(BaseModel):
+    """What a rule will be applied with."""
+
+    name: str
+    windows: FoldWindows = Field(description="Those that will be in force.")
+
+
+async def change_windows(service: Service, name: str, body: bytes) -> Changed:
+    """Ask for other windows of a rule, on top of what was asked for before; or for those of the settings again.
+
+    Raises:
+        RuleNotFound: there is no such rule.
+        WindowsRefused: with every problem, by key.
+    """
+    rule = known(service, name)
+    nodes, keys = service.nodes, service.nodes.keys
+    given = read_windows(body)
+    if given is None:
+        await nodes.read(0, "HDEL", keys.wanted(), name)
+        return Changed(name=name, windows=windows_text(rule.windows))
+    stored = await nodes.read(0, "HGET", keys.wanted(), name)
+    wanted = (_decode_windows(stored) if stored else {}) | given
+    try:
+        rule = changed(service.settings, name, wanted)
+    except ValueError as error:
+        raise WindowsRefused(f"rule {name!r} stays as it is: {error}") from None
+    await nodes.read(0, "HSET", keys.wanted(), name, _encode(wanted))
+    return Changed(name=name, windows=windows_text(rule.windows))
+
+
+def read_windows(body: bytes) -> dict[str, Any] | None:
+    """Read what a body asks for; None is those of the settings again."""
+    wanted = f'some of {", ".join(WINDOWS)}, or {{"reset": true}}'
+    try:
+        given = _decode_windows(body.decode())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body cannot be read ({error}): send {wanted}") from None
+    if given.get("reset") is True and len(given) == 1:
+        return None
+    if not given or "reset" in given:
+        raise BadRequest(f"the body says nothing that can be done: send {wanted}")
+    return given

@@ -1,6 +1,6 @@
 """The settings of folds: the rules, each checked by itself and all of them together.
 
-What a rule does is the matter of ``views.folds.rule``, which ``views.folds.rules`` makes of these.
+What a rule does is the matter of ``views.folds.rule``, which ``views.folds.store`` makes of these.
 """
 
 from __future__ import annotations
