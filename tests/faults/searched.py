@@ -13,7 +13,7 @@ from tailrace.config import load
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
 from tailrace.log.request import Frame
-from tailrace.views.grep.grep_request import make_grep_request
+from tailrace.views.grep.feed import make_grep_request
 from tailrace.views.grep.model import Search, make_search
 from tailrace.views.grep.store import VIEW, scanning
 from tests.faults.rig import Installation, assert_ordered, wait_for

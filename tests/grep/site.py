@@ -30,8 +30,7 @@ from tailrace.log.event import Source
 from tailrace.log.request import AnyFeed, AnyFrame, Control, Frame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
-from tailrace.views.grep.feed import Grep
-from tailrace.views.grep.grep_request import make_grep_request
+from tailrace.views.grep.feed import Grep, make_grep_request
 from tailrace.views.grep.model import Life, Search, Stretch
 from tailrace.views.grep.scan import Chunk, Due, Scanner, scan
 from tests.faults.rig import QUICK_JAVA

@@ -13,8 +13,7 @@ from tailrace.log.hub import Piece
 from tailrace.log.request import Batch, Frame
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Segment
-from tailrace.views.grep.batches import Batches, Key
-from tailrace.views.grep.spans import Ahead, Span
+from tailrace.views.grep.window import Ahead, Batches, Key, Span
 
 DATA = [b'{"id":"t:0:%d","data":{"n":\n%d}}' % (n, n) for n in range(5)]
 

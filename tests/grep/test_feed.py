@@ -14,7 +14,7 @@ from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
 from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep.grep_request import LIVE, Place, make_grep_request
+from tailrace.views.grep.feed import LIVE, Place, make_grep_request
 from tailrace.views.grep.model import Life, Search, make_search
 from tests.grep.rig import random_records, random_search
 from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split

@@ -12,7 +12,7 @@ from tailrace.errors import CursorError, CursorGone
 from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
-from tailrace.views.grep.grep_request import Place
+from tailrace.views.grep.feed import Place
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import Life, Stretch, make_search
 from tailrace.views.grep.store import VIEW, Registry

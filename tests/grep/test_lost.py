@@ -10,8 +10,7 @@ from tailrace.errors import CursorGone, StaleDriver
 from tailrace.log.request import AnyFrame, Moved
 from tailrace.views.grep import scan as module
 from tailrace.views.grep.model import Lost, Search, make_search
-from tailrace.views.grep.present import GONE, LATER, lost
-from tailrace.views.grep.scan import Chunk
+from tailrace.views.grep.scan import GONE, LATER, Chunk, lost
 from tailrace.views.grep.store import note
 from tests.grep.site import HandScanner, Serving, Site, controls, facts, ids, numbered
 from tests.writing import NOON

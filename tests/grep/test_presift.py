@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tailrace.query import Record, compile_query
-from tailrace.views.grep.presift import sift
+from tailrace.views.grep.scan import sift
 from tests.model.query.generators import random_document, random_query
 
 

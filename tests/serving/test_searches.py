@@ -20,7 +20,7 @@ from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.grep import leases as leasing
 from tailrace.views.grep.leases import Asked, Leases
 from tailrace.views.grep.model import make_search
-from tailrace.views.grep.searches import show_search
+from tailrace.views.grep.routes import show_search
 from tailrace.views.grep.store import Searches, finish
 from tests import command_line
 from tests.command_line import run

@@ -17,7 +17,7 @@ from tailrace.kafka.consume import Records
 from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping
-from tailrace.views.grep.searched import Searched
+from tailrace.views.grep.store import Searched
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.ledger import first_of
 from tailrace.views.sessions.retained import Archive

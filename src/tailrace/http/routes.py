@@ -68,23 +68,21 @@ from tailrace.views.folds.routes import (
 from tailrace.views.grep.routes import (
     EXPLAIN_BODY,
     GREP_BODY,
+    EndedSearch,
+    EndQuery,
     ExplainBody,
     Explained,
     GrepBody,
     GrepQuery,
-    explain,
-    limits_of,
-    read_body,
-)
-from tailrace.views.grep.searches import (
-    EndedSearch,
-    EndQuery,
     SearchDetails,
     SearchesPage,
     SearchesQuery,
     SearchQuery,
     end_search,
+    explain,
+    limits_of,
     list_searches,
+    read_body,
     show_search,
 )
 from tailrace.views.sessions.live import live_not_upgraded, session_live

@@ -27,10 +27,9 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.store import rules_of
 from tailrace.views.grep.feed import Grep
 from tailrace.views.grep.leases import Leases
-from tailrace.views.grep.parts import Parts
+from tailrace.views.grep.matches import Parts
 from tailrace.views.grep.payloads import Payloads
-from tailrace.views.grep.searched import Searched
-from tailrace.views.grep.store import PIECE_RUNS, Searches
+from tailrace.views.grep.store import PIECE_RUNS, Searched, Searches
 from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.hub import StreamHub

@@ -16,7 +16,7 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The search, as `tailrace 
 @searches.command("ls")
 def searches_ls(limit: Most = None, json: Json = False, url: Url = DEFAULT_URL) -> None:
     """List the searches that are alive."""
-    from tailrace.views.grep import searches_ as searches
+    from tailrace.views.grep import commands as searches
 
     searches.ls(limit, json=json, url=url)
 
@@ -24,7 +24,7 @@ def searches_ls(limit: Most = None, json: Json = False, url: Url = DEFAULT_URL) 
 @searches.command("show")
 def searches_show(search: Id, json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Show a search, how far its past is scanned, and who follows it."""
-    from tailrace.views.grep import searches_ as searches
+    from tailrace.views.grep import commands as searches
 
     searches.show(search, json=json, url=url)
 
@@ -37,6 +37,6 @@ def searches_end(
     url: Url = DEFAULT_URL,
 ) -> None:
     """End a search and its scans, and forget what it found."""
-    from tailrace.views.grep import searches_ as searches
+    from tailrace.views.grep import commands as searches
 
     searches.end(search, force=force, json=json, url=url)

@@ -8,6 +8,8 @@ by itself. A search that is ended by hand ends its leases, too: the processes ar
 A search that nobody follows is kept for as long as is promised to readers that may come back; after that it is a cache,
 of which the least used go first. Invariant: a search that is followed, or that was within the promise, is never ended
 by the watchdog; and a life that is over leaves no log behind, since it stays on a list until its logs are dropped.
+
+The lease of one request on its search: taken when it is opened, and handed on to whichever feed answers it.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ import msgspec
 
 from tailrace.config import Settings
 from tailrace.errors import SearchEnded, StoreUnavailable, TailraceError
+from tailrace.log.cursor import FromEnd, FromLast, FromTime
+from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, mapping
-from tailrace.views.grep.model import Stretch
+from tailrace.views.grep.feed import GrepRequest, Place
+from tailrace.views.grep.model import Life, Stretch
 from tailrace.views.grep.store import VIEW, discard
 
 logger = logging.getLogger(__name__)
@@ -252,3 +257,50 @@ class Watchdog:
         for shard, shelves in enumerate(self._shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])):
             for shelf in [shelf for shelf in shelves if shelf.startswith(begins)]:
                 discard(self._shards, shard, shelf.decode())
+
+
+class Lease:
+    """A lease that was taken. It is held until it is given up, or the search is ended by hand."""
+
+    def __init__(self, leases: Leases, search: str, number: int, wake: asyncio.Event) -> None:
+        self._leases, self._search, self._number = leases, search, number
+        self.wake = wake
+        """Set when the search is ended: a feed waits for this together with its own news."""
+
+    @classmethod
+    async def take(cls, leases: Leases, request: GrepRequest, life: Life) -> Lease:
+        """Lease the search of a request.
+
+        Raises:
+            SearchEnded: It was ended since it was registered.
+        """
+        search, wake = life.search.id, asyncio.Event()
+        return cls(leases, search, await leases.take(search, _asked(request, life), wake), wake)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not ended."""
+        return self._number in self._leases
+
+    def check(self) -> None:
+        """Raise SearchEnded if it has ended."""
+        if not self.is_held:
+            raise SearchEnded(self._search)
+
+    async def give_up(self) -> None:
+        """End it; again does nothing."""
+        await self._leases.give_up(self._number)
+
+
+def _asked(request: GrepRequest, life: Life) -> Asked:
+    """Return what a request asks for, as it is kept beside its lease."""
+    start = request.start
+    if isinstance(start, FromTime):
+        text = iso_time(start.time_ms)
+    elif isinstance(start, FromLast):
+        text = f"-{start.count}"
+    elif isinstance(start, Place):
+        text = str(start)
+    else:
+        text = "end" if isinstance(start, FromEnd) else "start"
+    return Asked(life.number, text, request.window, request.client or "")

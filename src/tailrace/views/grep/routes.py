@@ -1,19 +1,30 @@
-"""Searches over HTTP: what a request for one says, and what a search would find in samples."""
+"""Searches over HTTP: what a request for one says, and what a search would find in samples.
+
+The searches that are alive: which there are, who follows them, how far their past is scanned; and ending one.
+
+Everything here is read from registries, never from matches, and a few searches at a time.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tailrace.config import Settings
-from tailrace.errors import BadRequest
+from tailrace.errors import BadRequest, SearchNotFound
 from tailrace.http.request import NoQuery
-from tailrace.http.service import now_ms
+from tailrace.http.service import Service, now_ms
+from tailrace.log.event import iso_time
 from tailrace.query import Limits
-from tailrace.views.grep.grep_request import WINDOW, GrepRequest, make_grep_request
-from tailrace.views.grep.model import make_search
+from tailrace.valkey.shards import Command, mapping
+from tailrace.views.grep.feed import WINDOW, GrepRequest, make_grep_request
+from tailrace.views.grep.leases import Asked
+from tailrace.views.grep.model import Life, Stretch, make_search
+from tailrace.views.grep.store import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
 
 MOST_SAMPLES = 100
 
@@ -168,3 +179,226 @@ def _json_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any
 
 GREP_BODY = _json_body(GrepBody, {"topics": "orders-.*", "q": {"total": {"$gt": 100}}, "from": "-1h"})
 EXPLAIN_BODY = _json_body(ExplainBody, {"q": {"total": {"$gt": 100}}, "samples": [{"total": 120}]})
+
+
+AT_ONCE = 50
+"""Searches whose registries are read together."""
+
+_read_asked = msgspec.json.Decoder(Asked).decode
+
+
+class SearchesQuery(NoQuery):
+    """Which searches to list."""
+
+    after: str = Field("", description="Only ids after this one: `next` of the page before.")
+    limit: int = Field(100, ge=1, le=1000, description="Searches in one page.")
+
+
+class SearchQuery(NoQuery):
+    """How much to say of a search."""
+
+    limit: int = Field(100, ge=0, le=10_000, description="Connections that are told one by one, at most.")
+
+
+class EndQuery(NoQuery):
+    """How to end a search."""
+
+    force: bool = Field(False, description="End it also if somebody follows it.")
+
+
+class Scanned(BaseModel):
+    """A stretch of the past that was asked for."""
+
+    number: int = Field(description="The part of the search's life, as cursors name it.")
+    since: str | None = Field(description="From when on; null for the start.", examples=["2026-11-16T08:00:00.000Z"])
+    records: int = Field(description="Offsets that are scanned.")
+    of: int = Field(description="Offsets in all.")
+    percent: float
+    done: bool
+    matches: int = Field(description="Found so far.")
+
+
+class Search(BaseModel):
+    """A search that is alive."""
+
+    id: str = Field(description="The same for all searches that mean the same.")
+    topics: str | list[str] = Field(description="A regular expression, or names.")
+    within: str = Field(description="A regular expression of those topics that its readers may search; empty for all.")
+    query: dict[str, Any] = Field(description="With the key filter inside, under `$key`.")
+    life: int = Field(description="The number that its cursors begin with.")
+    since: str = Field(description="When this life began.", examples=["2026-11-16T08:00:00.000Z"])
+    followers: int = Field(description="Connections that follow it now.")
+    popularity: int = Field(description="Different connections in these ten minutes, or in the ten before if more.")
+    use: float = Field(
+        description="Connections of all windows, halved for every day since; the least are forgotten first."
+    )
+    last_used: str | None = Field(description="When the last reader went; null while one is there.")
+    matches: int = Field(description="In its live log.")
+    bytes: int = Field(description="What these take, stored.")
+    stretches: list[Scanned] = Field(description="What was asked for of the past, in the order in which it was.")
+
+
+class SearchesPage(BaseModel):
+    """A page of searches, in the order of their ids."""
+
+    searches: list[Search]
+    next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
+
+
+class Connection(BaseModel):
+    """A connection that follows a search."""
+
+    process: str = Field(description="The service process that it is in.")
+    number: int = Field(description="Its number there.")
+    since: str = Field(description="When it came.")
+    start: str = Field(description="Where it began: `start`, `end`, a time, `-N`, or a cursor.", examples=["end"])
+    window: int = Field(description="Bytes of events that are fetched for it at once.")
+    client: str | None = Field(description="The name under which its place is kept.")
+
+
+class SearchDetails(Search):
+    """A search, and who follows it."""
+
+    connections: list[Connection]
+
+
+class EndedSearch(BaseModel):
+    """A search that was ended."""
+
+    id: str
+    life: int
+    connections: int = Field(description="How many followed it; they are told within a few seconds.")
+
+
+async def list_searches(service: Service, after: str, limit: int) -> SearchesPage:
+    """Return a page of searches."""
+    ids = sorted(id.decode() for id in await service.nodes.read(0, "HKEYS", service.nodes.keys.searches()))
+    begin = bisect_right(ids, after) if after else 0
+    page = ids[begin : begin + limit]
+    found: list[Search] = []
+    for at in range(0, len(page), AT_ONCE):
+        found += await _look(service, page[at : at + AT_ONCE])
+    return SearchesPage(searches=found, next=page[-1] if begin + limit < len(ids) else None)
+
+
+async def show_search(service: Service, search: str, limit: int) -> SearchDetails:
+    """Return a search with its connections.
+
+    Raises:
+        SearchNotFound: None that is alive has this id.
+    """
+    found = await _look(service, [search])
+    if not found:
+        raise SearchNotFound(search)
+    return SearchDetails(**found[0].model_dump(), connections=await _connections(service, search, limit))
+
+
+async def end_search(service: Service, search: str, force: bool) -> EndedSearch:
+    """End a search, and its scans.
+
+    Raises:
+        SearchNotFound: None that is alive has this id.
+        SearchFollowed: Somebody follows it, and it was not forced.
+    """
+    life, connections = await service.searches.end(search, force)
+    return EndedSearch(id=search, life=int(life.rpartition(".")[2]), connections=connections)
+
+
+async def _look(service: Service, ids: Sequence[str]) -> list[Search]:
+    """Read what there is of searches, in three round trips; one that was forgotten meanwhile is left out."""
+    nodes, keys = service.nodes, service.nodes.keys
+    (seconds, _), stored = await nodes.read_all([(0, ("TIME",)), (0, ("HMGET", keys.searches(), *ids))])
+    lives = [read_life(each) for each in stored if each is not None]
+    if not lives:
+        return []
+    names, window = [life.search.id for life in lives], int(seconds) * 1000 // POPULAR_MS
+    commands: list[Command] = [
+        (0, ("HMGET", keys.followers(), *names)),
+        (0, ("HMGET", keys.popular(window), *names)),
+        (0, ("HMGET", keys.popular(window - 1), *names)),
+        (0, ("ZMSCORE", keys.uses(), *names)),
+        (0, ("ZMSCORE", keys.idle(), *names)),
+    ]
+    commands += [(0, ("LRANGE", keys.stretches(life.name), 0, -1)) for life in lives]
+    commands += [(0, ("SMEMBERS", keys.scanned(life.name))) for life in lives]
+    followers, *windows, uses, idle = (answers := await nodes.read_all(commands))[:5]
+    lists = [[read_stretch(each) for each in listed] for listed in answers[5 : 5 + len(lives)]]
+    done = [{int(number) for number in numbers} for numbers in answers[5 + len(lives) :]]
+    scanned = await _scanned(service, lives, lists, done)
+    logs = await service.matches.logs_of([life.name for life in lives])
+    return [
+        Search(
+            id=life.search.id,
+            topics=life.search.topics if isinstance(life.search.topics, str) else list(life.search.topics),
+            within=life.search.within,
+            query=life.search.query,
+            life=life.number,
+            since=iso_time(life.since_ms),
+            followers=int(followers[i] or 0),
+            popularity=max(int(counts[i] or 0) for counts in windows),
+            use=round(use_of(uses[i], window), 3),
+            last_used=None if idle[i] is None else iso_time(int(float(idle[i]))),
+            matches=sum(segment.events for segment in log.segments),
+            bytes=sum(segment.bytes for segment in log.segments),
+            stretches=[scanned[life.name, stretch.number] for stretch in lists[i]],
+        )
+        for i, (life, log) in enumerate(zip(lives, logs, strict=True))
+    ]
+
+
+async def _scanned(
+    service: Service, lives: Sequence[Life], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
+) -> dict[tuple[str, int], Scanned]:
+    """Return how far each stretch of each life is."""
+    keys, logs = service.nodes.keys, service.matches
+    wanted = [
+        (life, stretch, stretch.number in over)
+        for life, stretches, over in zip(lives, lists, done, strict=True)
+        for stretch in stretches
+    ]
+    commands: list[Command] = []
+    for life, stretch, is_done in wanted:
+        if not is_done:
+            shard = logs.shard_of(stretch.name(life))
+            commands.append((shard, marks_command(keys, shard, stretch)))
+    marks = iter(await service.nodes.read_all(commands))
+    found = await logs.logs_of([stretch.name(life) for life, stretch, _ in wanted])
+    answer: dict[tuple[str, int], Scanned] = {}
+    for (life, stretch, is_done), log in zip(wanted, found, strict=True):
+        records = stretch.records if is_done else stretch.passed(marks_of(stretch.ranges, next(marks)))
+        answer[life.name, stretch.number] = Scanned(
+            number=stretch.number,
+            since=iso_time(stretch.since_ms) if stretch.since_ms else None,
+            records=records,
+            of=stretch.records,
+            percent=stretch.percent(records),
+            done=is_done,
+            matches=sum(segment.events for segment in log.segments),
+        )
+    return answer
+
+
+async def _connections(service: Service, search: str, limit: int) -> list[Connection]:
+    nodes, key = service.nodes, service.nodes.keys.connections(search)
+    found: dict[bytes, bytes] = {}
+    cursor = 0
+    while len(found) < limit:
+        told, some = await nodes.read(0, "HSCAN", key, cursor, "COUNT", 500)
+        found |= mapping(some)
+        cursor = int(told)
+        if not cursor:
+            break
+    return [_connection(place, facts) for place, facts in sorted(found.items())[:limit]]
+
+
+def _connection(place: bytes, facts: bytes) -> Connection:
+    process, _, number = place.decode().rpartition(" ")
+    asked = _read_asked(facts)
+    return Connection(
+        process=process,
+        number=int(number),
+        since=iso_time(asked.since_ms),
+        start=asked.start,
+        window=asked.window,
+        client=asked.client or None,
+    )

@@ -4,11 +4,23 @@ A chunk is a range of offsets of each source, read once for all stretches that a
 for each of its sources, as a view does: a chunk that is read again, by whomever, changes nothing. Invariant: matches of
 a source are appended to a stretch's log in the order of their offsets, each once; when a stretch is said to be scanned,
 its log has all of them that Kafka still had, and what Kafka had dropped is noted.
+
+What Kafka has of the sources that are to be scanned: where each begins now, or that it is gone; and what was lost.
+
+A source is one generation of a topic. Only the broker knows which topic has a name now, and only the store which
+generation that is; a service that meets a topic before the driver does gives it the generation that it will get.
+
+What a scan leaves out unread: records that lack a text which every search of the chunk needs.
+
+Invariant: a record that some search matches passes. What passes is still asked. The texts are looked for in bytes that
+are not decoded. Escapes may spell a name or a string otherwise, so whatever holds a backslash passes; what is no JSON
+matches nothing, and it does not matter what becomes of it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,19 +33,157 @@ from tailrace.driver.one_pass import MAX_REFUSALS, Plan
 from tailrace.driver.slice import Slice
 from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
-from tailrace.kafka.broker import Broker, client_properties
+from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.kafka.consume import Ranges, shared_out
 from tailrace.log.event import Source, home_of, poison
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS
-from tailrace.valkey.marks import NOTHING
+from tailrace.query import Query
+from tailrace.query.filters import Need, Needs, Text, Value, needs
+from tailrace.query.tree import And
+from tailrace.valkey.marks import NOTHING, UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.shards import Shards
 from tailrace.views.grep.leases import Watchdog
-from tailrace.views.grep.model import Life, Stretch
-from tailrace.views.grep.present import GONE, LATER, Present, lost
-from tailrace.views.grep.presift import sift
+from tailrace.views.grep.model import Life, Lost, Stretch
 from tailrace.views.grep.store import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
 from tailrace.views.grep.write import KEPT_MS, Standing, appended, shelved
+
+GONE, LATER = 1 << 62, -1
+"""Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""
+
+
+class Present:
+    """Asks the broker and the store; ``generations`` are those under which this driver reads topics."""
+
+    def __init__(self, broker: Broker, shards: Shards, generations: Mapping[str, int]) -> None:
+        self._broker, self._shards, self._generations = broker, shards, generations
+
+    def begins(self, labels: Iterable[str]) -> dict[str, int]:
+        """Return the first offset that Kafka has of each source; GONE if its topic was deleted, whatever has its name.
+
+        LATER if the driver has not noticed the topic yet: what is read of it would get another generation.
+        """
+        sources = {label: Source.parse(label) for label in labels}
+        if not sources:
+            return {}
+        topics = self._broker.topics()
+        # Read after: a generation that is not there by now was given to none of these topics.
+        known = self._known()
+        wanted = {source.topic for source in sources.values()}
+        firsts = self._broker.firsts([topic for name, topic in topics.items() if name in wanted])
+        found: dict[str, int] = {}
+        for label, source in sources.items():
+            verdict = self._verdict(source, topics.get(source.topic), known)
+            place = source.topic, source.partition
+            found[label] = firsts.get(place, LATER) if verdict is None else verdict
+        return found
+
+    def _verdict(self, source: Source, topic: Topic | None, known: Mapping[str, Adopted]) -> int | None:
+        """Return GONE or LATER; None if it can be read."""
+        generation, topic_id = known.get(source.topic, UNKNOWN)
+        if topic is None or source.generation < generation:
+            return GONE
+        if source.generation == generation and topic_id not in ("", topic.id):
+            return GONE  # created again, which the driver has not noticed yet
+        return None if source.generation == generation == self._generations.get(source.topic, 0) else LATER
+
+    def _known(self) -> dict[str, Adopted]:
+        [stored] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
+        return read_all_adopted(stored)
+
+
+def lost(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[Lost]:
+    """Yield what was lost of a range: Kafka began at ``before`` when it was to be read, and at ``after`` then.
+
+    What Kafka dropped in between was perhaps read, and perhaps not: it is said to be lost.
+    """
+    first, until = wanted
+    for begins in (before, max(before, after)):
+        if begins > first and first < until:
+            yield Lost(source, first, min(until, begins), "deleted" if begins == GONE else "expired")
+            first = min(until, begins)
+
+
+FEW = 4
+"""Texts of which one is needed, and queries, at most: looking for more costs as much as asking."""
+
+
+class Look(msgspec.Struct, frozen=True):
+    """A text that stands in the value, or in the key."""
+
+    text: bytes
+    in_key: bool = False
+
+
+Part = tuple[Look, ...]
+"""Texts of which a record has one."""
+
+
+def sift(queries: Iterable[Query]) -> Callable[[bytes | None, bytes], bool] | None:
+    """Return a function that tells of a key and a value whether a query may match; None if all may."""
+    each = {_parts(query) for query in queries}
+    if not all(each) or not 0 < len(each) <= FEW:
+        return None
+    several = tuple(each)
+
+    def passes(key: bytes | None, value: bytes) -> bool:
+        for parts in several:
+            for part in parts:
+                for look in part:
+                    within = (key or b"") if look.in_key else value
+                    if look.text in within or b"\\" in within:
+                        break
+                else:
+                    break  # it has none of these
+            else:
+                return True
+        return False
+
+    return passes
+
+
+def _parts(query: Query) -> tuple[Part, ...]:
+    """Return the parts of a query, all of which a record that it matches has; those of one text first."""
+    found: set[Part] = set()
+    for node in query.tree.parts if isinstance(query.tree, And) else (query.tree,):
+        looks = [_look(need) for need in needs(node, _price)]
+        if 0 < len(looks) <= FEW and None not in looks:
+            found.add(tuple(dict.fromkeys(look for look in looks if look is not None)))
+    return tuple(sorted(found, key=lambda part: (len(part), [-len(look.text) for look in part], part[0].text)))
+
+
+def _price(needed: Needs) -> float:
+    looks = [_look(need) for need in needed]
+    return math.inf if None in looks else len(looks)
+
+
+def _look(need: Need) -> Look | None:
+    """Return what a record that meets a need has, if nothing in it is escaped; None where that is unknown."""
+    path = need.path
+    if not all(path.steps):
+        return None
+    in_key = path.of_record
+    if in_key and (path.steps[0] != "$key" or not all(map(_is_index, path.steps[1:]))):
+        return None
+    match need:
+        case Value(value=str(text)):
+            wanted = text if in_key else f'"{text}"'  # a key that is no array is its own text
+        case Text(text=text):
+            wanted = text
+        case _:
+            names = [step for step in path.steps if not _is_index(step)]
+            if in_key or not names:
+                return None
+            wanted = f'"{names[-1]}"'
+    try:
+        return Look(wanted.encode(), in_key)
+    except UnicodeEncodeError:  # half a character: bytes that hold it are no text
+        return None
+
+
+def _is_index(step: str) -> bool:
+    return step.isascii() and step.isdigit()
+
 
 logger = logging.getLogger(__name__)
 
