@@ -28,12 +28,11 @@ from tailrace.log.store import Logs
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
-from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.feed import OpensTags, make_tag_request, open_store
+from tailrace.views.tags.model import stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
 from tailrace.views.tags.rows.store import Row, writer
-from tailrace.views.tags.stamp import stamp
 from tailrace.views.tags.store import VIEW
-from tailrace.views.tags.tag_request import make_tag_request
 
 Told: TypeAlias = dict[str, Any]
 

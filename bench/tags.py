@@ -47,7 +47,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
-from tailrace.views.tags.rows.schema import prepare as prepare_tables
+from tailrace.views.tags.rows.cassandra import prepare as prepare_tables
 from tailrace.views.tags.store import VIEW
 
 Row: TypeAlias = dict[str, Any]

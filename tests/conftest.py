@@ -13,7 +13,7 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.rows import schema
+from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
 from tests.spark_classes import keep_spark_classes
 

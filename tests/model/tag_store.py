@@ -8,12 +8,9 @@ from uuid import UUID
 import msgspec
 
 from tailrace.log.event import Source
-from tailrace.views.tags.model import Numbered, stamp_ms
-from tailrace.views.tags.rows.cursor import Part
+from tailrace.views.tags.model import Numbered, order, stamp, stamp_ms
+from tailrace.views.tags.rows.cursor import Part, Reads, Waits
 from tailrace.views.tags.rows.reading import Emitted, Lost, Reading
-from tailrace.views.tags.rows.tag_gaps import Waits
-from tailrace.views.tags.rows.tag_reads import Reads
-from tailrace.views.tags.stamp import order, stamp
 
 NEVER = -(1 << 53)
 T0 = 1_800_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.tags.rows.countdown import Countdown, End, end_of
+from tailrace.views.tags.rows.numbering import Countdown, End, end_of
 
 
 def test_the_last_event_gets_the_number_before_the_first_live_one() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tailrace.log.event import Source
 from tailrace.log.pack import digest, pack, unpack
 from tailrace.log.run import Entry, Run, decode, encode
-from tailrace.views.tags.note import Note, Notes
+from tailrace.views.tags.model import Note, Notes
 from tests.writing import NOON
 
 _note = st.builds(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES
 from tailrace.log.event import Source
+from tailrace.views.tags.model import first_of, last_of, stamp
 from tailrace.views.tags.rows.cursor import (
     BEGIN,
     MAX_TAGS,
@@ -23,7 +24,6 @@ from tailrace.views.tags.rows.cursor import (
     is_tag_cursor,
     room_for,
 )
-from tailrace.views.tags.stamp import first_of, last_of, stamp
 
 NOW = 1_800_000_000_000
 PLACE = Source("jobs", 3)

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tailrace.views.tags.rows.cursor import BEGIN, Part
-from tailrace.views.tags.rows.tag_gaps import Waits
-from tailrace.views.tags.stamp import last_of, ms_of, stamp
+from tailrace.views.tags.model import last_of, ms_of, stamp
+from tailrace.views.tags.rows.cursor import BEGIN, Part, Waits
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
 MINUTE = 60_000

@@ -10,11 +10,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.views.tags.rows.cursor import BEGIN, Part, TagCursor, hashed
+from tailrace.views.tags.model import stamp
+from tailrace.views.tags.rows.cursor import BEGIN, Part, Reads, TagCursor, Waits, hashed
 from tailrace.views.tags.rows.reading import Emitted, Reading
-from tailrace.views.tags.rows.tag_gaps import Waits
-from tailrace.views.tags.rows.tag_reads import Reads
-from tailrace.views.tags.stamp import stamp
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
 START = Part(BEGIN)

@@ -18,12 +18,11 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.rows import schema
+from tailrace.views.tags.model import first_of, last_of, ms_of, order, stamp
+from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
-from tailrace.views.tags.rows.partitions import Bucket, overlapping
-from tailrace.views.tags.rows.reader import RowReader
+from tailrace.views.tags.rows.reader import Bucket, RowReader, overlapping
 from tailrace.views.tags.rows.store import Narrow, Row, RowWriter, writer
-from tailrace.views.tags.stamp import first_of, last_of, ms_of, order, stamp
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
 NOON = 1_700_049_600_000

@@ -14,11 +14,10 @@ from tailrace.log.event import Source
 from tailrace.log.request import AnyFeed, AnyFrame, Frame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.model import Tagging, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import Row, writer
 from tailrace.views.tags.rows.tags import CassandraTags
-from tailrace.views.tags.stamp import stamp
 from tailrace.views.tags.store import VIEW, TagOptions, introduce, lift
 from tests.feeds.rig import controls, now_ms
 from tests.tags import reading

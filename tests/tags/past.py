@@ -7,12 +7,10 @@ from typing import Any
 from tailrace.upkeep.backends import auditing, cleaning, rebuilding
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.row_cleanup import RowCleaning
-from tailrace.views.tags.rows.row_walk import Rows
 from tailrace.views.tags.rows.store import Narrow, Row, RowWriter, writer
-from tailrace.views.tags.rows.upkeep import RowAudit
-from tailrace.views.tags.stamp import ms_of
+from tailrace.views.tags.rows.upkeep import RowAudit, RowCleaning, Rows
 from tests.upkeep.tagged import Seen, TagPast
 
 

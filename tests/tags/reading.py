@@ -13,10 +13,9 @@ from tailrace.log.request import AnyFeed, AnyFrame, Frame
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.feed import OpensTags, make_tag_request, open_store
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.store import VIEW
-from tailrace.views.tags.tag_request import make_tag_request
 from tests.feeds import rig
 from tests.feeds.rig import now_ms
 

@@ -11,10 +11,9 @@ from tailrace.errors import StoreUnavailable
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.model import Tagging, ms_of, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import Row, writer
-from tailrace.views.tags.stamp import ms_of, stamp
 from tailrace.views.tags.store import VIEW, TagOptions, lift
 from tests.feeds.rig import now_ms
 from tests.writing import Record, Writer

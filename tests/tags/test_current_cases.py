@@ -18,9 +18,9 @@ from tailrace.log import feed as log
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import ms_of, order
 from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.stamp import ms_of, order
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, stamps
 from tests.tags.reading import events, names

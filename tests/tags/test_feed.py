@@ -15,8 +15,8 @@ from tailrace.log.request import Frame, Moved
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags import merge as tag_merge
-from tailrace.views.tags.stamp import ms_of, stamp
-from tailrace.views.tags.tag_request import make_tag_request
+from tailrace.views.tags.feed import make_tag_request
+from tailrace.views.tags.model import ms_of, stamp
 from tests.feeds.rig import Follower, controls, ids, now_ms
 from tests.tags.reading import events, reading
 from tests.tags.tagged import Tagger, apart, strangers

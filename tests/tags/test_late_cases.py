@@ -16,15 +16,13 @@ from pydantic import ValidationError
 
 from tailrace.log.event import Source, iso_time
 from tailrace.log.segment import bucket_start
+from tailrace.views.tags.model import last_of, ms_of, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.cursor import BEGIN, Part
+from tailrace.views.tags.rows.cursor import BEGIN, Part, Reads, TagRow
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import Reading
 from tailrace.views.tags.rows.store import Narrow
-from tailrace.views.tags.rows.tag_gaps import TagRow
-from tailrace.views.tags.rows.tag_reads import Reads
 from tailrace.views.tags.settings import Tags
-from tailrace.views.tags.stamp import last_of, ms_of, stamp
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.tags.reading import events

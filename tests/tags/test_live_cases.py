@@ -22,12 +22,12 @@ from tailrace.log import feed as log
 from tailrace.log.event import iso_time
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.feed import Floors, Levels
+from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows import feed as tag_rows_feed
-from tailrace.views.tags.rows import schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
 from tailrace.views.tags.rows.tags import CassandraTags
 from tailrace.views.tags.store import VIEW
-from tailrace.views.tags.tag_floors import Floors, Levels
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.tags.reading import events

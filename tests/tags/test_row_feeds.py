@@ -14,9 +14,9 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
 from tailrace.log.request import Control
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.feed import make_tag_request
+from tailrace.views.tags.model import order
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.stamp import order
-from tailrace.views.tags.tag_request import make_tag_request
 from tests.feeds.rig import controls, now_ms
 from tests.tags.reading import Follower, events, names, reading
 from tests.tags.rows import HOUR, Rows

@@ -17,11 +17,11 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.model import ms_of, order, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.row_cleanup import STEPS
 from tailrace.views.tags.rows.store import Row
+from tailrace.views.tags.rows.upkeep import STEPS
 from tailrace.views.tags.settings import TagRules
-from tailrace.views.tags.stamp import ms_of, order, stamp
 from tests.meanwhile import meanwhile
 from tests.tags.past import RowPast
 from tests.upkeep.past import settings_for

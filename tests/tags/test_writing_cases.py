@@ -28,11 +28,10 @@ from tailrace.log.event import Source
 from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.model import Numbered, ms_of, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
 from tailrace.views.tags.rows.store import Row, RowWriter
 from tailrace.views.tags.settings import Tags
-from tailrace.views.tags.stamp import ms_of, stamp
 from tests.tags.stored import HOUR, MINUTE, TOPIC, Died, Stored, dying, interrupted
 from tests.tags.tagged import apart
 from tests.writing import NOON, Record, Writer

@@ -28,7 +28,7 @@ from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.restore import Orders, Restored, Restorer, encode_body
 from tailrace.upkeep.spark import History, Wanted
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.tags.anchor import Record as KafkaRecord
+from tailrace.views.tags.upkeep import Record as KafkaRecord
 from tests.faults.rig import QUICK_JAVA
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view

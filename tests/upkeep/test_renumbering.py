@@ -13,10 +13,8 @@ from tailrace.log.event import Source
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep.restore import Event, replaced
-from tailrace.views.tags.cleaned import Cleaned, beside, thinned, without
-from tailrace.views.tags.model import Numbered
-from tailrace.views.tags.note import Note, Notes
-from tailrace.views.tags.renumber import Ends, counted, renumbered
+from tailrace.views.tags.model import Cleaned, Note, Notes, Numbered, beside, thinned, without
+from tailrace.views.tags.upkeep import Ends, counted, renumbered
 
 LATEST = 1_000
 _events = st.lists(st.tuples(st.sampled_from("pqr"), st.integers(0, 1), st.integers(0, 2_000)), min_size=1, max_size=30)

@@ -82,11 +82,11 @@ def cleanup(settings: Settings, source: str, tag: str | None, *, dry_run: bool, 
     """Take a source's events out of tags for good. 1 if some could not be taken out."""
     try:
         from tailrace.upkeep.backends import cleaning
-        from tailrace.views.tags.taking_out import CLEANED
+        from tailrace.views.tags.upkeep import CLEANED
     except ImportError as error:
         raise parts.lacking(error, "stores") from None
     step_aside()
-    logging.getLogger("tailrace.views.tags.taking_out").setLevel(logging.INFO)
+    logging.getLogger("tailrace.views.tags.upkeep").setLevel(logging.INFO)
     settings = parts.at_stack(settings)
     work = cleaning(settings, source, tag)
     facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)

@@ -272,7 +272,7 @@ class Job:
         options = tag_options(self._settings).cassandra
         if TAGS not in self.views or options is None:
             return False
-        from tailrace.views.tags.rows.schema import prepare as prepare_tables
+        from tailrace.views.tags.rows.cassandra import prepare as prepare_tables
 
         prepare_tables(options, self._settings.tags.keep)
         return True

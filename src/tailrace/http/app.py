@@ -18,7 +18,7 @@ from tailrace.http.problems import Problems
 from tailrace.http.server import Server, listen, raise_file_limit
 from tailrace.http.service import Service
 from tailrace.views.days.routes import Largest
-from tailrace.views.tags.readers_ import watch
+from tailrace.views.tags.readers import watch
 
 logger = logging.getLogger(__name__)
 

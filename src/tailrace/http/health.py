@@ -20,7 +20,7 @@ from tailrace.http.service import Service, now_ms
 from tailrace.http.upkeep import Job, Upkeep
 from tailrace.metrics import FoldFigures, ReaderFigures, Run
 from tailrace.views.folds.routes import figures
-from tailrace.views.tags.readers_ import reader_figures
+from tailrace.views.tags.readers import reader_figures
 
 VERSION = version("tailrace")
 LIMIT_S = 3.0

@@ -16,7 +16,7 @@ import zstandard
 
 from tailrace.log.event import Headers
 from tailrace.log.run import MAX_RAW_BYTES, Entry, Run
-from tailrace.views.tags.note import Notes
+from tailrace.views.tags.model import Notes
 
 CODEC = b"\x02"
 LEVEL = 1

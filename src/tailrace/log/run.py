@@ -17,8 +17,7 @@ import msgspec
 import zstandard
 
 from tailrace.log.event import Headers, Source, headers_json, iso_time, key_json
-from tailrace.views.tags.note import Note, Notes, note_json
-from tailrace.views.tags.stamp import stamp
+from tailrace.views.tags.model import Note, Notes, note_json, stamp
 
 COMPRESS_FROM = 1024
 """A smaller run is stored as it is: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""

@@ -33,9 +33,8 @@ from tailrace.log.segment import PACKED, Log, Segment
 from tailrace.valkey.marks import parse_marks
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
-from tailrace.views.tags.cleaned import Cleaned
-from tailrace.views.tags.cleaned_ import encode
-from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.model import Cleaned, Numbered
+from tailrace.views.tags.store import encode
 
 PACKED_BYTES = 1 << 20
 """About how much of a packed piece one read returns, so that a reader's memory does not depend on the piece's size."""

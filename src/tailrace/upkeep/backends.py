@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from tailrace.upkeep.audit import Auditing
     from tailrace.upkeep.rebuild import Rebuilding
     from tailrace.views.tags.rows.rebuild import RowRebuilding
-    from tailrace.views.tags.rows.row_cleanup import RowCleaning
-    from tailrace.views.tags.rows.upkeep import RowAuditing
+    from tailrace.views.tags.rows.upkeep import RowAuditing, RowCleaning
     from tailrace.views.tags.upkeep import Cleaning
 
 
@@ -72,7 +71,7 @@ def cleaning(settings: Settings, source: str, tag: str | None, **given: Any) -> 
 
         return Cleaning(settings, source, tag, **given)
     with _needs("stores"):
-        from tailrace.views.tags.rows.row_cleanup import RowCleaning
+        from tailrace.views.tags.rows.upkeep import RowCleaning
 
     return RowCleaning(settings, source, tag, **given)
 

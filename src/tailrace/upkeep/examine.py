@@ -27,8 +27,7 @@ from tailrace.log.run import Entry, Run
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
-from tailrace.views.tags.cleaned import Cleanings
-from tailrace.views.tags.note import Notes
+from tailrace.views.tags.model import Cleanings, Notes
 from tailrace.views.tags.store import read_numbers
 
 Bounds: TypeAlias = Mapping[Source, tuple[int, int]]

@@ -34,10 +34,10 @@ from tailrace.upkeep.job import Lease, milliseconds, now_ms, require_copy, secti
 from tailrace.upkeep.restore import MOVED, REBUILT, Body, Buckets, Event, Orders, Restored, Restorer, encode_body
 from tailrace.upkeep.spark import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, spark_for
 from tailrace.valkey.shards import Shards
-from tailrace.views.tags.anchor import Record
-from tailrace.views.tags.cleaned_ import read_cleaned, tags_of
-from tailrace.views.tags.note import Notes
+from tailrace.views.tags.model import Notes
 from tailrace.views.tags.store import VIEW as TAGS
+from tailrace.views.tags.store import read_cleaned, tags_of
+from tailrace.views.tags.upkeep import Record
 
 NO_ROOM, DIFFERS = "no-room", "differs"
 """Why events cannot be staged: there is no place for them, or what is stored is not what was written."""

@@ -32,10 +32,9 @@ from tailrace.upkeep.rebuild import Draft
 from tailrace.upkeep.spark import Assignment
 from tailrace.upkeep.sweep import over
 from tailrace.valkey.shards import Shards
-from tailrace.views.tags.anchor import Anchor, Record, Spool
-from tailrace.views.tags.cleaned import without
-from tailrace.views.tags.note import Note
+from tailrace.views.tags.model import Note, without
 from tailrace.views.tags.store import VIEW as TAGS
+from tailrace.views.tags.upkeep import Anchor, Record, Spool
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):

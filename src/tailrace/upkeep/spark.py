@@ -49,10 +49,9 @@ from tailrace.upkeep.pack import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer
 from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.days.write import Days
-from tailrace.views.tags.cleaned import Cleanings
-from tailrace.views.tags.cleaned_ import read_cleaned
-from tailrace.views.tags.model import Tagged
+from tailrace.views.tags.model import Cleanings, Tagged
 from tailrace.views.tags.store import VIEW as TAGS
+from tailrace.views.tags.store import read_cleaned
 from tailrace.views.tags.write import TagView
 
 logger = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ def tagged(
 ) -> None:
     """Follow the events of tags: what there is, then what comes, over any disconnect."""
     from tailrace.cli import follow
-    from tailrace.views.tags import tagged
+    from tailrace.views.tags import commands as tagged
 
     asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(tagged.tagged(asked, query, every=every, client=client, json=json))

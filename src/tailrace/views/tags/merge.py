@@ -25,8 +25,7 @@ from tailrace.log.hub import Piece
 from tailrace.log.request import AnyFrame, Frame, Moved
 from tailrace.log.segment import Gap, Key
 from tailrace.valkey.marks import NOTHING
-from tailrace.views.tags.tag_feed import TagFeed
-from tailrace.views.tags.tag_request import look
+from tailrace.views.tags.feed import TagFeed, look
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,9 @@ from tailrace.log.name import shard_of
 from tailrace.log.request import AnyFeed
 from tailrace.valkey.shards import mapping
 from tailrace.views.grep.routes import limits_of
+from tailrace.views.tags.feed import FromText, TagRequest, make_tag_request
 from tailrace.views.tags.model import Numbered
-from tailrace.views.tags.named import NamedFeed
-from tailrace.views.tags.readers import Reader
-from tailrace.views.tags.readers_ import ReadersPage, list_readers
-from tailrace.views.tags.tag_request import FromText, TagRequest, make_tag_request
+from tailrace.views.tags.readers import NamedFeed, Reader, ReadersPage, list_readers
 
 _decode = msgspec.json.Decoder().decode
 

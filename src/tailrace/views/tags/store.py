@@ -3,11 +3,16 @@
 A tag lives in one shard, and its numbers with it, wherever its events rest. They are read by the task that is about to
 write, and compared by the shard when it has. A floor is the time of a partition's last stamp in a shard, or what the
 driver raised it to since. Invariant: no event that is still to be written has a stamp before its partition's floor.
+
+What the shards remember of cleaned sources: up to where their events were taken out of each tag.
+
+A set of each shard names the tags that have some, so that nobody has to look through all tags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,11 +20,14 @@ import msgspec
 from tailrace.config import Settings
 from tailrace.errors import StaleDriver
 from tailrace.log.event import Source
-from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.model import Numbered, Tagging
+from tailrace.log.name import shard_of
+from tailrace.log.store import Registry
+from tailrace.valkey.shards import Command, Shards, mapping
+from tailrace.views.tags.model import Cleaned, Numbered, Tagging
 
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.cassandra import CassandraOptions
+
 
 VIEW = "tags"
 
@@ -96,3 +104,31 @@ def read_conflicts(shards: Shards, most: int) -> list[dict[str, Any]]:
     found = [(entry_id, mapping(flat)[b"c"]) for answer in answers for entry_id, flat in answer]
     found.sort(key=lambda each: tuple(map(int, each[0].split(b"-"))), reverse=True)
     return [msgspec.json.decode(text) for _, text in found[:most]]
+
+
+PAGE = 500
+
+_decode = msgspec.json.Decoder(Cleaned).decode
+encode = msgspec.json.Encoder().encode
+
+
+def read_cleaned(shards: Shards, tags: Iterable[str] | None = None) -> dict[str, dict[str, Cleaned]]:
+    """Return the cleaned sources of tags that have some; of all of them, unless tags are given."""
+    keys, count = shards.keys, shards.options.shards
+    listed = shards.run_all([(s, ("SMEMBERS", keys.cleaned_tags(s))) for s in range(count)])
+    known = {tag.decode() for members in listed for tag in members}
+    wanted = sorted(known if tags is None else known.intersection(tags))
+    places = [shard_of(tag, count) for tag in wanted]
+    commands: list[Command] = [(s, ("HGETALL", keys.cleaned(s, tag))) for s, tag in zip(places, wanted, strict=True)]
+    return {
+        tag: {pid.decode(): _decode(stored) for pid, stored in mapping(answer).items()}
+        for tag, answer in zip(wanted, shards.run_all(commands), strict=True)
+    }
+
+
+def tags_of(shards: Shards, source: str) -> Iterator[str]:
+    """Yield the tags with a log that a source has come somewhere in."""
+    logs = Registry(shards, VIEW).walk()
+    while page := list(islice(logs, PAGE)):
+        commands: list[Command] = [(s.shard, ("HEXISTS", shards.keys.numbers(s.shard, s.name), source)) for s in page]
+        yield from (seen.name for seen, has in zip(page, shards.run_all(commands), strict=True) if has)

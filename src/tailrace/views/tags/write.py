@@ -22,9 +22,7 @@ from tailrace.log.run import Run, encode
 from tailrace.log.segment import bucket_start
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, stamp_ms
-from tailrace.views.tags.note import Notes
-from tailrace.views.tags.stamp import stamp
+from tailrace.views.tags.model import MANY, Notes, Numbered, Tagged, Tagger, stamp, stamp_ms
 from tailrace.views.tags.store import VIEW, TagOptions, introduce, read_numbers
 
 if TYPE_CHECKING:

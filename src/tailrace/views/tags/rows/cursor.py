@@ -8,15 +8,24 @@
 A part is the low-water stamp of its tag; then what lies above it. A place or a source is named by a hash of 64 bits, so
 that no name makes a cursor long. Invariant: ``parse(str(cursor)) == cursor``; only letters, digits and ``-_.,~@``
 occur; a reader that begins at a cursor delivers exactly what the one that gave it out had not.
+
+Gaps: the events of a source that came before the ones below them, and how long these are waited for.
+
+Numbers of a source in a tag have no gap: 1, 2, 3, or from further below if events were tagged later than written. So
+what is missing is known by its number. Invariant: a source whose numbers have a gap is held back, and nothing else is;
+of what is held nothing is given out before all below it is, or before the wait for it is over.
+
+How the rows of a tag are read: how far behind the clock, how long what is missing is waited for, and the limits.
 """
 
 from __future__ import annotations
 
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Generic, Protocol, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -24,7 +33,8 @@ import msgspec
 from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.log.event import Source
-from tailrace.views.tags.stamp import first_of, ms_of
+from tailrace.log.segment import bucket_start
+from tailrace.views.tags.model import first_of, ms_of
 
 MAX_TAGS = 20
 """Tags of one feed, so that each has room in the cursor."""
@@ -183,3 +193,169 @@ def _written(number: int) -> str:
         text = _DIGITS[digit] + text
         if not number:
             return sign + text
+
+
+class TagRow(Protocol):
+    """An event in a tag, as it lies in the store; what else it has is its reader's matter."""
+
+    @property
+    def pid(self) -> str: ...
+    @property
+    def tag_seq(self) -> int: ...
+    @property
+    def stamp(self) -> UUID: ...
+    @property
+    def place(self) -> Source: ...
+    @property
+    def offset(self) -> int: ...
+
+
+R = TypeVar("R", bound=TagRow)
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """How long what is missing is waited for."""
+
+    gap_ms: int = 10_000
+    first_ms: int = 100
+    """For what may lie below the first event of a source that is seen."""
+    most: int = 5_000
+    """Numbers that are searched for; more are not waited for at all."""
+
+
+class Hold(Generic[R]):
+    """What is held of one source."""
+
+    def __init__(self, pid: str, number: int, after: UUID, first: int, now_ms: int) -> None:
+        self.pid = pid
+        self.number = number
+        """Of its last event that was given out; 0 = none."""
+        self.after = after
+        """What is missing lies after this stamp."""
+        self.first = first
+        """Numbers below this one need not exist: it was the first that was seen. 0 = the source was known."""
+        self._since_ms = now_ms
+        self._rows: dict[int, tuple[R, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rows
+
+    @property
+    def lowest(self) -> R:
+        """The event with the lowest number."""
+        return self._rows[min(self._rows)][0]
+
+    @property
+    def missing(self) -> tuple[int, int]:
+        """The first and the last number that is missing below the lowest event."""
+        return self.number + 1, min(self._rows) - 1
+
+    @property
+    def is_lenient(self) -> bool:
+        """Whether what is missing below the lowest event need not exist."""
+        return min(self._rows) <= self.first
+
+    def add(self, row: R, now_ms: int) -> None:
+        """Hold one more."""
+        self._rows[row.tag_seq] = row, now_ms
+
+    def next(self) -> R | None:
+        """Take out the event whose turn it is, if it is there."""
+        found = self._rows.pop(self.number + 1, None)
+        if found is None:
+            return None
+        self.number += 1
+        self.after = found[0].stamp
+        return found[0]
+
+    def wait_again(self) -> None:
+        """Wait for the next gap: since what follows it was seen."""
+        self._since_ms = min((seen_ms for _, seen_ms in self._rows.values()), default=self._since_ms)
+
+    def set_back(self, now_ms: int) -> None:
+        """Wait no longer than from now on, if the clock was set back."""
+        self._since_ms = min(self._since_ms, now_ms)
+
+    def pass_over(self) -> None:
+        """Wait no longer for what is missing below the lowest event."""
+        self.number = min(self._rows) - 1
+
+    def deadline_ms(self, waits: Waits) -> int:
+        """Return when what is missing is waited for no longer."""
+        first, last = self.missing
+        if last - first >= waits.most:
+            return self._since_ms
+        return self._since_ms + (waits.first_ms if self.is_lenient else waits.gap_ms)
+
+
+LEAST_LAG_MS, MOST_LAG_MS = 50, 5_000
+"""Between these the delay lies when it is measured."""
+
+
+class Reads(msgspec.Struct, frozen=True, kw_only=True):
+    """How a tag is read."""
+
+    delay_ms: int | None = 5_000
+    """How far behind the clock; None = as far as the places are."""
+    future_ms: int = 1_000
+    """How far ahead of the clock a stamp can be, unless a clock was set."""
+    span_ms: int = 3_600_000
+    """How long a bucket is."""
+    waits: Waits = Waits()
+    short_ms: int | None = 1_000
+    """How often it looks back a little; None = never."""
+    short_period_ms: int | None = 5_000
+    """How far; None = to the start of the bucket before, which is as far as it ever looks."""
+    long_ms: int | None = 120_000
+    long_period_ms: int | None = None
+    known: int = 100_000
+    """Sources whose numbers are remembered."""
+    held: int = 10_000
+    """Events that are held, over all sources; no more are read then."""
+    room: int = 32
+    """What the cursor may name above its low-water stamp; no more is read then."""
+
+    def to_ms(self, now_ms: int, floors: Collection[int]) -> int:
+        """Return up to which millisecond is read, given the floors of all places."""
+        if max(floors, default=now_ms) > now_ms + self.future_ms:
+            # A clock was set, ours or theirs: all there is, or it would have to wait until this one is there too.
+            return max(floors)
+        if self.delay_ms is not None:
+            return now_ms - self.delay_ms
+        behind_ms = now_ms - min(floors) + 1 if floors else 0
+        return now_ms - min(max(behind_ms, LEAST_LAG_MS), MOST_LAG_MS)
+
+
+class Turns:
+    """When it is looked back again, and how far."""
+
+    def __init__(self, reads: Reads, now_ms: int) -> None:
+        self._reads = reads
+        self._short_due = now_ms + (reads.short_ms or 0)
+        self._long_due = now_ms + (reads.long_ms or 0)
+
+    @property
+    def due_ms(self) -> int | None:
+        """When it is time again; None = never."""
+        return None if self._reads.short_ms is None else self._short_due
+
+    def since_ms(self, at_ms: int, now_ms: int) -> int | None:
+        """Return from which millisecond on to look, where reading is at one; None if it is not time."""
+        reads = self._reads
+        if not _is_over(self._short_due, reads.short_ms, now_ms):
+            return None
+        self._short_due = now_ms + (reads.short_ms or 0)
+        period_ms = reads.short_period_ms
+        if _is_over(self._long_due, reads.long_ms, now_ms):
+            self._long_due = now_ms + (reads.long_ms or 0)
+            period_ms = reads.long_period_ms
+        furthest_ms = bucket_start(at_ms, reads.span_ms) - reads.span_ms
+        return furthest_ms if period_ms is None else max(furthest_ms, at_ms - period_ms)
+
+
+def _is_over(due_ms: int, every_ms: int | None, now_ms: int) -> bool:
+    """Whether a turn is over: also when it can only have begun before the clock was set back."""
+    return every_ms is not None and not due_ms - every_ms <= now_ms < due_ms

@@ -11,25 +11,221 @@ written. Invariants, after every call:
 
 So a reader that begins at any cursor delivers exactly the rest. Numbers guard what marks cannot: a row that is seen
 late although nobody said so is missed by its number, or found by looking back, and delivered in its source's order.
+
+The places that a tag's rows come from, as far as their marks and floors are known to its reader.
+
+A row is there for good, *committed*, if its place's mark covers it, or if its place is known to have no marks since
+somebody else writes there; of a place that may have some and of which none were read, nothing is.
+
+The sources of a tag that its reader knows: what was the last event delivered of each.
+
+As many are remembered as there is room for. Of one that was forgotten, or that was delivered before the reader began,
+it is only known up to which offset of its place everything was delivered.
+
+The low-water stamp of a reader of a tag, and what was taken beyond it: what its cursor says.
+
+Invariant: the stamp only rises; whatever was taken beyond it is named, by its place or by its source, and what lies
+below it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Generic
 from uuid import UUID
 
 import msgspec
 
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.rows.cursor import Part, hashed
-from tailrace.views.tags.rows.tag_gaps import Hold, R, TagRow
-from tailrace.views.tags.rows.tag_places import Places
-from tailrace.views.tags.rows.tag_reads import Reads, Turns
-from tailrace.views.tags.rows.tag_sources import KnownSources
-from tailrace.views.tags.rows.tag_water import LowWater
-from tailrace.views.tags.stamp import first_of, last_of, ms_of, order
+from tailrace.views.tags.model import first_of, last_of, ms_of, order
+from tailrace.views.tags.rows.cursor import Hold, Open, Part, R, Reached, Reads, TagRow, Turns, hashed, hashed_place
+
+
+class Places:
+    """What was read last of marks and floors."""
+
+    def __init__(self) -> None:
+        self._marks: Mapping[Source, int] | None = None
+        self.floors: Mapping[Source, int] = {}
+        self.others: set[Source] = set()
+        """Those that are known to have no marks: somebody else writes there."""
+
+    def renew(self, marks: Mapping[Source, int], floors: Mapping[Source, int]) -> None:
+        """Take what was read anew."""
+        self._marks, self.floors = marks, floors
+
+    def again_from(self, marks: Mapping[Source, int], position: UUID, start: UUID) -> UUID:
+        """Return after which stamp something may have been added: at the floors noted of places that have moved since.
+
+        A place that is new has nothing below the lowest of all floors: whoever writes sees to that.
+        """
+        known, after = self._marks, position
+        if known is None:
+            return after
+        lowest = min(self.floors.values(), default=None)
+        for place, mark in marks.items():
+            if known.get(place) == mark:
+                continue
+            floor = self.floors.get(place) if place in known else lowest
+            if floor is None:
+                return start
+            after = min(after, last_of(floor - 1), key=order)
+        return max(after, start, key=order)
+
+    def low(self, start: UUID) -> UUID | None:
+        """Return the last stamp below all floors; the start if some place has none, None if nobody has any."""
+        if self._marks is not None and not self.floors.keys() >= self._marks.keys():
+            return start
+        lowest = min(self.floors.values(), default=None)
+        return None if lowest is None else last_of(lowest - 1)
+
+    def is_marked(self, place: Source) -> bool:
+        """Whether a place has marks."""
+        return place in self.floors or (self._marks is not None and place in self._marks)
+
+    def is_committed(self, row: TagRow) -> bool:
+        """Whether a row is there for good."""
+        mark = self._marks.get(row.place) if self._marks else None
+        if mark is not None:
+            return row.offset <= mark
+        return row.place in self.others and row.place not in self.floors
+
+    def strangers(self, rows: Iterable[TagRow]) -> set[Source]:
+        """Return the places of some rows of which it is not known whether they have marks."""
+        return {row.place for row in rows if row.place not in self.others and not self.is_marked(row.place)}
+
+
+class Last(msgspec.Struct, frozen=True, gc=False):
+    """The last event of a source that was delivered."""
+
+    number: int
+    stamp: UUID
+    place: Source
+    offset: int
+
+
+class KnownSources:
+    """What is known of sources."""
+
+    def __init__(self, start: Part, most: int) -> None:
+        """``most``: how many are remembered."""
+        self._most = most
+        self._last: OrderedDict[str, Last] = OrderedDict()
+        self._resumed = {each.place: each.offset for each in start.reached}
+        """Up to which offset what belongs to sources that are not known was delivered before."""
+
+    def __contains__(self, pid: str) -> bool:
+        return pid in self._last
+
+    def get(self, pid: str) -> Last | None:
+        """Return the last event of a source; None if it is not known."""
+        return self._last.get(pid)
+
+    def is_new(self, row: TagRow) -> bool:
+        """Whether a row of a source that is not known was not delivered before."""
+        return row.offset > self._resumed.get(hashed_place(row.place), -1)
+
+    def expect(self, row: TagRow, after: UUID) -> None:
+        """Know a source by the event that it will begin with, after a stamp."""
+        self._last[row.pid] = Last(row.tag_seq - 1, after, row.place, -1)
+
+    def meet(self, row: TagRow) -> None:
+        """Know a source by an event that was delivered before."""
+        self._last[row.pid] = Last(row.tag_seq, row.stamp, row.place, row.offset)
+
+    def deliver(self, row: TagRow) -> None:
+        """Note that an event is delivered; if they get too many, the source is forgotten that was silent longest."""
+        last = self._last.get(row.pid)
+        if last is not None and last.place != row.place:
+            self._resume_after(last)
+        self.meet(row)
+        self._last.move_to_end(row.pid)
+        if len(self._last) > self._most:
+            self._resume_after(self._last.popitem(last=False)[1])
+
+    def _resume_after(self, last: Last) -> None:
+        key = hashed_place(last.place)
+        self._resumed[key] = max(self._resumed.get(key, -1), last.offset)
+
+
+class LowWater:
+    """Where a reader that begins now would have to begin."""
+
+    def __init__(self, start: Part) -> None:
+        self.stamp, self.order = start.low, order(start.low)
+        self._reached = {each.place: (each.offset, last_of(each.ms)) for each in start.reached}
+        self._beyond: dict[str, tuple[int, UUID]] = {}
+        self.open = {each.pid: each for each in start.open}
+        """Sources that were open at the start, and were not seen since; by the hash of their name."""
+
+    def __len__(self) -> int:
+        """How much is named."""
+        return len(self._reached) + len(self._beyond) + len(self.open)
+
+    def opened(self, pid: str) -> Open | None:
+        """Return what the start said of a source that was open."""
+        return self.open.get(hashed(pid)) if self.open else None
+
+    def given(self, pid: str) -> tuple[int, UUID] | None:
+        """Return the number and the stamp of the last event of a source that is named."""
+        return self._beyond.get(pid) if self._beyond else None
+
+    def names(self, row: TagRow, marked: bool) -> bool:
+        """Whether an event's place, or its source where places have no marks, is named."""
+        return hashed_place(row.place) in self._reached if marked else row.pid in self._beyond
+
+    def take(self, row: TagRow) -> None:
+        """Name the place of an event that was taken, if it has marks."""
+        if row.stamp == self.stamp or order(row.stamp) <= self.order:
+            return
+        key = hashed_place(row.place)
+        before = self._reached.get(key)
+        if before is None or row.offset >= before[0]:
+            self._reached[key] = row.offset, row.stamp
+
+    def give(self, row: TagRow) -> None:
+        """Name the source of an event that goes out, where its place has no marks."""
+        stamp = row.stamp
+        before = self._beyond.get(row.pid)
+        if before is not None:
+            stamp = max(stamp, before[1], key=order)
+        if order(stamp) > self.order:
+            self._beyond[row.pid] = row.tag_seq, stamp
+
+    def rise(self, stamp: UUID, looked: bool) -> None:
+        """Raise it, and name no longer what lies below; what was open at the start not before that was looked for."""
+        place = order(stamp)
+        if place <= self.order:
+            return
+        self.stamp, self.order = stamp, place
+        if self._reached:
+            self._reached = {key: each for key, each in self._reached.items() if order(each[1]) > place}
+        if self._beyond:
+            self._beyond = {pid: each for pid, each in self._beyond.items() if order(each[1]) > place}
+        if self.open and looked:
+            self.settle()
+
+    def settle(self) -> None:
+        """Name no longer what was open below it at the start, and was not found."""
+        if self.open:
+            self.open = {pid: each for pid, each in self.open.items() if order(last_of(each.since_ms)) > self.order}
+
+    def part(self, holds: Collection[Hold[Any]]) -> Part:
+        """Return the cursor's part, with what is held."""
+        if not (self._reached or self._beyond or self.open or holds):
+            return Part(self.stamp)
+        reached = (Reached(key, offset, ms_of(stamp)) for key, (offset, stamp) in self._reached.items())
+        named = dict(self.open)
+        for pid, (number, stamp) in self._beyond.items():
+            named[hashed(pid)] = Open(hashed(pid), number, ms_of(stamp))
+        for hold in holds:
+            # Where no number says what was delivered, nothing of a millisecond in which something was is looked for.
+            since_ms = ms_of(hold.after) + (1 if hold.first and not hold.number else 0)
+            named[hashed(hold.pid)] = Open(hashed(hold.pid), hold.number, since_ms, hold.first)
+        return Part(self.stamp, tuple(reached), tuple(named.values()))
+
 
 FOR_HOLDS = 2
 """Room in the cursor that is left for what is held: else what is ahead could stop what it waits for."""

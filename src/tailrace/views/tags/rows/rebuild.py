@@ -4,33 +4,304 @@ An audit says which tags something is wrong with. Then the marks are read, and o
 beside Kafka's records, event by event, and restores it from its last event backwards, so that numbers are anchored at
 its live end. Invariant: what lies beyond the marks is not touched, nor is a row that is right; a rebuild that dies is
 begun again, and comes to the same.
+
+Restoring the rows of one tag in Cassandra: given what is there and what Kafka has, event by event, the last first.
+
+Invariant: an event's right row is written before its wrong ones are deleted, and no key is of two events; so whoever
+dies in between leaves every event with a row, and whoever begins again finds the same to be right. Rows beyond the
+marks are not touched.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import UUID
 
 import msgspec
 import pyarrow as pa
 
 from tailrace.config import Settings
-from tailrace.errors import PipelineError, StaleDriver
-from tailrace.log.event import Source
+from tailrace.errors import PipelineError, StaleDriver, StaleUpkeep
+from tailrace.log.event import Headers, Source
+from tailrace.log.name import shard_of
+from tailrace.log.segment import bucket_start
+from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
-from tailrace.upkeep.job import Lease, milliseconds
+from tailrace.upkeep.examine import fingerprint, noted
+from tailrace.upkeep.job import WHAT, Lease, milliseconds
 from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, Rebuilding, listed, routed
-from tailrace.upkeep.restore import REBUILT
-from tailrace.upkeep.spark import ATTEMPTS, History, Wanted, collect, spark_for
-from tailrace.valkey.marks import parse_mark_time, read_marks
+from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
+from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, Wanted, collect, spark_for
+from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.rows.row_cleanup import tags_of
-from tailrace.views.tags.rows.row_restore import RECORD, ROW, Item, Orders, RestoredRows, RowRestorer, survey
-from tailrace.views.tags.rows.row_walk import Rows
-from tailrace.views.tags.rows.upkeep import RowAuditor, rests_in
+from tailrace.views.tags.model import Cleanings, ms_of, stamp
+from tailrace.views.tags.rows.cassandra import connected
+from tailrace.views.tags.rows.numbering import Countdown, End, end_of
+from tailrace.views.tags.rows.store import Narrow, Row, RowWriter
+from tailrace.views.tags.rows.upkeep import RowAuditor, Rows, rests_in, tags_of
 from tailrace.views.tags.store import VIEW, lift, tag_options
+from tailrace.views.tags.upkeep import read_all_numbers
+
+STEPS = ("rows-written", "rows-deleted")
+"""The failpoints, in order."""
+AT_ONCE = 2_000
+"""Rows that are written, or deleted, before the next are looked at."""
+
+END, CEILING, ROW, RECORD = range(4)
+"""What an item is: what comes behind a source, or a partition; a row that is there; a record of Kafka."""
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What a rebuild of rows is to do."""
+
+    work: Assignment
+    marks: tuple[dict[Source, int], ...]
+    """Of each shard, up to where its rows are rebuilt: read before anything else."""
+    token: int
+    dry_run: bool
+    now_ms: int
+    keep_ms: int | None
+
+    @property
+    def since_ms(self) -> int:
+        """The time before which rows have expired."""
+        return -(1 << 62) if self.keep_ms is None else self.now_ms - self.keep_ms
+
+
+class Item(NamedTuple):
+    """What is known of a tag, in the order in which it is restored."""
+
+    kind: int
+    source: str
+    offset: int
+    time_ms: int
+    ms: int
+    """The millisecond that it asks for its stamp."""
+    body: bytes
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """A row that is there."""
+
+    pid: str
+    number: int
+    stamp: UUID
+    bucket_ms: int
+    prints: tuple[int, int]
+    carried: tuple[int, Body] | None = None
+    """Time and contents, if Kafka no longer has the record."""
+
+
+class RestoredRows(Restored, frozen=True):
+    """What became of one tag, up to the marks: rows that were there before, buckets written to, rows deleted."""
+
+    added: int = 0
+    """Events that had no row."""
+    written: int = 0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_body = msgspec.msgpack.Decoder(Body).decode
+_standing = msgspec.msgpack.Decoder(Standing).decode
+_end = msgspec.msgpack.Decoder(tuple[str, End]).decode
+_ceiling = msgspec.msgpack.Decoder(tuple[str, int]).decode
+
+
+def survey(orders: Orders, shards: Shards, rows: Rows, tag: str) -> Iterator[tuple[int, str, int, int | None, bytes]]:
+    """Yield kind, partition, offset, stamp and body of what is there of a tag: its rows, and what comes behind them.
+
+    How far sources have come is read first: what was given out by then has its rows.
+    """
+    shard = shard_of(tag, shards.options.shards)
+    given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
+    (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
+    ceilings = {place.decode(): parse_mark_time(stored)[0] for place, stored in mapping(answer).items()}
+    marks, bounds = orders.marks[shard], orders.work.extent.shards[shard]
+    live: dict[str, End] = {}
+    for row in rows.rows(tag):
+        place, ms = str(row.place), ms_of(row.stamp)
+        if row.offset > marks.get(row.place, NOTHING):
+            first = live.get(row.pid)
+            if first is None or row.tag_seq < first.number:
+                live[row.pid] = End(row.tag_seq, ms, place)
+            ceilings[place] = min(ms, ceilings.get(place, ms))
+            continue
+        head, value = row.headers, row.value or b""
+        note = noted(row.pid, row.seq, row.tags)
+        prints = fingerprint(place, row.offset, row.time_ms, row.key, head, value, note)
+        carried = None
+        if row.offset < bounds.get(row.place, (1 << 62, 0))[0]:
+            carried = row.time_ms, Body(row.key, head, value, row.pid, row.seq, row.tags)
+        standing = Standing(row.pid, row.tag_seq, row.stamp, row.bucket_ms, prints, carried)
+        yield ROW, place, row.offset, ms, _encode(standing)
+    for pid in given.keys() | live.keys():
+        yield END, "", NOTHING, None, _encode((pid, end_of(given.get(pid, 0), live.get(pid))))
+    for place, ms in ceilings.items():
+        yield CEILING, "", NOTHING, None, _encode((place, ms))
+
+
+class _Wanted(NamedTuple):
+    """An event that a tag is to have."""
+
+    pid: str
+    seq: int
+    time_ms: int
+    key: bytes | None
+    headers: Headers
+    value: bytes
+    tags: tuple[str, ...]
+    prints: tuple[int, int]
+
+
+class RowRestorer:
+    """Restores tags in one task."""
+
+    def __init__(self, orders: Orders, shards: Shards, reached: Callable[[str], None] = failpoint.reached) -> None:
+        self._orders, self._shards, self._reached = orders, shards, reached
+        self._span_ms = orders.work.plan.tags.span_ms
+        # Not the writer of this process: it believes buckets to be listed, and the listing may be what was lost.
+        self._writer = (
+            None if orders.dry_run else RowWriter(connected(rests_in(orders.work)), orders.work.plan.tags.batch)
+        )
+        self._places: dict[str, Source] = {}
+
+    def restore(self, tag: str, items: Iterable[Item]) -> RestoredRows:
+        """Restore a tag, given what comes behind it, and then what there is of each event, the last first."""
+        gone = self._orders.work.cleaned.get(tag, {})
+        ends: dict[str, End] = {}
+        ceilings: dict[str, int] = {}
+        countdown: Countdown | None = None
+        events = before = added = written = deleted = 0
+        buckets: set[int] = set()
+        new: list[Row] = []
+        old: list[Narrow] = []
+        for (source, offset), group in groupby(items, key=lambda item: (item.source, item.offset)):
+            if not source:
+                for item in group:
+                    if item.kind == END:
+                        pid, end = _end(item.body)
+                        ends[pid] = end
+                    elif item.kind == CEILING:
+                        place, ms = _ceiling(item.body)
+                        ceilings[place] = ms
+                continue
+            countdown = countdown or Countdown(ends, ceilings)
+            there, event, ms = _sorted_out(source, offset, group, gone)
+            row = None if event is None else self._row(tag, source, offset, ms, event, bool(there), countdown)
+            before += len(there)
+            right = None
+            if row is not None and event is not None:
+                events += 1
+                added += not there
+                right = next((each for each in there if _is(each, row) and each.prints == event.prints), None)
+                if right is None:
+                    new.append(row)
+                    buckets.add(row.bucket_ms)
+            for each in there:
+                # What is to be written over in its place must not be deleted.
+                over = right is None and row is not None and _is(each, row) and each.bucket_ms == row.bucket_ms
+                if each is not right and not over:
+                    old.append(_narrow(tag, self._place(source), offset, each))
+            if len(new) + len(old) >= AT_ONCE:
+                written, deleted = written + len(new), deleted + len(old)
+                self._change(tag, new, old)
+                new, old = [], []
+        written, deleted = written + len(new), deleted + len(old)
+        self._change(tag, new, old)
+        verdict = REBUILT if written or deleted else SAME
+        return RestoredRows(tag, verdict, events, before, len(buckets), deleted, added, written)
+
+    def _row(
+        self, tag: str, source: str, offset: int, ms: int, event: _Wanted, is_there: bool, countdown: Countdown
+    ) -> Row | None:
+        """Return the row that an event is to have; None if it has expired."""
+        if not is_there and countdown.stamped(event.pid, source, ms) < self._orders.since_ms:
+            return None
+        number, ms = countdown.give(event.pid, source, ms)
+        place = self._place(source)
+        return Row(
+            tag=tag,
+            bucket_ms=bucket_start(ms, self._span_ms),
+            span_ms=self._span_ms,
+            stamp=stamp(ms, offset, place),
+            pid=event.pid,
+            tag_seq=number,
+            seq=event.seq,
+            place=place,
+            offset=offset,
+            time_ms=event.time_ms,
+            key=event.key,
+            headers=event.headers,
+            value=event.value,
+            tags=event.tags,
+        )
+
+    def _change(self, tag: str, new: Sequence[Row], old: Sequence[Narrow]) -> None:
+        """Write what is right, then delete what is not."""
+        if self._writer is None or not (new or old):
+            return
+        shard = shard_of(tag, self._shards.options.shards)
+        answer = self._shards.call(shard, "fence", WHAT, self._orders.token)
+        if answer[0] == b"stale":
+            raise StaleUpkeep(self._orders.token, int(answer[1]))
+        self._writer.write(new)
+        self._reached("rows-written")
+        self._writer.delete(old)
+        self._reached("rows-deleted")
+
+    def _place(self, source: str) -> Source:
+        return self._places.get(source) or self._places.setdefault(source, Source.parse(source))
+
+
+def _sorted_out(
+    source: str, offset: int, group: Iterable[Item], gone: Cleanings
+) -> tuple[list[Standing], _Wanted | None, int]:
+    """Return an event's rows, the event if the tag is to have it, and the stamp that it asks for.
+
+    It has it if Kafka's record is there, or if Kafka no longer has it, and nobody took it out.
+    """
+    there: list[Standing] = []
+    event: _Wanted | None = None
+    asked = 0
+    for item in group:
+        asked = item.ms
+        if item.kind == ROW:
+            there.append(_standing(item.body))
+        else:
+            body = _body(item.body)
+            event = _wanted(source, offset, item.time_ms, body)
+    if event is None:
+        for each in sorted(there, key=lambda row: row.number):
+            is_gone = each.pid in gone and gone[each.pid].covers(source, offset)
+            if each.carried is not None and not is_gone:
+                event = _wanted(source, offset, *each.carried)
+    return there, event, asked
+
+
+def _wanted(source: str, offset: int, time_ms: int, body: Body) -> _Wanted:
+    note = noted(body.pid, body.seq, body.tags)
+    prints = fingerprint(source, offset, time_ms, body.key, body.headers, body.value, note)
+    return _Wanted(body.pid, body.seq, time_ms, body.key, body.headers, body.value, body.tags, prints)
+
+
+def _is(there: Standing, row: Row) -> bool:
+    return (there.stamp, there.pid, there.number) == (row.stamp, row.pid, row.tag_seq)
+
+
+def _narrow(tag: str, place: Source, offset: int, row: Standing) -> Narrow:
+    return Narrow(
+        tag=tag,
+        bucket_ms=row.bucket_ms,
+        stamp=row.stamp,
+        pid=row.pid,
+        tag_seq=row.number,
+        place=place,
+        offset=offset,
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,19 +21,24 @@ from tailrace.log.event import Source
 from tailrace.log.hub import Hub
 from tailrace.log.segment import bucket_start
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.feed import Held
+from tailrace.views.tags.feed import Floors, FromText, Held, Levels, TagRequest, Wanted, record_of
+from tailrace.views.tags.model import last_of, ms_of, order
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.cursor import BEGIN, MAX_TAGS, Part, Reached, TagCursor, hashed_place, room_for
-from tailrace.views.tags.rows.feed import Pace, TagRowsFeed
+from tailrace.views.tags.rows.cursor import (
+    BEGIN,
+    MAX_TAGS,
+    Part,
+    Reached,
+    Reads,
+    TagCursor,
+    Waits,
+    hashed_place,
+    room_for,
+)
+from tailrace.views.tags.rows.feed import Pace, TagLine, TagRowsFeed
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import FOR_HOLDS
 from tailrace.views.tags.rows.store import Narrow, Row
-from tailrace.views.tags.rows.tag_gaps import Waits
-from tailrace.views.tags.rows.tag_line import TagLine
-from tailrace.views.tags.rows.tag_reads import Reads
-from tailrace.views.tags.stamp import last_of, ms_of, order
-from tailrace.views.tags.tag_floors import Floors, Levels
-from tailrace.views.tags.tag_request import FromText, TagRequest, Wanted, record_of
 
 MOST_LOOKED = 1_000_000
 """Rows of one tag that are looked at for the last N that a request shows."""

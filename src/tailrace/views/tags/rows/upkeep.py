@@ -3,13 +3,25 @@
 It is one Spark job, as with the views that rest in Valkey: fingerprints of Kafka's records are added up, and those of
 the rows taken away. How far sources have come is read before the marks, and the marks before the rows: so the rows up
 to the marks have at least those numbers, and what was written since is not missed.
+
+Rows of tags for whoever has no event loop: a Spark task, or a command.
+
+Invariant: a walk sees every row of a tag that was there when it began, once, in the order of stamps.
+
+The job that takes a source's rows out of tags in Cassandra, while everything runs.
+
+Up to where the source is taken out is remembered first, tag by tag; then its rows are deleted by their keys. Invariant:
+rows beyond the marks stay, and so do all rows of other sources; the source's numbers go on after those that were taken
+out; and a run that dies is completed by the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from types import TracebackType
+from typing import Any, Final, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -19,20 +31,74 @@ from tailrace.config import Settings
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS, day_text
+from tailrace.log.store import Staging
+from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
 from tailrace.upkeep.examine import MOST_ODD, Finding, Tally, fingerprint, noted
-from tailrace.upkeep.job import milliseconds
+from tailrace.upkeep.job import Lease, milliseconds
 from tailrace.upkeep.spark import Assignment, Wanted
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
-from tailrace.valkey.shards import Shards
-from tailrace.views.tags.anchor import read_all_numbers
-from tailrace.views.tags.cleaned import Cleanings
+from tailrace.valkey.shards import Command, Shards
+from tailrace.views.tags.model import Cleaned, Cleanings, first_of, last_of, ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.numbering import AGAIN, RowNumbers
-from tailrace.views.tags.rows.row_walk import Rows
-from tailrace.views.tags.rows.store import Narrow, Row
-from tailrace.views.tags.stamp import ms_of
-from tailrace.views.tags.store import VIEW, read_numbers
+from tailrace.views.tags.rows.reader import Bucket, RowReader
+from tailrace.views.tags.rows.store import Narrow, Row, writer
+from tailrace.views.tags.store import VIEW, read_cleaned, read_numbers, tag_options
+from tailrace.views.tags.upkeep import CLEANED, Cleanup, TakingOut, read_all_numbers
+
+WALK_PAGE: Final = 2_000
+_FAR_MS: Final = 1 << 50
+
+R = TypeVar("R", bound=Narrow)
+
+
+class Rows:
+    """Reads rows; blocks. Use as ``with``: the connections end with it.
+
+    Raises:
+        StoreUnavailable: Cassandra does not answer, or nobody has made the tables yet.
+    """
+
+    def __init__(self, options: CassandraOptions, page: int = WALK_PAGE) -> None:
+        self._reader, self._runner = RowReader(options, page=page), asyncio.Runner()
+
+    def __enter__(self) -> Rows:
+        self._runner.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.run(self._reader.close())
+        self._runner.__exit__(kind, error, trace)
+
+    def tags(self) -> list[str]:
+        """Return every tag that has a bucket, in order."""
+        return self._runner.run(self._reader.tags())
+
+    def buckets(self, tag: str) -> list[Bucket]:
+        """Return the buckets of a tag, in order."""
+        return self._runner.run(self._reader.buckets(tag))
+
+    def rows(self, tag: str) -> Iterator[Row]:
+        """Yield all rows of a tag."""
+        return self._each(self._reader.rows(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
+
+    def narrow(self, tag: str) -> Iterator[Narrow]:
+        """Yield the same rows without what they carry."""
+        return self._each(self._reader.narrow(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
+
+    def _each(self, pages: AsyncGenerator[list[R], None]) -> Iterator[R]:
+        async def following() -> list[R]:
+            return await anext(pages, [])
+
+        try:
+            while page := self._runner.run(following()):
+                yield from page
+        finally:
+            self._runner.run(pages.aclose())
+
 
 AUDIT_PAGE = 1000
 MOST_LATE = 100_000
@@ -276,3 +342,115 @@ def _compared(row: dict[str, Any]) -> Finding:
         "different": "as many as in Kafka, but not the same, or not with the same tags",
     }[kind]
     return Finding(kind, row["name"], day_text(row["day"] * DAY_MS), row["source"], expected, found, detail)
+
+
+STEPS = ("cleaned", "rows-deleted")
+"""The failpoints, in order."""
+AT_ONCE = 2_000
+TAGS_AT_ONCE = 500
+
+
+class _Found(msgspec.Struct):
+    """What a tag has of the source, up to the marks."""
+
+    events: int = 0
+    number: int = 0
+    """The highest."""
+    buckets: set[int] = msgspec.field(default_factory=set)
+    places: set[Source] = msgspec.field(default_factory=set)
+
+
+class RowCleaning(TakingOut):
+    """One run of the job; what became of each tag is in ``cleaned``.
+
+    Args:
+        source: Whose rows are deleted.
+        tag: Out of one tag; None = out of all.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: str,
+        tag: str | None = None,
+        *,
+        reached: Callable[[str], None] = failpoint.reached,
+    ) -> None:
+        options = tag_options(settings).cassandra
+        assert options is not None
+        self._options: CassandraOptions = options
+        super().__init__(source, tag, reached)
+        self._batch = settings.tags.batch
+
+    def look(self, shards: Shards) -> dict[str, object]:
+        """Count what would be taken out, and change nothing.
+
+        Raises:
+            BadRequest: No such tag has events of the source.
+        """
+        marks = read_marks(shards, VIEW)
+        with Rows(self._options) as rows:
+            for tag in self._asked(tags_of(shards, rows, self._source)):
+                found = _Found()
+                for row in self._covered(rows, tag, marks[shard_of(tag, len(marks))]):
+                    _count(found, row)
+                self._note(Cleanup(tag, CLEANED, found.events, len(found.buckets)), "would be taken out")
+        return self.facts()
+
+    def run(self, shards: Shards, lease: Lease) -> None:
+        """Take the source out.
+
+        Raises:
+            BadRequest: No such tag has events of the source.
+            StaleUpkeep: Another process has taken over.
+        """
+        staging = Staging(shards, VIEW, lease.token)
+        with Rows(self._options) as rows:
+            for tag in self._asked(tags_of(shards, rows, self._source)):
+                lease.check()
+                marks = read_marks(shards, VIEW)[shard_of(tag, shards.options.shards)]
+                found = _Found()
+                for row in self._covered(rows, tag, marks):
+                    _count(found, row)
+                if found.events:
+                    before = read_cleaned(shards, [tag]).get(tag, {}).get(self._source, Cleaned(0, {}))
+                    places = {str(place): marks[place] for place in found.places}
+                    staging.clean(
+                        tag, self._source, Cleaned(max(before.number, found.number), {**before.marks, **places})
+                    )
+                    self._reached("cleaned")
+                    self._delete(rows, tag, marks, lease)
+                self._note(Cleanup(tag, CLEANED, found.events, len(found.buckets)), "taken out")
+
+    def _delete(self, rows: Rows, tag: str, marks: dict[Source, int], lease: Lease) -> None:
+        store = writer(self._options, self._batch)
+        covered = self._covered(rows, tag, marks)
+        while some := list(islice(covered, AT_ONCE)):
+            lease.check()
+            store.delete(some)
+            self._reached("rows-deleted")
+
+    def _covered(self, rows: Rows, tag: str, marks: dict[Source, int]) -> Iterator[Narrow]:
+        """Yield the source's rows up to the marks."""
+        for row in rows.narrow(tag):
+            if row.pid == self._source and row.offset <= marks.get(row.place, NOTHING):
+                yield row
+
+
+def tags_of(shards: Shards, rows: Rows, source: str) -> Iterator[str]:
+    """Yield the tags with rows that a source has come somewhere in."""
+    tags = iter(rows.tags())
+    while page := list(islice(tags, TAGS_AT_ONCE)):
+        places = [shard_of(tag, shards.options.shards) for tag in page]
+        commands: list[Command] = [
+            (shard, ("HEXISTS", shards.keys.numbers(shard, tag), source))
+            for shard, tag in zip(places, page, strict=True)
+        ]
+        yield from (tag for tag, has in zip(page, shards.run_all(commands), strict=True) if has)
+
+
+def _count(found: _Found, row: Narrow) -> None:
+    found.events += 1
+    found.number = max(found.number, row.tag_seq)
+    found.buckets.add(row.bucket_ms)
+    found.places.add(row.place)
