@@ -40,8 +40,7 @@ from tailrace.driver.job import make_plan
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
-from tailrace.views.sessions.block import unpack
-from tailrace.views.sessions.burst import parse
+from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.writer import SessionWriter
 
 Row: TypeAlias = dict[str, Any]

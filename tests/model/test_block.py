@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadBurst
-from tailrace.views.sessions.block import CONTAINERS, MAX_BURST, pack, unpack
-from tailrace.views.sessions.burst import bursts, event, periodic, session_json
+from tailrace.views.sessions.burst import CONTAINERS, MAX_BURST, bursts, event, pack, periodic, session_json, unpack
 from tailrace.views.sessions.rta import StreamData, StreamDataBurst
 
 BURST = next(bursts([session_json('{"identity":"abc123"}'), *periodic(16, 10**18, 10**6, 8, bytes(800))]))
@@ -141,7 +140,7 @@ BOMB = """
 import resource, sys
 import lz4.frame
 from tailrace.errors import BadBurst
-from tailrace.views.sessions.block import unpack
+from tailrace.views.sessions.burst import unpack
 
 SIZE = 10 << 30
 block = b"\\x1f\\n\\x01\\x00" + b"\\xff" * (SIZE // 255) + b"\\x00" + b"\\x50\\n\\x00\\n\\x00\\n"

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadBurst, TooLarge
-from tailrace.views.sessions.block import MAX_BURST
 from tailrace.views.sessions.burst import (
+    MAX_BURST,
     NOTHING,
     TARGET,
     Subscription,

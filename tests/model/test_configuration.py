@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tailrace.views.sessions.configuration import BadConfiguration, Channels, Configuration
-from tailrace.views.sessions.conversion import MISPRINTED_UNIT, UNIT, Rational, Table, Text
+from tailrace.views.sessions.configuration import (
+    MISPRINTED_UNIT,
+    UNIT,
+    BadConfiguration,
+    Channels,
+    Configuration,
+    Rational,
+    Table,
+    Text,
+)
 
 CAR: dict[str, Any] = {
     "Chassis": {

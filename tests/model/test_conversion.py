@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.conversion import MISPRINTED_UNIT, UNIT, Conversion, Formula, Rational, Table, Text
+from tailrace.views.sessions.configuration import MISPRINTED_UNIT, UNIT, Conversion, Formula, Rational, Table, Text
 
 
 def _converted(conversion: Conversion, raw: Sequence[float], type_: str = "f8") -> list[float]:

@@ -8,10 +8,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.block import unpack
 from tailrace.views.sessions.burst import parse as parse_burst
-from tailrace.views.sessions.catalogue import Catalogue
-from tailrace.views.sessions.recording import STORED, Recorder, Written
+from tailrace.views.sessions.burst import unpack
+from tailrace.views.sessions.recording import STORED, Catalogue, Recorder, Written
 from tailrace.views.sessions.telemetry import Open, parse
 
 MS = 1_000_000

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.valkey.entry_id import EntryId
-from tailrace.views.sessions.retention import Limits, Weights, told_enough
+from tailrace.views.sessions.model import Limits, Weights, told_enough
 
 PLENTY = Limits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.block import MAX_BURST
-from tailrace.views.sessions.burst import bursts, session_json
+from tailrace.views.sessions.burst import MAX_BURST, bursts, session_json
 from tailrace.views.sessions.model import MAX_JSON, Session, bindings_in, checked
 from tailrace.views.sessions.telemetry import Refused
 

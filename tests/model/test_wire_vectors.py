@@ -13,8 +13,17 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, un
 from grpc_tools import protoc
 
 from tailrace.views.sessions import rta
-from tailrace.views.sessions.block import pack, unpack
-from tailrace.views.sessions.burst import bursts, event, periodic, row, session_json, time_range, timestamped
+from tailrace.views.sessions.burst import (
+    bursts,
+    event,
+    pack,
+    periodic,
+    row,
+    session_json,
+    time_range,
+    timestamped,
+    unpack,
+)
 from tailrace.views.sessions.rta import data_pb2, stream_pb2
 from tailrace.views.sessions.samples import pack_values
 

@@ -19,10 +19,10 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping
 from tailrace.views.grep.store import Searched
 from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.views.sessions.ledger import first_of
-from tailrace.views.sessions.retained import Archive
-from tailrace.views.sessions.session_keeping import SessionKeeping
+from tailrace.views.sessions.life import first_of
+from tailrace.views.sessions.reader import Archive
 from tailrace.views.sessions.store import SessionStore
+from tailrace.views.sessions.streams import SessionKeeping
 from tests.sessions.recorded import MS, T0, Track
 from tests.sessions.test_feed import BOUND, CONFIG
 from tests.sessions.viewing import feeds_of

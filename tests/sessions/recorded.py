@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
-from tailrace.views.sessions.block import MAX_BURST, unpack
-from tailrace.views.sessions.burst import parse
+from tailrace.views.sessions.burst import MAX_BURST, parse, unpack
 from tailrace.views.sessions.store import SessionOptions
 from tailrace.views.sessions.write import VIEW, SessionPlan
 from tests.writing import NOON, Record, Writer

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.client import Burst, Series, Value
-from tailrace.views.sessions.session_board import CELL_NS, Board, Gauge
+from tailrace.views.sessions.commands import CELL_NS, Board, Gauge
 from tests.command_line import command, on_a_terminal, rows, run
 from tests.serving.parts import Running
 from tests.sessions.recorded import T0, Track

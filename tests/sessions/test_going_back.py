@@ -15,8 +15,8 @@ from tailrace.errors import CursorGone
 from tailrace.log.request import AnyFrame, Frame
 from tailrace.valkey.entry_id import EntryId
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions import feed as joined
 from tailrace.views.sessions import feed as session
-from tailrace.views.sessions import joined
 from tailrace.views.sessions import reader as session_reader
 from tailrace.views.sessions.cursor import Place, SessionCursor
 from tests.sessions.kept import Kept, archived, lap

@@ -13,9 +13,9 @@ from tailrace.errors import CursorGone
 from tailrace.log.request import AnyFrame, Frame
 from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions import feed as session_wait
 from tailrace.views.sessions import hub as streams
 from tailrace.views.sessions import reader as session_reader
-from tailrace.views.sessions import session_wait
 from tailrace.views.sessions.cursor import SessionCursor
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.streams import Located

@@ -14,8 +14,8 @@ from tailrace import SessionWriter
 from tailrace.demo.car import LAP
 from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.sessions.session_keeping import SessionKeeping
 from tailrace.views.sessions.store import SessionStore
+from tailrace.views.sessions.streams import SessionKeeping
 from tests.browser import Tab, browsing
 from tests.sessions.served import Mortal, served
 

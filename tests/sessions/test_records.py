@@ -17,8 +17,7 @@ from tailrace.driver.slice import Limits
 from tailrace.log.event import Source
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions, mapping
-from tailrace.views.sessions.block import unpack
-from tailrace.views.sessions.burst import parse
+from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import Change, SessionStore, Verdict, Write, state_of
 from tailrace.views.sessions.write import VIEW

@@ -16,8 +16,8 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
 from tailrace.views.sessions.hub import StreamHub
 from tailrace.views.sessions.life import Configurations, SessionParts
+from tailrace.views.sessions.reader import Archive
 from tailrace.views.sessions.request import make_session_request
-from tailrace.views.sessions.retained import Archive
 from tailrace.views.sessions.streams import LiveSessions
 from tests.sessions.recorded import Track
 

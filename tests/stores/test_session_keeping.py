@@ -8,8 +8,8 @@ import pytest
 
 from tailrace.valkey.entry_id import EntryId, id_text
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
-from tailrace.views.sessions.session_keeping import Kept, SessionKeeping, Weighed
 from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write
+from tailrace.views.sessions.streams import Kept, SessionKeeping, Weighed
 
 _fresh = count()
 NOTHING = -1

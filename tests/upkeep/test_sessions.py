@@ -17,14 +17,13 @@ from tailrace.upkeep.job import SESSIONS, Lease, Scope, Work
 from tailrace.upkeep.loop import Loop, session_jobs
 from tailrace.valkey.entry_id import parse_id
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
-from tailrace.views.sessions import forget, trim
 from tailrace.views.sessions import upkeep as abandon
-from tailrace.views.sessions.block import unpack
-from tailrace.views.sessions.burst import parse
-from tailrace.views.sessions.model import Session
-from tailrace.views.sessions.retention import Limits
-from tailrace.views.sessions.session_keeping import SessionKeeping
+from tailrace.views.sessions import upkeep as forget
+from tailrace.views.sessions import upkeep as trim
+from tailrace.views.sessions.burst import parse, unpack
+from tailrace.views.sessions.model import Limits, Session
 from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.streams import SessionKeeping
 from tests.sessions.foreign import Foreign, connected
 
 HOUR = 3_600_000

@@ -85,9 +85,17 @@ from tailrace.views.grep.routes import (
     read_body,
     show_search,
 )
-from tailrace.views.sessions.live import live_not_upgraded, session_live
-from tailrace.views.sessions.pages import page_file, session_page, sessions_page
-from tailrace.views.sessions.routes import follow_session, list_sessions, session_config, show_session
+from tailrace.views.sessions.routes import (
+    follow_session,
+    list_sessions,
+    live_not_upgraded,
+    page_file,
+    session_config,
+    session_live,
+    session_page,
+    sessions_page,
+    show_session,
+)
 from tailrace.views.sessions.rta.routes import rta_config, rta_not_upgraded, rta_session, rta_sessions, rta_stream
 from tailrace.views.tags.routes import follow_tag, follow_tags, list_tags, tag_readers, tag_sources
 

@@ -34,7 +34,7 @@ from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.hub import StreamHub
 from tailrace.views.sessions.life import Configurations, SessionParts
-from tailrace.views.sessions.retained import Archive
+from tailrace.views.sessions.reader import Archive
 from tailrace.views.sessions.streams import LiveSessions
 from tailrace.views.tags.feed import OpensTags, open_store
 from tailrace.views.tags.readers import Readers

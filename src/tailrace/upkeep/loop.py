@@ -26,8 +26,9 @@ from tailrace.upkeep.backends import auditing
 from tailrace.upkeep.job import LATER, SESSIONS, Facts, Scope, Stopped, Throttle, Work, last_end, now_ms, run_job
 from tailrace.upkeep.spark import Spread, step_back
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.sessions import forget, trim
 from tailrace.views.sessions import upkeep as abandon
+from tailrace.views.sessions import upkeep as forget
+from tailrace.views.sessions import upkeep as trim
 
 logger = logging.getLogger(__name__)
 

@@ -3,21 +3,463 @@
 A configuration never changes once it is published. A session binds configurations, each with an offset that is added to
 the numbers of its channels. Invariant: a channel's number in a session means the same for everyone who has the same
 bindings; where two bindings give one number, the first is right.
+
+Conversions: from the raw number of a sample to the value that a person reads.
+
+The steps are those of the configuration, in this order: shift, mask, the conversion itself, offset. Each is taken once,
+on raw numbers as they were sampled. What the format leaves open is settled here:
+
+- Shift and mask work on integers of up to 32 bits; those of a float are not applied. To the right a sign is kept, to
+  the left bits beyond the 32nd are lost. A mask with every bit of the channel's width changes nothing; any other gives
+  the bits that it leaves, as a number without a sign.
+- A rational is ``(c1 x² + c2 x + c3) / (c4 x² + c5 x + c6)`` in floats of 64 bits, without the terms whose coefficient
+  is 0. Where the divisor is 0 the value is infinite or not a number.
+- A table that is interpolated is a line between neighbours; one that is not has, up to the next entry, the value of the
+  entry at or below. Both have the first value below the first entry, and the last one above the last.
+- A text is that of the key that equals the number, otherwise the default; it takes no offset.
+- A formula is not computed: the number passes as it is, with shift, mask and offset.
+
+Parameters, events and errors: what a configuration says of the values that people read.
+
+Invariant: a value is converted by the one conversion that its parameter, or its place in an event, has; whoever shows
+it converts nothing more.
+
+The JSON of a configuration: an object of applications by name, each with parameters, channels, conversions, events.
+
+Invariants: properties that are not known are passed over; what can be read in spite of a slip is read, and the slip is
+told among the warnings; what would give samples another meaning than their writer's is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from tailrace.views.sessions.config_json import BadConfiguration, read
-from tailrace.views.sessions.parameter import ErrorDefinition, EventDefinition, Parameter
-from tailrace.views.sessions.samples import Channel
+from tailrace.errors import BadRequest
+from tailrace.views.sessions.samples import WIDTHS, Channel
 
 __all__ = ["BadConfiguration", "Channels", "Configuration", "ErrorDefinition", "EventDefinition", "Parameter"]
+
+
+Array: TypeAlias = npt.NDArray[Any]
+
+UNIT = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+"""The coefficients of a rational that changes nothing."""
+MISPRINTED_UNIT = (0.0, 1.0, 0.0, 0.0, 1.0, 0.0)
+"""What published documents give as those coefficients. As a formula it is x / x: 1 everywhere but at 0."""
+
+_ALL_BITS = 0xFFFF_FFFF
+
+
+class Rational(msgspec.Struct, frozen=True):
+    """A quotient of two quadratics."""
+
+    coefficients: tuple[float, float, float, float, float, float] = UNIT
+
+    def values(self, raw: Array) -> Array:
+        """Return the quotient for each number; the numbers themselves if it changes nothing."""
+        if self.coefficients == UNIT:
+            return raw
+        c1, c2, c3, c4, c5, c6 = self.coefficients
+        x = raw.astype(np.float64)
+        with np.errstate(all="ignore"):
+            quotient = _quadratic(x, c1, c2, c3) / _quadratic(x, c4, c5, c6)
+        return np.full(x.shape, quotient) if quotient.ndim < x.ndim else quotient
+
+
+class Table(msgspec.Struct, frozen=True):
+    """A look-up table, its raw numbers rising."""
+
+    raw: tuple[float, ...]
+    calibrated: tuple[float, ...]
+    interpolated: bool = False
+
+    def values(self, raw: Array) -> Array:
+        """Return what the table gives for each number; not a number for what is none."""
+        x = raw.astype(np.float64)
+        if self.interpolated:
+            return np.interp(x, self.raw, self.calibrated)
+        at = np.searchsorted(np.asarray(self.raw), x, "right") - 1
+        found = np.asarray(self.calibrated)[np.maximum(at, 0)]
+        return np.where(np.isnan(x), np.nan, found)
+
+
+class Text(msgspec.Struct, frozen=True):
+    """Names of numbers."""
+
+    names: dict[float, str]
+    default: str = ""
+
+    def values(self, raw: Array) -> list[str]:
+        """Return the name of each number."""
+        distinct, at = np.unique(raw, return_inverse=True)
+        known = [self.names.get(number, self.default) for number in distinct.tolist()]
+        return [known[i] for i in at.reshape(-1).tolist()]
+
+
+class Formula(msgspec.Struct, frozen=True):
+    """Code in a language that is not ours."""
+
+    code: str
+
+    def values(self, raw: Array) -> Array:
+        """Return the numbers as they are."""
+        return raw
+
+
+class Conversion(msgspec.Struct, frozen=True):
+    """All steps from a parameter's raw numbers to its values."""
+
+    how: Rational | Table | Text | Formula = Rational()
+    shift: int = 0
+    """Bits to the right, or to the left if it is below 0."""
+    mask: int = _ALL_BITS
+    offset: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """What it is called in configurations."""
+        return type(self.how).__name__.lower()
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether what ``convert`` returns are the values that the configuration means."""
+        return not isinstance(self.how, Formula)
+
+    def convert(self, raw: Array) -> Array | list[str]:
+        """Return the values of raw numbers, one for each; texts if it is a conversion to text."""
+        values = self.how.values(_bits(raw, self.shift, self.mask))
+        return values + self.offset if self.offset and not isinstance(values, list) else values
+
+
+def _bits(raw: Array, shift: int, mask: int) -> Array:
+    if raw.dtype.kind not in "iu":
+        return raw
+    every = _ALL_BITS if shift < 0 else (1 << 8 * raw.dtype.itemsize) - 1
+    if shift > 0:
+        raw = raw.astype(np.int64) >> min(shift, 63)
+    elif shift < 0:
+        moved = raw.astype(np.int64) << min(-shift, 32)
+        raw = moved.astype(np.int32) if raw.dtype.kind == "i" else moved & _ALL_BITS
+    return raw if mask & every == every else raw.astype(np.int64) & mask
+
+
+def _quadratic(x: Array, a: float, b: float, c: float) -> Array:
+    """Return the sum of the terms that there are: of each number, or one for all if it is the same."""
+    total: Array = np.asarray(c, np.float64)
+    if b:
+        total = b * x + c if c else b * x
+    return total + a * (x * x) if a else total
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """Something that is measured: one or several channels, and how their raw numbers are read."""
+
+    id: str
+    """By convention ``name:app``."""
+    name: str
+    app: str = ""
+    description: str = ""
+    unit: str = ""
+    format: str = ""
+    min: float = 0.0
+    max: float = 0.0
+    warn_min: float = 0.0
+    warn_max: float = 0.0
+    channels: tuple[int, ...] = ()
+    conversion: Conversion = Conversion()
+
+    def described(self) -> dict[str, Any]:
+        """Return it as JSON for clients, who get values that are converted already, unless ``converted`` is false."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "description": self.description,
+            "unit": self.unit,
+            "format": self.format,
+            "min": self.min,
+            "max": self.max,
+            "warn_min": self.warn_min,
+            "warn_max": self.warn_max,
+            "conversion": self.conversion.kind,
+            "converted": self.conversion.is_computed,
+        }
+
+
+class EventDefinition(msgspec.Struct, frozen=True):
+    """A kind of event of an application."""
+
+    id: int
+    app: str
+    code: str = ""
+    description: str = ""
+    priority: str = "debug"
+    conversions: tuple[Conversion, ...] = ()
+    """One for each of the first values of an event."""
+
+    def convert(self, values: Sequence[float]) -> list[float | str]:
+        """Return the values of an event, each converted by its own conversion; as they are where there is none."""
+        converted: list[float | str] = list(values)
+        for at, conversion in enumerate(self.conversions[: len(values)]):
+            found = conversion.convert(np.array([values[at]], np.float64))
+            converted[at] = found[0] if isinstance(found, list) else float(found[0])
+        return converted
+
+    def described(self) -> dict[str, Any]:
+        """Return it as JSON for clients."""
+        return {
+            "id": self.id,
+            "app": self.app,
+            "code": self.code,
+            "description": self.description,
+            "priority": self.priority,
+        }
+
+
+class ErrorDefinition(msgspec.Struct, frozen=True):
+    """A fault that is found in parameters: one says that it is there, another that it was."""
+
+    name: str
+    group: str = ""
+    current: str = ""
+    logged: str = ""
+    desc: str = ""
+    bit: int = 0
+    """Of the converted value."""
+
+
+Read: TypeAlias = tuple[
+    tuple[Channel, ...],
+    tuple[Parameter, ...],
+    tuple[EventDefinition, ...],
+    tuple[ErrorDefinition, ...],
+    tuple[str, ...],
+]
+
+_MASK = re.compile(r"(?:0[xX])?([0-9A-Fa-f]{1,8})")
+_MOST_CHANNEL = (1 << 32) - 1
+
+
+class BadConfiguration(BadRequest):
+    """A configuration that cannot be read."""
+
+    code = "configuration.invalid"
+
+
+class _Channel(msgspec.Struct, frozen=True):
+    id: int
+    name: str | None = None
+    source: str | None = None
+    type: str | None = None
+    interval: int | None = None
+
+
+class _Coefficients(msgspec.Struct, frozen=True):
+    coeffs: tuple[float, float, float, float, float, float]
+
+
+class _Table(msgspec.Struct, frozen=True):
+    raw: tuple[float, ...]
+    calibrated: tuple[float, ...]
+    interpolated: bool | None = None
+
+
+class _Text(msgspec.Struct, frozen=True):
+    keys: tuple[float, ...]
+    values: tuple[str, ...]
+    default: str | None = None
+
+
+class _Conversion(msgspec.Struct, frozen=True):
+    name: str
+    unit: str | None = None
+    format: str | None = None
+    rational: _Coefficients | None = None
+    table: _Table | None = None
+    text: _Text | None = None
+    formula: Formula | None = None
+
+
+class _Parameter(msgspec.Struct, frozen=True, rename="camel"):
+    id: str
+    name: str | None = None
+    desc: str | None = None
+    min: float | None = None
+    max: float | None = None
+    warn_min: float | None = None
+    warn_max: float | None = None
+    format: str | None = None
+    unit: str | None = None
+    byte_order: Literal["le", "be"] | None = None
+    offset: float | None = None
+    mask: str | None = None
+    shift: int | None = None
+    conv: str | None = None
+    channels: tuple[int, ...] | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    id: int
+    code: str | None = None
+    desc: str | None = None
+    pri: str | None = None
+    convs: tuple[str, ...] | None = None
+
+
+class _Application(msgspec.Struct, frozen=True):
+    parameters: tuple[_Parameter, ...] | None = None
+    channels: tuple[_Channel, ...] | None = None
+    conversions: tuple[_Conversion, ...] | None = None
+    events: tuple[_Event, ...] | None = None
+    errors: tuple[ErrorDefinition, ...] | None = None
+
+
+_decode = msgspec.json.Decoder(dict[str, _Application]).decode
+
+
+def read(data: bytes, unit_rational: bool) -> Read:
+    """Return a configuration's channels, parameters, events, errors and warnings; BadConfiguration if it is none."""
+    try:
+        apps = _decode(data)
+    except (ValueError, RecursionError) as error:
+        raise BadConfiguration(f"no configuration: {error}") from None
+    return _Reading(apps, unit_rational).all()
+
+
+class _Reading:
+    """One configuration being read: what its applications refer to, and what is to be told."""
+
+    def __init__(self, apps: dict[str, _Application], unit_rational: bool) -> None:
+        self._apps, self._unit_rational = apps, unit_rational
+        self._warnings: list[str] = []
+        self._conversions = {each.name: each for app in apps.values() for each in app.conversions or ()}
+        self._hows = {name: self._how(each) for name, each in self._conversions.items()}
+
+    def all(self) -> Read:
+        """Return what was read."""
+        channels = self._channels()
+        parameters = tuple(
+            self._parameter(name, each, channels) for name, app in self._apps.items() for each in app.parameters or ()
+        )
+        events = tuple(
+            EventDefinition(
+                each.id,
+                name,
+                each.code or "",
+                each.desc or "",
+                each.pri or "debug",
+                tuple(Conversion(self._named(conv, f"event {each.id} of {name!r}")) for conv in each.convs or ()),
+            )
+            for name, app in self._apps.items()
+            for each in app.events or ()
+        )
+        errors = tuple(each for app in self._apps.values() for each in app.errors or ())
+        return tuple(channels.values()), parameters, events, errors, tuple(dict.fromkeys(self._warnings))
+
+    def _channels(self) -> dict[int, Channel]:
+        orders: dict[int, set[str]] = {}
+        for app in self._apps.values():
+            for parameter in app.parameters or ():
+                for number in parameter.channels or ():
+                    orders.setdefault(number, set()).add(parameter.byte_order or "le")
+        found: dict[int, Channel] = {}
+        for name, app in self._apps.items():
+            for each in app.channels or ():
+                order = orders.get(each.id, {"le"})
+                if len(order) > 1:
+                    raise BadConfiguration(f"channel {each.id} of {name!r}: parameters disagree on its byte order")
+                channel = _channel(each, name, order == {"be"})
+                if found.setdefault(each.id, channel) != channel:
+                    raise BadConfiguration(f"channel {each.id} of {name!r} is defined twice, and not alike")
+        return found
+
+    def _parameter(self, app: str, given: _Parameter, channels: dict[int, Channel]) -> Parameter:
+        where = f"parameter {given.id!r}"
+        named = self._conversions.get(given.conv or "")
+        how = self._named(given.conv, where)
+        mask = _MASK.fullmatch(given.mask if given.mask is not None else "ffffffff")
+        if mask is None:
+            raise BadConfiguration(f"{where}: the mask {given.mask!r} is no hexadecimal number of up to 32 bits")
+        for number in given.channels or ():
+            channel = channels.get(number)
+            if channel is None:
+                self._warnings.append(f"{where}: channel {number} is not defined")
+            elif not channel.is_integer and (given.shift or int(mask[1], 16) != 0xFFFF_FFFF):
+                self._warnings.append(f"{where}: shift and mask are not applied to channel {number}, a float")
+            if channel is not None and channel.type == "3f32" and isinstance(how, Text):
+                self._warnings.append(f"{where}: no text is looked up for channel {number}, which is of three numbers")
+                how = Rational()
+        low, high = given.min or 0.0, given.max or 0.0
+        return Parameter(
+            id=given.id,
+            name=given.name or given.id.removesuffix(f":{app}"),
+            app=app,
+            description=given.desc or "",
+            unit=given.unit if given.unit is not None else (named and named.unit) or "",
+            format=given.format if given.format is not None else (named and named.format) or "",
+            min=low,
+            max=high,
+            warn_min=low if given.warn_min is None else given.warn_min,
+            warn_max=high if given.warn_max is None else given.warn_max,
+            channels=given.channels or (),
+            conversion=Conversion(how, given.shift or 0, int(mask[1], 16), given.offset or 0.0),
+        )
+
+    def _named(self, name: str | None, where: str) -> Rational | Table | Text | Formula:
+        if not name:
+            return Rational()
+        if name not in self._hows:
+            self._warnings.append(f"{where}: the conversion {name!r} is not defined, raw values are shown")
+            return Rational()
+        return self._hows[name]
+
+    def _how(self, given: _Conversion) -> Rational | Table | Text | Formula:
+        where = f"conversion {given.name!r}"
+        rational, table, text, formula = given.rational, given.table, given.text, given.formula
+        if sum(each is not None for each in (rational, table, text, formula)) > 1:
+            raise BadConfiguration(f"{where} is of several kinds: keep one of rational, table, text and formula")
+        if table is not None:
+            if not table.raw or len(table.raw) != len(table.calibrated):
+                raise BadConfiguration(f"{where}: a table has as many raw as calibrated values, and at least one")
+            if any(low >= high for low, high in pairwise(table.raw)):
+                raise BadConfiguration(f"{where}: the raw values of a table rise from each to the next")
+            return Table(table.raw, table.calibrated, bool(table.interpolated))
+        if text is not None:
+            if len(text.keys) != len(text.values):
+                raise BadConfiguration(f"{where}: a text conversion has as many keys as values")
+            return Text(dict(zip(text.keys, text.values, strict=True)), text.default or "")
+        if formula is not None:
+            return formula
+        if rational is None:
+            return Rational()
+        if rational.coeffs != MISPRINTED_UNIT:
+            return Rational(rational.coeffs)
+        if self._unit_rational:
+            self._warnings.append(f"{where}: [0,1,0,0,1,0] is x/x as it is written; it is taken for x, as configured")
+            return Rational()
+        self._warnings.append(
+            f"{where}: [0,1,0,0,1,0] is x/x, which is 1; for x write [0,1,0,0,0,1], or set sessions.unit_rational"
+        )
+        return Rational(rational.coeffs)
+
+
+def _channel(given: _Channel, app: str, big_endian: bool) -> Channel:
+    kind, interval = given.type or "f64", given.interval or 0
+    where = f"channel {given.id} of {app!r}"
+    if not 0 <= given.id <= _MOST_CHANNEL:
+        raise BadConfiguration(f"{where}: a channel's number is from 0 to {_MOST_CHANNEL}")
+    if kind not in WIDTHS:
+        raise BadConfiguration(f"{where}: there is no type {kind!r}, only {', '.join(WIDTHS)}")
+    if not 0 <= interval < 1 << 63:
+        raise BadConfiguration(f"{where}: {interval} ns are no interval")
+    return Channel(given.id, given.name or "", kind, given.source or "row", interval, big_endian)
 
 
 class Configuration(msgspec.Struct, frozen=True):

@@ -4,12 +4,22 @@ Invariant: from any cursor a feed yields exactly the samples and events after it
 gone; what it had held back when it stopped, since its cell was open, it reads again. The end of the stream is taken
 before the session's hash is read, and writers write the hash before the stream, so nothing lies between the two: where
 live began is told with ``caught-up``.
+
+Up to where a feed of a session reads: a time of samples, or a place that a cursor names.
+
+A place in the stream may have been trimmed, and come from Kafka: then it has an offset, too, which is looked up before
+Kafka is read. Of a place in the middle of a write that is the offset at which the write ends.
+
+How a feed of a session waits: for what its stream brings, and until it is time to look at the session itself.
+
+What the next frame of a session's feed is made of: entries in a row, joined while a viewer catches up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -18,20 +28,140 @@ from tailrace.log.cursor import FromStart
 from tailrace.log.request import AnyFrame, Control, Frame, Moved
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.cursor import FromPlace, Held, Place, SessionCursor, SessionStart
-from tailrace.views.sessions.joined import Joined, Span, together
-from tailrace.views.sessions.life import Life, Piece, SessionParts
+from tailrace.views.sessions.life import Life, Piece, SessionParts, spot_of
 from tailrace.views.sessions.model import both_said
 from tailrace.views.sessions.reader import Lost
-from tailrace.views.sessions.request import SessionRequest
-from tailrace.views.sessions.selection import Line, Selection
-from tailrace.views.sessions.session_end import is_closed, is_whole, life_between
-from tailrace.views.sessions.session_until import Until
-from tailrace.views.sessions.session_wait import Wait
-from tailrace.views.sessions.shown import Shown, as_json
-from tailrace.views.sessions.start import Beginning, beginning, overtaken
-from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.request import Line, Selection, SessionRequest
+from tailrace.views.sessions.samples import LineSeries, Shown, as_json
+from tailrace.views.sessions.start import Beginning, beginning, is_closed, is_whole, life_between, overtaken
+from tailrace.views.sessions.streams import LiveSessions, Located
 from tailrace.views.sessions.telemetry import CLOSED
 from tailrace.views.sessions.thinning import Thinner, between
+
+GRACE_NS = 1_000_000_000
+"""How long after its time a live feed still waits for what was under way."""
+
+
+class Until:
+    """The end of a request, if it has one."""
+
+    def __init__(self, until: int | SessionCursor | None) -> None:
+        self.time = until if isinstance(until, int) else None
+        """Samples after it (ns) are left out."""
+        self._cursor = until if isinstance(until, SessionCursor) else None
+        self._in_kafka: Place | None = None
+
+    async def look_up(self, live: LiveSessions, located: Located) -> None:
+        """Find where the place is in Kafka: a part of the session's life will be read from there."""
+        cursor = self._cursor
+        if cursor is None or cursor.number != located.number or not cursor.place.in_stream:
+            return
+        spot = await spot_of(live, located, cursor.place.entry)
+        self._in_kafka = None if spot is None else Place.at_offset(spot.high)
+
+    def is_reached(self, number: int, place: Place, upcoming: Place | None) -> bool:
+        """Whether everything up to the end was read by whoever is at a place of a life, and what comes is beyond it."""
+        if self._cursor is None or self._cursor.number != number:
+            return self._cursor is not None and self._cursor.number < number
+        end, next_end = self._end_for(place), None if upcoming is None else self._end_for(upcoming)
+        is_beyond = upcoming is not None and next_end is not None and upcoming > next_end
+        return (end is not None and place >= end) or is_beyond
+
+    def _end_for(self, place: Place) -> Place | None:
+        """Return the end as it compares with a place; None if it is not known where it is in Kafka."""
+        end = None if self._cursor is None else self._cursor.place
+        return self._in_kafka if end is not None and end.in_stream and not place.in_stream else end
+
+    def left_ns(self, now_ms: int) -> int | None:
+        """Return how long a live feed still waits; None if it has no time at which it ends."""
+        return None if self.time is None else self.time + GRACE_NS - now_ms * 1_000_000
+
+
+LOOK_S = 5.0
+"""After so long a silence it is looked whether the session is still the one that is followed."""
+ENDING_S = 1.0
+"""The same, while it seems to be over."""
+
+
+class Wait:
+    """The patience of one feed."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        """Set when there may be something."""
+        self._clock = asyncio.get_running_loop().time
+        self._looked = self._clock()
+        self._ending_since: float | None = None
+
+    async def happens(self, timeout_s: float, left_ns: int | None = None) -> bool:
+        """Wait until there may be something, but not for longer than the request lasts; return whether there is."""
+        if left_ns is not None:
+            timeout_s = min(timeout_s, max(0.05, left_ns / 1e9))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def is_due(self, left_ns: int | None) -> bool:
+        """Wait until there may be something; return whether the session is to be looked at."""
+        left_s = self._looked + (LOOK_S if self._ending_since is None else ENDING_S) - self._clock()
+        if left_s > 0 and await self.happens(left_s, left_ns):
+            return False
+        self._looked = self._clock()  # also beside others in the stream that are never silent
+        return True
+
+    def was_long(self) -> bool:
+        """Whether the session has seemed to be over for long; from the first time on that this is asked."""
+        self._ending_since = self._clock() if self._ending_since is None else self._ending_since
+        return self._clock() - self._ending_since >= LOOK_S
+
+    def begin_anew(self) -> None:
+        """Begin with another life of the session."""
+        self._ending_since = None
+
+
+Span: TypeAlias = tuple[int, int]
+
+JOINED_SAMPLES, JOINED_ENTRIES = 20_000, 64
+"""What one frame has at most of several entries; an entry is not divided."""
+
+
+class Joined:
+    """What the next frame is made of."""
+
+    def __init__(self) -> None:
+        self.json: str | None = None
+        self.range: Span | None = None
+        self.series: list[LineSeries] = []
+        self.events: list[dict[str, Any]] = []
+        self.samples = self.entries = 0
+        self.whole: tuple[Piece, Hashable] | None = None
+        """If it is what one entry brings, and all of that: the entry, and what was held before it."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.samples >= JOINED_SAMPLES or self.entries >= JOINED_ENTRIES
+
+    def add(self, series: Sequence[LineSeries]) -> None:
+        self.series += series
+        self.samples += sum(len(each.times) for each in series)
+
+    def happened(self, events: Iterable[dict[str, Any]], since: int | None, until: int | None) -> None:
+        """Add the events between two times."""
+        for event in events:
+            time = int(event["time"])
+            if (since is None or time >= since) and (until is None or time <= until):
+                self.events.append(event)
+
+
+def together(one: Span | None, other: Span | None) -> Span | None:
+    """Return the time from the first to the last of both."""
+    if one is None or other is None:
+        return one or other
+    return min(one[0], other[0]), max(one[1], other[1])
+
 
 BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512
 """After so much the reader has its turn, also when there is nothing to show."""

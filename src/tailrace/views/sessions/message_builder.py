@@ -3,12 +3,19 @@
 A piece is samples of one channel that one message can hold, unless they are too many for it. A piece that goes on where
 the last one of its channel ended becomes part of it, so that messages are large however small records are. Invariant:
 for each channel, the samples of the messages are those of the records, in order, and no samples pass an update.
+
+Samples as a program gives them to the writer library, and what a record has of them.
+
+Invariant: what comes out is a copy, since a program may use its arrays again before all is in the stream; and it is of
+the right kind, since what were refused only when it is sent would keep all the rest from being sent. Whatever is not
+raises ValueError or TypeError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from operator import index
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,9 +23,9 @@ import numpy.typing as npt
 
 from tailrace.errors import BadRequest
 from tailrace.views.sessions import burst
-from tailrace.views.sessions.block import MAX_BURST
+from tailrace.views.sessions.burst import MAX_BURST
 from tailrace.views.sessions.samples import WIDTHS, BadSample, Channel, pack_values
-from tailrace.views.sessions.telemetry import Event, Periodic, Row, Time, Timestamped, nanoseconds
+from tailrace.views.sessions.telemetry import LAST, Event, Periodic, Row, Time, Timestamped, Type, nanoseconds
 
 ChannelOf: TypeAlias = Callable[[int], Channel | None]
 """Says what a channel is, if that is known; BadSample if there is certainly no such channel."""
@@ -231,3 +238,48 @@ def _spread(part: Timestamped) -> npt.NDArray[np.int64]:
     if abs(start) + abs(scale) * float(np.abs(steps.astype(np.float64)).sum()) >= 2.0**63:
         raise BadSample("bad-time", "the times do not fit into 64 bits")
     return start + scale * np.cumsum(steps)
+
+
+Values: TypeAlias = Sequence[float | None] | npt.NDArray[Any]
+Times: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+_MOST_CHANNEL = (1 << 32) - 1
+
+
+def channel_of(number: int) -> int:
+    """Return the number of a channel."""
+    if not 0 <= index(number) <= _MOST_CHANNEL:
+        raise ValueError(f"{number} is no number of a channel")
+    return index(number)
+
+
+def times_of(times: Times) -> Any:
+    """Return times: a list of integers, or an array of them."""
+    if not isinstance(times, np.ndarray):
+        return [index(time) for time in times]
+    if times.ndim != 1 or times.dtype.kind not in "iu" or (times.size and int(times.max()) > LAST):
+        raise ValueError(f"times are integers of nanoseconds in a row, not an array of {times.dtype} like this one")
+    return times.astype(np.int64)
+
+
+def values_of(values: Values | None) -> Any:
+    """Return values: a list, or an array."""
+    if values is None:
+        return None
+    return values.copy() if isinstance(values, np.ndarray) else list(values)
+
+
+def bytes_of(data: bytes | None) -> bytes | None:
+    """Return samples as bytes."""
+    if data is None:
+        return None
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"samples as bytes are wanted, not {type(data).__name__}")
+    return bytes(data)
+
+
+def type_of(name: Type) -> Type:
+    """Return the type of samples."""
+    if name not in WIDTHS:
+        raise ValueError(f"no channel has the type {name!r}: one of {', '.join(WIDTHS)}")
+    return name

@@ -2,18 +2,46 @@
 
 Invariant: ``unpack_values(channel, pack_values(channel.type, values))`` has the same numbers as ``values``, rounded
 only where the type is a float. What a type cannot hold is refused, never cut to fit.
+
+Samples: what a burst says, as arrays of times and raw numbers for each channel.
+
+Invariant: times are integers of nanoseconds, computed as the format says and never through a float. Reading is lenient
+where writers are known to slip: of times and samples that are not equally many, as many as there are of both are
+taken, and it is counted. A channel that no configuration knows is read as ``f64`` if its samples are 8 bytes wide, as a
+channel is of which nothing is said; otherwise it cannot be read, which is counted as well. Where a channel has narrower
+samples, those of 8 bytes are read as ``f64``, too: they were written before anybody had published what they are.
+
+What a session's viewer is shown of its entries, and the two forms in which that travels.
+
+    {"session": "lap-7", "position": "1789200000000-3", "range": ["1789…", "1789…"], "json": {…},
+     "channels": [{"channel": 1, "name": "vCar:Chassis", "unit": "km/h", "start": "1789200000000000000",
+                   "t": [0, 5000000], "v": [12.5, null]}],
+     "events": [{"id": 4, "app": "engine", "time": "1789…", "text": "over speed", "values": [301.5]}]}
+
+The binary form of the same is the length of a header (32 bits, little-endian), the header, which is JSON and has the
+cursor as ``id``, zeros up to a multiple of eight, and the samples: for each channel ``n`` times as int64 at ``times``
+and as many values as float64 at ``values``, in bytes from where the samples begin; texts are in the header, as ``v``.
+Invariant: a time is an integer of nanoseconds from end to end; offsets in JSON are below 2^53.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tailrace.errors import BadRequest
+from tailrace.errors import BadBurst, BadRequest
+from tailrace.views.sessions.burst import parse, unpack
+from tailrace.views.sessions.configuration import Channels
+from tailrace.views.sessions.model import both_said
+from tailrace.views.sessions.request import Line, Lines
+from tailrace.views.sessions.rta import PeriodicData, RowData, StreamDataBurst, TimestampedData
+from tailrace.views.sessions.thinning import Series, Times, Values, concatenated
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -164,3 +192,317 @@ def _only(values: Sequence[Any], allowed: tuple[type, ...]) -> set[type]:
 def _beyond(dtype: np.dtype[Any]) -> BadSample:
     limits = np.iinfo(dtype)
     return BadSample("out-of-range", f"a number is not from {limits.min} to {limits.max}")
+
+
+SHORT = 4096
+"""Samples of a message, up to which their distances are remembered."""
+_PLAIN = Channel(0)
+"""A channel of which nothing is said."""
+_PLAIN_WIDTH = _PLAIN.width
+
+
+class RawSeries(msgspec.Struct, frozen=True):
+    """Samples of one channel, from one message, or from all rows of the same channels in a burst."""
+
+    channel: int
+    times: npt.NDArray[np.int64]
+    raw: npt.NDArray[Any]
+
+
+class Occurrence(msgspec.Struct, frozen=True):
+    """An event that happened."""
+
+    definition: int
+    app: str
+    time: int
+    text: str
+    values: tuple[float, ...]
+
+
+class Decoded(msgspec.Struct):
+    """What a burst says, kind by kind, each in its order."""
+
+    session_json: list[str] = msgspec.field(default_factory=list)
+    ranges: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    series: list[RawSeries] = msgspec.field(default_factory=list)
+    events: list[Occurrence] = msgspec.field(default_factory=list)
+    uneven: int = 0
+    """Messages whose times and samples were not equally many."""
+    unreadable: int = 0
+    """Messages of samples whose width nobody knows, or that are too short for their channels."""
+
+
+def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
+    """Read a burst; BadBurst if its bytes are none."""
+    decoded = Decoded()
+    rows: dict[tuple[int, ...], list[RowData]] = {}
+    for message in (parse(burst) if isinstance(burst, bytes) else burst).data:
+        kind = message.WhichOneof("data")
+        if kind == "periodic_data":
+            _periodic(decoded, message.periodic_data, channels)
+        elif kind == "timestamped_data":
+            _timestamped(decoded, message.timestamped_data, channels)
+        elif kind == "row_data":
+            rows.setdefault(tuple(message.row_data.channel_ids), []).append(message.row_data)
+        elif kind == "event":
+            given = message.event
+            values = tuple(given.raw_data)
+            decoded.events.append(
+                Occurrence(given.event_definition_id, given.app_name, given.timestamp, given.status_text, values)
+            )
+        elif kind == "session_json":
+            decoded.session_json.append(message.session_json)
+        elif kind == "time_range":
+            decoded.ranges.append((message.time_range.start_time, message.time_range.end_time))
+    for numbers, messages in rows.items():
+        _rows(decoded, numbers, messages, channels)
+    return decoded
+
+
+def _periodic(decoded: Decoded, given: PeriodicData, channels: Channels) -> None:
+    raw = _raw(decoded, given.channel_id, given.buffer, given.samples, channels)
+    if raw is not None:
+        distances = _remembered if len(raw) <= SHORT else _distances
+        times = given.start_timestamp + distances(given.interval, len(raw))
+        decoded.series.append(RawSeries(given.channel_id, times, raw))
+
+
+def _distances(interval: int, count: int) -> npt.NDArray[np.int64]:
+    """Return how far samples are from their first."""
+    return interval * np.arange(count, dtype=np.int64)
+
+
+_remembered = lru_cache(maxsize=256)(_distances)
+"""Messages of a source have mostly as many samples, as far apart, as the one before."""
+
+
+def _timestamped(decoded: Decoded, given: TimestampedData, channels: Channels) -> None:
+    count = len(given.timestamp_deltas)
+    raw = _raw(decoded, given.channel_id, given.buffer, count, channels)
+    if raw is not None:
+        deltas = np.fromiter(given.timestamp_deltas, np.int64, count)[: len(raw)]
+        times = given.start_timestamp + given.timestamp_deltas_scale * np.cumsum(deltas)
+        decoded.series.append(RawSeries(given.channel_id, times, raw))
+
+
+def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
+    channel = channels.get(number)
+    width = 0 if channel is None else channel.width
+    if width < _PLAIN_WIDTH and len(buffer) == _PLAIN_WIDTH * count:
+        channel, width = _PLAIN, _PLAIN_WIDTH
+    if channel is None:
+        decoded.unreadable += 1
+        return None
+    if len(buffer) != count * width:
+        decoded.uneven += 1
+        count = max(0, min(count, len(buffer) // width))
+        buffer = buffer[: count * width]
+    return unpack_values(channel, buffer) if count else None
+
+
+def _rows(decoded: Decoded, numbers: tuple[int, ...], messages: list[RowData], channels: Channels) -> None:
+    plain = [_PLAIN] * len(numbers)
+    known = [channels.get(number) or _PLAIN for number in numbers]
+    width, plain_width = (sum(channel.width for channel in each) for each in (known, plain))
+    whole = [message for message in messages if len(message.buffer) == width]
+    early = [message for message in messages if len(message.buffer) == plain_width > width]
+    decoded.unreadable += len(messages) - len(whole) - len(early)
+    _columns(decoded, numbers, plain, early)
+    _columns(decoded, numbers, known, whole)
+
+
+def _columns(decoded: Decoded, numbers: tuple[int, ...], known: Sequence[Channel], messages: list[RowData]) -> None:
+    width = sum(channel.width for channel in known)
+    if not messages or not width:
+        return
+    times = np.array([message.timestamp for message in messages], np.int64)
+    table = np.frombuffer(b"".join(message.buffer for message in messages), np.uint8).reshape(len(messages), width)
+    at = 0
+    for number, channel in zip(numbers, known, strict=True):
+        column = table[:, at : at + channel.width].tobytes()
+        decoded.series.append(RawSeries(number, times, unpack_values(channel, column)))
+        at += channel.width
+
+
+FARTHEST = 1 << 52
+"""Nanoseconds between samples of one item, at most: twice that is the last integer that a double holds."""
+
+_encode = msgspec.json.Encoder().encode
+
+LineSeries: TypeAlias = Series[Line]
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What an entry brings for a viewer."""
+
+    json: str | None = None
+    """The last Session JSON in it."""
+    range: tuple[int, int] | None = None
+    series: tuple[LineSeries, ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
+    newest: int | None = None
+    """The time of the newest sample of any channel, wanted or not."""
+    unread: str = ""
+    """Why it could not be read."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has that are wanted."""
+        return sum(len(each.times) for each in self.series)
+
+    @property
+    def size(self) -> int:
+        """About the bytes that it takes."""
+        return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * self.samples
+
+
+def content_of(block: bytes, container: str, channels: Channels, lines: Lines) -> Content:
+    """Return what a compressed burst brings; one that cannot be read brings nothing, and says why."""
+    try:
+        decoded = samples_of(unpack(block, container), channels)
+    except BadBurst as error:
+        return Content(unread=str(error))
+    return Content(
+        _json(decoded),
+        decoded.ranges[-1] if decoded.ranges else None,
+        tuple(_lined(decoded, lines)),
+        tuple(_event(each, channels) for each in decoded.events),
+        _newest(decoded),
+    )
+
+
+def range_end(block: bytes, container: str) -> int | None:
+    """Return the end of the time range that a compressed burst says; None if it says none, or cannot be read."""
+    try:
+        messages = parse(unpack(block, container)).data
+    except BadBurst:
+        return None
+    return next((each.time_range.end_time for each in messages if each.WhichOneof("data") == "time_range"), None)
+
+
+def _newest(decoded: Decoded) -> int | None:
+    if not decoded.series:
+        return None
+    return int(np.concatenate([each.times for each in decoded.series]).max())
+
+
+def _json(decoded: Decoded) -> str | None:
+    found: str | None = None
+    for text in decoded.session_json:
+        try:
+            msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, RecursionError):
+            continue  # another program's slip; it could not be a part of our JSON
+        found = both_said(found, text)
+    return found
+
+
+def _lined(decoded: Decoded, lines: Lines) -> Iterator[LineSeries]:
+    for each in decoded.series:
+        for line in lines.of(each.channel):
+            yield Series(line, each.times, _values(line, each.raw))
+
+
+def _values(line: Line, raw: Values) -> Values:
+    converted = raw if line.conversion is None else line.conversion.convert(raw)
+    if isinstance(converted, list):
+        return _objects(converted)
+    return _objects(converted.tolist()) if converted.ndim > 1 else converted
+
+
+def _objects(values: Sequence[Any]) -> Values:
+    found = np.empty(len(values), object)
+    for at, value in enumerate(values):
+        found[at] = value
+    return found
+
+
+def _event(event: Occurrence, channels: Channels) -> dict[str, Any]:
+    shown: dict[str, Any] = {"id": event.definition, "app": event.app, "time": str(event.time), "text": event.text}
+    definition = channels.event(event.app, event.definition)
+    if definition is None:
+        return {**shown, "values": list(event.values)}
+    named = {"code": definition.code, "description": definition.description, "priority": definition.priority}
+    return {**shown, "values": definition.convert(event.values), **named}
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """One frame: what some entries in a row brought, thinned."""
+
+    session: str
+    position: str
+    json: str | None = None
+    range: tuple[int, int] | None = None
+    series: tuple[LineSeries, ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return self.json is None and self.range is None and not self.series and not self.events
+
+
+def as_json(shown: Shown, cursor: str) -> bytes:
+    """Return the form for event streams and lines; the cursor travels beside it."""
+    channels = []
+    for line, times, values in _items(shown.series):
+        start = int(times.min())
+        channels.append(
+            {**_named(line), "start": str(start), "t": (times - start).tolist(), "v": values.tolist()},
+        )
+    return _encode({**_head(shown), "channels": channels, "events": shown.events})
+
+
+def as_bytes(shown: Shown, cursor: str) -> bytes:
+    """Return the binary form."""
+    channels: list[dict[str, Any]] = []
+    arrays: list[bytes] = []
+    at = 0
+    for line, times, values in _items(shown.series):
+        item = {**_named(line), "n": len(times), "times": at}
+        arrays.append(times.astype("<i8").tobytes())
+        if values.dtype == object:
+            item["v"] = values.tolist()
+        else:
+            item["values"] = at + len(arrays[-1])
+            arrays.append(values.astype("<f8").tobytes())
+        at = sum(map(len, arrays))
+        channels.append(item)
+    header = _encode({"id": cursor, **_head(shown), "channels": channels, "events": shown.events})
+    return message(header) + b"".join(arrays)
+
+
+def message(header: bytes) -> bytes:
+    """Return the first part of a binary message, up to where samples may begin."""
+    return struct.pack("<I", len(header)) + header + bytes(-(len(header) + 4) % 8)
+
+
+def _head(shown: Shown) -> dict[str, Any]:
+    head: dict[str, Any] = {"session": shown.session, "position": shown.position}
+    if shown.range is not None:
+        head["range"] = [str(shown.range[0]), str(shown.range[1])]
+    if shown.json is not None:
+        head["json"] = msgspec.Raw(shown.json.encode())
+    return head
+
+
+def _named(line: Line) -> dict[str, Any]:
+    return {"channel": line.channel, "name": line.name, "unit": line.unit}
+
+
+def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]:
+    """Yield the samples of each line, in as few stretches as offsets from their start allow."""
+    lines: dict[Line, list[LineSeries]] = {}
+    for each in series:
+        lines.setdefault(each.line, []).append(each)
+    for line, found in lines.items():
+        whole = found[0] if len(found) == 1 else concatenated(found)
+        times, values = whole.times, whole.values
+        while len(times):
+            if int(times.max()) - int(times.min()) <= FARTHEST:
+                yield line, times, values
+                break
+            far = np.flatnonzero((times > int(times[0]) + FARTHEST) | (times < int(times[0]) - FARTHEST))
+            end = int(far[0]) if len(far) else len(times)
+            yield line, times[:end], values[:end]
+            times, values = times[end:], values[end:]

@@ -23,11 +23,18 @@ from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import TopicFilter
-from tailrace.views.sessions.catalogue import Catalogue
 from tailrace.views.sessions.model import Session, bindings_in, identifiers
-from tailrace.views.sessions.recording import STORED, Outcome, Recorder, dead
-from tailrace.views.sessions.session_steps import Draft, Known, learn_configs, write_drafts
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, state_of
+from tailrace.views.sessions.recording import STORED, Catalogue, Outcome, Recorder, dead
+from tailrace.views.sessions.store import (
+    Change,
+    Draft,
+    Known,
+    SessionOptions,
+    SessionStore,
+    learn_configs,
+    state_of,
+    write_drafts,
+)
 from tailrace.views.sessions.telemetry import Config, Open, Record, Refused, Update, head, identity_of, parse
 
 if TYPE_CHECKING:

@@ -27,12 +27,18 @@ import msgspec
 
 from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavailable, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions
-from tailrace.views.sessions.catalogue import Catalogue
-from tailrace.views.sessions.given import Times, Values, bytes_of, channel_of, times_of, type_of, values_of
+from tailrace.views.sessions.message_builder import Times, Values, bytes_of, channel_of, times_of, type_of, values_of
 from tailrace.views.sessions.model import PROGRAM, bindings_in, checked, identifiers
-from tailrace.views.sessions.recording import STORED, Outcome, Recorder
-from tailrace.views.sessions.session_steps import Known, Numbers, learn_configs, write_drafts
-from tailrace.views.sessions.store import SessionOptions, SessionStore, is_stream_name
+from tailrace.views.sessions.recording import STORED, Catalogue, Outcome, Recorder
+from tailrace.views.sessions.store import (
+    Known,
+    Numbers,
+    SessionOptions,
+    SessionStore,
+    is_stream_name,
+    learn_configs,
+    write_drafts,
+)
 from tailrace.views.sessions.telemetry import (
     CLOSED,
     Close,

@@ -1,7 +1,7 @@
 """The messages of the telemetry protocol, as ``data.proto`` and ``stream.proto`` write them down.
 
 The code beside them is made by ``make protos``. Rules about messages are elsewhere: how they are made and cut in
-``views/sessions/burst.py``, how they are read in ``views/sessions/samples_.py``.
+``views/sessions/burst.py``, how they are read in ``views/sessions/samples.py``.
 """
 
 from __future__ import annotations
