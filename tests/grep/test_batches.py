@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tailrace.http.encodings import EVENT_STREAM, LINES, Encoding
+from tailrace.http.sse import EVENT_STREAM, LINES, Encoding
 from tailrace.log.event import Source
 from tailrace.log.hub import Piece
 from tailrace.log.request import Batch, Frame

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tailrace.http.problems import MEDIA_TYPE, Problem
+from tailrace.http.request import MEDIA_TYPE, Problem
 
 ABOUT = """\
 Follow Kafka's JSON events as streams that can be resumed exactly.

@@ -15,9 +15,6 @@ from pydantic import BaseModel
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
-from tailrace.http.access import everything, topics_of
-from tailrace.http.dependencies import Asked, Here, LastEventId, Walker
-from tailrace.http.encodings import choose
 from tailrace.http.health import Readiness, Status
 from tailrace.http.openapi import (
     FEED,
@@ -38,7 +35,10 @@ from tailrace.http.openapi import (
 )
 from tailrace.http.puts import body_of, read_events
 from tailrace.http.request import (
+    Asked,
     FeedQuery,
+    Here,
+    LastEventId,
     ListQuery,
     Name,
     NoQuery,
@@ -47,10 +47,12 @@ from tailrace.http.request import (
     SearchId,
     SeveralQuery,
     Topic,
+    Walker,
     refuse_repeats,
 )
 from tailrace.http.service import Service
-from tailrace.http.sse import FeedResponse
+from tailrace.http.socket import everything, topics_of
+from tailrace.http.sse import FeedResponse, choose
 from tailrace.metrics import CONTENT_TYPE
 from tailrace.views.days import routes as listings
 from tailrace.views.folds.model import stream_of

@@ -29,13 +29,10 @@ from pydantic import AfterValidator, Field, ValidationError
 from starlette.websockets import WebSocket
 
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
-from tailrace.http.dependencies import Here, LastEventId
-from tailrace.http.encodings import choose
-from tailrace.http.problems import problem_of
-from tailrace.http.request import FeedQuery, NoQuery, decoded, refuse_repeats
+from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, problem_of, refuse_repeats
 from tailrace.http.service import Service, now_ms
 from tailrace.http.socket import admit, converse
-from tailrace.http.sse import FeedResponse
+from tailrace.http.sse import FeedResponse, choose
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, Control, Frame
 from tailrace.valkey.entry_id import BEGINNING, id_text

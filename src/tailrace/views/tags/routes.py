@@ -9,11 +9,9 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, Field
 
 from tailrace.errors import BadRequest, StreamNotFound
-from tailrace.http.dependencies import Here, LastEventId
-from tailrace.http.encodings import choose
-from tailrace.http.request import FeedQuery, NoQuery, TagName, refuse_repeats
+from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, TagName, refuse_repeats
 from tailrace.http.service import Service, now_ms
-from tailrace.http.sse import FeedResponse
+from tailrace.http.sse import FeedResponse, choose
 from tailrace.log.cursor import MAX_NAMES, FromCursor
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of

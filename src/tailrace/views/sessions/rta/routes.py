@@ -18,8 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket
 
 from tailrace.errors import BadRequest, SessionNotFound
-from tailrace.http.dependencies import Here
-from tailrace.http.request import decoded
+from tailrace.http.request import Here, decoded
 from tailrace.http.service import Service
 from tailrace.http.socket import admit, converse
 from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
