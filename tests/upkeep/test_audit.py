@@ -14,7 +14,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cli import repair
+from tailrace.cli import upkeep as repair
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.log.store import write_row
 from tailrace.upkeep.examine import Tally, examine, fingerprint, look

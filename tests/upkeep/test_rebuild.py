@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cli import repair
+from tailrace.cli import upkeep as repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, StreamNotFound
 from tailrace.log.cursor import Position

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.cli import repair
+from tailrace.cli import upkeep as repair
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest

@@ -118,7 +118,7 @@ def put(
 
     A line is {"key": [...], "value": {...}, "headers": {...}, "time": "...Z"}; only the value is needed.
     """
-    from tailrace.cli import write
+    from tailrace.cli import ask as write
 
     raise typer.Exit(write.put(topic, batch=batch, coordinates=json, url=url))
 

@@ -62,7 +62,8 @@ def audit(
     config: Config = None,
 ) -> None:
     """Compare a view with Kafka and with its own registries. Exit code 1 if something is wrong."""
-    from tailrace.cli import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import upkeep as repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.audit(settings, view, name, keys=keys, json=json))
@@ -79,7 +80,8 @@ def rebuild(
     config: Config = None,
 ) -> None:
     """Restore what Kafka still has: a stream, a day of it, or the whole view, while everything runs."""
-    from tailrace.cli import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import upkeep as repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.rebuild(settings, view, name, day, dry_run=dry_run, wait_s=wait, json=json))
@@ -98,7 +100,8 @@ def retag(
     config: Config = None,
 ) -> None:
     """Tag what Kafka still has by the present paths and rules, while everything runs: `rebuild tags`."""
-    from tailrace.cli import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import upkeep as repair
 
     settings = parts.load(config, folder=folder)
     code = repair.rebuild(settings, "tags", tag, None, source=source, dry_run=dry_run, wait_s=wait, json=json)

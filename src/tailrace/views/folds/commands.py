@@ -19,8 +19,7 @@ import msgspec
 
 from tailrace.api import FoldWindows, GivenOut, PendingGroup
 from tailrace.cli import follow, parts
-from tailrace.cli.answers import ask, lines, percent, plain, size, table
-from tailrace.cli.follow import visible
+from tailrace.cli.follow import ask, lines, percent, plain, size, table, visible
 from tailrace.cli.upkeep import step_aside, summary
 from tailrace.client.request_encoding import Group
 from tailrace.config import Settings

@@ -24,8 +24,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from tailrace.cli.answers import ask, lines, plain, table, text
-from tailrace.cli.follow import visible
+from tailrace.cli.follow import ask, lines, plain, table, text, visible
 from tailrace.client import DEFAULT_URL, Feed, River, connect
 from tailrace.client.connection import LARGEST_PAGE
 from tailrace.errors import BadRequest, QueryError, TailraceError

@@ -22,8 +22,7 @@ from datetime import UTC, datetime
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from tailrace.cli.answers import ask, lines, plain, table
-from tailrace.cli.follow import Printer, Request, follow, visible
+from tailrace.cli.follow import Printer, Request, ask, follow, lines, plain, table, visible
 from tailrace.client import Feed, River
 from tailrace.views.sessions.client import Burst, Series, SessionFeed, Value
 from tailrace.views.sessions.cursor import SessionCursor

@@ -98,7 +98,8 @@ def tags_cleanup(
     config: Config = None,
 ) -> None:
     """Take a source's events out of its tags for good; what it writes later is kept."""
-    from tailrace.cli import parts, repair
+    from tailrace.cli import parts
+    from tailrace.cli import upkeep as repair
 
     settings = parts.load(config, folder=folder)
     raise typer.Exit(repair.cleanup(settings, source, tag, dry_run=dry_run, wait_s=wait, json=json))

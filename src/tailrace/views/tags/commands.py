@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tailrace.cli.answers import ask, lines, plain, size, table, text
-from tailrace.cli.follow import Printer, Request, follow, visible
+from tailrace.cli.follow import Printer, Request, ask, follow, lines, plain, size, table, text, visible
 from tailrace.client import Feed, River
 from tailrace.views.grep.commands import read_query
 
