@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.grep_live import EVENT, Sender, end_of, fan_out, first_event, frames, standing
 from bench.meter import cpu_seconds, report
 from bench.standing import events
-from tailrace.embedded.ports import free_port
+from tailrace.embedded.process import free_port
 from tailrace.embedded.supervisor import STATUS_FILE
 
 Row: TypeAlias = dict[str, Any]

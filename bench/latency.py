@@ -29,7 +29,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.meter import cpu_seconds, percentile, report
-from tailrace.embedded.ports import free_port
+from tailrace.embedded.process import free_port
 
 NAMES = 20
 

@@ -28,7 +28,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.meter import cpu_seconds, percentile
-from tailrace.embedded.ports import free_port
+from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.views.sessions.writer import SessionWriter
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tailrace import config
 from tailrace.cli.doctor import Check, checks, render
-from tailrace.embedded.ports import free_port
+from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 
 

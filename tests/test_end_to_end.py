@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tailrace.embedded.ports import free_port
+from tailrace.embedded.process import free_port
 from tests.faults.rig import lives, wait_for
 
 SETS = 40

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tailrace.embedded import ports
+from tailrace.embedded import process as ports
 from tailrace.embedded.supervisor import Backoff, hold, holder
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
 

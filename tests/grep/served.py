@@ -9,8 +9,7 @@ from types import TracebackType
 
 import httpx
 
-from tailrace.embedded.ports import free_port
-from tailrace.embedded.process import Part, Process
+from tailrace.embedded.process import Part, Process, free_port
 from tests.grep.site import Site
 
 

@@ -12,8 +12,7 @@ import pyspark
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.embedded.ports import free_port
-from tailrace.embedded.process import Part, Process, tail
+from tailrace.embedded.process import Part, Process, free_port, tail
 from tailrace.embedded.valkey import EmbeddedValkey
 from tests.faults.rig import QUICK_JAVA, Installation, Load, Pipeline, wait_for
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from valkey import Valkey
 
-from tailrace.embedded.ports import free_port
+from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
 from tailrace.valkey.shards import StoreOptions

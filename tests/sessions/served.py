@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 
 from tailrace.config import load
-from tailrace.embedded.ports import free_port
-from tailrace.embedded.process import Part, Process
+from tailrace.embedded.process import Part, Process, free_port
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running
 

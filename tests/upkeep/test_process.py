@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tailrace.embedded.ports import free_port
+from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.segment import PACKED
 from tailrace.upkeep import failpoint

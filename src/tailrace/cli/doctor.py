@@ -87,7 +87,7 @@ class _Running(msgspec.Struct, frozen=True, kw_only=True):
 
 def _running(settings: Settings) -> _Running | None:
     try:
-        from tailrace.embedded import ports
+        from tailrace.embedded import process as ports
         from tailrace.embedded.supervisor import holder
     except ImportError:
         return None
@@ -136,7 +136,7 @@ def _disk(settings: Settings) -> Iterator[Check]:
 
 
 def _port(settings: Settings, running: _Running | None) -> Iterator[Check]:
-    from tailrace.embedded.ports import is_free
+    from tailrace.embedded.process import is_free
 
     host, port = settings.serve.host, settings.serve.port
     if is_free(port, host):

@@ -30,7 +30,7 @@ def at_stack(settings: Settings) -> Settings:
     Addresses of Kafka, Valkey and Cassandra that were configured stay; those at their default become the stack's own.
     """
     try:
-        from tailrace.embedded.ports import HOST, remembered
+        from tailrace.embedded.process import HOST, remembered
         from tailrace.embedded.stack import PORTS_FILE
         from tailrace.embedded.supervisor import holder
     except ImportError:

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from xml.sax.saxutils import escape
 
-from tailrace.embedded import jars, ports
+from tailrace.embedded import jars
+from tailrace.embedded import process as ports
 from tailrace.embedded.kafka import find_java
-from tailrace.embedded.ports import HOST
-from tailrace.embedded.process import Part
-from tailrace.embedded.server import EmbeddedServer
+from tailrace.embedded.process import HOST, EmbeddedServer, Part
 from tailrace.embedded.supervisor import hold
 from tailrace.errors import PrerequisiteMissing
 

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from tailrace.embedded import jars
-from tailrace.embedded.ports import HOST, free_port
-from tailrace.embedded.process import Part
-from tailrace.embedded.server import EmbeddedServer
+from tailrace.embedded.process import HOST, EmbeddedServer, Part, free_port
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 
 if TYPE_CHECKING:

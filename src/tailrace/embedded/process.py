@@ -4,24 +4,38 @@ Every child leads a session of its own, so a Ctrl-C in the terminal reaches only
 starts (Spark's JVM, Python workers, which change their process group) can be found and ended by session. On Linux the
 kernel ends the child when the thread that started it ends, whatever ended that: start children from a thread that
 lives long.
+
+Ports on the loopback interface: which are free, and which ones a folder used last.
+
+A chosen port is always below the range from which the system gives clients their own ports. Otherwise a client that
+keeps trying to reach a dead server on this machine can be given the server's port, connect to itself, and keep the
+server from ever coming back.
+
+What the embedded servers have in common: a folder, a port, and a process that runs on them.
+
+Invariant: while a server that was started lives, ``start`` starts no second one on its folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 import psutil
 
-from tailrace.errors import EmbeddedError
+from tailrace.errors import EmbeddedError, PrerequisiteMissing
 
 _LOG_LIMIT: Final = 10 * 1024 * 1024
 
@@ -154,3 +168,119 @@ def _bound_to_parent(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
+
+
+HOST: Final = "127.0.0.1"
+_RANGE: Final = range(20_000, 32_000)
+
+
+def is_free(port: int, host: str = HOST) -> bool:
+    """Whether a server could listen on the port now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: without it, the closing connections of the last run make a free port look taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def free_port(taken: Iterable[int] = ()) -> int:
+    """A free port that is not one of those taken."""
+    avoided = set(taken)
+    for port in random.sample(_RANGE, 200):
+        if port not in avoided and is_free(port):
+            return port
+    raise PrerequisiteMissing(f"no free port found between {_RANGE.start} and {_RANGE.stop}: close what listens there")
+
+
+def remembered(file: Path) -> dict[str, int]:
+    """The ports that were used last, by part; empty if none were kept."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    if not isinstance(kept, dict):
+        return {}
+    return {name: port for name, port in kept.items() if isinstance(port, int)}
+
+
+def assign(file: Path, wanted: dict[str, int]) -> dict[str, int]:
+    """Give every part its port and keep the choice, so that addresses survive a restart.
+
+    Args:
+        file: Where the choice is kept.
+        wanted: The port by part; 0 = the one it had last if that is free, else any free one.
+
+    Raises:
+        PrerequisiteMissing: A port that was asked for by number is taken.
+    """
+    last = remembered(file)
+    chosen: dict[str, int] = {}
+    for name, port in wanted.items():
+        if port and not is_free(port):
+            raise PrerequisiteMissing(
+                f"port {port}, wanted for {name}, is taken on {HOST}: stop what listens there, "
+                f"or set embedded.{name}_port"
+            )
+        kept = last.get(name, 0)
+        if not port and kept and kept not in chosen.values() and is_free(kept):
+            port = kept
+        chosen[name] = port or free_port({*chosen.values(), *wanted.values()})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(chosen) + "\n", encoding="utf-8")
+    return chosen
+
+
+class EmbeddedServer(ABC):
+    """A server whose data lives in one folder."""
+
+    start_s: ClassVar[float] = 30.0
+    """How long it may take to come up, unless the caller says otherwise."""
+    stop_s: ClassVar[float] = 10.0
+
+    def __init__(self, folder: Path, port: int, log: Path) -> None:
+        self.folder, self.port, self.log = folder, port, log
+        self._process: Process | None = None
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for clients."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process started by ``start``, while it runs."""
+        return self._process.pid if self._process and self._process.exit_code is None else None
+
+    @abstractmethod
+    def part(self) -> Part:
+        """Make the folder ready, and say how to run the server on it."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether the server answers, and is the one of this folder."""
+
+    def start(self, timeout: float | None = None) -> None:
+        """Start the server and wait until it answers; it ends with the thread that called this.
+
+        Raises:
+            EmbeddedError: It did not come up; with the end of its log.
+        """
+        if self.pid is not None:
+            return
+        self._process = Process(self.part())
+        self._process.wait_ready(self.start_s if timeout is None else timeout)
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End the server cleanly."""
+        if self._process:
+            self._process.stop(self.stop_s if timeout is None else timeout)
+
+    def kill(self) -> None:
+        """End the server as ``kill -9`` does."""
+        if self._process:
+            self._process.kill()

@@ -20,7 +20,8 @@ from urllib.parse import quote
 from rich.console import Console
 
 from tailrace.config.settings import Serve
-from tailrace.embedded import jars, ports
+from tailrace.embedded import jars
+from tailrace.embedded import process as ports
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part

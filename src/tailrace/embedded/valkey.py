@@ -13,9 +13,7 @@ from typing import Final
 
 import valkey
 
-from tailrace.embedded.ports import HOST, free_port
-from tailrace.embedded.process import Part
-from tailrace.embedded.server import EmbeddedServer
+from tailrace.embedded.process import HOST, EmbeddedServer, Part, free_port
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 
 _SLOTS: Final = 16_384
