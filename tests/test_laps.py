@@ -16,9 +16,21 @@ import pytest
 
 from tailrace import config
 from tailrace.config import Settings
-from tailrace.demo.car import CHANNELS, GEAR, LAP, SECTOR, WARNING
-from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
-from tailrace.demo.cars import KEY, TOPIC, Laps, examples, pages, with_sessions
+from tailrace.demo.cars import (
+    CHANNELS,
+    CONFIGURATION,
+    GEAR,
+    IDENTIFIER,
+    KEY,
+    LAP,
+    SECTOR,
+    TOPIC,
+    WARNING,
+    Laps,
+    examples,
+    pages,
+    with_sessions,
+)
 from tailrace.views.sessions import telemetry
 from tailrace.views.sessions.configuration import Configuration
 

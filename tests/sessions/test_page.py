@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tailrace import SessionWriter
-from tailrace.demo.car import LAP
-from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
+from tailrace.demo.cars import CONFIGURATION, IDENTIFIER, LAP
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.sessions.store import SessionStore
 from tailrace.views.sessions.streams import SessionKeeping

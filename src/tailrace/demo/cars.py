@@ -4,22 +4,280 @@ A car leaves the garage, which opens a session with a new identity, drives some 
 back; after a pause it goes out again. Ten times in a second it sends what its channels measured meanwhile, at 1 to
 1000 Hz, and what happened: gears, sectors, laps, warnings. What happens is a pure function of the random numbers and
 the clock. All records have the same key, so they are in one partition and all cars are in one stream.
+
+A car of the demo on its track: how it drives, and what its sensors give.
+
+It is computed tick by tick, from the random numbers alone; what is measured more often lies between two ticks.
+
+The configuration of the demo's cars: names, units and limits of what is measured, and how raw values are converted.
+
+There is one of each kind of conversion: by a formula, by a table, and to text; and one channel whose bits are three
+parameters.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import struct
 from base64 import b64encode
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from tailrace.config import Settings
-from tailrace.demo.car import CHANNELS, MS, TICK, Car, raw
-from tailrace.demo.car_config import CONFIGURATION, IDENTIFIER
 from tailrace.demo.shop import Told
+
+MS = 1_000_000
+TICK = 10 * MS
+"""How often the state is computed, in nanoseconds."""
+
+TRACK = 2_600.0
+SECTORS = (850.0, 1_700.0)
+_SPEEDS = (
+    (0, 62), (380, 83), (470, 28), (620, 44), (720, 31), (900, 58), (1_250, 84), (1_360, 22), (1_500, 40),
+    (1_640, 52), (1_760, 36), (1_900, 55), (2_180, 76), (2_280, 33), (2_400, 46), (2_600, 62),
+)  # fmt: skip
+"""How fast one can be where: metres from the line, and metres per second."""
+_CURVES = (
+    (0, 0.0), (430, 0.0), (480, 0.034), (600, 0.002), (700, -0.025), (820, -0.003), (1_300, 0.0), (1_370, 0.05),
+    (1_480, 0.004), (1_700, -0.006), (1_770, -0.021), (1_880, 0.0), (2_220, 0.0), (2_290, 0.024), (2_390, 0.0),
+    (2_600, 0.0),
+)  # fmt: skip
+"""How the track bends: metres from the line, and one over the radius; positive to the right."""
+_GEARS = (0.0, 15.0, 25.0, 35.0, 46.0, 57.0, 68.0, 78.0)
+"""The speeds from which on a gear is taken."""
+GEAR, LAP, SECTOR, WARNING = range(1, 5)
+
+
+class Channel(NamedTuple):
+    """What is measured: its type, how often in a second, and what the sensor gives so many seconds after a tick."""
+
+    name: str
+    type: str
+    rate: int
+    read: Callable[[Car, float], float]
+    source: str = "periodic"
+
+    @property
+    def interval(self) -> int:
+        """Between two samples, in nanoseconds; 0 if it has none."""
+        return 1_000_000_000 // self.rate if self.rate else 0
+
+
+class Car:
+    """A car on the track, from tick to tick."""
+
+    def __init__(self, random: Random) -> None:
+        self.random, self._skill = random, random.uniform(0.96, 1.02)
+        self.at, self.speed, self.pull, self.bend = 0.0, 20.0, 0.0, 0.0
+        self.gear, self.lap, self.sector, self.seconds, self.best = 2, 1, 1, 0.0, 0.0
+        self.tyres, self.water, self.oil, self.fuel, self.hot = [78.0] * 4, 71.0, 64.0, 9.5, False
+
+    def go(self) -> Iterator[tuple[int, str, tuple[float, ...]]]:
+        """Drive for a tick; tell what happened at its end: an event's definition, its text and its values."""
+        step = TICK / 1e9
+        wanted = _between(_SPEEDS, (self.at + 0.45 * self.speed) % TRACK) * self._skill
+        self.pull = max(-38.0, min(13.0 - 0.1 * self.speed, 2.4 * (wanted - self.speed)))
+        self.speed += self.pull * step
+        self.at += self.speed * step
+        self.seconds += step
+        self.bend = _between(_CURVES, self.at % TRACK)
+        self._warm(step)
+        if (gear := bisect(_GEARS, self.speed)) != self.gear:
+            yield GEAR, f"gear {self.gear} to {gear}", (self.gear, gear)
+            self.gear = gear
+        if self.sector < 3 and self.at >= SECTORS[self.sector - 1]:
+            yield SECTOR, f"sector {self.sector} in {self.seconds:.2f} s", (self.sector, round(self.seconds, 2))
+            self.sector += 1
+        if self.at >= TRACK:
+            yield LAP, f"lap {self.lap} in {self.seconds:.2f} s", (self.lap, round(self.seconds, 2))
+            self.best = min(self.best or self.seconds, self.seconds)
+            self.at, self.lap, self.sector, self.seconds = self.at - TRACK, self.lap + 1, 1, 0.0
+            self._skill = self.random.uniform(0.96, 1.02)
+        if (hottest := max(self.tyres)) > 103 and not self.hot:
+            self.hot = True
+            yield WARNING, f"a tyre has {hottest:.0f} °C", (round(hottest, 1),)
+        elif hottest < 97:
+            self.hot = False
+
+    def _warm(self, step: float) -> None:
+        load = abs(self.side)
+        for i in range(4):
+            outer = (self.bend > 0) == (i % 2 == 0)
+            worked = 74 + (17 if outer else 9) * load + max(0.0, -self.pull) * (0.5 if i < 2 else 0.25)
+            self.tyres[i] += (worked - self.tyres[i]) * step * 0.2
+        self.water += (84 + self.turns / 900 - self.water) * step * 0.02
+        self.oil += (88 + self.turns / 600 - self.oil) * step * 0.015
+        self.fuel -= (0.004 + 0.02 * self.throttle) * step
+
+    @property
+    def side(self) -> float:
+        """The acceleration to the side, in g."""
+        return self.speed * self.speed * self.bend / 9.81
+
+    @property
+    def turns(self) -> float:
+        """Of the engine, in a minute."""
+        low = _GEARS[self.gear - 1]
+        high = _GEARS[self.gear] if self.gear < len(_GEARS) else 92.0
+        return 6_800 + 5_000 * (self.speed - low) / (high - low)
+
+    @property
+    def throttle(self) -> float:
+        """How far the pedal is down, from 0 to 1."""
+        return max(0.0, min(1.0, 0.15 + self.pull / 8))
+
+    @property
+    def brake(self) -> float:
+        """How hard it brakes, from 0 to 1."""
+        return max(0.0, min(1.0, -self.pull / 38))
+
+    @property
+    def status(self) -> int:
+        """The gear in bits 0 to 3, whether the wing is flat in bit 4, and how the tyres are in bits 8 and 9."""
+        flat = self.speed > 66 and not self.brake
+        tyres = 2 if self.hot else int(max(self.tyres) > 90)
+        return self.gear | flat << 4 | tyres << 8
+
+    def noise(self, width: float) -> float:
+        """Return what no sensor is without."""
+        return self.random.gauss(0, width)
+
+
+def _damper(side: int, end: int) -> Callable[[Car, float], float]:
+    def read(car: Car, after: float) -> float:
+        leaning = 9 * side * car.side + 0.25 * end * car.pull
+        road = 2.5 * math.sin((car.at + car.speed * after) * 1.7 + side) + car.noise(0.4 + car.speed / 60)
+        return (leaning + road) * 100
+
+    return read
+
+
+def _tyre(index: int) -> Callable[[Car, float], float]:
+    return lambda car, _: 10 * (car.tyres[index] + car.noise(0.2))
+
+
+CHANNELS = (
+    Channel("vCar", "f32", 200, lambda car, after: car.speed + car.pull * after),
+    Channel("nEngine", "u16", 100, lambda car, _: 2 * (car.turns + car.noise(8))),
+    Channel("rThrottle", "u8", 100, lambda car, _: 255 * car.throttle),
+    Channel("pBrake", "u16", 100, lambda car, _: 410 + 3_270 * car.brake + car.noise(4)),
+    Channel("aSteer", "s16", 100, lambda car, _: 10 * (2_600 * car.bend + car.noise(0.6))),
+    Channel("gLat", "s16", 200, lambda car, _: 1_000 * (car.side + car.noise(0.04))),
+    Channel("gLong", "s16", 200, lambda car, _: 1_000 * (car.pull / 9.81 + car.noise(0.03))),
+    Channel("xDamperFL", "s16", 500, _damper(1, -1)),
+    Channel("xDamperFR", "s16", 500, _damper(-1, -1)),
+    Channel("xDamperRL", "s16", 500, _damper(1, 1)),
+    Channel("xDamperRR", "s16", 500, _damper(-1, 1)),
+    Channel("gEngine", "s16", 1_000, lambda car, after: 900 * math.sin(car.turns * after / 9.55) + car.noise(120)),
+    Channel("tTyreFL", "s16", 10, _tyre(0), "row"),
+    Channel("tTyreFR", "s16", 10, _tyre(1), "row"),
+    Channel("tTyreRL", "s16", 10, _tyre(2), "row"),
+    Channel("tTyreRR", "s16", 10, _tyre(3), "row"),
+    Channel("bStatus", "u16", 10, lambda car, _: car.status),
+    Channel("tWater", "f32", 1, lambda car, _: car.water + car.noise(0.1)),
+    Channel("tOil", "u8", 1, lambda car, _: 2 * car.oil),
+    Channel("mFuel", "f64", 0, lambda car, _: car.fuel, "timestamped"),
+)
+"""Their numbers, in the stream and in the configuration, are 1, 2, 3 in this order."""
+_LIMITS = {"u8": (0, 255), "s16": (-32_768, 32_767), "u16": (0, 65_535)}
+
+
+def raw(channel: Channel, car: Car, after: float = 0.0) -> float:
+    """Return a sample as the sensor gives it: within what its type can say, before any conversion."""
+    value = channel.read(car, after)
+    if channel.type in _LIMITS:
+        low, high = _LIMITS[channel.type]
+        return max(low, min(high, round(value)))
+    return round(value, 3)
+
+
+def _between(points: tuple[tuple[float, float], ...], place: float) -> float:
+    """Return what the straight line between two points says."""
+    after = bisect(points, place, key=lambda point: point[0])
+    (x, y), (other_x, other_y) = points[after - 1], points[min(after, len(points) - 1)]
+    return y if other_x == x else y + (other_y - y) * (place - x) / (other_x - x)
+
+
+_WHEELS = ("FL", "FR", "RL", "RR")
+
+
+def _parameter(
+    name: str, desc: str, conv: str, low: float, high: float, channel: str = "", **more: object
+) -> dict[str, Any]:
+    number = 1 + [each.name for each in CHANNELS].index(channel or name)
+    limits = {"min": low, "max": high, **more}
+    return {"id": f"{name}:CAR", "name": name, "desc": desc, "conv": f"{conv}:CAR", "channels": [number], **limits}
+
+
+def _conversion(name: str, unit: str, format_: str, **rule: object) -> dict[str, Any]:
+    return {"name": f"{name}:CAR", "unit": unit, "format": format_, **rule}
+
+
+def _gain(by: float, over: float = 1, shift: float = 0) -> dict[str, Any]:
+    return {"coeffs": [0, by, shift, 0, 0, over]}
+
+
+_BRAKE = {"raw": [410, 1_000, 2_000, 3_680], "calibrated": [0, 14, 48, 120], "interpolated": True}
+CONFIGURATION: dict[str, Any] = {
+    "CAR": {
+        "desc": "A car of the demo",
+        "channels": [
+            {"id": n, "name": each.name, "source": each.source, "type": each.type, "interval": each.interval}
+            for n, each in enumerate(CHANNELS, 1)
+        ],
+        "conversions": [
+            _conversion("speed", "km/h", "%.1f", rational=_gain(3.6)),
+            _conversion("turns", "rpm", "%.0f", rational=_gain(1, 2)),
+            _conversion("share", "%", "%.0f", rational=_gain(100, 255)),
+            _conversion("brake", "bar", "%.1f", table=_BRAKE),
+            _conversion("tenth", "°", "%.1f", rational=_gain(1, 10)),
+            _conversion("force", "g", "%.2f", rational=_gain(1, 1_000)),
+            _conversion("travel", "mm", "%.2f", rational=_gain(1, 100)),
+            _conversion("warmth", "°C", "%.1f", rational=_gain(1, 10)),
+            _conversion("plain", "°C", "%.1f"),
+            _conversion("half", "°C", "%.0f", rational=_gain(1, 2)),
+            _conversion("mass", "kg", "%.3f"),
+            _conversion("number", "", "%g"),
+            _conversion("gears", "", "%s", text={"keys": list(range(9)), "values": list("N12345678"), "default": "?"}),
+            _conversion("wing", "", "%s", text={"keys": [0, 1], "values": ["up", "flat"], "default": ""}),
+            _conversion("state", "", "%s", text={"keys": [0, 1, 2], "values": ["cool", "good", "hot"], "default": ""}),
+        ],
+        "parameters": [
+            _parameter("vCar", "Speed over ground", "speed", 0, 340),
+            _parameter("nEngine", "Engine speed", "turns", 0, 13_000, warnMax=12_400),
+            _parameter("rThrottle", "Throttle pedal", "share", 0, 100),
+            _parameter("pBrake", "Brake pressure, front", "brake", 0, 120),
+            _parameter("aSteer", "Steering wheel angle", "tenth", -180, 180),
+            _parameter("gLat", "Acceleration to the side", "force", -4.5, 4.5),
+            _parameter("gLong", "Acceleration ahead", "force", -4.5, 2),
+            *(_parameter(f"xDamper{at}", f"Damper travel {at}", "travel", -40, 40) for at in _WHEELS),
+            _parameter("gEngine", "Vibration of the engine block", "force", -2, 2),
+            *(_parameter(f"tTyre{at}", f"Tyre temperature {at}", "warmth", 60, 120, warnMax=103) for at in _WHEELS),
+            _parameter("NGear", "Gear", "gears", 0, 8, "bStatus", mask="f"),
+            _parameter("bWing", "Rear wing", "wing", 0, 1, "bStatus", shift=4, mask="1"),
+            _parameter("nTyreState", "How the tyres are", "state", 0, 2, "bStatus", shift=8, mask="3"),
+            _parameter("tWater", "Water temperature", "plain", 60, 120, warnMax=112),
+            _parameter("tOil", "Oil temperature", "half", 60, 127, offset=0.5),
+            _parameter("mFuel", "Fuel in the tank", "mass", 0, 10, warnMin=2),
+        ],
+        "events": [
+            {"id": GEAR, "code": "GEAR", "desc": "Gear change", "pri": "debug", "convs": ["gears:CAR", "gears:CAR"]},
+            {"id": LAP, "code": "LAP", "desc": "Lap", "pri": "medium", "convs": ["number:CAR", "number:CAR"]},
+            {"id": SECTOR, "code": "SECTOR", "desc": "Sector", "pri": "low", "convs": ["number:CAR", "number:CAR"]},
+            {"id": WARNING, "code": "WARN", "desc": "Warning", "pri": "high", "convs": ["number:CAR"]},
+        ],
+    }
+}  # fmt: skip
+IDENTIFIER = "demo-car-" + hashlib.sha256(msgspec.json.encode(CONFIGURATION, order="sorted")).hexdigest()[:8]
+"""What a configuration is published under never changes, so another content has another name."""
+
 
 TOPIC = "telemetry"
 KEY = ["garage"]
