@@ -25,6 +25,7 @@ from tailrace.config import Settings
 from tailrace.errors import BadRequest
 
 if TYPE_CHECKING:
+    from tailrace.upkeep.job import Looking, Work
 
     class Job(Work, Looking, Protocol):
         """A run that can be tried first."""
