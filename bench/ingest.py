@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.meter import cpu_seconds, report
 from bench.servers import servers
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import COUNTED, one_pass
 from tailrace.driver.slice import COLUMNS

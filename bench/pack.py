@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.ingest import job_event
 from bench.meter import cpu_seconds, percentile, report
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Host
 from tailrace.embedded.valkey import EmbeddedValkey

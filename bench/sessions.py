@@ -35,7 +35,8 @@ from bench.ingest import Spark
 from bench.meter import cpu_seconds, report
 from bench.servers import servers
 from bench.viewers import watch
-from tailrace.config import Settings, load
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.driver.job import make_plan
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey

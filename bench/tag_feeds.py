@@ -18,18 +18,20 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from bench.latency import send
 from bench.meter import percentile
-from tailrace.config import Settings, load
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.driver.job import Job
 from tailrace.log.event import Source
 from tailrace.log.hub import Hub
 from tailrace.log.request import Frame
 from tailrace.log.segment import bucket_start
 from tailrace.log.store import Logs
+from tailrace.log.timeuuid import stamp
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
-from tailrace.views.tags.feed import OpensTags, make_tag_request, open_store
-from tailrace.views.tags.model import stamp
+from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.request import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
 from tailrace.views.tags.rows.store import Row, writer
 from tailrace.views.tags.store import VIEW

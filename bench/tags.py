@@ -40,7 +40,7 @@ from bench.ingest import Spark, produce
 from bench.meter import cpu_seconds, report
 from bench.servers import cassandra, servers
 from bench.tag_feeds import catch_up, given, start_from_nothing, visible
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.driver.job import make_plan
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load as load_settings
+from tailrace.config.settings import Settings
 from tailrace.demo.carts import RULES, THINGS, TOPIC, Carts, examples, with_tags
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
@@ -48,7 +48,7 @@ def test_a_cart_is_opened_filled_and_ended_and_its_tags_say_so() -> None:
 def load(tmp_path: Path, text: str = "") -> Settings:
     file = tmp_path / "tailrace.toml"
     file.write_text(text)
-    return config.load(file)
+    return load_settings(file)
 
 
 def test_the_demo_tags_carts_and_orders_where_nobody_said_otherwise(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tailrace import config
-from tailrace.config.settings import DEFAULTS, PATHS, Settings
+from tailrace.config.load import REFERENCE, load
+from tailrace.config.settings import DEFAULTS, PATHS, Settings, variable
 from tailrace.config.units import format_duration, parse_duration
 from tailrace.config.values import KeepByName, Where
 from tailrace.errors import ConfigError
@@ -41,16 +41,16 @@ def write(folder: Path, text: str) -> Path:
 
 def problems(file: Path | None = None, **flags: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        config.load(file, {path.replace("__", "."): value for path, value in flags.items()})
+        load(file, {path.replace("__", "."): value for path, value in flags.items()})
     return str(caught.value)
 
 
 def test_the_reference_file_decodes_to_exactly_the_defaults() -> None:
-    assert config.load(config.REFERENCE).model_dump() == Settings().model_dump()
+    assert load(REFERENCE).model_dump() == Settings().model_dump()
 
 
 def test_the_reference_file_has_every_key_in_order_with_a_comment() -> None:
-    text = config.REFERENCE.read_text("utf-8")
+    text = REFERENCE.read_text("utf-8")
     tables = tomllib.loads(text)
     assert [f"{section}.{key}" for section, table in tables.items() for key in table] == list(PATHS)
     lines = text.splitlines()
@@ -61,8 +61,8 @@ def test_the_reference_file_has_every_key_in_order_with_a_comment() -> None:
 
 
 def test_the_reference_file_writes_durations_and_sizes_as_show_does() -> None:
-    shown = {path: value for path, value, _ in config.load().show()}
-    tables = tomllib.loads(config.REFERENCE.read_text("utf-8"))
+    shown = {path: value for path, value, _ in load().show()}
+    tables = tomllib.loads(REFERENCE.read_text("utf-8"))
     for path, value in shown.items():
         section, key = path.split(".")
         assert tomllib.loads(f"x = {value}")["x"] == tables[section][key], path
@@ -72,7 +72,7 @@ def test_later_layers_win_and_each_value_knows_its_origin(tmp_path: Path, monkey
     file = write(tmp_path, '[serve]\nport = 1001\nhost = "localhost"\nretry = "3s"\n[spark]\ntasks = 3\n')
     monkeypatch.setenv("TAILRACE_SERVE__PORT", "1002")
     monkeypatch.setenv("TAILRACE_SERVE__RETRY", "4s")
-    settings = config.load(flags={"serve.port": 1003, "embedded.dir": None})
+    settings = load(flags={"serve.port": 1003, "embedded.dir": None})
     assert (settings.serve.port, settings.serve.host, settings.serve.retry) == (1003, "localhost", timedelta(seconds=4))
     assert settings.spark.tasks == 3
     assert settings.origin("serve.port") == "flag --port"
@@ -88,13 +88,13 @@ def test_the_file_is_found_in_a_parent_folder_or_by_name(tmp_path: Path, monkeyp
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
     monkeypatch.chdir(below)
-    assert config.load().serve.port == 1001
+    assert load().serve.port == 1001
     monkeypatch.setenv("TAILRACE_CONFIG", str(write(below, "[serve]\nport = 1002\n")))
     monkeypatch.chdir(tmp_path)
-    assert config.load().serve.port == 1002
+    assert load().serve.port == 1002
     other = tmp_path / "other.toml"
     other.write_text("[serve]\nport = 1003\n")
-    assert config.load(other).serve.port == 1003
+    assert load(other).serve.port == 1003
 
 
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_lists_and_tables_come_from_variables_as_json_or_plain_text(monkeypatch:
         "DEMO__RATE": "0.5",
     }.items():
         monkeypatch.setenv(f"TAILRACE_{name}", value)
-    settings = config.load()
+    settings = load()
     assert settings.kafka.topics == ("jobs", "audit")
     assert settings.kafka.exclude == ("internal-.*",)
     assert settings.pipeline.views == ("days",)
@@ -120,7 +120,7 @@ def test_lists_and_tables_come_from_variables_as_json_or_plain_text(monkeypatch:
     assert settings.days.name == ("queue", "job.set")
     assert settings.demo.rate == 0.5
     monkeypatch.setenv("TAILRACE_KAFKA__TOPICS", "jobs|[0-9]+")
-    assert config.load().kafka.topics == "jobs|[0-9]+"
+    assert load().kafka.topics == "jobs|[0-9]+"
 
 
 def test_unknown_keys_are_refused_with_their_path_and_a_suggestion(
@@ -140,7 +140,7 @@ def test_unknown_keys_are_refused_with_their_path_and_a_suggestion(
 
 def test_the_variables_that_are_no_settings_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILRACE_URL", "http://127.0.0.1:1")
-    assert config.load() == Settings()
+    assert load() == Settings()
 
 
 def test_every_problem_is_listed_with_path_origin_got_and_wanted(
@@ -243,34 +243,34 @@ def test_a_refusal_says_what_would_be_accepted(path: str, value: object, wanted:
 )
 def test_a_value_outside_its_limits_is_refused_by_its_section(path: str, value: object) -> None:
     with pytest.raises(ConfigError, match=path.split(".")[0]):
-        config.load(flags={path: value})
+        load(flags={path: value})
 
 
 def test_a_master_without_attempts_is_accepted_with_a_warning() -> None:
-    assert config.load().warnings() == []
-    assert "local[N,4]" in "".join(config.load(flags={"spark.master": "local[2]"}).warnings())
-    assert "network" in "".join(config.load(flags={"serve.host": "0.0.0.0"}).warnings())
+    assert load().warnings() == []
+    assert "local[N,4]" in "".join(load(flags={"spark.master": "local[2]"}).warnings())
+    assert "network" in "".join(load(flags={"serve.host": "0.0.0.0"}).warnings())
 
 
 def test_keeping_no_longer_than_until_packing_is_accepted_with_a_warning() -> None:
-    assert "days.keep = '2d'" in "".join(config.load(flags={"days.keep": "2d"}).warnings())
-    assert "pack sooner" in "".join(config.load(flags={"days.pack_after": "31d"}).warnings())
-    assert config.load(flags={"days.keep": "2d", "days.pack_after": "0s"}).warnings() == []
-    assert config.load(flags={"days.keep": "forever", "days.pack_after": "400d"}).warnings() == []
+    assert "days.keep = '2d'" in "".join(load(flags={"days.keep": "2d"}).warnings())
+    assert "pack sooner" in "".join(load(flags={"days.pack_after": "31d"}).warnings())
+    assert load(flags={"days.keep": "2d", "days.pack_after": "0s"}).warnings() == []
+    assert load(flags={"days.keep": "forever", "days.pack_after": "400d"}).warnings() == []
 
 
 @pytest.mark.parametrize("length", ["1h", "90m", "6h", "1d"])
 def test_a_bucket_may_be_any_even_part_of_a_day(length: str) -> None:
-    assert config.load(flags={"days.bucket": length}).days.bucket == parse_duration(length)
+    assert load(flags={"days.bucket": length}).days.bucket == parse_duration(length)
 
 
 def test_the_first_pattern_that_matches_the_whole_name_decides_how_long_it_is_kept() -> None:
     given = {"audit/.*": "forever", "audit/debug": "1h", "(debug|trace)/.*": "6h"}
-    days = config.load(flags={"days.keep": "7d", "days.keep_by_name": given}).days
+    days = load(flags={"days.keep": "7d", "days.keep_by_name": given}).days
     assert days.keep_of("audit/debug") is days.keep_of("audit/two\nlines") is None
     assert days.keep_of("trace/x") == timedelta(hours=6)
     assert days.keep_of("my/trace/x") == days.keep_of("audit") == timedelta(days=7)
-    assert config.load(flags={"days.keep": "forever"}).days.keep_of("any") is None
+    assert load(flags={"days.keep": "forever"}).days.keep_of("any") is None
 
 
 def test_a_query_may_say_all_that_toml_can(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_query_may_say_all_that_toml_can(tmp_path: Path) -> None:
         tmp_path,
         '[days.seal_when]\ntype = "finished"\n"exit.code" = {"$ne" = 0}\n"$or" = [{a = {b = [1, 2.5]}}, {c = true}]\n',
     )
-    assert config.load().days.seal_when.written() == {
+    assert load().days.seal_when.written() == {
         "type": "finished",
         "exit.code": {"$ne": 0},
         "$or": [{"a": {"b": [1, 2.5]}}, {"c": True}],
@@ -293,7 +293,7 @@ def test_a_date_in_a_query_is_refused(tmp_path: Path, moment: str) -> None:
 
 def test_what_is_inside_a_query_cannot_be_changed() -> None:
     given: dict[str, Any] = {"a": {"$in": [1]}}
-    where = config.load(flags={"days.seal_when": given}).days.seal_when
+    where = load(flags={"days.seal_when": given}).days.seal_when
     given["a"]["$in"].append(2)
     where["a"]["$in"].append(3)
     where.written()["a"]["$in"].append(4)
@@ -302,7 +302,7 @@ def test_what_is_inside_a_query_cannot_be_changed() -> None:
 
 def test_queries_keep_the_types_of_their_values(tmp_path: Path) -> None:
     write(tmp_path, '[days.seal_when]\nstate = "1"\n"exit.code" = 1\nratio = 1.0\nlast = true\n')
-    found = config.load().days.seal_when
+    found = load().days.seal_when
     assert [*found.items()] == [("state", "1"), ("exit.code", 1), ("ratio", 1.0), ("last", True)]
     assert [type(value) for value in found.values()] == [str, int, float, bool]
 
@@ -320,7 +320,7 @@ def test_tables_that_differ_in_a_type_or_in_order_are_not_the_same() -> None:
 
 def test_upkeep_may_be_without_limits_and_never_done() -> None:
     flags = dict.fromkeys(("upkeep.pack_every", "upkeep.sweep_every", "upkeep.audit_every"), "never")
-    upkeep = config.load(flags={**flags, "upkeep.bytes_per_second": 0, "upkeep.spark_from": "0B"}).upkeep
+    upkeep = load(flags={**flags, "upkeep.bytes_per_second": 0, "upkeep.spark_from": "0B"}).upkeep
     assert upkeep.pack_every is upkeep.sweep_every is upkeep.audit_every is None
     assert upkeep.buckets_per_hour == upkeep.bytes_per_second == upkeep.spark_from == 0
 
@@ -337,7 +337,7 @@ _keeps = st.just("forever") | st.timedeltas(timedelta(hours=1), timedelta(days=3
 def test_tables_and_words_read_back_from_what_is_shown_and_from_the_environment(
     seal_when: dict[str, object], keep_by_name: dict[str, str], keep: str, pack_every: str
 ) -> None:
-    parent = config.load(
+    parent = load(
         flags={
             "days.seal_when": seal_when,
             "days.keep_by_name": keep_by_name,
@@ -347,15 +347,15 @@ def test_tables_and_words_read_back_from_what_is_shown_and_from_the_environment(
     )
     assert parent.days.seal_when == seal_when
     shown = {path: tomllib.loads(f"x = {value}")["x"] for path, value, _ in parent.show()}
-    assert config.load(flags=shown).model_dump() == parent.model_dump()
+    assert load(flags=shown).model_dump() == parent.model_dump()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in parent.environment().items():
             patch.setenv(name, value)
-        assert config.load().model_dump() == parent.model_dump()
+        assert load().model_dump() == parent.model_dump()
 
 
 def test_settings_are_frozen_and_survive_pickling() -> None:
-    settings = config.load(
+    settings = load(
         flags={
             "kafka.properties": {"sasl.password": SECRET},
             "days.seal_when": {"last": True, "code": {"$in": [1, 2]}},
@@ -371,7 +371,7 @@ def test_settings_are_frozen_and_survive_pickling() -> None:
 
 def test_a_child_given_the_environment_has_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, '[serve]\nport = 1001\nmax_body = "10MB"\n[days]\nname = ["a.b"]\n')
-    parent = config.load(
+    parent = load(
         flags={
             "serve.port": 7070,
             "valkey.url": f"redis://me:{SECRET}@h:1/2",
@@ -381,17 +381,17 @@ def test_a_child_given_the_environment_has_the_same_settings(tmp_path: Path, mon
     )
     for name, value in parent.environment().items():
         monkeypatch.setenv(name, value)
-    assert config.load().model_dump() == parent.model_dump()
+    assert load().model_dump() == parent.model_dump()
 
 
 def test_a_child_does_not_read_a_file_that_its_parent_did_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent = config.load()
+    parent = load()
     write(tmp_path, "[serve]\nport = 1001\n")
     for name, value in parent.environment().items():
         monkeypatch.setenv(name, value)
-    assert config.load().serve.port == 7070
+    assert load().serve.port == 7070
 
 
 def test_no_secret_is_ever_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +399,7 @@ def test_no_secret_is_ever_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(
         "TAILRACE_KAFKA__PROPERTIES", f'{{"sasl.jaas.config": "{SECRET}", "ssl.key.password": "{SECRET}"}}'
     )
-    settings = config.load()
+    settings = load()
     assert settings.valkey.url == "valkeys://me@h:6379/0"
     assert settings.valkey.password.get_secret_value() == SECRET
     assert settings.kafka.properties["sasl.jaas.config"] == SECRET
@@ -431,10 +431,10 @@ def test_no_secret_is_in_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_a_password_may_hold_what_urls_escape() -> None:
-    settings = config.load(flags={"valkey.url": "valkey://:p%40ss%3Aword@h:1/0"})
+    settings = load(flags={"valkey.url": "valkey://:p%40ss%3Aword@h:1/0"})
     assert settings.valkey.password.get_secret_value() == "p@ss:word"
     assert settings.valkey.url == "valkey://h:1/0"
 
 
 def test_every_default_is_reachable_by_its_variable() -> None:
-    assert {config.variable(path) for path in DEFAULTS} == {f"TAILRACE_{p.upper().replace('.', '__')}" for p in PATHS}
+    assert {variable(path) for path in DEFAULTS} == {f"TAILRACE_{p.upper().replace('.', '__')}" for p in PATHS}

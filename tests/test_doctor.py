@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tailrace import config
 from tailrace.cli.doctor import Check, checks, render
+from tailrace.config.load import load
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 
@@ -30,7 +30,7 @@ def examine(folder: Path, valkey_url: str) -> dict[str, Check]:
         "valkey.url": valkey_url,
         "serve.port": free_port(),
     }
-    return {check.name: check for check in checks(config.load(flags=flags))}
+    return {check.name: check for check in checks(load(flags=flags))}
 
 
 def printed(found: list[Check]) -> tuple[int, str]:

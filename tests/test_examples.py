@@ -24,10 +24,10 @@ import msgspec
 import pytest
 from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 
-from tailrace import config
+from tailrace.config.load import load
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.folds.model import Clump, Finished, Input, folded, stream_of
-from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.model import Clump, Finished, Input
+from tailrace.views.folds.rule import Reader, Rule, Taken, folded, stream_of
 from tailrace.views.folds.store import rules_of
 from tests.serving.parts import NO_BROKER, Running, Streams
 from tests.writing import NOON
@@ -46,7 +46,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_rule() -> Rule:
-    return rules_of(config.load(EXAMPLES / "sync.toml"))["rows"]
+    return rules_of(load(EXAMPLES / "sync.toml"))["rows"]
 
 
 def bursts(rows: int, changes: int, times: int = 2) -> list[tuple[int, Change]]:
@@ -104,9 +104,9 @@ def progress(db: Path) -> tuple[str | None, int, int]:
 
 
 def test_the_configuration_loads_and_the_readme_shows_its_rule() -> None:
-    settings = config.load(EXAMPLES / "sync.toml")
+    settings = load(EXAMPLES / "sync.toml")
     (shown,) = re.findall(r"```toml\n(.*?)```", (EXAMPLES / "README.md").read_text("utf-8"), re.DOTALL)
-    read = config.load(Path(os.devnull), {"folds.rules": tomllib.loads(shown)["folds"]["rules"]})
+    read = load(Path(os.devnull), {"folds.rules": tomllib.loads(shown)["folds"]["rules"]})
     assert settings.folds.rules == read.folds.rules
     rule = the_rule()
     assert (rule.topics, rule.group) == (("rows",), (("table",), ("id",)))
@@ -274,7 +274,7 @@ def cutting(port: int, keep: int) -> Iterator[Cutter]:
 @pytest.fixture
 def service(store: StoreOptions) -> Iterator[Running]:
     given = {"valkey.url": store.url, "valkey.prefix": store.prefix, "kafka.bootstrap": NO_BROKER}
-    running = Running(config.load(EXAMPLES / "sync.toml", given | {"serve.retry": "5ms"}))
+    running = Running(load(EXAMPLES / "sync.toml", given | {"serve.retry": "5ms"}))
     yield running
     running.stop()
 

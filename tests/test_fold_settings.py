@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import REFERENCE, load
+from tailrace.config.settings import Settings
 from tailrace.config.units import format_duration
 from tailrace.errors import ConfigError
 from tailrace.views.folds.collect import COLLECTORS
@@ -36,12 +36,12 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_rules(**rules: dict[str, Any]) -> Settings:
-    return config.load(flags={"folds.rules": rules})
+    return load(flags={"folds.rules": rules})
 
 
 def problems(flags: dict[str, object]) -> str:
     with pytest.raises(ConfigError) as caught:
-        config.load(flags=flags)
+        load(flags=flags)
     return str(caught.value)
 
 
@@ -52,7 +52,7 @@ def refusals(**changes: object) -> list[str]:
 
 def test_a_rule_needs_only_a_group_and_a_quiet_time(tmp_path: Path) -> None:
     (tmp_path / "tailrace.toml").write_text('[folds.rules.accounts]\ngroup = "account_id"\nquiet = "3s"\n')
-    fold = config.load().folds.rules["accounts"]
+    fold = load().folds.rules["accounts"]
     assert fold == Fold(group=("account_id",), quiet=timedelta(seconds=3))
     assert fold.topics == ()
     assert (fold.missing, fold.clock, fold.output, fold.raw) == ("skip", "arrival", "", "")
@@ -197,15 +197,15 @@ def test_a_fold_must_fit_twice_into_the_largest_event() -> None:
     assert "150KiB" in text
     assert "pipeline.max_event_bytes" in text
     assert "folds.rules.b" not in text
-    assert config.load(flags=flags).folds.rules == {}
+    assert load(flags=flags).folds.rules == {}
 
 
 def test_a_topic_that_is_not_read_is_accepted_with_a_warning() -> None:
     rules = {"a": RULE, "b": RULE | {"topics": ["folds.a"]}, "c": RULE | {"topics": ".*"}}
     flags: dict[str, object] = {"folds.rules": rules, "kafka.topics": ["posts", "jobs"]}
-    (warning,) = config.load(flags=flags).warnings()
+    (warning,) = load(flags=flags).warnings()
     assert warning.startswith("folds.rules.b.topics names 'folds.a', which kafka.topics does not have")
-    assert config.load(flags={"folds.rules": rules}).warnings() == []
+    assert load(flags={"folds.rules": rules}).warnings() == []
 
 
 def test_rules_are_frozen_hashable_and_survive_pickling() -> None:
@@ -246,11 +246,11 @@ _rules = st.fixed_dictionaries(
 def test_rules_read_back_from_what_is_shown_and_from_the_environment(rules: dict[str, Any]) -> None:
     parent = with_rules(**rules)
     shown = {path: tomllib.loads(f"x = {value}")["x"] for path, value, _ in parent.show()}
-    assert config.load(flags=shown).model_dump() == parent.model_dump()
+    assert load(flags=shown).model_dump() == parent.model_dump()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in parent.environment().items():
             patch.setenv(name, value)
-        assert config.load().folds == parent.folds
+        assert load().folds == parent.folds
 
 
 def test_what_is_shown_of_a_rule_is_what_was_given() -> None:
@@ -260,13 +260,13 @@ def test_what_is_shown_of_a_rule_is_what_was_given() -> None:
 
 
 def test_the_rule_in_the_reference_file_has_every_key_in_order_and_can_be_used(tmp_path: Path) -> None:
-    text = config.REFERENCE.read_text("utf-8")
+    text = REFERENCE.read_text("utf-8")
     _, _, after = text.partition("\nrules = {}\n")
     example = textwrap.dedent("\n".join(re.findall(r"^#(   .*)$", after.partition("\n\n")[0], re.MULTILINE)))
     keys = re.findall(r"^(\w+) = ", example, re.MULTILINE)
     assert keys == list(Fold.model_fields)
     (tmp_path / "tailrace.toml").write_text(example, "utf-8")
-    rules = config.load().folds.rules
+    rules = load().folds.rules
     fold, plain = rules["accounts"], Fold(group=("account_id",), quiet=timedelta(seconds=5))
     assert fold.longest == plain.longest
     assert rules.output("accounts") == Rules({"accounts": plain}).output("accounts")

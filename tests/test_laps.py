@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load as load_settings
+from tailrace.config.settings import Settings
 from tailrace.demo.cars import (
     CHANNELS,
     CONFIGURATION,
@@ -139,7 +139,7 @@ def test_a_car_that_was_not_asked_for_long_goes_on_with_what_is_now() -> None:
 def load(tmp_path: Path, text: str = "") -> Settings:
     file = tmp_path / "tailrace.toml"
     file.write_text(text)
-    return config.load(file)
+    return load_settings(file)
 
 
 def test_the_demo_makes_sessions_of_the_cars_where_nobody_said_otherwise(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ class Absent:
             raise ImportError(f"{{name}} belongs to an extra")
 
 sys.meta_path.insert(0, Absent())
-import tailrace, tailrace.client, tailrace.config, tailrace.errors
+import tailrace, tailrace.client.river, tailrace.config.settings, tailrace.errors
 tailrace.connect("http://127.0.0.1:7070")
-tailrace.config.Settings(days={{"seal_when": {{"a": {{"$gt": 1}}}}}})
+tailrace.config.settings.Settings(days={{"seal_when": {{"a": {{"$gt": 1}}}}}})
 from tailrace.cli.main import main
 sys.argv = ["tailrace", "--help"]
 main()

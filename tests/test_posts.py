@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.model import Clump, Finished, Input
 from tailrace.views.folds.rule import Reader, Taken
@@ -96,18 +96,18 @@ def folds_of(settings: Settings, events: list[Post]) -> list[Finished]:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_demo_folds_as_much_as_production_does(seed: int) -> None:
     events = told(seed, 10 * MINUTES)
-    found = folds_of(with_rule(config.load()), events)
+    found = folds_of(with_rule(load()), events)
     assert sum(fold.clump.count for fold in found) == len(events)
     assert 0.85 <= 1 - len(found) / len(events) <= 0.98
     assert {fold.reason for fold in found} == {"quiet", "max_wait"}
 
 
 def test_the_rule_reaches_the_parts_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = with_rule(config.load(flags={"demo.posts_topic": "social"}))
+    settings = with_rule(load(flags={"demo.posts_topic": "social"}))
     assert settings.folds.rules["accounts"].topics == ("social",)
     for name, value in settings.environment().items():
         monkeypatch.setenv(name, value)
-    assert config.load().model_dump() == settings.model_dump()
+    assert load().model_dump() == settings.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -122,5 +122,5 @@ def test_the_rule_reaches_the_parts_of_the_demo(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_rule_yields_to_what_the_user_has_configured(path: str, value: object) -> None:
-    settings = config.load(flags={path: value})
+    settings = load(flags={path: value})
     assert with_rule(settings) is settings

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace import config
+from tailrace.config.load import load
 from tailrace.demo.shop import (
     ACCOUNTS,
     EU,
@@ -159,6 +159,6 @@ def test_searches_are_named_only_where_they_would_find_something(
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
         monkeypatch.delenv(name)
-    assert searches(config.load()) == SEARCHES
-    assert searches(config.load(flags={"demo.orders": 0})) == ()
-    assert searches(config.load(flags={"pipeline.views": ["days", "folds"]})) == ()
+    assert searches(load()) == SEARCHES
+    assert searches(load(flags={"demo.orders": 0})) == ()
+    assert searches(load(flags={"pipeline.views": ["days", "folds"]})) == ()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load as load_settings
+from tailrace.config.settings import Settings
 from tailrace.errors import ConfigError
 
 
 def load(tmp_path: Path, text: str) -> Settings:
     file = tmp_path / "tailrace.toml"
     file.write_text(text)
-    return config.load(file)
+    return load_settings(file)
 
 
 @pytest.mark.parametrize(

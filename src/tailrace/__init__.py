@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tailrace.api import Event
-    from tailrace.client import Feed, River, connect
+    from tailrace.client.following import Feed
+    from tailrace.client.river import River, connect
     from tailrace.errors import TailraceError
     from tailrace.views.folds.folder import Folder
     from tailrace.views.sessions.client import Burst
@@ -26,12 +27,12 @@ __all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "Tailra
 _HOMES = {
     "Burst": "tailrace.views.sessions.client",
     "Event": "tailrace.api",
-    "Feed": "tailrace.client",
+    "Feed": "tailrace.client.following",
     "Folder": "tailrace.views.folds.folder",
-    "River": "tailrace.client",
+    "River": "tailrace.client.river",
     "SessionWriter": "tailrace.views.sessions.writer",
     "TailraceError": "tailrace.errors",
-    "connect": "tailrace.client",
+    "connect": "tailrace.client.river",
 }
 
 

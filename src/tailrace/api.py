@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tailrace import errors
-from tailrace.client.connection import Frame
+from tailrace.client.sse_reader import Frame
 from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, Session
 
-from tailrace import config
+from tailrace.config.load import load
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import own_parts
@@ -141,8 +141,8 @@ def test_the_parts_of_the_stack_are_told_where_it_is(
     kafka, valkey = EmbeddedKafka(tmp_path / "kafka"), EmbeddedValkey(tmp_path / "valkey")
     flags = {"embedded.dir": str(tmp_path), "cassandra.hosts": ["elsewhere"], "cassandra.user": "somebody"}
     address = ("127.0.0.1", 7070)
-    own = own_parts(config.load(flags=flags), tmp_path, kafka, valkey, address, demo=False, cassandra=node)
+    own = own_parts(load(flags=flags), tmp_path, kafka, valkey, address, demo=False, cassandra=node)
     for name, value in own[0].env.items():
         monkeypatch.setenv(name, value)
-    told = config.load().cassandra
+    told = load().cassandra
     assert (told.hosts, told.port, told.user) == (("127.0.0.1",), node.port, "")

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tailrace import config
 from tailrace.cli.parts import at_stack
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
 from tailrace.embedded.supervisor import hold
@@ -21,8 +22,8 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
 
 
-def settings(folder: Path, port: int) -> config.Settings:
-    return config.load(flags={"embedded.dir": str(folder), "serve.port": port})
+def settings(folder: Path, port: int) -> Settings:
+    return load(flags={"embedded.dir": str(folder), "serve.port": port})
 
 
 def test_a_taken_http_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_upkeep_comes_after_what_readers_wait_for(tmp_path: Path) -> None:
 def test_commands_find_the_stack_that_runs_in_the_folder(tmp_path: Path, own_valkey: EmbeddedValkey) -> None:
     folder = tmp_path / "stack"
     bare = settings(folder, 0)
-    told = config.load(flags={"embedded.dir": str(folder), "valkey.url": "valkey://elsewhere:1/0"})
+    told = load(flags={"embedded.dir": str(folder), "valkey.url": "valkey://elsewhere:1/0"})
     with hold(folder):
         (folder / PORTS_FILE).write_text(json.dumps({"kafka": 9, "valkey": own_valkey.port}), "utf-8")
         found = at_stack(bare)

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 from confluent_kafka import Producer
 
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
 from tailrace.log.request import Frame
-from tailrace.views.grep.feed import make_grep_request
 from tailrace.views.grep.model import Search, make_search
+from tailrace.views.grep.request import make_grep_request
 from tailrace.views.grep.store import VIEW, scanning
 from tests.faults.rig import Installation, assert_ordered, wait_for
 from tests.grep.rig import finds

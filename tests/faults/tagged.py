@@ -8,8 +8,8 @@ from typing import Any
 
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
+from tailrace.log.timeuuid import first_of, last_of
 from tailrace.valkey.marks import conserved, read_marks
-from tailrace.views.tags.model import first_of, last_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
 from tailrace.views.tags.rows.reader import RowReader
 from tests.faults.rig import Installation, Load, wait_for

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
-from tailrace.client.connection import Frame, SseReader
+from tailrace.client.sse_reader import Frame, SseReader
 from tests.grep.site import PATIENCE_S
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.driver.slice import Slice, slices
 from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
@@ -30,8 +30,9 @@ from tailrace.log.event import Source
 from tailrace.log.request import AnyFeed, AnyFrame, Control, Frame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
-from tailrace.views.grep.feed import Grep, make_grep_request
+from tailrace.views.grep.feed import Grep
 from tailrace.views.grep.model import Life, Search, Stretch
+from tailrace.views.grep.request import make_grep_request
 from tailrace.views.grep.scan import Chunk, Due, Scanner, scan
 from tests.faults.rig import QUICK_JAVA
 from tests.grep.rig import finds, random_records

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from tailrace.client.connection import SseReader
+from tailrace.client.sse_reader import SseReader
 from tests.grep.clients import eventually, is_event, request
 
 EVENT = b'\ndata: {"id":'

@@ -13,7 +13,7 @@ from tailrace.log.hub import Piece
 from tailrace.log.request import Batch, Frame
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import Segment
-from tailrace.views.grep.window import Ahead, Batches, Key, Span
+from tailrace.views.grep.parts import Ahead, Batches, Key, Span
 
 DATA = [b'{"id":"t:0:%d","data":{"n":\n%d}}' % (n, n) for n in range(5)]
 

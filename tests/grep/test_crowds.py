@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tailrace.client.connection import SseReader
+from tailrace.client.sse_reader import SseReader
 from tailrace.views.grep.model import Search, make_search
 from tests.grep.clients import Client, eventually, grep_path, request
 from tests.grep.rig import finds, random_search

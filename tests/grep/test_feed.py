@@ -14,8 +14,8 @@ from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
 from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep.feed import LIVE, Place, make_grep_request
 from tailrace.views.grep.model import Life, Search, make_search
+from tailrace.views.grep.request import LIVE, Place, make_grep_request
 from tests.grep.rig import random_records, random_search
 from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split
 from tests.writing import NOON, Record

@@ -12,9 +12,9 @@ from tailrace.errors import CursorError, CursorGone
 from tailrace.log.request import Frame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
-from tailrace.views.grep.feed import Place
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import Life, Stretch, make_search
+from tailrace.views.grep.request import Place
 from tailrace.views.grep.store import VIEW, Registry
 from tests.grep.site import Following, Site, assert_same, controls, facts, ids, numbered
 from tests.writing import NOON

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config import Settings, load
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of

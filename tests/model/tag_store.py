@@ -8,7 +8,8 @@ from uuid import UUID
 import msgspec
 
 from tailrace.log.event import Source
-from tailrace.views.tags.model import Numbered, order, stamp, stamp_ms
+from tailrace.log.timeuuid import order, stamp
+from tailrace.views.tags.model import Numbered, stamp_ms
 from tailrace.views.tags.rows.cursor import Part, Reads, Waits
 from tailrace.views.tags.rows.reading import Emitted, Lost, Reading
 

@@ -26,8 +26,8 @@ from tailrace.views.sessions.burst import (
     time_range,
     timestamped,
 )
+from tailrace.views.sessions.channel import BadSample
 from tailrace.views.sessions.rta import PeriodicData, StreamData, StreamSubscription, TimestampedData
-from tailrace.views.sessions.samples import BadSample
 
 NOW = 1_620_129_055_123_456_789
 OVERHEAD = 64

@@ -12,19 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collect
-from tailrace.views.folds.model import (
-    NEVER,
-    Clump,
-    Finished,
-    Folding,
-    Input,
-    Time,
-    Windows,
-    folded,
-    offsets_of,
-    remember,
-)
-from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Input, Time, Windows, offsets_of, remember
+from tailrace.views.folds.rule import Reader, Rule, Taken, folded
 
 RULE = Rule(
     name="r",

@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 import pytest
 
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import Clump, Finished, Folding, Input, Windows, folded
-from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.model import Clump, Finished, Folding, Input, Windows
+from tailrace.views.folds.rule import Reader, Rule, Taken, folded
 
 Held: TypeAlias = "dict[bytes, list[Clump]]"
 

@@ -9,8 +9,8 @@ import msgspec
 
 from tailrace.log.name import key_elements
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import Finished, Input, Windows, folded, stream_of
-from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.model import Finished, Input, Windows
+from tailrace.views.folds.rule import Reader, Rule, Taken, folded, stream_of
 
 NOON = 1_789_200_000_000
 

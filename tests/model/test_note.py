@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.log.columns import Note, Notes
 from tailrace.log.event import Source
 from tailrace.log.pack import digest, pack, unpack
 from tailrace.log.run import Entry, Run, decode, encode
-from tailrace.views.tags.model import Note, Notes
 from tests.writing import NOON
 
 _note = st.builds(

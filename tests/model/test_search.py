@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.log.cursor import Cursor, FromEnd, FromStart, FromTime, Position
 from tailrace.query import Limits, Record
-from tailrace.views.grep.feed import GrepRequest, Place, make_grep_request
-from tailrace.views.grep.matches import EVERY_MS, Progress
 from tailrace.views.grep.model import Life, Search, Stretch, make_search
+from tailrace.views.grep.parts import EVERY_MS, Progress
+from tailrace.views.grep.request import GrepRequest, Place, make_grep_request
 from tailrace.views.grep.scan import next_chunk
 from tests.model.query.generators import queries, shuffled
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.client import connection as sse_reader
-from tailrace.client.connection import Frame, SseReader
+from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.errors import TooLarge
 
 TEXT = st.text(st.characters(blacklist_characters="\r\n\0", blacklist_categories=["Cs"]), max_size=12)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES
 from tailrace.log.event import Source
-from tailrace.views.tags.model import first_of, last_of, stamp
+from tailrace.log.timeuuid import first_of, last_of, stamp
 from tailrace.views.tags.rows.cursor import (
     BEGIN,
     MAX_TAGS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.views.tags.model import last_of, ms_of, stamp
+from tailrace.log.timeuuid import last_of, ms_of, stamp
 from tailrace.views.tags.rows.cursor import BEGIN, Part, Waits
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 

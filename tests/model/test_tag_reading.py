@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tailrace.log.event import Source
-from tailrace.views.tags.model import stamp
+from tailrace.log.timeuuid import stamp
 from tailrace.views.tags.rows.cursor import BEGIN, Part, Reads, TagCursor, Waits, hashed
 from tailrace.views.tags.rows.reading import Emitted, Reading
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row

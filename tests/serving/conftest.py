@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.holding import Holder

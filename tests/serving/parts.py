@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import httpx
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.http.app import Server, create_app, listen
 from tailrace.valkey.shards import StoreOptions
 from tests.writing import Record, Writer

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tailrace.client.connection import Frame, SseReader
+from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
 from tailrace.valkey.shards import StoreOptions

@@ -10,7 +10,7 @@ from typing import Any
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.consume import Records
@@ -19,8 +19,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping
 from tailrace.views.grep.store import Searched
 from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.views.sessions.life import first_of
-from tailrace.views.sessions.reader import Archive
+from tailrace.views.sessions.reader import Archive, first_of
 from tailrace.views.sessions.store import SessionStore
 from tailrace.views.sessions.streams import SessionKeeping
 from tests.sessions.recorded import MS, T0, Track

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.embedded.process import Part, Process, free_port
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.api import Control
-from tailrace.client import connect
+from tailrace.client.river import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.client import Burst

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.rule import Reader, Rule, Taken
@@ -17,7 +17,7 @@ RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account.id"], "quiet": "
 
 
 def settings_of(**rules: dict[str, Any]) -> Settings:
-    return config.load(flags={"folds.rules": rules})
+    return load(flags={"folds.rules": rules})
 
 
 def test_a_rule_is_applied_as_it_is_configured() -> None:

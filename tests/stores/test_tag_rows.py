@@ -18,7 +18,7 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.model import first_of, last_of, ms_of, order, stamp
+from tailrace.log.timeuuid import first_of, last_of, ms_of, order, stamp
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
 from tailrace.views.tags.rows.reader import Bucket, RowReader, overlapping

@@ -12,9 +12,10 @@ from uuid import UUID
 
 from tailrace.log.event import Source
 from tailrace.log.request import AnyFeed, AnyFrame, Frame
+from tailrace.log.timeuuid import stamp
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging, stamp
+from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import Row, writer
 from tailrace.views.tags.rows.tags import CassandraTags

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tailrace.log.timeuuid import ms_of
 from tailrace.upkeep.backends import auditing, cleaning, rebuilding
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import Narrow, Row, RowWriter, writer
 from tailrace.views.tags.rows.upkeep import RowAudit, RowCleaning, Rows

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, Frame
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.feed import OpensTags, make_tag_request, open_store
+from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.request import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.store import VIEW
 from tests.feeds import rig

@@ -10,8 +10,9 @@ from uuid import UUID
 from tailrace.errors import StoreUnavailable
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
+from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging, ms_of, stamp
+from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import Row, writer
 from tailrace.views.tags.store import VIEW, TagOptions, lift

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tailrace.config import load
+from tailrace.config.load import load
 from tailrace.valkey.shards import StoreOptions
 from tests.serving.parts import NO_BROKER, Running
 

@@ -13,9 +13,10 @@ from tailrace.driver.slice import Window
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.store import Registry
+from tailrace.log.timeuuid import ms_of, order, stamp
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.valkey.shards import Call, Shards, StoreOptions
-from tailrace.views.tags.model import Numbered, Tagging, ms_of, order, stamp
+from tailrace.views.tags.model import Numbered, Tagging
 from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
 from tailrace.views.tags.store import VIEW, TagOptions, read_numbers

@@ -17,8 +17,8 @@ from tailrace.errors import RowsMissing
 from tailrace.log import feed as log
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame
+from tailrace.log.timeuuid import ms_of, order
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import ms_of, order
 from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.feeds.rig import controls, now_ms

@@ -12,11 +12,11 @@ import pytest
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
 from tailrace.log.event import Source, iso_time
 from tailrace.log.request import Frame, Moved
+from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags import merge as tag_merge
-from tailrace.views.tags.feed import make_tag_request
-from tailrace.views.tags.model import ms_of, stamp
+from tailrace.views.tags.request import make_tag_request
 from tests.feeds.rig import Follower, controls, ids, now_ms
 from tests.tags.reading import events, reading
 from tests.tags.tagged import Tagger, apart, strangers

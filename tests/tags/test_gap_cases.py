@@ -17,7 +17,7 @@ import pytest
 from tailrace.errors import RowsMissing
 from tailrace.log.event import Source, iso_time
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.model import ms_of, stamp
+from tailrace.log.timeuuid import ms_of, stamp
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import HOUR, SECOND, World, in_turn, run
 from tests.tags.reading import events, names

@@ -14,7 +14,7 @@ import pytest
 
 from tailrace.log.event import Source
 from tailrace.log.request import AnyFrame
-from tailrace.views.tags.model import ms_of, order
+from tailrace.log.timeuuid import ms_of, order
 from tailrace.views.tags.store import lift
 from tailrace.views.tags.write import TagView
 from tests.feeds.rig import now_ms

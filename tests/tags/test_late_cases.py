@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tailrace.log.event import Source, iso_time
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.model import last_of, ms_of, stamp
+from tailrace.log.timeuuid import last_of, ms_of, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import BEGIN, Part, Reads, TagRow
 from tailrace.views.tags.rows.reader import RowReader

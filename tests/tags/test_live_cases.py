@@ -22,7 +22,7 @@ from tailrace.log import feed as log
 from tailrace.log.event import iso_time
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.feed import Floors, Levels
+from tailrace.views.tags.merge import Floors, Levels
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection

@@ -13,9 +13,9 @@ import pytest
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
 from tailrace.log.request import Control
+from tailrace.log.timeuuid import order
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.feed import make_tag_request
-from tailrace.views.tags.model import order
+from tailrace.views.tags.request import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.feeds.rig import controls, now_ms
 from tests.tags.reading import Follower, events, names, reading

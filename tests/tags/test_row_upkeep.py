@@ -15,9 +15,9 @@ from tailrace.cli import upkeep as repair
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
+from tailrace.log.timeuuid import ms_of, order, stamp
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import ms_of, order, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import Row
 from tailrace.views.tags.rows.upkeep import STEPS

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tailrace.driver.slice import Place, slices
 from tailrace.log.event import Source
+from tailrace.log.timeuuid import first_of, last_of, order
 from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging, first_of, last_of, order
+from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.store import Row

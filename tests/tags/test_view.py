@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tailrace.log.event import Source
 from tailrace.log.store import Logs
+from tailrace.log.timeuuid import order, stamp
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging, order, stamp
+from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.store import TagOptions, lift, read_conflicts
 from tests.writing import NOON, Record, Writer
 

@@ -26,9 +26,10 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreError, StoreUnavailable
 from tailrace.log.event import Source
 from tailrace.log.segment import DAY_MS, bucket_start
+from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Numbered, ms_of, stamp
+from tailrace.views.tags.model import Numbered
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
 from tailrace.views.tags.rows.store import Row, RowWriter
 from tailrace.views.tags.settings import Tags

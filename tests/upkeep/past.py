@@ -15,8 +15,8 @@ import msgspec
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Source
 from tailrace.log.name import name_of_key, shard_of
@@ -40,7 +40,7 @@ def settings_for(kafka: str, store: StoreOptions, topics: Sequence[str], **flags
     given = {name.replace("__", "."): value for name, value in flags.items()}
     at = {"kafka.bootstrap": kafka, "valkey.url": store.url, "valkey.prefix": store.prefix}
     quick = {"spark.conf": {"spark.driver.extraJavaOptions": QUICK_JAVA}, "spark.driver_memory": "512m"}
-    return config.load(flags={**at, "kafka.topics": list(topics), "days.keep": "forever", **quick, **given})
+    return load(flags={**at, "kafka.topics": list(topics), "days.keep": "forever", **quick, **given})
 
 
 class Past:

@@ -9,7 +9,7 @@ from types import TracebackType
 from tailrace.log.segment import Log
 from tailrace.log.store import Dropped, Registry, Staging
 from tailrace.upkeep.job import WHAT, Lease
-from tailrace.upkeep.pack import Outcome, Packer, due_segments
+from tailrace.upkeep.packer import Outcome, Packer, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 
 

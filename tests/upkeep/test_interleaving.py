@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tailrace.log.request import Control, Frame
-from tailrace.upkeep.pack import STEPS
+from tailrace.upkeep.packer import STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, rig
 from tests.upkeep.rig import Keeper

@@ -13,8 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.errors import (
     BadRequest,
     LeaseHeld,
@@ -29,7 +29,7 @@ from tailrace.log.store import Registry
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, Throttle, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Job, Loop
-from tailrace.upkeep.pack import GROUP_SEGMENTS, due_segments
+from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spark import PackPlan, Spread, divided
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for
@@ -44,7 +44,7 @@ def settings(options: StoreOptions, **flags: object) -> Settings:
     at = {"valkey.url": options.url, "valkey.prefix": options.prefix}
     quick = {"spark.driver.extraJavaOptions": QUICK_JAVA}
     given = {name.replace("__", "."): value for name, value in flags.items()}
-    return config.load(flags={**at, "spark.conf": quick, "spark.driver_memory": "512m", **given})
+    return load(flags={**at, "spark.conf": quick, "spark.driver_memory": "512m", **given})
 
 
 def some_days(names: int = 20, days: int = 3, each: int = 4) -> list[Record]:

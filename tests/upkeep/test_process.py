@@ -21,7 +21,7 @@ from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.segment import PACKED
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.pack import GROUP_SEGMENTS, STEPS
+from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.upkeep.rig import Keeper, now_ms

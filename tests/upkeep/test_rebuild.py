@@ -24,7 +24,8 @@ from tailrace.log.event import Source
 from tailrace.log.request import AnyFrame, Control, Frame
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.restore import STEPS, Buckets, Event, Orders, Restorer, merged, replaced
+from tailrace.upkeep.replacement import Buckets, Event, merged, replaced
+from tailrace.upkeep.restore import STEPS, Orders, Restorer
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.feeds.rig import ids, rig

@@ -8,12 +8,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.log.columns import Note, Notes
 from tailrace.log.cursor import Position
 from tailrace.log.event import Source
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
-from tailrace.upkeep.restore import Event, replaced
-from tailrace.views.tags.model import Cleaned, Note, Notes, Numbered, beside, thinned, without
+from tailrace.upkeep.replacement import Event, replaced
+from tailrace.views.tags.model import Cleaned, Numbered, beside, thinned, without
 from tailrace.views.tags.upkeep import Ends, counted, renumbered
 
 LATEST = 1_000

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load
+from tailrace.config.settings import Settings
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.upkeep.job import SESSIONS, Lease, Scope, Work
@@ -354,7 +354,7 @@ def test_a_stream_that_nobody_writes_to_is_removed_and_its_marks_stay(site: Site
 
 
 def settings_of(options: StoreOptions, **more: object) -> Settings:
-    return config.load(flags={"valkey.url": options.url, "valkey.prefix": options.prefix, **more})
+    return load(flags={"valkey.url": options.url, "valkey.prefix": options.prefix, **more})
 
 
 def test_the_jobs_of_sessions_run_beside_a_pack_and_leave_reports(site: Site) -> None:

@@ -16,7 +16,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.valkey.marks import read_counts

@@ -22,7 +22,7 @@ import msgspec
 
 from tailrace.api import failure
 from tailrace.cli.follow import ask, lines, percent, plain, size, table, text
-from tailrace.client import BATCH_BYTES, River, connect
+from tailrace.client.river import BATCH_BYTES, River, connect
 from tailrace.errors import EventRefused, StreamNotFound, UsageError
 
 

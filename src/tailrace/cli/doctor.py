@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import PrerequisiteMissing, TailraceError
 
 _MIB: Final = 1024 * 1024

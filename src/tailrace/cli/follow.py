@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from tailrace.client import DEFAULT_URL, Feed, River, connect
+from tailrace.client.connection import DEFAULT_URL
+from tailrace.client.following import Feed
+from tailrace.client.river import River, connect
 from tailrace.config.units import format_size
 
 if TYPE_CHECKING:

@@ -241,7 +241,7 @@ def config_check(config: Config = None) -> None:
 @settings.command("reference")
 def config_reference() -> None:
     """Print every setting with its meaning and its default."""
-    from tailrace.config import REFERENCE
+    from tailrace.config.load import REFERENCE
 
     sys.stdout.write(REFERENCE.read_text("utf-8"))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from tailrace import config
-from tailrace.config import Settings
+from tailrace.config.load import load as load_settings
+from tailrace.config.settings import Settings
 from tailrace.config.values import Properties
 from tailrace.errors import ConfigError, PrerequisiteMissing
 
@@ -18,7 +18,7 @@ from tailrace.errors import ConfigError, PrerequisiteMissing
 def load(file: Path | None, *, port: int | None = None, folder: Path | None = None) -> Settings:
     """Read the settings with these flags on top, and say on standard error what is probably not meant."""
     flags = {"serve.port": port, "embedded.dir": None if folder is None else str(folder)}
-    settings = config.load(file, flags)
+    settings = load_settings(file, flags)
     for warning in settings.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return settings

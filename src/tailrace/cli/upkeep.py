@@ -21,7 +21,7 @@ import msgspec
 
 from tailrace.cli import parts
 from tailrace.cli.follow import visible
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bo
     """Pack what is due now. 1 if something cannot be packed at all."""
     try:
         from tailrace.upkeep.job import Scope, matcher
-        from tailrace.upkeep.pack import FAULTS, Packing, Rules
+        from tailrace.upkeep.pack import Packing, Rules
+        from tailrace.upkeep.packer import FAULTS
         from tailrace.upkeep.spark import Spread
     except ImportError as error:
         raise parts.lacking(error, "stores") from None

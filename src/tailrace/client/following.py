@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias, TypedDict
 import httpx
 
 from tailrace.api import Control, Event, decode_event, error_of, failure
-from tailrace.client.connection import Frame, SseReader
+from tailrace.client.sse_reader import Frame, SseReader
 from tailrace.errors import TailraceError, Unavailable, UsageError
 
 if TYPE_CHECKING:

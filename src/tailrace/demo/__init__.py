@@ -19,10 +19,9 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from tailrace import config
-from tailrace.client import River, connect
-from tailrace.config import Settings
-from tailrace.config.settings import Demo
+from tailrace.client.river import River, connect
+from tailrace.config.load import load
+from tailrace.config.settings import Demo, Settings
 from tailrace.demo.cars import Laps
 from tailrace.demo.cars import steps as lap_steps
 from tailrace.demo.carts import Carts
@@ -267,7 +266,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        asyncio.run(_run(config.load()))
+        asyncio.run(_run(load()))
     except TailraceError as error:
         print(f"error: {error} ({error.code})", file=sys.stderr)
         return 1

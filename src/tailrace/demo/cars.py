@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.demo.shop import Told
 
 MS = 1_000_000

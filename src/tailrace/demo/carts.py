@@ -15,7 +15,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.config.values import Where
 from tailrace.demo.shop import EU, US, Told
 from tailrace.views.tags.settings import TagRules

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.views.folds.settings import Collects, Fold, Rules
 
 RULE = "accounts"

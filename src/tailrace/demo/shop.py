@@ -14,7 +14,7 @@ from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 
 EU, US, PAYMENTS, LOGS = TOPICS = ("orders-eu", "orders-us", "payments", "logs")
 STEP = 0.2

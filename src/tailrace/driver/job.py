@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.driver.one_pass import COUNTED, Plan, one_pass
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report

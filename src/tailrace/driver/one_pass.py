@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,9 +21,9 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from tailrace.driver.slice import Limits, Place, Slice, View, Window, slices
+from tailrace.driver.slice import Limits, Place, Slice, View, Window, dead_letter, slices
 from tailrace.errors import PipelineError, StaleDriver, StoreError
-from tailrace.log.event import event_id, home_of, iso_time, key_json
+from tailrace.log.event import home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_mark_time
 from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
@@ -35,11 +34,6 @@ from tailrace.views.grep.write import Matches
 from tailrace.views.sessions.write import SessionPlan, SessionView
 from tailrace.views.tags.store import TagOptions
 from tailrace.views.tags.write import TagView
-
-MAX_QUOTED = 64 << 10
-"""How much of a poisoned value a dead letter carries; the rest is in Kafka under its coordinates."""
-
-_encode = msgspec.json.Encoder().encode
 
 
 class Intake(View):
@@ -71,32 +65,6 @@ class Intake(View):
             # The intake keeps nothing itself: what is not poison is passed on to the views.
             items += ["C", "skipped:passed-on", stored]
         return [Window(home, records.offsets[-1], items)]
-
-
-def dead_letter(records: Slice, i: int, reason: str, topic: str, **more: object) -> list[Arg]:
-    """Return the item that puts a dead letter for a record into the outbox; it says ``more``, too, where that is so."""
-    value = records.values[i] or b""
-    quoted, key = value[:MAX_QUOTED], records.keys[i]
-    if key is not None and len(key) > MAX_QUOTED:
-        key = None  # a letter must be small enough for any topic; the record is in Kafka
-    letter: dict[str, object] = {
-        "id": event_id(records.source, records.offsets[i]),
-        "topic": records.source.topic,
-        "partition": records.source.partition,
-        "offset": records.offsets[i],
-        "time": iso_time(records.times[i]),
-        "reason": reason,
-        "key": msgspec.Raw(key_json(key)),
-        "bytes": len(value),
-        **{name: what for name, what in more.items() if what},
-    }
-    try:
-        letter["value"] = quoted.decode()
-    except UnicodeDecodeError:
-        letter["value_base64"] = b64encode(quoted).decode()
-    if len(quoted) < len(value):
-        letter["truncated"] = True
-    return ["O", event_id(records.source, records.offsets[i]), topic, key or b"", _encode(letter), b""]
 
 
 MAX_REFUSALS = 100

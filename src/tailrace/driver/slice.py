@@ -7,6 +7,7 @@ All views have this interface. The host (``onepass``) owns the marks, the calls 
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.log.event import Headers, Source, headers_json, key_json, poison, too_deep
+from tailrace.log.event import Headers, Source, event_id, headers_json, iso_time, key_json, poison, too_deep
 from tailrace.query import Record
 from tailrace.valkey.shards import Arg, Shards
 
@@ -219,3 +220,36 @@ class View(Protocol):
     def refused(self, window: Window, mark: int) -> None:
         """Take note that a shard refused a window of which it has applied no more than up to a mark."""
         return
+
+
+def dead_letter(records: Slice, i: int, reason: str, topic: str, **more: object) -> list[Arg]:
+    """Return the item that puts a dead letter for a record into the outbox; it says ``more``, too, where that is so."""
+    value = records.values[i] or b""
+    quoted, key = value[:MAX_QUOTED], records.keys[i]
+    if key is not None and len(key) > MAX_QUOTED:
+        key = None  # a letter must be small enough for any topic; the record is in Kafka
+    letter: dict[str, object] = {
+        "id": event_id(records.source, records.offsets[i]),
+        "topic": records.source.topic,
+        "partition": records.source.partition,
+        "offset": records.offsets[i],
+        "time": iso_time(records.times[i]),
+        "reason": reason,
+        "key": msgspec.Raw(key_json(key)),
+        "bytes": len(value),
+        **{name: what for name, what in more.items() if what},
+    }
+    try:
+        letter["value"] = quoted.decode()
+    except UnicodeDecodeError:
+        letter["value_base64"] = b64encode(quoted).decode()
+    if len(quoted) < len(value):
+        letter["truncated"] = True
+    return ["O", event_id(records.source, records.offsets[i]), topic, key or b"", _encode(letter), b""]
+
+
+MAX_QUOTED = 64 << 10
+"""How much of a poisoned value a dead letter carries; the rest is in Kafka under its coordinates."""
+
+
+_encode = msgspec.json.Encoder().encode

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import ConfigError
 from tailrace.kafka.broker import Topic, included_and_excluded
 from tailrace.log.event import Source

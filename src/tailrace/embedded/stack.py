@@ -30,7 +30,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import PrerequisiteMissing
 
 if TYPE_CHECKING:
-    from tailrace.config import Settings
+    from tailrace.config.settings import Settings
 
 PORTS_FILE: Final = "ports.json"
 _SERVICE_TIMEOUT: Final = 180.0

@@ -37,7 +37,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import PrerequisiteMissing
 from tailrace.http import routes
 from tailrace.http.health import VERSION, Health
@@ -46,7 +46,7 @@ from tailrace.http.request import Problems, problem_of
 from tailrace.http.service import Service
 from tailrace.http.sse import ABORT
 from tailrace.views.days.routes import Largest
-from tailrace.views.tags.readers import watch
+from tailrace.views.tags.routes import watch
 
 DRAIN_S = 4
 BACKLOG = 2048

@@ -26,7 +26,6 @@ from tailrace.log.event import iso_time
 from tailrace.metrics import FoldFigures, ReaderFigures, Run
 from tailrace.valkey.shards import mapping
 from tailrace.views.folds.routes import figures
-from tailrace.views.tags.readers import reader_figures
 
 PERIODIC = ("pack", "sweep", "audit")
 """The jobs that run by themselves, each every so often."""
@@ -204,6 +203,8 @@ class Health:
 
     async def metrics(self) -> bytes:
         """Return all metrics."""
+        from tailrace.views.tags.routes import reader_figures
+
         reports, runs, folds, searches, readers = await asyncio.gather(
             _or_nothing(self._reports(), dict[str, dict[str, Any]]()),
             _or_nothing(self._upkeep.runs(), list[Run]()),

@@ -55,7 +55,6 @@ from tailrace.http.socket import everything, topics_of
 from tailrace.http.sse import FeedResponse, choose
 from tailrace.metrics import CONTENT_TYPE
 from tailrace.views.days import routes as listings
-from tailrace.views.folds.model import stream_of
 from tailrace.views.folds.routes import (
     Changed,
     Folds,
@@ -67,6 +66,7 @@ from tailrace.views.folds.routes import (
     list_folds,
     list_pending,
 )
+from tailrace.views.folds.rule import stream_of
 from tailrace.views.grep.routes import (
     EXPLAIN_BODY,
     GREP_BODY,

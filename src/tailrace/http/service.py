@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Protocol
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TagsOff, TailraceError
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.consume import Records
@@ -27,7 +27,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.store import rules_of
 from tailrace.views.grep.feed import Grep
 from tailrace.views.grep.leases import Leases
-from tailrace.views.grep.matches import Parts
+from tailrace.views.grep.parts import Parts
 from tailrace.views.grep.payloads import Payloads
 from tailrace.views.grep.store import PIECE_RUNS, Searched, Searches
 from tailrace.views.grep.store import VIEW as MATCHES

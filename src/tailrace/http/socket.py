@@ -24,7 +24,7 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.config.units import compiled
 from tailrace.errors import AccessDenied, TailraceError
 from tailrace.http.service import Service

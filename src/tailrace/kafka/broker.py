@@ -12,7 +12,7 @@ import re2
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError
 
 ANSWER_S = 3.0

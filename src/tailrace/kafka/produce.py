@@ -22,7 +22,7 @@ import msgspec
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicCollection
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
 from tailrace.log.event import Headers, Source, event_id
 from tailrace.valkey.marks import read_adopted

@@ -14,9 +14,9 @@ from itertools import chain
 import msgspec
 import zstandard
 
+from tailrace.log.columns import Notes
 from tailrace.log.event import Headers
 from tailrace.log.run import MAX_RAW_BYTES, Entry, Run
-from tailrace.views.tags.model import Notes
 
 CODEC = b"\x02"
 LEVEL = 1

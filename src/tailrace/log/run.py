@@ -16,8 +16,9 @@ from uuid import UUID
 import msgspec
 import zstandard
 
+from tailrace.log.columns import Note, Notes, note_json
 from tailrace.log.event import Headers, Source, headers_json, iso_time, key_json
-from tailrace.views.tags.model import Note, Notes, note_json, stamp
+from tailrace.log.timeuuid import stamp
 
 COMPRESS_FROM = 1024
 """A smaller run is stored as it is: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""

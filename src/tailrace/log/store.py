@@ -33,8 +33,6 @@ from tailrace.log.segment import PACKED, Log, Segment
 from tailrace.valkey.marks import parse_marks
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
-from tailrace.views.tags.model import Cleaned, Numbered
-from tailrace.views.tags.store import encode
 
 PACKED_BYTES = 1 << 20
 """About how much of a packed piece one read returns, so that a reader's memory does not depend on the piece's size."""
@@ -425,14 +423,13 @@ class Staging:
         args += ["", ""] if neighbour is None else [neighbour.index, write_row(neighbour)]
         return str(self._call([(self._shard(name), "thin", args)])[0][0].decode())
 
-    def clean(self, tag: str, source: str, cleaned: Cleaned | None) -> None:
-        """Remember up to where the events of a source are taken out of a tag; None forgets it."""
-        stored = b"" if cleaned is None else encode(cleaned)
+    def clean(self, tag: str, source: str, stored: bytes) -> None:
+        """Remember up to where the events of a source are taken out of a tag; nothing stored forgets it."""
         self._call([(self._shard(tag), "clean", (self.token, tag, source, stored))])
 
-    def count_from(self, tag: str, numbered: Mapping[str, Numbered]) -> None:
+    def count_from(self, tag: str, numbered: Mapping[str, bytes]) -> None:
         """Say how far sources have come in a tag that have come nowhere yet; what the shard knows better stays."""
-        pairs = [(pid, each.stored()) for pid, each in numbered.items()]
+        pairs = list(numbered.items())
         for at in range(0, len(pairs), COUNT_AT_ONCE):
             flat = [part for pair in pairs[at : at + COUNT_AT_ONCE] for part in pair]
             self._call([(self._shard(tag), "count_from", (self.token, tag, *flat))])

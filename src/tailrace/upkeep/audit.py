@@ -17,7 +17,7 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import PipelineError
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.log.store import Registry

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, PrerequisiteMissing
 from tailrace.views.tags.store import VIEW as TAGS
 

@@ -21,13 +21,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from tailrace.errors import StoreError
+from tailrace.log.columns import Notes
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
-from tailrace.views.tags.model import Cleanings, Notes
+from tailrace.views.tags.model import Cleanings
 from tailrace.views.tags.store import read_numbers
 
 Bounds: TypeAlias = Mapping[Source, tuple[int, int]]

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.config.units import compiled
 from tailrace.errors import BadRequest, LeaseHeld, StaleDriver, StaleUpkeep, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, check_layout, hold, prepare

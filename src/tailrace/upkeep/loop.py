@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.config.units import format_duration
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.upkeep import pack, sweep

@@ -32,7 +32,7 @@ import pyarrow as pa
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.config.values import Properties
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Plan
@@ -45,7 +45,7 @@ from tailrace.log.event import Source
 from tailrace.log.store import Registry, Staging
 from tailrace.upkeep.examine import Bounds
 from tailrace.upkeep.job import Throttle, matcher
-from tailrace.upkeep.pack import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
+from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
 from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.days.write import Days

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import EXPIRE_AT_ONCE, Dropped, Registry, Staging

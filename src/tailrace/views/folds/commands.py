@@ -22,7 +22,7 @@ from tailrace.cli import follow, parts
 from tailrace.cli.follow import ask, lines, percent, plain, size, table, visible
 from tailrace.cli.upkeep import step_aside, summary
 from tailrace.client.request_encoding import Group
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.config.units import format_duration, parse_duration
 from tailrace.errors import BadRequest, RuleNotFound
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.driver.watermark import Batch, Timing
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
 from tailrace.log.event import Source

@@ -44,8 +44,8 @@ from tailrace.http.service import Service
 from tailrace.log.event import iso_time
 from tailrace.metrics import FoldFigures
 from tailrace.valkey.shards import Command, function, mapping
-from tailrace.views.folds.model import Folding, Windows, stream_of
-from tailrace.views.folds.rule import Rule, group_of
+from tailrace.views.folds.model import Folding, Windows
+from tailrace.views.folds.rule import Rule, group_of, stream_of
 from tailrace.views.folds.store import (
     COUNTED,
     VIEW,

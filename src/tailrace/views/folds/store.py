@@ -18,15 +18,16 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from tailrace.config import Settings, wanted_by
+from tailrace.config.load import wanted_by
+from tailrace.config.settings import Settings
 from tailrace.config.units import compiled
 from tailrace.errors import StaleDriver
 from tailrace.query.value import steps
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, Finished, Folding, Windows, folded
-from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.model import NEVER, Finished, Folding, Windows
+from tailrace.views.folds.rule import Rule, folded
 from tailrace.views.folds.settings import Fold, collected
 
 VIEW = "folds"

@@ -29,7 +29,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.driver.slice import COLUMNS, Limits, slices
 from tailrace.driver.source import reader_options, tasks
 from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable

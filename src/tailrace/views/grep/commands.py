@@ -25,8 +25,9 @@ from urllib.parse import quote
 import msgspec
 
 from tailrace.cli.follow import ask, lines, plain, table, text, visible
-from tailrace.client import DEFAULT_URL, Feed, River, connect
-from tailrace.client.connection import LARGEST_PAGE
+from tailrace.client.connection import DEFAULT_URL, LARGEST_PAGE
+from tailrace.client.following import Feed
+from tailrace.client.river import River, connect
 from tailrace.errors import BadRequest, QueryError, TailraceError
 
 if TYPE_CHECKING:

@@ -1,10 +1,5 @@
 """Opens feeds of searches: registers them, pins them, asks for the past that they need, and finds their start.
 
-What is asked of a search's feed, checked before its first byte; and the cursors of such feeds.
-
-17-0-1789200000.42      the seventeenth life of any search, live, after the event of this number
-17-23-1789200000.42~7   … in the stretch of the past that has the number 23, seven events were sent before
-
 The newest matches of a search: since when a feed has to begin to show the last so many of them.
 
 The past is asked for in growing pieces, the latest first, until it has so many, or until there is no more of it; each
@@ -14,147 +9,32 @@ piece is a stretch like any other, so what one reader had scanned is there for t
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from heapq import heappush, heapreplace
-from typing import Literal
 
 import msgspec
 
 from tailrace.config.units import format_duration
-from tailrace.errors import BadRequest, CursorError, TooFarBack
+from tailrace.errors import CursorError, TooFarBack
 from tailrace.kafka.broker import Topic
 from tailrace.log.cursor import (
-    Cursor,
-    FromCursor,
     FromEnd,
     FromLast,
     FromStart,
     FromTime,
     Position,
-    parse_start,
-    parse_time,
 )
 from tailrace.log.event import iso_time
 from tailrace.log.feed import end_of
-from tailrace.log.request import AnyFrame, Control, Moved, check_manner
+from tailrace.log.request import AnyFrame, Control, Moved
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
 from tailrace.views.grep.leases import Lease
-from tailrace.views.grep.matches import WAIT_S, GrepFeed, Parts, Progress
-from tailrace.views.grep.model import Life, Search, Stretch
-
-LIVE = 0
-"""The part of a search that is no stretch of the past."""
-LEAST_WINDOW, WINDOW, MOST_WINDOW = 1 << 10, 256 << 10, 16 << 20
-
-_CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
-# The point tells it from a date.
-_PLACE = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Where a reader of a search is: in which life, in which part of it, and where in the part's log."""
-
-    life: int
-    part: int
-    cursor: Cursor
-
-    def __str__(self) -> str:
-        return f"{self.life}-{self.part}-{self.cursor}"
-
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        """Read what ``str`` wrote; anything else is a CursorError."""
-        found = _PLACE.fullmatch(text.strip())
-        if found is None:
-            raise CursorError(f"cannot read cursor {text[:80]!r}: expected the id of an event of this search")
-        return cls(int(found[1]), int(found[2]), Cursor.parse(found[3], 1))
-
-
-class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A feed of one search. Times are milliseconds."""
-
-    search: Search
-    start: FromStart | FromEnd | FromLast | FromTime | Place
-    since_ms: int | None = None
-    until_ms: int | None = None
-    limit: int | None = None
-    sent: int = 0
-    follow: bool = True
-    count: bool = False
-    missing: Literal["wait", "fail"] = "wait"
-    on_gap: Literal["skip", "fail"] = "skip"
-    window: int = WINDOW
-    """Bytes of events that are fetched at once; one is always."""
-    resumed: bool = False
-    client: str | None = None
-    """A name under which the reader's place is kept."""
-
-
-def make_grep_request(
-    search: Search,
-    *,
-    now_ms: int,
-    start: str | None = None,
-    after: str | None = None,
-    last_event_id: str | None = None,
-    until: str | None = None,
-    limit: int | None = None,
-    follow: bool = True,
-    count: bool = False,
-    missing: str = "wait",
-    on_gap: str = "skip",
-    window: int = WINDOW,
-    client: str | None = None,
-) -> GrepRequest | None:
-    """Read the parameters. None when the request has ended before (HTTP answers 204)."""
-    check_manner(limit, missing, on_gap)
-    if not LEAST_WINDOW <= window <= MOST_WINDOW:
-        raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
-    if client is not None and not _CLIENT.fullmatch(client):
-        raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
-    begin: FromStart | FromEnd | FromLast | FromTime | Place
-    sent, since_ms, resumed = 0, None, False
-    if last_event_id:
-        begin = Place.parse(last_event_id)
-        if begin.cursor.ended:
-            return None
-        sent, since_ms, resumed = begin.cursor.sent or 0, begin.cursor.since_ms, True
-    elif after:
-        begin = Place.parse(after)
-        since_ms = begin.cursor.since_ms
-    elif start and _PLACE.fullmatch(start):
-        begin = Place.parse(start)
-        since_ms = begin.cursor.since_ms
-    elif start:
-        found = parse_start(start, 1, now_ms)
-        if isinstance(found, FromCursor):
-            raise BadRequest(
-                f"from={start[:80]!r}: a search begins at start, end, a time, an age like -1h, -N for the last N, or a "
-                "cursor of its own"
-            )
-        begin = FromEnd() if found == FromLast(0) else found
-        since_ms = found.time_ms if isinstance(found, FromTime) else None
-    else:
-        begin = FromEnd() if follow else FromStart()
-    return GrepRequest(
-        search=search,
-        start=begin,
-        since_ms=since_ms,
-        until_ms=parse_time(until, now_ms) if until else None,
-        limit=limit,
-        sent=sent,
-        follow=follow,
-        count=count,
-        missing=missing,  # type: ignore[arg-type]
-        on_gap=on_gap,  # type: ignore[arg-type]
-        window=window,
-        resumed=resumed,
-        client=client,
-    )
-
+from tailrace.views.grep.matches import WAIT_S, GrepFeed
+from tailrace.views.grep.model import Life, Stretch
+from tailrace.views.grep.parts import Parts, Progress
+from tailrace.views.grep.request import LIVE, GrepRequest, Place
 
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
 """How far back it is looked, one after the other; then everything that there is."""

@@ -26,15 +26,15 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import SearchEnded, StoreUnavailable, TailraceError
 from tailrace.log.cursor import FromEnd, FromLast, FromTime
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, mapping
-from tailrace.views.grep.feed import GrepRequest, Place
 from tailrace.views.grep.model import Life, Stretch
+from tailrace.views.grep.request import GrepRequest, Place
 from tailrace.views.grep.store import VIEW, discard
 
 logger = logging.getLogger(__name__)

@@ -14,16 +14,16 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, SearchNotFound
 from tailrace.http.request import NoQuery
 from tailrace.http.service import Service, now_ms
 from tailrace.log.event import iso_time
 from tailrace.query import Limits
 from tailrace.valkey.shards import Command, mapping
-from tailrace.views.grep.feed import WINDOW, GrepRequest, make_grep_request
 from tailrace.views.grep.leases import Asked
 from tailrace.views.grep.model import Life, Stretch, make_search
+from tailrace.views.grep.request import WINDOW, GrepRequest, make_grep_request
 from tailrace.views.grep.store import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
 
 MOST_SAMPLES = 100

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.driver.one_pass import MAX_REFUSALS, Plan
 from tailrace.driver.slice import Slice
 from tailrace.driver.source import SCANS
@@ -39,7 +39,7 @@ from tailrace.log.event import Source, home_of, poison
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query import Query
-from tailrace.query.filters import Need, Needs, Text, Value, needs
+from tailrace.query.filter_index import Need, Needs, Text, Value, needs
 from tailrace.query.tree import And
 from tailrace.valkey.marks import NOTHING, UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.shards import Shards

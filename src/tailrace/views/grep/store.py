@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches, TopicNotFound, TopicNotRead
 from tailrace.kafka.broker import Broker, Topic, topic_pattern
 from tailrace.log.event import Source

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from tailrace.errors import BadBurst, TooLarge
+from tailrace.views.sessions.channel import BadSample
 from tailrace.views.sessions.rta import (
     Event,
     PeriodicData,
@@ -44,7 +45,6 @@ from tailrace.views.sessions.rta import (
     StreamTimeRange,
     TimestampedData,
 )
-from tailrace.views.sessions.samples import BadSample
 
 MAX_BURST = 1 << 20
 """Bytes of a burst before compression that nobody may exceed."""

@@ -16,9 +16,10 @@ from typing import Any, Self, Unpack
 import msgspec
 
 from tailrace.api import Control
-from tailrace.client.connection import Connection, Frame
+from tailrace.client.connection import Connection
 from tailrace.client.following import Asked, Feed, Query
 from tailrace.client.request_encoding import as_segment
+from tailrace.client.sse_reader import Frame
 from tailrace.errors import BadRequest
 
 LARGEST_LIST = 1_000

@@ -23,7 +23,8 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from tailrace.cli.follow import Printer, Request, ask, follow, lines, plain, table, visible
-from tailrace.client import Feed, River
+from tailrace.client.following import Feed
+from tailrace.client.river import River
 from tailrace.views.sessions.client import Burst, Series, SessionFeed, Value
 from tailrace.views.sessions.cursor import SessionCursor
 

@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailrace.errors import BadRequest
-from tailrace.views.sessions.samples import WIDTHS, Channel
+from tailrace.views.sessions.channel import WIDTHS, Channel
 
 __all__ = ["BadConfiguration", "Channels", "Configuration", "ErrorDefinition", "EventDefinition", "Parameter"]
 

@@ -28,9 +28,9 @@ from tailrace.log.cursor import FromStart
 from tailrace.log.request import AnyFrame, Control, Frame, Moved
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.cursor import FromPlace, Held, Place, SessionCursor, SessionStart
-from tailrace.views.sessions.life import Life, Piece, SessionParts, spot_of
+from tailrace.views.sessions.life import Life, Piece, SessionParts
 from tailrace.views.sessions.model import both_said
-from tailrace.views.sessions.reader import Lost
+from tailrace.views.sessions.reader import Lost, spot_of
 from tailrace.views.sessions.request import Line, Selection, SessionRequest
 from tailrace.views.sessions.samples import LineSeries, Shown, as_json
 from tailrace.views.sessions.start import Beginning, beginning, is_closed, is_whole, life_between, overtaken

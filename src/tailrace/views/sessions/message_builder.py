@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tailrace.errors import BadRequest
 from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import MAX_BURST
-from tailrace.views.sessions.samples import WIDTHS, BadSample, Channel, pack_values
+from tailrace.views.sessions.channel import WIDTHS, BadSample, Channel, pack_values
 from tailrace.views.sessions.telemetry import LAST, Event, Periodic, Row, Time, Timestamped, Type, nanoseconds
 
 ChannelOf: TypeAlias = Callable[[int], Channel | None]

@@ -23,10 +23,10 @@ import msgspec
 
 from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import pack
+from tailrace.views.sessions.channel import BadSample, Channel
 from tailrace.views.sessions.configuration import Channels, Configuration
 from tailrace.views.sessions.message_builder import UNUSABLE, Piece, Pieces, Whole, event_of, points_of, row_of, run_of
 from tailrace.views.sessions.model import ABANDONED, Binding, Session, checked
-from tailrace.views.sessions.samples import BadSample, Channel
 from tailrace.views.sessions.telemetry import (
     CLOSED,
     Close,

@@ -14,16 +14,18 @@ from tailrace.log.cursor import FromEnd, FromLast
 from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.cursor import FromMoment, FromPlace, Held, Place, SessionCursor, SessionStart
-from tailrace.views.sessions.life import Life, SessionParts, Spot, spot_of
+from tailrace.views.sessions.life import Life, SessionParts
 from tailrace.views.sessions.reader import (
     Hole,
     Lost,
     Retained,
+    Spot,
     entry_at,
     first_entries,
     first_entry,
     last_entries,
     source_of,
+    spot_of,
 )
 from tailrace.views.sessions.samples import range_end
 from tailrace.views.sessions.streams import LiveSessions, Located, state_of

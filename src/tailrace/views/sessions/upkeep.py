@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.upkeep.job import Lease, Scope, milliseconds
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.marks import NOTHING

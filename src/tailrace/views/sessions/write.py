@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tailrace.driver.one_pass import dead_letter
-from tailrace.driver.slice import Place, Slice, View, Window
+from tailrace.driver.slice import Place, Slice, View, Window, dead_letter
 from tailrace.log.event import Source, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
@@ -38,7 +37,7 @@ from tailrace.views.sessions.store import (
 from tailrace.views.sessions.telemetry import Config, Open, Record, Refused, Update, head, identity_of, parse
 
 if TYPE_CHECKING:
-    from tailrace.config import Settings
+    from tailrace.config.settings import Settings
 
 VIEW = "sessions"
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tailrace.cli.follow import Printer, Request, ask, follow, lines, plain, size, table, text, visible
-from tailrace.client import Feed, River
+from tailrace.client.following import Feed
+from tailrace.client.river import River
 from tailrace.views.grep.commands import read_query
 
 if TYPE_CHECKING:

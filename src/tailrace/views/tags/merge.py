@@ -15,17 +15,110 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
-from tailrace.log.cursor import Cursor, FromCursor, Position, Ranges
+import msgspec
+
+from tailrace.log.cursor import (
+    Cursor,
+    FromCursor,
+    Position,
+    Ranges,
+)
 from tailrace.log.event import Source
-from tailrace.log.feed import BATCH_BYTES, Line, Reader
-from tailrace.log.hub import Piece
+from tailrace.log.feed import BATCH_BYTES, Feed, Item, Line, Reader
+from tailrace.log.hub import Hub, Piece
+from tailrace.log.name import shard_of
 from tailrace.log.request import AnyFrame, Frame, Moved
 from tailrace.log.segment import Gap, Key
-from tailrace.valkey.marks import NOTHING
-from tailrace.views.tags.feed import TagFeed, look
+from tailrace.log.store import Logs
+from tailrace.valkey.marks import NOTHING, SCANNED, parse_mark_time
+from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import mapping
+from tailrace.views.tags.request import TagRequest, Wanted, look
+from tailrace.views.tags.store import VIEW
+
+
+class TagFeed(Feed):
+    """An open feed over the log of one tag."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        logs: Logs,
+        request: TagRequest,
+        wanted: Sequence[Wanted],
+        starts: Sequence[Position],
+        ends: Sequence[Position],
+        clock: Callable[[], int],
+    ) -> None:
+        """``wanted``: what is shown of each of the logs."""
+        super().__init__(hub, logs, request, starts, ends, clock)
+        self._asked, self._wanted = request, wanted
+        bounded = request.since_ms is not None or request.until_ms is not None
+        self._shows_all = not bounded and all(each.is_everything for each in wanted)
+
+    def _take(self, line: Line, piece: Piece) -> None:
+        """Turn a stored run into items, leaving out what was seen before and what is not shown."""
+        segment, entry = piece.segment, piece.entry
+        skip = self._seen(line, piece)
+        frames = entry.run.frames(segment.start_ms, skip, line.reader.name)
+        first, add = entry.first + skip, line.ahead.append
+        if self._shows_all:
+            for number, data in enumerate(frames, first):
+                add(Item(0, Position(segment.epoch, number), segment.index, data))
+            return
+        stamped = look(entry.run, self._asked, self._wanted[line.at], skip)
+        if not any(is_shown for _, is_shown in stamped):
+            # Nothing has to be written out: one place stands for all of them.
+            if stamped:
+                add(Item(0, Position(segment.epoch, entry.last), segment.index, None))
+            return
+        for number, ((_, is_shown), data) in enumerate(zip(stamped, frames, strict=True), first):
+            add(Item(0, Position(segment.epoch, number), segment.index, data if is_shown else None))
+
+
+class Levels(msgspec.Struct, frozen=True):
+    """The marks and the floors of one shard, as ``views.tags.rows.reading`` takes them."""
+
+    marks: dict[Source, int]
+    floors: dict[Source, int]
+
+
+class Floors:
+    """Reads marks and floors."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+
+    def shard_of(self, tag: str) -> int:
+        """Return the shard that a tag lives in."""
+        return shard_of(tag, self._nodes.options.shards)
+
+    async def read(self, shards: Iterable[int]) -> dict[int, Levels]:
+        """Return what shards say. Floors are read before the marks: they hold for what lies beyond these, too."""
+        wanted, keys = sorted(set(shards)), self._nodes.keys
+        answers = await self._nodes.read_all(
+            [
+                *((shard, ("HGETALL", keys.times(shard, VIEW))) for shard in wanted),
+                *((shard, ("HGETALL", keys.marks(shard, VIEW))) for shard in wanted),
+            ]
+        )
+        found: dict[int, Levels] = {}
+        for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
+            found[shard] = Levels(
+                {_place(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCANNED},
+                {_place(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
+            )
+        return found
+
+
+@lru_cache(10_000)
+def _place(field: bytes) -> Source:
+    return Source.parse(field.decode())
+
 
 logger = logging.getLogger(__name__)
 

@@ -24,16 +24,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
-from operator import sub
 from typing import Any, NamedTuple, TypeAlias
-from uuid import UUID
-from zlib import crc32
 
 import msgspec
 
-from tailrace.log.event import Source
+from tailrace.log.columns import Note, Notes
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.log.run import Entry, Run
 from tailrace.log.segment import PACKED, Segment
@@ -232,155 +228,6 @@ def stamp_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: str,
         if least > ms:
             ms = least
     return ms
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-class Note(NamedTuple):
-    """What a tag knows of one of its events."""
-
-    pid: str
-    """The event's source: whose history it belongs to."""
-    seq: int
-    """Its number in that history."""
-    number: int
-    """Its number among the source's events with the tag: 1, 2, 3, without a gap."""
-    ms: int
-    """The millisecond of its stamp."""
-    tags: tuple[str, ...]
-    """All tags that it has."""
-
-
-class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The notes of a run. A column that says nothing new is empty."""
-
-    pids: list[str]
-    pid_of: list[int]
-    """For each event its source; nothing when there is one."""
-    seqs: list[int]
-    """Nothing when they are the offsets."""
-    numbers: list[int]
-    ahead: list[int]
-    """How far the stamp is after the event's own time, in ms; nothing when all are equal to it."""
-    sets: list[tuple[str, ...]]
-    set_of: list[int]
-    """For each event its tags; nothing when all have the same."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Note], offsets: Sequence[int], times: Sequence[int]) -> Notes:
-        """Make the columns for events at these offsets and times."""
-        pids, seqs, numbers, stamps, tags = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [], [])
-        return cls.of_columns(pids, seqs, numbers, stamps, tags, offsets, times)
-
-    @classmethod
-    def of_columns(
-        cls,
-        pids: Sequence[str],
-        seqs: list[int],
-        numbers: list[int],
-        stamps: Sequence[int],
-        tags: Sequence[tuple[str, ...]],
-        offsets: Sequence[int],
-        times: Sequence[int],
-    ) -> Notes:
-        """Make them from what is known of the events, column by column."""
-        pid_at = {pid: i for i, pid in enumerate(dict.fromkeys(pids))}
-        set_at = {each: i for i, each in enumerate(dict.fromkeys(tags))}
-        ahead = list(map(sub, stamps, times))
-        return cls(
-            list(pid_at),
-            [pid_at[pid] for pid in pids] if len(pid_at) > 1 else [],
-            [] if seqs == list(offsets) else seqs,
-            numbers,
-            ahead if any(ahead) else [],
-            list(set_at),
-            [set_at[each] for each in tags] if len(set_at) > 1 else [],
-        )
-
-    def rows(self, offsets: Sequence[int], times: Sequence[int]) -> list[Note]:
-        """Return the notes of the events, which have these offsets and times."""
-        pids = [self.pids[i] for i in self.pid_of] if self.pid_of else self.pids * len(offsets)
-        sets = [self.sets[i] for i in self.set_of] if self.set_of else self.sets * len(offsets)
-        ahead = self.ahead or [0] * len(offsets)
-        stamps = [time_ms + more for time_ms, more in zip(times, ahead, strict=True)]
-        return list(map(Note, pids, self.seqs or offsets, self.numbers, stamps, sets))
-
-
-def note_json(note: Note, tag: str, timeuuid: UUID) -> bytes:
-    """Return what a frame says of an event beside what every frame does: members of an object, and a comma."""
-    return b'%b%b,"seq":%d,"tag_seq":%d,"timeuuid":"%b",' % (
-        _tag_columns(tag, note.tags),
-        _text(note.pid),
-        note.seq,
-        note.number,
-        str(timeuuid).encode(),
-    )
-
-
-@lru_cache(4096)
-def _tag_columns(tag: str, tags: tuple[str, ...]) -> bytes:
-    return b'"tag":%b,"tags":%b,"source":' % (_encode(tag), _encode(tags))
-
-
-@lru_cache(10_000)
-def _text(text: str) -> bytes:
-    return _encode(text)
-
-
-GREGORIAN = 0x01B21DD213814000
-"""Steps of 100 ns from the beginning of UUIDs' time, in 1582, to that of Unix."""
-PER_MS = 10_000
-OFFSET_BITS, PLACE_BITS = 44, 18
-
-_VERSION, _VARIANT = 1 << 76, 1 << 63
-# Cassandra compares what follows the time byte by byte, as signed numbers; only the first byte is always negative.
-_SIGNS = 0x0080808080808080
-_LOW = (1 << 62) - 1
-_MOST_TIME = (1 << 60) - 1
-
-
-def stamp(ms: int, offset: int, place: Source) -> UUID:
-    """Return the stamp of a record that has this time among those of its place."""
-    low = (offset & ((1 << OFFSET_BITS) - 1)) << PLACE_BITS | _hash(place)
-    return _uuid(ms * PER_MS + GREGORIAN, low)
-
-
-def first_of(ms: int) -> UUID:
-    """Return the first stamp that a millisecond can have."""
-    return _uuid(ms * PER_MS + GREGORIAN, 0)
-
-
-def last_of(ms: int) -> UUID:
-    """Return the last stamp that a millisecond can have."""
-    return _uuid(ms * PER_MS + GREGORIAN + PER_MS - 1, _LOW)
-
-
-def ms_of(given: UUID) -> int:
-    """Return the millisecond of a stamp."""
-    return (_time(given) - GREGORIAN) // PER_MS
-
-
-def order(given: UUID) -> int:
-    """Return a number that orders stamps as Cassandra does."""
-    return _time(given) << 64 | (given.int & ((1 << 64) - 1)) ^ _SIGNS
-
-
-def _time(given: UUID) -> int:
-    """Return what ``given.time`` does, which is asked for of every row, in a third of the time."""
-    number = given.int
-    return (number >> 64 & 0x0FFF) << 48 | (number >> 80 & 0xFFFF) << 32 | number >> 96
-
-
-def _uuid(time: int, low: int) -> UUID:
-    time = min(max(time, 0), _MOST_TIME)
-    head = (time & 0xFFFFFFFF) << 96 | (time >> 32 & 0xFFFF) << 80 | _VERSION | (time >> 48) << 64
-    return UUID(int=head | (_VARIANT | low) ^ _SIGNS)
-
-
-@lru_cache(10_000)
-def _hash(place: Source) -> int:
-    return crc32(str(place).encode()) & ((1 << PLACE_BITS) - 1)
 
 
 class Cleaned(msgspec.Struct, frozen=True):

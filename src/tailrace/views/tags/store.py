@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import StaleDriver
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, StoreError
 from tailrace.log.event import Source
 from tailrace.log.pack import digest, pack, pieces
@@ -39,10 +39,10 @@ from tailrace.log.store import Piece, Rebuilt, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import Held, look, read_held
 from tailrace.upkeep.job import Lease, milliseconds, now_ms, require_copy
-from tailrace.upkeep.restore import Event
+from tailrace.upkeep.replacement import Event
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.model import Cleaned, Numbered, beside, stamp_ms, thinned, without
-from tailrace.views.tags.store import VIEW, read_cleaned, tags_of
+from tailrace.views.tags.store import VIEW, encode, read_cleaned, tags_of
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Cleaning(TakingOut):
                 before = read_cleaned(shards, [tag]).get(tag, {}).get(self._source, Cleaned(0, {}))
                 places = {str(place): max(last, marks.get(place, last)) for place, last in found.places.items()}
                 gone = Cleaned(max(before.number, found.number), {**before.marks, **places})
-                staging.clean(tag, self._source, gone)
+                staging.clean(tag, self._source, encode(gone))
                 self._reached("cleaned")
                 verdict = self._clean(shards, staging, tag, old, found, gone)
             else:

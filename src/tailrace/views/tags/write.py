@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tailrace.driver.slice import Place, Slice, View, Window
+from tailrace.log.columns import Notes
 from tailrace.log.event import Source, event_id, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import bucket_start
+from tailrace.log.timeuuid import stamp
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.tags.model import MANY, Notes, Numbered, Tagged, Tagger, stamp, stamp_ms
+from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, stamp_ms
 from tailrace.views.tags.store import VIEW, TagOptions, introduce, read_numbers
 
 if TYPE_CHECKING:

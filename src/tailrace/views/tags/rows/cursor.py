@@ -34,7 +34,7 @@ from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.model import first_of, ms_of
+from tailrace.log.timeuuid import first_of, ms_of
 
 MAX_TAGS = 20
 """Tags of one feed, so that each has room in the cursor."""

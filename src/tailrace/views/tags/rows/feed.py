@@ -21,13 +21,15 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import RowsMissing, Unavailable
+from tailrace.log.columns import Note
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.log.feed import BATCH_BYTES
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFrame, Control, Frame, Moved
 from tailrace.log.run import tagged_frame
-from tailrace.views.tags.feed import Floors, Levels, TagRequest, Wanted, record_of
-from tailrace.views.tags.model import Note, last_of, ms_of, order
+from tailrace.log.timeuuid import last_of, ms_of, order
+from tailrace.views.tags.merge import Floors, Levels
+from tailrace.views.tags.request import TagRequest, Wanted, record_of
 from tailrace.views.tags.rows.cursor import Part, Reads, TagRow, written
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import Emitted, Lost, Reading

@@ -28,7 +28,7 @@ from cassandra.cluster import ResultSet
 
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.model import first_of, last_of, ms_of, order
+from tailrace.log.timeuuid import first_of, last_of, ms_of, order
 from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, translated
 from tailrace.views.tags.rows.store import Narrow, Row
 

@@ -39,7 +39,7 @@ import msgspec
 
 from tailrace.log.event import Source
 from tailrace.log.segment import bucket_start
-from tailrace.views.tags.model import first_of, last_of, ms_of, order
+from tailrace.log.timeuuid import first_of, last_of, ms_of, order
 from tailrace.views.tags.rows.cursor import Hold, Open, Part, R, Reached, Reads, TagRow, Turns, hashed, hashed_place
 
 

@@ -23,11 +23,12 @@ from uuid import UUID
 import msgspec
 import pyarrow as pa
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import PipelineError, StaleDriver, StaleUpkeep
 from tailrace.log.event import Headers, Source
 from tailrace.log.name import shard_of
 from tailrace.log.segment import bucket_start
+from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.examine import fingerprint, noted
@@ -37,7 +38,7 @@ from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
 from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, Wanted, collect, spark_for
 from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.model import Cleanings, ms_of, stamp
+from tailrace.views.tags.model import Cleanings
 from tailrace.views.tags.rows.cassandra import connected
 from tailrace.views.tags.rows.numbering import Countdown, End, end_of
 from tailrace.views.tags.rows.store import Narrow, Row, RowWriter

@@ -14,15 +14,17 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, CursorError, StreamNotFound
 from tailrace.log.cursor import FromCursor, FromEnd, FromLast, FromTime
 from tailrace.log.event import Source
 from tailrace.log.hub import Hub
 from tailrace.log.segment import bucket_start
+from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.feed import Floors, FromText, Held, Levels, TagRequest, Wanted, record_of
-from tailrace.views.tags.model import last_of, ms_of, order
+from tailrace.views.tags.feed import Held
+from tailrace.views.tags.merge import Floors, Levels
+from tailrace.views.tags.request import FromText, TagRequest, Wanted, record_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import (
     BEGIN,

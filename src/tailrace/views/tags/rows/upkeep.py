@@ -27,11 +27,12 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
-from tailrace.config import Settings
+from tailrace.config.settings import Settings
 from tailrace.log.event import Source
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.log.store import Staging
+from tailrace.log.timeuuid import first_of, last_of, ms_of
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
 from tailrace.upkeep.examine import MOST_ODD, Finding, Tally, fingerprint, noted
@@ -39,12 +40,12 @@ from tailrace.upkeep.job import Lease, milliseconds
 from tailrace.upkeep.spark import Assignment, Wanted
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Command, Shards
-from tailrace.views.tags.model import Cleaned, Cleanings, first_of, last_of, ms_of
+from tailrace.views.tags.model import Cleaned, Cleanings
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.numbering import AGAIN, RowNumbers
 from tailrace.views.tags.rows.reader import Bucket, RowReader
 from tailrace.views.tags.rows.store import Narrow, Row, writer
-from tailrace.views.tags.store import VIEW, read_cleaned, read_numbers, tag_options
+from tailrace.views.tags.store import VIEW, encode, read_cleaned, read_numbers, tag_options
 from tailrace.views.tags.upkeep import CLEANED, Cleanup, TakingOut, read_all_numbers
 
 WALK_PAGE: Final = 2_000
@@ -415,9 +416,8 @@ class RowCleaning(TakingOut):
                 if found.events:
                     before = read_cleaned(shards, [tag]).get(tag, {}).get(self._source, Cleaned(0, {}))
                     places = {str(place): marks[place] for place in found.places}
-                    staging.clean(
-                        tag, self._source, Cleaned(max(before.number, found.number), {**before.marks, **places})
-                    )
+                    gone = Cleaned(max(before.number, found.number), {**before.marks, **places})
+                    staging.clean(tag, self._source, encode(gone))
                     self._reached("cleaned")
                     self._delete(rows, tag, marks, lease)
                 self._note(Cleanup(tag, CLEANED, found.events, len(found.buckets)), "taken out")

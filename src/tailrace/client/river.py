@@ -1,0 +1,228 @@
+"""The Python side of the HTTP contract: follow feeds, put events, list streams and folds.
+
+    async with tailrace.connect("http://127.0.0.1:7070") as river:
+        async for event in river.tail("jobs/nightly", after=cursor):
+            ...
+
+Nobody who uses it needs to know that connections break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Unpack
+
+import msgspec
+
+from tailrace.api import Control, Coordinates, Day, Explained, Stream
+from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
+from tailrace.client.following import Asked, Feed, Query
+from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
+from tailrace.errors import BadRequest
+from tailrace.views.folds.client import Folds
+from tailrace.views.sessions.client import Telemetry
+from tailrace.views.tags.client import Tags
+
+__all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "Group", "River", "connect"]
+
+BATCH_EVENTS = 1_000
+BATCH_BYTES = 2**20
+
+
+def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float = 10.0, silence: float = 45.0) -> River:
+    """Name a service; the connection is made by the first call.
+
+    Args:
+        url: where the service is.
+        token: sent as a bearer token, for a proxy in front of the service.
+        timeout: seconds for one call, and for the first contact of a feed.
+        silence: seconds without a byte, heartbeats included, after which a feed connects again.
+    """
+    return River(url, token=token, timeout=timeout, silence=silence)
+
+
+class River(Folds, Tags, Telemetry):
+    """A service: its streams and searches here, and the rest of what it offers by subject in the classes above."""
+
+    def tail(
+        self,
+        *names: str,
+        after: str | None = None,
+        start: str | None = None,
+        until: str | None = None,
+        limit: int | None = None,
+        follow: bool = True,
+        missing: str = "wait",
+        on_gap: str = "skip",
+        on_control: Callable[[Control], None] | None = None,
+    ) -> Feed:
+        """Follow the day streams of some names, merged by time.
+
+        Args:
+            names: the streams.
+            after: a cursor; begin with the event after it.
+            start: ``start``, ``end``, ``-N``, a time, ``-1h`` or a cursor; ``end`` when following, else ``start``.
+            until: a time; events up to and including it are sent.
+            limit: end after so many events.
+            follow: wait for new events, or end at the last one there is.
+            missing: ``wait`` for a stream that does not exist yet, or ``fail``.
+            on_gap: ``skip`` what is gone, telling ``on_control``, or ``fail``.
+            on_control: called with each control frame: caught-up, gap, progress, problem, end.
+        """
+        if not names:
+            raise BadRequest("name at least one stream to follow")
+        return self._feed(
+            "/v1/streams/events",
+            [("name", name) for name in names],
+            after=after,
+            start=start,
+            until=until,
+            limit=limit,
+            follow=follow,
+            missing=missing,
+            on_gap=on_gap,
+            on_control=on_control,
+        )
+
+    def grep(
+        self,
+        topics: str | Sequence[str] = "",
+        query: Mapping[str, object] | None = None,
+        *,
+        key: str | Sequence[object] | None = None,
+        count: bool = False,
+        window: int | None = None,
+        client: str | None = None,
+        since: str | None = None,
+        **asked: Unpack[Asked],
+    ) -> Feed:
+        """Search topics: what the past has, from ``start`` on, then what comes. Takes what ``tail`` takes, and more.
+
+        Args:
+            topics: a regular expression (RE2) for their whole names, or names; ``""`` for all.
+            query: MongoDB's, as ``docs/query.md`` says; all events without it. Times in it may be ``datetime``.
+            key: the first elements of the key, or a regular expression (RE2) for one of them.
+            count: send no events, only their number: ``await feed.count()``.
+            window: bytes of events that the service fetches at once.
+            client: a name under which the service keeps the reader's place: without ``after`` it goes on there.
+            since: the same as ``start``.
+            asked: see ``tail``. Here ``missing`` is about topics that are named.
+        """
+        if since is not None and asked.get("start") is not None:
+            raise BadRequest("since= and start= are the same: give one of them")
+        if since is not None:
+            asked["start"] = since
+        document = document_of({} if query is None else query)
+        words: Query = [("topics", topics_text(topics)), ("q", document)]
+        words += [] if key is None else [("key", key_text(key))]
+        words += [("count", True)] if count else []
+        words += [] if window is None else [("window", window)]
+        words += [] if client is None else [("client", client)]
+        return self._feed("/v1/grep", words, document, **asked)
+
+    async def explain(
+        self,
+        query: Mapping[str, object],
+        samples: Iterable[object] = (),
+        *,
+        topics: str | Sequence[str] = "",
+        key: str | Sequence[object] | None = None,
+    ) -> Explained:
+        """Try a search on samples: how it is understood, and which part of it each sample passes or fails.
+
+        A sample is an event of a feed or a bare value.
+        """
+        body = {"topics": topics_text(topics), "q": msgspec.Raw(document_of(query).encode()), "samples": list(samples)}
+        body |= {} if key is None else {"key": key_text(key)}
+        answer = await self.call("POST", "/v1/grep/explain", content=msgspec.json.encode(body))
+        return msgspec.json.decode(answer, type=Explained)
+
+    async def put(
+        self,
+        topic: str,
+        events: Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]],
+        *,
+        batch: int = BATCH_EVENTS,
+    ) -> list[Coordinates]:
+        """Write events to a topic and return their coordinates, once the broker has acknowledged all of them.
+
+        Each event is ``{"key": …, "value": …, "headers": {…}, "time": "…Z"}``, of which only ``value`` is needed.
+        They are sent in batches, in order; when one fails, those before it are written.
+        """
+        written: list[Coordinates] = []
+        lines: list[bytes] = []
+        size = 0
+        async for event in _each(events):
+            line = msgspec.json.encode(event)
+            if lines and (len(lines) >= batch or size + len(line) > BATCH_BYTES):
+                written += msgspec.json.decode(await self.put_lines(topic, lines), type=_Written).events
+                lines, size = [], 0
+            lines.append(line)
+            size += len(line) + 1
+        if lines:
+            written += msgspec.json.decode(await self.put_lines(topic, lines), type=_Written).events
+        return written
+
+    async def put_lines(self, topic: str, lines: Iterable[bytes]) -> bytes:
+        """Write one batch of events that are JSON already; return the answer as it came."""
+        headers = {"Content-Type": "application/x-ndjson"}
+        return await self.call(
+            "POST", f"/v1/topics/{as_segment(topic)}", content=b"\n".join(lines) + b"\n", headers=headers
+        )
+
+    async def streams(
+        self, prefix: str | None = None, limit: int | None = None, *, top: int | None = None, memory: bool = False
+    ) -> list[Stream]:
+        """List the day streams in the order of their names, or the largest ones.
+
+        Args:
+            prefix: only names that begin with this.
+            limit: so many at most.
+            top: the largest ones instead, so many of them, the largest first; the service looks at every stream.
+            memory: with ``top``, also ask what each of them takes in the server.
+        """
+        if top is not None and limit is not None:
+            raise BadRequest("give either limit= or top=, not both")
+        if memory and top is None:
+            raise BadRequest("memory= is only for the largest streams: give top= too")
+        query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
+        if top is not None:
+            query |= {"top": top} | ({"memory": "true"} if memory else {})
+            answer = await self.call("GET", "/v1/streams", patience=LONGEST_SEARCH, params=query)
+            return msgspec.json.decode(answer, type=_Streams).streams
+        return await self._listed(
+            "/v1/streams", query, limit, lambda page: msgspec.json.decode(page, type=_Streams).streams
+        )
+
+    async def days(self, name: str) -> list[Day]:
+        """List the days of a stream, the oldest first."""
+        answer = await self.call("GET", f"/v1/streams/{as_segment(name)}/days")
+        return msgspec.json.decode(answer, type=_Days).days
+
+    async def status(self) -> dict[str, Any]:
+        """Rates, lag, batch time and health of every part."""
+        answer: dict[str, Any] = msgspec.json.decode(await self.call("GET", "/v1/status"))
+        return answer
+
+
+class _Written(msgspec.Struct):
+    events: list[Coordinates]
+
+
+class _Streams(msgspec.Struct):
+    streams: list[Stream]
+
+
+class _Days(msgspec.Struct):
+    days: list[Day]
+
+
+async def _each(
+    events: Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]],
+) -> AsyncIterator[Mapping[str, object]]:
+    if isinstance(events, AsyncIterable):
+        async for event in events:
+            yield event
+    else:
+        for event in events:
+            yield event
