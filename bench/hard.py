@@ -9,11 +9,11 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from tailrace.query import Limits
+from tailrace.query import QueryLimits
 
 Pair: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
-LIMITS = Limits()
+LIMITS = QueryLimits()
 LETTERS = 100_000
 ELEMENTS = 10_000
 

@@ -34,7 +34,7 @@ from tailrace.config.load import load
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Host
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.log.store import Registry
+from tailrace.log.store import LogRegistry
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 DAY = 86_400_000
@@ -124,7 +124,7 @@ class Live:
 
 def memory(shards: Shards, streams: int, sample: int) -> int:
     """Return the bytes of the keys of some streams, scaled to all of them."""
-    registry, keys = Registry(shards, "days"), shards.keys
+    registry, keys = LogRegistry(shards, "days"), shards.keys
     total = seen = 0
     for found in registry.walk(lambda name: name.startswith("queue-")):
         if seen == sample:

@@ -20,10 +20,10 @@ from bench.latency import send
 from bench.meter import percentile
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
-from tailrace.driver.job import Job
-from tailrace.log.event import Source
+from tailrace.driver.job import Driver
+from tailrace.log.event import Partition
 from tailrace.log.hub import Hub
-from tailrace.log.request import Frame
+from tailrace.log.request import EventFrame
 from tailrace.log.segment import bucket_start
 from tailrace.log.store import Logs
 from tailrace.log.timeuuid import stamp
@@ -32,8 +32,8 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.tags.feed import OpensTags, open_store
 from tailrace.views.tags.request import make_tag_request
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
-from tailrace.views.tags.rows.store import Row, writer
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
+from tailrace.views.tags.rows.store import StoredRow, writer
 from tailrace.views.tags.store import VIEW
 
 Told: TypeAlias = dict[str, Any]
@@ -74,14 +74,14 @@ async def opened(settings: Settings) -> AsyncIterator[OpensTags]:
         await nodes.close()
 
 
-async def frames(store: OpensTags, tag: str, **parameters: Any) -> AsyncGenerator[list[Frame], None]:
+async def frames(store: OpensTags, tag: str, **parameters: Any) -> AsyncGenerator[list[EventFrame], None]:
     """Yield the events of a feed as they come, several at a time."""
     request = make_tag_request((tag,), now_ms=now_ms(), own_cursors=store.own_cursors, **parameters)
     assert request is not None
     feed = await store.open(request)
     try:
         async for batch in feed:
-            if events := [frame for frame in batch if isinstance(frame, Frame)]:
+            if events := [frame for frame in batch if isinstance(frame, EventFrame)]:
                 yield events
     finally:
         await feed.aclose()
@@ -114,7 +114,7 @@ def visible(spark: Any, flags: Told, readers: Sequence[Told], rate: int, seconds
     others = {"kafka.positions": f"{topic}.positions", "kafka.dead_letters": f"{topic}.dead-letters"}
     flags = flags | others | {"kafka.topics": [topic], "tags.rules": {"live": {"n": {"$gte": 0}}}}
     stopping = threading.Event()
-    job = threading.Thread(target=Job(given(flags), spark).run, args=(stopping,), daemon=True)
+    job = threading.Thread(target=Driver(given(flags), spark).run, args=(stopping,), daemon=True)
     job.start()
     try:
         _wait_for_query(spark, job)
@@ -133,7 +133,7 @@ async def _follow(settings: Settings, topic: str, rate: int, seconds: float) -> 
     delay = settings.tags.delay if settings.tags.store == "cassandra" else None
     ages: list[float] = []
 
-    async def receive(events: AsyncIterator[list[Frame]], wanted: int) -> None:
+    async def receive(events: AsyncIterator[list[EventFrame]], wanted: int) -> None:
         while len(ages) < wanted:
             frames = await anext(events)
             now = time.time()
@@ -237,7 +237,7 @@ async def _from_nothing(settings: Settings, tag: str, events: int) -> Told:
 
 def _ask_all(options: CassandraOptions, end_ms: int) -> float:
     """Ask buckets that are empty, one by one; return seconds."""
-    connection = Connection(options).open()
+    connection = CassandraConnection(options).open()
     select = connection.prepared("SELECT timestamp FROM $keyspace.tag_views WHERE tag_name = ? AND timebucket = ?")
     waiting: deque[Any] = deque()
     began = time.perf_counter()
@@ -252,9 +252,9 @@ def _ask_all(options: CassandraOptions, end_ms: int) -> float:
     return seconds
 
 
-def _row(tag: str, number: int, ms: int) -> Row:
-    place = Source("old", 0)
-    return Row(
+def _row(tag: str, number: int, ms: int) -> StoredRow:
+    place = Partition("old", 0)
+    return StoredRow(
         tag=tag,
         bucket_ms=bucket_start(ms, HOUR_MS),
         span_ms=HOUR_MS,

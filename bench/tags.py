@@ -46,7 +46,7 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.cassandra import prepare as prepare_tables
 from tailrace.views.tags.store import VIEW
 
@@ -138,7 +138,7 @@ class Bench(Spark):
         """Forget what was written."""
         self.store.client().flushall()
         if self.node is not None:
-            connection = Connection(CassandraOptions(port=self.node.port, keyspace=KEYSPACE))
+            connection = CassandraConnection(CassandraOptions(port=self.node.port, keyspace=KEYSPACE))
             # Not the list of buckets: tasks that are kept from run to run list each once.
             connection.execute(connection.text("TRUNCATE $keyspace.tag_views"))
             connection.close()

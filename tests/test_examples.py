@@ -27,7 +27,7 @@ from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 from tailrace.config.load import load
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.model import Clump, Finished, Input
-from tailrace.views.folds.rule import Reader, Rule, Taken, folded, stream_of
+from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded, stream_of
 from tailrace.views.folds.store import rules_of
 from tests.serving.parts import NO_BROKER, Running, Streams
 from tests.writing import NOON
@@ -61,7 +61,7 @@ def bursts(rows: int, changes: int, times: int = 2) -> list[tuple[int, Change]]:
 def folds_of(changes: list[tuple[int, Change]]) -> list[Fold]:
     """Return the folded events that the example's rule makes of changes, in the order in which they are given out."""
     rule = the_rule()
-    reader, folding = Reader(rule), rule.folding()
+    reader, folding = RuleReader(rule), rule.folding()
     groups: dict[bytes, list[Clump]] = defaultdict(list)
     found: list[tuple[bytes, Finished]] = []
     for offset, (time, change) in enumerate(changes):

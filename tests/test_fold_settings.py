@@ -22,7 +22,7 @@ from tailrace.config.settings import Settings
 from tailrace.config.units import format_duration
 from tailrace.errors import ConfigError
 from tailrace.views.folds.collect import COLLECTORS
-from tailrace.views.folds.settings import COLLECTS, Fold, Rules, collected
+from tailrace.views.folds.settings import COLLECTS, FoldSettings, RuleTable, collected
 from tests.asking import written_queries
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account_id"], "quiet": "3s"}
@@ -53,7 +53,7 @@ def refusals(**changes: object) -> list[str]:
 def test_a_rule_needs_only_a_group_and_a_quiet_time(tmp_path: Path) -> None:
     (tmp_path / "tailrace.toml").write_text('[folds.rules.accounts]\ngroup = "account_id"\nquiet = "3s"\n')
     fold = load().folds.rules["accounts"]
-    assert fold == Fold(group=("account_id",), quiet=timedelta(seconds=3))
+    assert fold == FoldSettings(group=("account_id",), quiet=timedelta(seconds=3))
     assert fold.topics == ()
     assert (fold.missing, fold.clock, fold.output, fold.raw) == ("skip", "arrival", "", "")
     assert (fold.max_count, fold.max_bytes, fold.lateness) == (10_000, 256 * 2**10, timedelta(0))
@@ -256,7 +256,7 @@ def test_rules_read_back_from_what_is_shown_and_from_the_environment(rules: dict
 def test_what_is_shown_of_a_rule_is_what_was_given() -> None:
     rules = with_rules(a=RULE | {"max_count": 10_000, "collect": {"m": "keys metrics"}}).folds.rules
     assert rules.written() == {"a": RULE | {"collect": {"m": "keys metrics"}}}
-    assert isinstance(rules, Rules)
+    assert isinstance(rules, RuleTable)
 
 
 def test_the_rule_in_the_reference_file_has_every_key_in_order_and_can_be_used(tmp_path: Path) -> None:
@@ -264,11 +264,11 @@ def test_the_rule_in_the_reference_file_has_every_key_in_order_and_can_be_used(t
     _, _, after = text.partition("\nrules = {}\n")
     example = textwrap.dedent("\n".join(re.findall(r"^#(   .*)$", after.partition("\n\n")[0], re.MULTILINE)))
     keys = re.findall(r"^(\w+) = ", example, re.MULTILINE)
-    assert keys == list(Fold.model_fields)
+    assert keys == list(FoldSettings.model_fields)
     (tmp_path / "tailrace.toml").write_text(example, "utf-8")
     rules = load().folds.rules
-    fold, plain = rules["accounts"], Fold(group=("account_id",), quiet=timedelta(seconds=5))
+    fold, plain = rules["accounts"], FoldSettings(group=("account_id",), quiet=timedelta(seconds=5))
     assert fold.longest == plain.longest
-    assert rules.output("accounts") == Rules({"accounts": plain}).output("accounts")
+    assert rules.output("accounts") == RuleTable({"accounts": plain}).output("accounts")
     for key in ("where", "missing", "max_count", "max_bytes", "lateness", "clock", "raw"):
         assert getattr(fold, key) == getattr(plain, key), key

@@ -16,7 +16,7 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.model import Clump, Finished, Input
-from tailrace.views.folds.rule import Reader, Taken
+from tailrace.views.folds.rule import RuleReader, Taken
 from tailrace.views.folds.store import rules_of
 
 MINUTES = 60.0
@@ -79,7 +79,7 @@ def test_steps_send_every_event_within_its_step() -> None:
 
 def folds_of(settings: Settings, events: list[Post]) -> list[Finished]:
     (rule,) = rules_of(settings).values()
-    reader, folding = Reader(rule), rule.folding()
+    reader, folding = RuleReader(rule), rule.folding()
     groups: dict[bytes, list[Clump]] = defaultdict(list)
     found: list[Finished] = []
     for offset, post in enumerate(events):

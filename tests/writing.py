@@ -9,8 +9,8 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.driver.one_pass import Host, Plan
-from tailrace.driver.slice import Limits
-from tailrace.log.event import Source
+from tailrace.driver.slice import RecordLimits
+from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
@@ -47,7 +47,7 @@ class Record(NamedTuple):
 
     @property
     def id(self) -> str:
-        return f"{Source(self.topic, self.partition)}:{self.offset}"
+        return f"{Partition(self.topic, self.partition)}:{self.offset}"
 
 
 def batch(records: Sequence[Record]) -> pa.RecordBatch:
@@ -85,7 +85,7 @@ class Writer:
             epoch=self.epoch,
             views=views,
             generations={},
-            limits=Limits(),
+            limits=RecordLimits(),
             dead_letters="tailrace.dead-letters",
             name_paths=None,
             span_ms=DAY,

@@ -23,7 +23,7 @@ from confluent_kafka import Consumer, TopicPartition
 from bench.meter import cpu_seconds
 from bench.peers.posts import QUIET_MS
 from tailrace.config.load import load
-from tailrace.driver.job import Job
+from tailrace.driver.job import Driver
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.store import rules_of
@@ -92,7 +92,7 @@ def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Se
     processes given, from before that."""
     installation = Installation(bootstrap, url, {"posts": (topic, QUIET_MS)})
     stopping, before = threading.Event(), cpu_seconds(pids)
-    job = threading.Thread(target=Job(installation.settings, spark).run, args=(stopping,), daemon=True)
+    job = threading.Thread(target=Driver(installation.settings, spark).run, args=(stopping,), daemon=True)
     job.start()
     try:
         _wait("a query", lambda: spark.streams.active, job)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tailrace import errors
-from tailrace.client.sse_reader import Frame
+from tailrace.client.sse_reader import SseFrame
 from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
 
 
@@ -80,7 +80,7 @@ class Control(msgspec.Struct, frozen=True):
     cursor: str | None = None
 
     @classmethod
-    def of(cls, frame: Frame) -> Control:
+    def of(cls, frame: SseFrame) -> Control:
         """Read a frame that has an event name."""
         try:
             data = msgspec.json.decode(frame.data or b"{}", type=dict[str, Any])
@@ -285,7 +285,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
 _decode = msgspec.json.Decoder(Event).decode
 
 
-def decode_event(frame: Frame) -> Event:
+def decode_event(frame: SseFrame) -> Event:
     """Read an event's frame."""
     try:
         event = _decode(frame.data or b"null")

@@ -20,7 +20,7 @@ Report = Mapping[str, Any]
 """The last report of a view's driver, or of an upkeep job, as it is stored."""
 
 
-class Run(NamedTuple):
+class JobRun(NamedTuple):
     """The last run of an upkeep job over a view, and what is known of those before it."""
 
     job: str
@@ -100,7 +100,7 @@ class Metrics:
         self,
         views: Iterable[str],
         reports: Mapping[str, Report],
-        runs: Sequence[Run] = (),
+        runs: Sequence[JobRun] = (),
         folds: Sequence[FoldFigures] = (),
         searches: SearchFigures | None = None,
         readers: Sequence[ReaderFigures] = (),
@@ -173,23 +173,23 @@ class _Pipeline(Collector):
         yield frontier
 
 
-def _age(run: Run) -> float | None:
+def _age(run: JobRun) -> float | None:
     return None if run.succeeded_ms is None else max(0.0, time.time() - run.succeeded_ms / 1000)
 
 
-def _took(run: Run) -> float | None:
+def _took(run: JobRun) -> float | None:
     started, ended = run.report.get("started_ms"), run.report.get("ended_ms")
     return (ended - started) / 1000 if started and ended else None
 
 
-def _ratio(run: Run) -> float | None:
+def _ratio(run: JobRun) -> float | None:
     packed = run.effective or {}
     return (
         packed["raw_bytes"] / packed["bytes_after"] if packed.get("raw_bytes") and packed.get("bytes_after") else None
     )
 
 
-def _findings(run: Run) -> float | None:
+def _findings(run: JobRun) -> float | None:
     found = run.report.get("findings")
     return found if found is None or isinstance(found, int | float) else float(len(found))
 
@@ -197,7 +197,7 @@ def _findings(run: Run) -> float | None:
 class _Drawn(NamedTuple):
     name: str
     help: str
-    value: Callable[[Run], float | None]
+    value: Callable[[JobRun], float | None]
     job: str = ""
     """The only job that has it; its label is then the view alone."""
 
@@ -233,7 +233,7 @@ class _Upkeep(Collector):
     """What the jobs of upkeep have reported. A job without a report is not shown."""
 
     def __init__(self) -> None:
-        self.runs: Sequence[Run] = ()
+        self.runs: Sequence[JobRun] = ()
 
     def collect(self) -> Iterator[Metric]:
         for drawn in _OF_RUNS:

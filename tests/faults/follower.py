@@ -11,7 +11,7 @@ from contextlib import suppress
 from tailrace.errors import TailraceError
 from tailrace.log.feed import LogFeeds
 from tailrace.log.hub import Hub
-from tailrace.log.request import Control, Frame, make_request
+from tailrace.log.request import ControlFrame, EventFrame, make_request
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
@@ -72,9 +72,9 @@ class Follower:
         assert request is not None
         async for frames in await feeds.open(request):
             for frame in frames:
-                if isinstance(frame, Frame):
+                if isinstance(frame, EventFrame):
                     self.seen[-1].append(json.loads(frame.data)["id"])
-                elif isinstance(frame, Control) and frame.name == "gap":
+                elif isinstance(frame, ControlFrame) and frame.name == "gap":
                     self.gaps.append(json.loads(frame.data))
                     self.seen.append([])
                 self.cursor = frame.cursor

@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 from tailrace.config.load import load
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
-from tailrace.log.request import Frame
+from tailrace.log.request import EventFrame
 from tailrace.views.grep.model import Search, make_search
 from tailrace.views.grep.request import make_grep_request
 from tailrace.views.grep.store import VIEW, scanning
@@ -62,7 +62,9 @@ class Searcher:
                 feed = await service.grep.open(request)
                 try:
                     async for frames in feed:
-                        self.events += [json.loads(frame.data)["id"] for frame in frames if isinstance(frame, Frame)]
+                        self.events += [
+                            json.loads(frame.data)["id"] for frame in frames if isinstance(frame, EventFrame)
+                        ]
                         self._cursor = frames[-1].cursor
                 finally:
                     await feed.aclose()

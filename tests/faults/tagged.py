@@ -6,11 +6,11 @@ import asyncio
 import json
 from typing import Any
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.timeuuid import first_of, last_of
 from tailrace.valkey.marks import conserved, read_marks
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.reader import RowReader
 from tests.faults.rig import Installation, Load, wait_for
 from tests.tags.test_view import read_tags
@@ -38,7 +38,7 @@ class Tagged:
             "tags__bucket": "minute",
         }
         if rows is not None:
-            self._connection = Connection(rows)
+            self._connection = CassandraConnection(rows)
             self.settings |= {
                 "tags__store": "cassandra",
                 "cassandra__port": str(rows.port),
@@ -51,7 +51,7 @@ class Tagged:
         marks = read_marks(self._installation.shards(), "tags")[shard_of("all", self._installation.store.shards)]
         buckets = [start for (start,) in ask.execute(ask.text(_BUCKETS))]
         newest = ask.execute(ask.text(_NEWEST), (max(buckets),)) if buckets else []
-        return any(offset > marks.get(Source(topic, partition), -1) for topic, partition, offset in newest)
+        return any(offset > marks.get(Partition(topic, partition), -1) for topic, partition, offset in newest)
 
     def check(self, load: Load) -> None:
         """Wait until the books balance; then compare what the tags hold with what Kafka acknowledged."""

@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreUnavailable
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions, hold
 from tests.writing import VIEWS, Record, Writer, read_view
@@ -61,7 +61,7 @@ def test_a_store_that_was_emptied_under_its_writers_is_not_written_on(own_valkey
     with pytest.raises(StoreError, match="emptied"):
         writer.write(_records(100, 100))
     with pytest.raises(StoreError, match="emptied"):
-        advance(writer.shards, "days", writer.epoch, {Source("jobs", 0): 199})
+        advance(writer.shards, "days", writer.epoch, {Partition("jobs", 0): 199})
     Writer(options).write(_records(0, 200))
     assert _stored(options) == 200
 

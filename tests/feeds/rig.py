@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tailrace.log.feed import Feed, LogFeeds
+from tailrace.log.feed import LogFeed, LogFeeds
 from tailrace.log.hub import Hub
-from tailrace.log.request import AnyFeed, AnyFrame, Control, Frame, make_request
+from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, make_request
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
@@ -46,18 +46,18 @@ class Rig(Reading):
     def __init__(self, feeds: LogFeeds, logs: Logs, hub: Hub) -> None:
         self.feeds, self.logs, self.hub = feeds, logs, hub
 
-    async def open(self, *names: str, **parameters: Any) -> Feed:
+    async def open(self, *names: str, **parameters: Any) -> LogFeed:
         request = make_request(names, now_ms=now_ms(), **parameters)
         assert request is not None
         return await self.feeds.open(request)
 
 
 def ids(frames: Iterable[AnyFrame]) -> list[str]:
-    return [json.loads(frame.data)["id"] for frame in frames if isinstance(frame, Frame)]
+    return [json.loads(frame.data)["id"] for frame in frames if isinstance(frame, EventFrame)]
 
 
 def controls(frames: Iterable[AnyFrame]) -> list[str]:
-    return [frame.name for frame in frames if isinstance(frame, Control)]
+    return [frame.name for frame in frames if isinstance(frame, ControlFrame)]
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tailrace.errors import BadRequest, CursorError, CursorGone, StoreError, StreamNotFound
-from tailrace.log.request import Control, Frame, Moved, make_request
+from tailrace.log.request import ControlFrame, EventFrame, Moved, make_request
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, controls, ids, now_ms, rig
 from tests.writing import DAY, NOON, Record, Writer
@@ -27,7 +27,7 @@ def _write(
 async def test_a_feed_cut_after_every_event_and_resumed_gives_the_same_sequence(any_store: StoreOptions) -> None:
     wanted = _write(Writer(any_store), 60)
     async with rig(any_store) as feeds:
-        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, EventFrame)]
         assert ids(list(frames)) == wanted
         for i, frame in enumerate(frames):
             assert await feeds.ids("a", after=frame.cursor) == wanted[i + 1 :]
@@ -63,7 +63,7 @@ async def test_a_time_finds_late_events_that_belong_to_it_and_leaves_older_ones_
             wanted = [f"jobs:0:{o}" for o, t in enumerate(times) if t >= since]
             frames = await feeds.all("a", start=_iso(since), follow=False)
             assert ids(frames) == wanted
-            middle = [f for f in frames if isinstance(f, Frame)][len(wanted) // 2].cursor
+            middle = [f for f in frames if isinstance(f, EventFrame)][len(wanted) // 2].cursor
             assert (
                 ids(await feeds.all("a", start="-5s", last_event_id=middle, follow=False))
                 == wanted[len(wanted) // 2 + 1 :]
@@ -75,7 +75,7 @@ async def test_a_feed_says_when_it_has_caught_up_and_when_it_ends(store: StoreOp
     async with rig(store) as feeds:
         frames = await feeds.all("a", follow=False)
         assert controls(frames) == ["caught-up", "end"]
-        assert isinstance(frames[-2], Control)
+        assert isinstance(frames[-2], ControlFrame)
         assert controls(await feeds.all("a", start="start", limit=4)) == ["end"]
         end = frames[-1].cursor
         assert make_request(("a",), now_ms=now_ms(), last_event_id=end) is None
@@ -90,7 +90,7 @@ async def test_a_feed_says_when_it_has_caught_up_and_when_it_ends(store: StoreOp
 async def test_a_limit_counts_what_was_sent_before_a_reconnect(store: StoreOptions) -> None:
     wanted = _write(Writer(store), 30)
     async with rig(store) as feeds:
-        frames = [f for f in await feeds.all("a", start="start", limit=12) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("a", start="start", limit=12) if isinstance(f, EventFrame)]
         assert ids(list(frames)) == wanted[:12]
         for i, frame in enumerate(frames):
             assert await feeds.ids("a", start="start", limit=12, last_event_id=frame.cursor) == wanted[i + 1 : 12]
@@ -145,7 +145,7 @@ async def test_several_names_are_merged_by_time_and_resumed_from_one_cursor(any_
         writer.write([Record(i, f"n{i % 3}".encode(), time=NOON + i * 1000)])
     async with rig(any_store) as feeds:
         names = ("n0", "n1", "n2")
-        frames = [f for f in await feeds.all(*names, follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all(*names, follow=False) if isinstance(f, EventFrame)]
         assert ids(list(frames)) == wanted
         for i in range(0, 40, 3):
             assert await feeds.ids(*names, after=frames[i].cursor) == wanted[i + 1 :]
@@ -187,7 +187,7 @@ async def test_a_feed_crosses_midnight_with_late_and_future_records(any_store: S
             await asyncio.to_thread(writer.write, [record])
         for follower in followers:
             assert await follower.until(120) == wanted
-            flags = [json.loads(f.data).get("late", False) for f in follower.frames if isinstance(f, Frame)]
+            flags = [json.loads(f.data).get("late", False) for f in follower.frames if isinstance(f, EventFrame)]
             assert any(flags)
             assert not any(flags[:40])
             await follower.close()
@@ -202,7 +202,7 @@ async def test_a_cursor_of_another_epoch_is_told_to_be_gone(store: StoreOptions)
         frames = await feeds.all("a", after="5.3", follow=False)
         assert controls(frames)[0] == "gap"
         gap = frames[0]
-        assert isinstance(gap, Control)
+        assert isinstance(gap, ControlFrame)
         assert json.loads(gap.data)["reason"] == "store-rolled-back"
         assert len(ids(frames)) == 10
         with pytest.raises(CursorGone, match="on_gap=skip"):
@@ -239,7 +239,7 @@ async def test_every_name_that_one_call_touched_is_told_at_once(store: StoreOpti
 async def test_a_feed_ends_at_the_cursor_it_was_asked_to_end_at(store: StoreOptions) -> None:
     wanted = _write(Writer(store), 20)
     async with rig(store) as feeds:
-        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, EventFrame)]
         for begin, end in ((0, 9), (3, 4), (5, 5), (7, 2)):
             got = await feeds.all("a", after=frames[begin].cursor, until=frames[end].cursor)
             assert ids(got) == wanted[begin + 1 : end + 1]
@@ -257,7 +257,7 @@ async def test_a_reader_takes_a_bounded_amount_of_what_is_held(store: StoreOptio
         sizes: list[int] = []
         async for frames in feed:
             sizes.append(sum(len(f.data) for line in feed._lines for f in line.ahead if hasattr(f, "data") and f.data))
-            if any(b'"offset":119,' in f.data for f in frames if isinstance(f, Frame)):
+            if any(b'"offset":119,' in f.data for f in frames if isinstance(f, EventFrame)):
                 break
         assert max(sizes) < 4 << 20
         await feed.aclose()

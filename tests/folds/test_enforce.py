@@ -10,7 +10,7 @@ from tailrace.valkey.shards import StoreOptions, enlist
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.driver import Emitter, enforce
 from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.store import Folds, in_force
+from tailrace.views.folds.store import FoldStore, in_force
 from tests.folds.rig import RULE, FoldRig, post
 from tests.writing import NOON
 
@@ -23,7 +23,7 @@ def test_other_windows_give_pending_folds_their_new_due_time(any_store: StoreOpt
     rig = FoldRig(any_store)
     enforce(rig.shards, {"accounts": RULE}, NOON)
     rig.writer.write([post(i, f"account_{i}", 0) for i in range(300)])
-    store = Folds(rig.shards)
+    store = FoldStore(rig.shards)
     for quiet_ms in (4_000, 200):
         enforce(rig.shards, {"accounts": _with_quiet(quiet_ms)}, NOON)
         assert store.earliest([RULE]) == {"accounts": NOON + quiet_ms}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.folds.store import Folds
+from tailrace.views.folds.store import FoldStore
 from tests.folds.rig import RULE, Fold, FoldRig, emitter, expected, post
 from tests.writing import NOON, Record
 
@@ -192,7 +192,7 @@ def test_a_gap_of_exactly_quiet_opens_the_next_fold(store: StoreOptions, at_ms: 
 def test_a_full_fold_goes_out_at_once(store: StoreOptions) -> None:
     windows = msgspec.structs.replace(RULE.windows, max_count=2)
     rig = FoldRig(store, [msgspec.structs.replace(RULE, windows=windows)])
-    Folds(rig.shards).raise_frontier({"accounts": NOON})
+    FoldStore(rig.shards).raise_frontier({"accounts": NOON})
     rig.writer.write([post(i, "account_1", i) for i in range(5)])
     assert rig.folds() == [
         Fold("account_1", ((0, 0), (0, 1)), "max_count", 1),

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
-from tailrace.client.sse_reader import Frame, SseReader
+from tailrace.client.sse_reader import SseFrame, SseReader
 from tests.grep.site import PATIENCE_S
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ class Client:
 
     def __init__(self, *ports: int, last: str | None = None, **asked: Any) -> None:
         self.asked = asked
-        self.frames: list[Frame] = []
+        self.frames: list[SseFrame] = []
         self.last = last
         """The last id of a whole frame."""
         self.connections = 0
@@ -61,7 +61,7 @@ class Client:
             self._more.set()
         raise AssertionError("unreachable")
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: SseFrame) -> None:
         self.frames.append(frame)
         self.last = frame.id or self.last
         assert frame.event != "problem", frame.data
@@ -130,7 +130,7 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield (await reader.readexactly(size + 2))[:-2]
 
 
-async def stream(port: int, path: str, last: str | None = None) -> AsyncIterator[Frame]:
+async def stream(port: int, path: str, last: str | None = None) -> AsyncIterator[SseFrame]:
     """Yield the frames of an event stream."""
     reader, writer = await ask(port, path, last)
     try:
@@ -154,7 +154,7 @@ async def read_all(clients: Sequence[Client], at_once: int = 100) -> None:
         await asyncio.gather(*map(read, clients))
 
 
-def is_event(frame: Frame) -> bool:
+def is_event(frame: SseFrame) -> bool:
     """Whether a frame is neither about the feed itself nor an id alone."""
     return frame.event == "message" and frame.data is not None
 

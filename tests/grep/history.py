@@ -18,7 +18,7 @@ from confluent_kafka import KafkaException
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver
 from tailrace.http.service import now_ms
-from tailrace.log.event import Source, iso_time
+from tailrace.log.event import Partition, iso_time
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep.matches import GrepFeed
 from tailrace.views.grep.model import Search
@@ -87,11 +87,11 @@ class History(Site):
         before = self.adopted_ids.get(topic)
         self.alive[topic] = 0 if before is None else before + 1
         for partition in range(partitions):
-            self.ledger[str(Source(topic, partition, self.alive[topic]))] = []
+            self.ledger[str(Partition(topic, partition, self.alive[topic]))] = []
 
-    def _sources(self) -> list[Source]:
+    def _sources(self) -> list[Partition]:
         return [
-            source for source in map(Source.parse, self.ledger) if self.alive.get(source.topic) == source.generation
+            source for source in map(Partition.parse, self.ledger) if self.alive.get(source.topic) == source.generation
         ]
 
     async def do_put(self) -> None:
@@ -157,7 +157,7 @@ class History(Site):
             count = sum(source.topic == topic for source in self._sources())
             self.grow(topic, count + 1)
             self.producer.list_topics(topic, 10)
-            self.ledger[str(Source(topic, count, self.alive[topic]))] = []
+            self.ledger[str(Partition(topic, count, self.alive[topic]))] = []
 
     async def do_delete(self) -> None:
         """A topic goes; a driver has noticed it before."""
@@ -191,7 +191,7 @@ class History(Site):
                 await asyncio.sleep(0.05)
             self._say(f"{source} before {before}")
 
-    def _dropped(self, source: Source, before: int) -> None:
+    def _dropped(self, source: Partition, before: int) -> None:
         for written in self.ledger[str(source)]:
             if written.record.offset < before and written.dropped is None:
                 written.dropped = self.now

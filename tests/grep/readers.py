@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tailrace.errors import CursorGone
-from tailrace.log.request import AnyFrame, Frame
+from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.views.grep.matches import GrepFeed
 from tailrace.views.grep.model import Search
 from tests.grep.site import Serving, facts
@@ -47,7 +47,7 @@ class Reader:
 
     def take(self, frames: Sequence[AnyFrame]) -> None:
         for frame in frames:
-            if isinstance(frame, Frame):
+            if isinstance(frame, EventFrame):
                 self.events.append(json.loads(frame.data))
             self.cursor = frame.cursor
         for gap in facts(frames, "gap"):

@@ -8,11 +8,11 @@ from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.grep.model import Life, Search, TopicFilter
+from tailrace.views.grep.model import Search, SearchLife, TopicFilter
 from tailrace.views.grep.store import VIEW, write_search
 from tests.model.query.generators import random_document, random_query
 from tests.model.query.oracle import holds
@@ -131,7 +131,7 @@ def elements(key: bytes | None) -> Any:
 
 
 def source_of(record: Record) -> str:
-    return str(Source(record.topic, record.partition))
+    return str(Partition(record.topic, record.partition))
 
 
 def by_source(places: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
@@ -142,10 +142,10 @@ def by_source(places: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return found
 
 
-def register(shards: Shards, search: Search, now_ms: int = NOON) -> Life:
+def register(shards: Shards, search: Search, now_ms: int = NOON) -> SearchLife:
     """Begin the life of a search, as the service does."""
     number, since, _ = shards.call(0, "register", search.id, write_search(search), now_ms)
-    return Life(search, int(number), int(since))
+    return SearchLife(search, int(number), int(since))
 
 
 async def read_log(options: StoreOptions, name: str) -> list[tuple[str, int]]:

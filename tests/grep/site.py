@@ -25,15 +25,15 @@ from tailrace.driver.slice import Slice, slices
 from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
-from tailrace.kafka.consume import Passes, Ranges
-from tailrace.log.event import Source
-from tailrace.log.request import AnyFeed, AnyFrame, Control, Frame
+from tailrace.kafka.consume import Passes, RangeReader
+from tailrace.log.event import Partition
+from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
-from tailrace.views.grep.feed import Grep
-from tailrace.views.grep.model import Life, Search, Stretch
+from tailrace.views.grep.feed import GrepFeeds
+from tailrace.views.grep.model import Search, SearchLife, Stretch
 from tailrace.views.grep.request import make_grep_request
-from tailrace.views.grep.scan import Chunk, Due, Scanner, scan
+from tailrace.views.grep.scan import Chunk, DueRange, Scanner, scan
 from tests.faults.rig import QUICK_JAVA
 from tests.grep.rig import finds, random_records
 from tests.writing import NOON, Record, Writer, batch
@@ -65,7 +65,7 @@ class Site:
         self.broker = Broker(self.settings)
         self.shards = Shards(store).open()
         prepare(self.shards)
-        self._read: dict[Source, int] = {}
+        self._read: dict[Partition, int] = {}
         self.drive()
 
     # What Kafka has.
@@ -110,13 +110,15 @@ class Site:
         place = TopicPartition(topic, partition, before)
         self.admin.delete_records([place])[place].result(30)
 
-    def records(self, starts: dict[Source, int] | None = None, ends: dict[Source, int] | None = None) -> list[Record]:
+    def records(
+        self, starts: dict[Partition, int] | None = None, ends: dict[Partition, int] | None = None
+    ) -> list[Record]:
         """Read what Kafka has from some offsets, or the first ones, up to others or the ends."""
         topics = self.broker.topics()
         bounds = self.broker.bounds(topics.values())
         found: list[Record] = []
         for (topic, partition), (first, end) in sorted(bounds.items()):
-            source = Source(topic, partition, self.generations.get(topic, 0))
+            source = Partition(topic, partition, self.generations.get(topic, 0))
             first = max(first, starts.get(source, end) if starts is not None else first)
             end = min(end, ends.get(source, first) if ends is not None else end)
             found += consume(self.kafka, topic, partition, first, end)
@@ -133,7 +135,7 @@ class Site:
         ]
 
     def ids(self, records: Sequence[Record]) -> list[str]:
-        return [f"{Source(r.topic, r.partition, self.generations.get(r.topic, 0))}:{r.offset}" for r in records]
+        return [f"{Partition(r.topic, r.partition, self.generations.get(r.topic, 0))}:{r.offset}" for r in records]
 
     # What the pipeline does.
 
@@ -151,13 +153,13 @@ class Site:
 
     def live(self) -> int:
         """Do what the query does: read what is new, in batches of any size, then move the marks."""
-        starts: dict[Source, int] = {}
-        ends: dict[Source, int] = {}
+        starts: dict[Partition, int] = {}
+        ends: dict[Partition, int] = {}
         # One that was created again is left alone until a driver has noticed it.
         found = [t for t in self.broker.topics().values() if self.generations.get(t.name, 0) >= 0]
         topics = [topic for topic in found if self._ids.setdefault(topic.name, topic.id) == topic.id]
         for (topic, partition), (first, end) in self.broker.bounds(topics).items():
-            source = Source(topic, partition, self.generations.get(topic, 0))
+            source = Partition(topic, partition, self.generations.get(topic, 0))
             if end > self._read.get(source, 0):
                 starts[source], ends[source] = max(first, self._read.get(source, 0)), end
         new = self.records(starts, ends)
@@ -241,9 +243,9 @@ class CountedScanner(Scanner):
         self.chunks.append(chunk)
         return super()._read(chunk)
 
-    def take(self, life: Life, stretch: Stretch, ranges: dict[str, tuple[int, int]]) -> None:
+    def take(self, life: SearchLife, stretch: Stretch, ranges: dict[str, tuple[int, int]]) -> None:
         """Scan a part of a stretch."""
-        chunk = Chunk(ranges, [Due(life, stretch, ranges)])
+        chunk = Chunk(ranges, [DueRange(life, stretch, ranges)])
         self._read(chunk)
         self._advance(chunk)
 
@@ -254,10 +256,10 @@ class HandScanner(CountedScanner):
     def _read(self, chunk: Chunk) -> int:
         self.chunks.append(chunk)
         if self.stop_after is None and self._site.chance.random() < 0.5:  # as tasks read it
-            read = Ranges(client_properties(self._site.settings))
+            read = RangeReader(client_properties(self._site.settings))
             return sum(scan(self._plan, chunk, read)([chunk.ranges]))
-        starts = {Source.parse(source): first for source, (first, _) in chunk.ranges.items()}
-        ends = {Source.parse(source): until for source, (_, until) in chunk.ranges.items()}
+        starts = {Partition.parse(source): first for source, (first, _) in chunk.ranges.items()}
+        ends = {Partition.parse(source): until for source, (_, until) in chunk.ranges.items()}
         records = self._site.records(starts, ends)
         return sum(scan(self._plan, chunk, self._slices)(self._batches(records)))
 
@@ -297,7 +299,7 @@ class Serving:
         self.service = service
 
     @property
-    def grep(self) -> Grep:
+    def grep(self) -> GrepFeeds:
         return self.service.grep
 
     async def deafen(self) -> None:
@@ -363,15 +365,15 @@ class Following:
 
 
 def ids(frames: Sequence[AnyFrame]) -> list[str]:
-    return [json.loads(frame.data)["id"] for frame in frames if isinstance(frame, Frame)]
+    return [json.loads(frame.data)["id"] for frame in frames if isinstance(frame, EventFrame)]
 
 
 def controls(frames: Sequence[AnyFrame]) -> list[str]:
-    return [frame.name for frame in frames if isinstance(frame, Control)]
+    return [frame.name for frame in frames if isinstance(frame, ControlFrame)]
 
 
 def facts(frames: Sequence[AnyFrame], name: str) -> list[dict[str, Any]]:
-    return [json.loads(frame.data) for frame in frames if isinstance(frame, Control) and frame.name == name]
+    return [json.loads(frame.data) for frame in frames if isinstance(frame, ControlFrame) and frame.name == name]
 
 
 def split(found: Sequence[str]) -> dict[str, list[int]]:

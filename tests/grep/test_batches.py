@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from tailrace.http.sse import EVENT_STREAM, LINES, Encoding
-from tailrace.log.event import Source
-from tailrace.log.hub import Piece
-from tailrace.log.request import Batch, Frame
-from tailrace.log.run import Entry, Run
+from tailrace.log.event import Partition
+from tailrace.log.hub import SegmentEntry
+from tailrace.log.request import Batch, EventFrame
+from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
 from tailrace.views.grep.parts import Ahead, Batches, Key, Span
 
@@ -25,7 +25,7 @@ def key(first: int, last: int) -> Key:
 @pytest.mark.parametrize("encoding", [EVENT_STREAM, LINES])
 def test_a_batch_is_written_as_its_frames_are(encoding: Encoding) -> None:
     batch = Batch("3-0-17.", 9, "~@1760000000000", DATA)
-    frames = [Frame(f"3-0-17.{9 + n}~@1760000000000", data) for n, data in enumerate(DATA)]
+    frames = [EventFrame(f"3-0-17.{9 + n}~@1760000000000", data) for n, data in enumerate(DATA)]
     assert list(batch) == frames
     assert [batch[n] for n in range(-5, 5)] == frames + frames
     assert batch[1:3] == frames[1:3]
@@ -94,9 +94,9 @@ async def test_what_cannot_be_made_is_asked_for_by_each_and_memory_is_bounded() 
 
 
 def span(offsets: list[int], times: list[int], sizes: list[int]) -> Span:
-    run = Run.of(Source("t", 0), offsets, times, [None], None, [b"%d" % size for size in sizes])
+    run = Run.of(Partition("t", 0), offsets, times, [None], None, [b"%d" % size for size in sizes])
     segment = Segment(0, 0, 1, 7, 1, 100, 1, 1, 1, open=True)
-    return Span(Piece(segment, Entry(11, 10 + len(offsets), max(times), run, 100)))
+    return Span(SegmentEntry(segment, NumberedRun(11, 10 + len(offsets), max(times), run, 100)))
 
 
 def test_a_span_tells_which_matches_are_wanted() -> None:

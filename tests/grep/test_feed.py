@@ -12,10 +12,10 @@ from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.http.service import now_ms
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
-from tailrace.log.request import Frame
+from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep.model import Life, Search, make_search
-from tailrace.views.grep.request import LIVE, Place, make_grep_request
+from tailrace.views.grep.model import Search, SearchLife, make_search
+from tailrace.views.grep.request import LIVE, SearchPlace, make_grep_request
 from tests.grep.rig import random_records, random_search
 from tests.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split
 from tests.writing import NOON, Record
@@ -156,7 +156,7 @@ async def test_a_stream_of_several_stretches_and_live_resumed_at_every_id_gives_
             await serving.all(search, start=iso_time(NOON + 1_000))
             fill(site, topics, 10, 15)
             frames = await serving.all(search, start="start", window=1024)
-        assert len({Place.parse(frame.cursor).part for frame in frames}) == 3
+        assert len({SearchPlace.parse(frame.cursor).part for frame in frames}) == 3
         whole = ids(frames)
         assert_same(whole, site.ids(site.offline(search)))
         for at, frame in enumerate(frames[:-1]):
@@ -202,7 +202,7 @@ async def test_a_request_that_is_continued_waits_for_what_exists_as_the_first_on
     async with site.serving() as serving:
         with site.at_work():
             frames = await serving.all(search, start="start")
-        last = [frame for frame in frames if isinstance(frame, Frame)][-1]
+        last = [frame for frame in frames if isinstance(frame, EventFrame)][-1]
         numbered(site, topic, 5, 10)
         waiting = asyncio.create_task(serving.all(search, last_event_id=last.cursor))
         done, _ = await asyncio.wait({waiting}, timeout=1.0)
@@ -257,7 +257,7 @@ async def test_a_topic_that_is_read_before_the_search_is_registered_belongs_to_t
     async with site.serving() as serving:
         register = serving.grep.parts.searches.register
 
-        async def late(search: Search, now_ms: int) -> Life:
+        async def late(search: Search, now_ms: int) -> SearchLife:
             numbered(site, site.topic("new"), 0, 3)
             site.live()
             return await register(search, now_ms)
@@ -293,7 +293,7 @@ async def test_events_larger_than_the_window_are_all_sent(site: Site) -> None:
         with site.at_work():
             frames = await serving.all(search, start="start", window=1024)
     assert ids(frames) == [f"{topic}:0:{n}" for n in range(12)]
-    assert [json.loads(frame.data)["data"]["n"] for frame in frames if isinstance(frame, Frame)] == list(range(12))
+    assert [json.loads(frame.data)["data"]["n"] for frame in frames if isinstance(frame, EventFrame)] == list(range(12))
 
 
 async def test_an_event_is_the_same_whether_it_was_kept_or_comes_from_kafka(
@@ -308,14 +308,14 @@ async def test_an_event_is_the_same_whether_it_was_kept_or_comes_from_kafka(
         with site.at_work():
             await following.until(len(wanted))
         await following.close()
-    kept = [frame.data for frame in following.frames if isinstance(frame, Frame)]
+    kept = [frame.data for frame in following.frames if isinstance(frame, EventFrame)]
     for shard in range(store.shards):
         for source in (f"{topic}:0", f"{topic}:1"):
             site.shards.run_all([(shard, ("DEL", site.shards.keys.kept(shard, source)))])
     async with site.serving() as serving:
-        begin = Place(Place.parse(following.frames[0].cursor).life, LIVE, Cursor((Position.START,)))
+        begin = SearchPlace(SearchPlace.parse(following.frames[0].cursor).life, LIVE, Cursor((Position.START,)))
         frames = await serving.all(search, after=str(begin))
-    assert [frame.data for frame in frames if isinstance(frame, Frame)] == kept
+    assert [frame.data for frame in frames if isinstance(frame, EventFrame)] == kept
 
 
 # What is refused.

@@ -9,13 +9,13 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorError, CursorGone
-from tailrace.log.request import Frame
+from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
 from tailrace.views.grep.leases import Watchdog
-from tailrace.views.grep.model import Life, Stretch, make_search
-from tailrace.views.grep.request import Place
-from tailrace.views.grep.store import VIEW, Registry
+from tailrace.views.grep.model import SearchLife, Stretch, make_search
+from tailrace.views.grep.request import SearchPlace
+from tailrace.views.grep.store import VIEW, SearchRegistry
 from tests.grep.site import Following, Site, assert_same, controls, facts, ids, numbered
 from tests.writing import NOON
 
@@ -31,9 +31,9 @@ async def test_a_cursor_of_another_search_or_of_no_part_is_refused(site: Site) -
         for given in ({"after": cursor}, {"last_event_id": cursor}, {"start": cursor}):
             with pytest.raises(CursorError, match="another search"):
                 await serving.open(other, **given)
-        place = Place.parse(cursor)
+        place = SearchPlace.parse(cursor)
         with pytest.raises(CursorError, match="no such part"):
-            await serving.open(one, after=str(Place(place.life, place.part + 100, place.cursor)))
+            await serving.open(one, after=str(SearchPlace(place.life, place.part + 100, place.cursor)))
 
 
 async def test_who_comes_back_after_the_search_was_forgotten_is_told_so_and_goes_on_live(site: Site) -> None:
@@ -123,7 +123,11 @@ async def test_a_topic_that_is_created_again_shows_nothing_of_itself_under_old_i
         frames = await waiting
         assert [fact["id"] for fact in facts(frames, "gap")] == old
         assert ids(frames) == [f"{topic}@1:0:{offset}" for offset in range(3)]
-        assert [json.loads(frame.data)["data"]["n"] for frame in frames if isinstance(frame, Frame)] == [100, 101, 102]
+        assert [json.loads(frame.data)["data"]["n"] for frame in frames if isinstance(frame, EventFrame)] == [
+            100,
+            101,
+            102,
+        ]
 
 
 @pytest.mark.parametrize("step", [60_000, -3_600_000])
@@ -173,7 +177,7 @@ async def test_what_a_task_appends_to_a_search_that_was_forgotten_does_not_stay(
         site.forget_search(search)
         watchdog.look()
         assert _of_life(site, life, stretch) == []
-        monkeypatch.setattr(Registry, "refresh", lambda *_: False)
+        monkeypatch.setattr(SearchRegistry, "refresh", lambda *_: False)
         numbered(site, topic, 5, 8)
         site.live()
         site.scanner.take(life, stretch, stretch.ranges)
@@ -186,7 +190,7 @@ async def test_what_a_task_appends_to_a_search_that_was_forgotten_does_not_stay(
         assert site.shards.run_all([(0, ("HLEN", site.shards.keys.dropped()))]) == [0]
 
 
-def _of_life(site: Site, life: Life, stretch: Stretch) -> list[bytes]:
+def _of_life(site: Site, life: SearchLife, stretch: Stretch) -> list[bytes]:
     """Return the keys, marks and shelves that there are of a life."""
     keys, shards = site.shards.keys, range(site.store.shards)
     pattern = f"{keys.prefix}:*{life.name}*"

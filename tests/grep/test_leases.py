@@ -12,14 +12,14 @@ from tailrace.log.name import shard_of
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep import leases as module
-from tailrace.views.grep.leases import Asked, Leases, Watchdog
-from tailrace.views.grep.model import Life, Stretch, make_search
-from tailrace.views.grep.store import Registry, Searches, scanning
+from tailrace.views.grep.leases import LeaseRequest, Leases, Watchdog
+from tailrace.views.grep.model import SearchLife, Stretch, make_search
+from tailrace.views.grep.store import Searches, SearchRegistry, scanning
 
 DAY_MS = 86_400_000
 
 
-async def registered(nodes: Nodes, topic: str = "orders") -> Life:
+async def registered(nodes: Nodes, topic: str = "orders") -> SearchLife:
     life = await Searches(nodes).register(make_search(topic, {"a": 1}), 1)
     await Searches(nodes).pin(life, {f"{topic}:0": 5})
     return life
@@ -96,7 +96,7 @@ async def test_a_lease_says_what_its_connection_asks_for_also_after_its_process_
     life = await registered(nodes)
     held = Leases(nodes)
     await held.beat()
-    asked = Asked(life.number, "-1h", 4096, "me")
+    asked = LeaseRequest(life.number, "-1h", 4096, "me")
     numbers = [await held.take(life.search.id, asked), await held.take(life.search.id)]
     found = connections(shards, life.search.id)
     assert found.keys() == {f"{held.process} {number}" for number in numbers}
@@ -158,8 +158,8 @@ async def test_a_search_that_is_followed_is_ended_by_force_only_and_its_connecti
     assert [mine[0] in one, mine[1] in two, mine[2] in two] == [False, False, True]
     assert followers(shards) == {other.search.id.encode(): b"1"}
     with pytest.raises(SearchEnded):
-        await one.take(life.search.id, Asked(life.number))
-    await one.take(life.search.id, Asked(again.number))
+        await one.take(life.search.id, LeaseRequest(life.number))
+    await one.take(life.search.id, LeaseRequest(again.number))
     assert await searches.pin(life, {"orders:0": 9}) == {"orders:0": 9}
     assert await searches.extend(life, 0, 1, 0, {"orders:0": (0, 5)})
     assert (await searches.pins(life), (await searches.stretches(life))[0]) == (None, [])
@@ -193,7 +193,7 @@ async def test_a_search_that_nobody_asks_for_is_forgotten_with_its_logs(nodes: N
     assert Watchdog(shards, DAY_MS).look() == ([], [])
     age(shards, life.search.id, DAY_MS)
     assert Watchdog(shards, DAY_MS).look() == ([], [life.name])
-    registry = Registry()
+    registry = SearchRegistry()
     registry.refresh(shards)
     assert registry.lives == {}
     assert await searches.pins(life) is None
@@ -222,7 +222,7 @@ def write(shards: Shards, name: str, source: str) -> None:
     assert shards.call(shard, "apply", *head, "A", name, 0, 1, 5, b"run")[0] == b"ok"
 
 
-def leftovers(shards: Shards, life: Life) -> list[bytes]:
+def leftovers(shards: Shards, life: SearchLife) -> list[bytes]:
     """Return the keys that are named after a search."""
     found = [node.execute_command("KEYS", f"{shards.keys.prefix}:*{life.search.id}*") for node in shards.primaries()]
     return [key for keys in found for key in keys]
@@ -234,5 +234,5 @@ def _marks(shards: Shards, shard: int) -> list[bytes]:
 
 
 def test_a_stretch_is_named_after_its_life_and_number() -> None:
-    life = Life(make_search("orders", {}), 7, 0)
+    life = SearchLife(make_search("orders", {}), 7, 0)
     assert Stretch(9, 0, {}).name(life) == f"{life.search.id}.7.9"

@@ -9,7 +9,7 @@ import pytest
 from tailrace.errors import CursorGone, StaleDriver
 from tailrace.log.request import AnyFrame, Moved
 from tailrace.views.grep import scan as module
-from tailrace.views.grep.model import Lost, Search, make_search
+from tailrace.views.grep.model import LostOffsets, Search, make_search
 from tailrace.views.grep.scan import GONE, LATER, Chunk, lost
 from tailrace.views.grep.store import note
 from tests.grep.site import HandScanner, Serving, Site, controls, facts, ids, numbered
@@ -190,7 +190,7 @@ async def test_a_driver_that_was_overtaken_says_nothing_of_what_another_one_has_
         life = await searches.register(EVERYTHING, NOON)
         [stretch], _ = await searches.stretches(life)
         with pytest.raises(StaleDriver):
-            note(site.shards, old, life, stretch, 1, [Lost(f"{topic}:0", 0, 5, "expired")])
+            note(site.shards, old, life, stretch, 1, [LostOffsets(f"{topic}:0", 0, 5, "expired")])
         assert facts(await serving.all(EVERYTHING, start="start"), "gap") == []
 
 

@@ -11,7 +11,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooFarBack
 from tailrace.http.service import now_ms
 from tailrace.log.event import iso_time
-from tailrace.log.request import Frame
+from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep.model import make_search
 from tests.grep.site import Following, Site, assert_same, facts, ids
@@ -70,7 +70,7 @@ async def test_what_comes_after_the_last_n_follows_and_is_resumed(site: Site) ->
             site.put([Record(10, b"k", b"{}", now_ms(), 0, topic)])
             assert await following.until(4) == [f"{topic}:0:{n}" for n in (7, 8, 9, 10)]
             await following.close()
-            second = [frame for frame in following.frames if isinstance(frame, Frame)][1]
+            second = [frame for frame in following.frames if isinstance(frame, EventFrame)][1]
             rest = await serving.all(search, last_event_id=second.cursor)
     assert ids(rest) == [f"{topic}:0:{n}" for n in (9, 10)]
 

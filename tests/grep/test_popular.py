@@ -12,7 +12,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep import leases as module
 from tailrace.views.grep.leases import Leases, Watchdog
-from tailrace.views.grep.model import Life, make_search
+from tailrace.views.grep.model import SearchLife, make_search
 from tailrace.views.grep.store import Searches
 
 WINDOW_MS = 600_000
@@ -23,7 +23,7 @@ WEEK_MS = 7 * DAY_MS
 _numbers = count()
 
 
-async def begun(nodes: Nodes) -> Life:
+async def begun(nodes: Nodes) -> SearchLife:
     """A search of its own, which nobody follows."""
     return await Searches(nodes).register(make_search("orders", {"n": next(_numbers)}), 1)
 
@@ -33,7 +33,7 @@ def window(shards: Shards) -> int:
     return int(seconds) * 1000 // WINDOW_MS
 
 
-def popular(shards: Shards, life: Life) -> int:
+def popular(shards: Shards, life: SearchLife) -> int:
     """Return how many connections are counted for a search in the last two windows: one may end while a test runs."""
     now = window(shards)
     counted = shards.run_all([(0, ("HGET", shards.keys.popular(w), life.search.id)) for w in (now, now - 1)])
@@ -53,13 +53,13 @@ def next_window(shards: Shards) -> None:
             shards.run_all([(0, ("HSET", key, connection, b"%s %d" % (search, int(began) - 2)))])
 
 
-def use(shards: Shards, life: Life) -> float:
+def use(shards: Shards, life: SearchLife) -> float:
     """Return how much a search is used, as connections of now."""
     [score] = shards.run_all([(0, ("ZSCORE", shards.keys.uses(), life.search.id))])
     return 0.0 if score is None else float(2 ** (float(score) - window(shards) / HALF_LIFE))
 
 
-def grow_old(shards: Shards, life: Life, ms: int) -> None:
+def grow_old(shards: Shards, life: SearchLife, ms: int) -> None:
     """Let it be so long ago that a search was used, and followed."""
     shards.run_all(
         [
@@ -139,7 +139,7 @@ async def test_the_use_of_a_search_is_the_sum_over_its_windows_halved_with_every
 # Which are forgotten.
 
 
-async def _used(nodes: Nodes, times: int) -> Life:
+async def _used(nodes: Nodes, times: int) -> SearchLife:
     life, held = await begun(nodes), Leases(nodes)
     for _ in range(times):
         await held.give_up(await held.take(life.search.id))
@@ -206,6 +206,6 @@ async def test_a_search_too_many_is_refused_until_one_that_nobody_was_promised_m
     assert shards.run_all([(0, ("HLEN", shards.keys.dropping()))]) == [0]
 
 
-async def _used_again(held: Leases, life: Life) -> Life:
+async def _used_again(held: Leases, life: SearchLife) -> SearchLife:
     await held.give_up(await held.take(life.search.id))
     return life

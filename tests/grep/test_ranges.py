@@ -5,7 +5,7 @@ from __future__ import annotations
 from confluent_kafka import Producer
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.kafka.consume import Ranges, shared_out
+from tailrace.kafka.consume import RangeReader, shared_out
 from tailrace.valkey.shards import StoreOptions
 from tests.grep.rig import random_records
 from tests.grep.site import Site
@@ -16,7 +16,7 @@ def read(site: Site, ranges: dict[str, tuple[int, int]], wanted: bytes | None = 
     passes = None if wanted is None else lambda _, value: wanted in value
     found: list[str] = []
     size = 0
-    for records, read_bytes in Ranges({"bootstrap.servers": site.kafka, "log_level": 0})(ranges, passes):
+    for records, read_bytes in RangeReader({"bootstrap.servers": site.kafka, "log_level": 0})(ranges, passes):
         size += read_bytes
         found += [] if records is None else [f"{records.source}:{offset}" for offset in records.offsets]
     return found, size

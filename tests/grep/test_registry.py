@@ -12,8 +12,8 @@ import pytest
 
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.grep.model import Life, make_search
-from tailrace.views.grep.store import Kept, Registry, Searches, finish, keep, scanning
+from tailrace.views.grep.model import SearchLife, make_search
+from tailrace.views.grep.store import KeptRecords, Searches, SearchRegistry, finish, keep, scanning
 
 A, B = make_search("posts", {"a": 1}), make_search("posts", {"b": 1})
 HOUR = 3_600_000
@@ -95,10 +95,10 @@ async def test_what_somebody_waits_for_is_scanned_first(shards: Shards) -> None:
 
 
 async def test_a_task_sees_every_search_that_was_registered_before_it_looked(shards: Shards) -> None:
-    registry = Registry()
+    registry = SearchRegistry()
     assert not registry.refresh(shards)
     async with _services(shards, 1) as (searches,):
-        lives: list[Life] = []
+        lives: list[SearchLife] = []
         for i in range(20):
             lives.append(await searches.register(make_search("posts", {"n": i}), i))
             assert registry.refresh(shards)
@@ -143,7 +143,7 @@ def test_what_is_kept_of_a_source_is_the_newest_that_fits_and_never_goes_back(sh
         shelf, most = chance.choice(list(shelves)), 1000
         offset = max(0, offset + chance.choice((1, 1, 5, 40, 0, -3, -200)))
         run = chance.randbytes(chance.choice((1, 50, 200, 400, 1000, 1001, 3000)))
-        keep(shards, [Kept(1, shelf, offset, 2, run)], most, HOUR)
+        keep(shards, [KeptRecords(1, shelf, offset, 2, run)], most, HOUR)
         model = shelves[shelf]
         if len(run) <= most and (not model or model[-1][0] < offset):
             model.append((offset, 2, run))
@@ -155,29 +155,29 @@ def test_what_is_kept_of_a_source_is_the_newest_that_fits_and_never_goes_back(sh
 
 
 def test_records_that_are_too_large_to_be_kept_do_not_hinder_those_that_come_again(shards: Shards) -> None:
-    large = [Kept(1, "posts:0", offset, 1, bytes(2000)) for offset in (10, 20)]
+    large = [KeptRecords(1, "posts:0", offset, 1, bytes(2000)) for offset in (10, 20)]
     for _ in range(2):  # a task that was killed is run again from the start
         keep(shards, large, 1000, HOUR)
     assert _shelf(shards, "posts:0") == []
-    keep(shards, [Kept(1, "posts:0", 5, 1, b"small")], 1000, HOUR)
+    keep(shards, [KeptRecords(1, "posts:0", 5, 1, b"small")], 1000, HOUR)
     assert _shelf(shards, "posts:0") == [(5, 1, b"small")]
 
 
 def test_what_is_kept_goes_by_itself_and_begins_anew(shards: Shards) -> None:
-    keep(shards, [Kept(1, "posts:0", 100, 1, bytes(600))], 1000, HOUR)
+    keep(shards, [KeptRecords(1, "posts:0", 100, 1, bytes(600))], 1000, HOUR)
     key = shards.keys.kept(1, "posts:0")
     [left] = shards.run_all([(1, ("PTTL", key))])
     assert 0 < left <= HOUR
     shards.run_all([(1, ("PEXPIRE", key, 0))])
     assert _shelf(shards, "posts:0") == []
-    keep(shards, [Kept(1, "posts:0", 7, 1, bytes(500))], 1000, HOUR)
+    keep(shards, [KeptRecords(1, "posts:0", 7, 1, bytes(500))], 1000, HOUR)
     assert [last for last, _, _ in _shelf(shards, "posts:0")] == [7]
     assert _bytes(shards, "posts:0") == 500
 
 
 def test_shelves_of_different_sources_and_shards_do_not_mix(shards: Shards) -> None:
     given: list[Any] = [(0, "posts:0"), (1, "posts:0"), (1, "posts:1"), (1, "~3~posts:0"), (1, "posts@1:0")]
-    keep(shards, [Kept(shard, shelf, 1, 1, f"{shard}{shelf}".encode()) for shard, shelf in given], 1000, HOUR)
+    keep(shards, [KeptRecords(shard, shelf, 1, 1, f"{shard}{shelf}".encode()) for shard, shelf in given], 1000, HOUR)
     assert [_shelf(shards, shelf, shard) for shard, shelf in given] == [
         [(1, 1, f"{shard}{shelf}".encode())] for shard, shelf in given
     ]

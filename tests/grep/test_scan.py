@@ -22,7 +22,7 @@ from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import scan as module
-from tailrace.views.grep.model import Life, Search, Stretch, make_search
+from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
 from tailrace.views.grep.store import scanning
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.grep.rig import random_records, random_search, read_log
@@ -69,7 +69,7 @@ def fill(site: Site) -> list[str]:
     return topics
 
 
-async def asked_for(site: Site, search: Search, since_ms: int = 0) -> tuple[Life, list[Stretch]]:
+async def asked_for(site: Site, search: Search, since_ms: int = 0) -> tuple[SearchLife, list[Stretch]]:
     """Ask for the past as a feed does; return the stretches."""
     async with site.serving() as serving:
         feed = await serving.open(search, start=iso_time(since_ms) if since_ms else "start")
@@ -79,7 +79,7 @@ async def asked_for(site: Site, search: Search, since_ms: int = 0) -> tuple[Life
         return life, stretches
 
 
-async def logged(site: Site, life: Life, stretches: list[Stretch]) -> list[str]:
+async def logged(site: Site, life: SearchLife, stretches: list[Stretch]) -> list[str]:
     """Return what the logs of stretches have, the oldest first."""
     logs = [await read_log(site.store, stretch.name(life)) for stretch in reversed(stretches)]
     return [f"{source}:{offset}" for log in logs for source, offset in log]
@@ -153,7 +153,7 @@ async def test_a_scan_that_is_stopped_in_the_middle_is_finished_by_the_next_driv
     assert_same(await logged(site, life, stretches), site.ids(site.offline(search)))
 
 
-def _marks(site: Site, life: Life, stretch: Stretch) -> list[bytes | None]:
+def _marks(site: Site, life: SearchLife, stretch: Stretch) -> list[bytes | None]:
     shard = shard_of(stretch.name(life), site.store.shards)
     key = site.shards.keys.marks(shard, "matches")
     [stored] = site.shards.run_all([(shard, ("HMGET", key, *map(stretch.mark, stretch.ranges)))])

@@ -15,9 +15,9 @@ from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
-from tailrace.log.request import AnyFrame, Frame
+from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.log.segment import PACKED, SEALED, Log
-from tailrace.log.store import Registry, write_row
+from tailrace.log.store import LogRegistry, write_row
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.audit import Auditing
 from tailrace.upkeep.job import now_ms, run_job
@@ -25,8 +25,8 @@ from tailrace.upkeep.loop import jobs_of
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.spark import Spread
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.grep.feed import Grep
-from tailrace.views.grep.model import Life, Search, make_search
+from tailrace.views.grep.feed import GrepFeeds
+from tailrace.views.grep.model import Search, SearchLife, make_search
 from tailrace.views.grep.store import VIEW
 from tests.grep.rig import read_log, register
 from tests.grep.site import Following, Site, controls, facts, ids, numbered
@@ -42,7 +42,7 @@ def settings_of(store: StoreOptions, **flags: object) -> Settings:
 
 
 def log_of(shards: Shards, name: str) -> Log:
-    return Registry(shards, VIEW).logs([name])[0].log
+    return LogRegistry(shards, VIEW).logs([name])[0].log
 
 
 def grow_old(shards: Shards, name: str, ms: int) -> None:
@@ -61,11 +61,11 @@ def grow_old(shards: Shards, name: str, ms: int) -> None:
 
 
 def packed(settings: Settings) -> dict[str, Any]:
-    return dict(run_job(settings, pack.Packing(VIEW, pack.Rules.of(settings, VIEW))))
+    return dict(run_job(settings, pack.Packing(VIEW, pack.PackRules.of(settings, VIEW))))
 
 
 def swept(settings: Settings) -> dict[str, Any]:
-    return dict(run_job(settings, sweep.Sweeping(VIEW, sweep.Rules.of(settings, VIEW))))
+    return dict(run_job(settings, sweep.Sweeping(VIEW, sweep.SweepRules.of(settings, VIEW))))
 
 
 def memory(shards: Shards, name: str) -> int:
@@ -77,7 +77,7 @@ def memory(shards: Shards, name: str) -> int:
 
 
 def cursors(frames: Sequence[AnyFrame]) -> list[str]:
-    return [frame.cursor for frame in frames if isinstance(frame, Frame)]
+    return [frame.cursor for frame in frames if isinstance(frame, EventFrame)]
 
 
 # Packing.
@@ -274,5 +274,5 @@ def test_a_retention_that_breaks_the_promise_to_readers_is_warned_of(store: Stor
     assert "grep.keep = '1d'" in warning
 
 
-async def _life(grep: Grep, search: Search) -> Life:
+async def _life(grep: GrepFeeds, search: Search) -> SearchLife:
     return await grep.parts.searches.register(search, now_ms())

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tailrace.log.event import Source, home_of
+from tailrace.log.event import Partition, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import decode
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tailrace.views.folds.driver import begin_matches
-from tailrace.views.grep.model import Life, make_search
+from tailrace.views.grep.model import SearchLife, make_search
 from tests.grep.rig import BEYOND, by_source, finds, random_records, random_search, read_log, register, source_of
 from tests.writing import NOON, Record, Writer, batch
 
@@ -26,7 +26,7 @@ TOPICS = (".*", "posts", ("views",), ("posts", "views"), ("nothing",))
 
 def kept(shards: Shards, source: str) -> dict[int, dict[str, Any]]:
     """Return what is kept of a source, as frames, by offset."""
-    shard = home_of(Source.parse(source), shards.options.shards)
+    shard = home_of(Partition.parse(source), shards.options.shards)
     [entries] = shards.run_all([(shard, ("XRANGE", shards.keys.kept(shard, source), "-", "+"))])
     found: dict[int, dict[str, Any]] = {}
     for _, fields in entries:
@@ -45,7 +45,7 @@ class Replaying:
         self.options = options
         self.records = [random_records(self.chance, *source, 60) for source in SOURCES]
         self.reached = [0] * len(SOURCES)
-        self.lives: list[tuple[Life, list[int]]] = []
+        self.lives: list[tuple[SearchLife, list[int]]] = []
         """With how many records of each source there were when each was pinned."""
 
     def register(self) -> None:
@@ -124,9 +124,9 @@ async def test_every_log_has_every_match_once_and_in_order_whatever_is_replayed(
                 assert frame["data"] == json.loads(record.value or b"")
 
 
-def _all_in_one_shard(shards: Shards, count: int) -> list[Life]:
+def _all_in_one_shard(shards: Shards, count: int) -> list[SearchLife]:
     """Searches whose logs are in one shard, all of which find a record whose x is 1."""
-    found: dict[int, list[Life]] = {}
+    found: dict[int, list[SearchLife]] = {}
     for i in range(10 * count):
         life = register(shards, make_search("posts", {"x": 1, f"no{i}": None}))
         mates = found.setdefault(shard_of(life.name, shards.options.shards), [])

@@ -7,11 +7,11 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.timeuuid import order, stamp
 from tailrace.views.tags.model import Numbered, stamp_ms
-from tailrace.views.tags.rows.cursor import Part, Reads, Waits
-from tailrace.views.tags.rows.reading import Emitted, Lost, Reading
+from tailrace.views.tags.rows.cursor import Reads, TagPosition, Waits
+from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading
 
 NEVER = -(1 << 53)
 T0 = 1_800_000_000_000
@@ -24,17 +24,17 @@ class Row(msgspec.Struct, frozen=True):
     pid: str
     tag_seq: int
     stamp: UUID
-    place: Source
+    place: Partition
     offset: int
 
     @property
-    def id(self) -> tuple[Source, int]:
+    def id(self) -> tuple[Partition, int]:
         return self.place, self.offset
 
 
 def row(pid: str, number: int, ms: int, place: str = "theirs") -> Row:
     """An event that somebody else wrote, at a moment after T0."""
-    source = Source(place, 0)
+    source = Partition(place, 0)
     return Row(pid, number, stamp(T0 + ms, number, source), source, number)
 
 
@@ -44,22 +44,22 @@ class Store:
     def __init__(self) -> None:
         self.now = T0
         self.rows: dict[tuple[int, str, int], Row] = {}
-        self.marks: dict[Source, int] = {}
-        self.times: dict[Source, int] = {}
+        self.marks: dict[Partition, int] = {}
+        self.times: dict[Partition, int] = {}
         self._numbers: dict[str, Numbered] = {}
-        self._records: dict[Source, list[tuple[int, str, int]]] = {}
-        self._written: dict[Source, list[Row]] = {}
+        self._records: dict[Partition, list[tuple[int, str, int]]] = {}
+        self._written: dict[Partition, list[Row]] = {}
         """Rows of a window that is under way, or that a crash has left."""
 
     def put(self, *rows: Row) -> None:
         for each in rows:
             self.rows[order(each.stamp), each.pid, each.tag_seq] = each
 
-    def produce(self, place: Source, pid: str, age_ms: int, step: int) -> None:
+    def produce(self, place: Partition, pid: str, age_ms: int, step: int) -> None:
         records = self._records.setdefault(place, [])
         records.append(((records[-1][0] if records else 0) + step, pid, self.now - age_ms))
 
-    def write(self, place: Source, count: int, some: Sequence[int]) -> None:
+    def write(self, place: Partition, count: int, some: Sequence[int]) -> None:
         """Write some rows of a window of so many records, in some order; its mark does not move."""
         window, _, _ = self._window(place, count)
         for i in some:
@@ -67,7 +67,7 @@ class Store:
                 self.put(window[i])
                 self._written.setdefault(place, []).append(window[i])
 
-    def apply(self, place: Source, count: int) -> None:
+    def apply(self, place: Partition, count: int) -> None:
         """Write a whole window, then move the mark."""
         window, numbers, ms = self._window(place, count)
         if not window:
@@ -82,7 +82,7 @@ class Store:
         self.times[place] = ms
         self.marks[place] = window[-1].offset
 
-    def _window(self, place: Source, count: int) -> tuple[list[Row], dict[str, Numbered], int]:
+    def _window(self, place: Partition, count: int) -> tuple[list[Row], dict[str, Numbered], int]:
         mark = self.marks.get(place, -1)
         window = [record for record in self._records.get(place, ()) if record[0] > mark][:count]
         if window and place not in self.times:
@@ -121,10 +121,10 @@ def quiet(waits: Waits | None = None, **changes: int | None) -> Reads:
 class Reader:
     """Reads a store as a feed does."""
 
-    def __init__(self, store: Store, start: Part, reads: Reads, *, from_beginning: bool = False) -> None:
+    def __init__(self, store: Store, start: TagPosition, reads: Reads, *, from_beginning: bool = False) -> None:
         self.store = store
         self.reading: Reading[Row] = Reading(start, reads, from_beginning=from_beginning, now_ms=store.now)
-        self.out: list[Emitted[Row] | Lost] = []
+        self.out: list[Emitted[Row] | LostNumbers] = []
         self._next: tuple[int, str, int] | UUID | None = None
         self._to = start.low
 
@@ -133,15 +133,15 @@ class Reader:
         return [each.row for each in self.out if isinstance(each, Emitted)]
 
     @property
-    def lost(self) -> list[Lost]:
-        return [each for each in self.out if isinstance(each, Lost)]
+    def lost(self) -> list[LostNumbers]:
+        return [each for each in self.out if isinstance(each, LostNumbers)]
 
     @property
     def names(self) -> list[str]:
         """What was delivered, as p1:2."""
         return [f"{each.pid}:{each.tag_seq}" for each in self.rows]
 
-    def begin(self, until: UUID | None = None, between: Source | None = None) -> None:
+    def begin(self, until: UUID | None = None, between: Partition | None = None) -> None:
         """Begin to read on; a window of a place may be applied after the floors are read, and before the marks are."""
         store, reading = self.store, self.reading
         floors = dict(store.times)

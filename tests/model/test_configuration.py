@@ -14,9 +14,9 @@ from tailrace.views.sessions.configuration import (
     BadConfiguration,
     Channels,
     Configuration,
+    LookupTable,
     Rational,
-    Table,
-    Text,
+    TextTable,
 )
 
 CAR: dict[str, Any] = {
@@ -103,7 +103,7 @@ def test_conversions_are_found_by_name_and_applied_with_the_parameters_own_steps
     assert gear.conversion.convert(np.array([0x1F, 0x0F, 0x7F], "u1")) == ["1", "N", "?"]
     assert list(flags.conversion.convert(np.array([-3], "i2"))) == [-4.5]
     assert list(table.conversion.convert(np.array([5], "u2"))) == [2.5]
-    assert isinstance(table.conversion.how, Table)
+    assert isinstance(table.conversion.how, LookupTable)
 
 
 def test_a_conversion_that_says_nothing_changes_nothing() -> None:
@@ -225,7 +225,7 @@ def test_slips_that_do_no_harm_are_told(parameter: dict[str, Any], told: str) ->
     configuration = _parse({"a": app})
     assert len(configuration.warnings) == 1
     assert told in configuration.warnings[0]
-    assert not isinstance(configuration.parameters[0].conversion.how, Text)
+    assert not isinstance(configuration.parameters[0].conversion.how, TextTable)
 
 
 @pytest.mark.parametrize("mask", ["ffffffff", "FFFFFFFF", "0xffffffff", None])

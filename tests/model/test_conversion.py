@@ -11,7 +11,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.configuration import MISPRINTED_UNIT, UNIT, Conversion, Formula, Rational, Table, Text
+from tailrace.views.sessions.configuration import (
+    MISPRINTED_UNIT,
+    UNIT,
+    Conversion,
+    Formula,
+    LookupTable,
+    Rational,
+    TextTable,
+)
 
 
 def _converted(conversion: Conversion, raw: Sequence[float], type_: str = "f8") -> list[float]:
@@ -60,7 +68,7 @@ def test_where_the_divisor_is_0_the_value_is_infinite_or_not_a_number() -> None:
     assert math.isnan(odd[1])
 
 
-TABLE = Table((0.0, 10.0, 20.0), (0.0, 100.0, 50.0))
+TABLE = LookupTable((0.0, 10.0, 20.0), (0.0, 100.0, 50.0))
 
 
 @pytest.mark.parametrize(
@@ -71,18 +79,18 @@ def test_a_table_steps_or_is_interpolated_and_ends_in_its_first_and_last_values(
     raw: float, stepped: float, between: float
 ) -> None:
     assert _converted(Conversion(TABLE), [raw]) == [stepped]
-    line = Conversion(Table(TABLE.raw, TABLE.calibrated, interpolated=True))
+    line = Conversion(LookupTable(TABLE.raw, TABLE.calibrated, interpolated=True))
     assert _converted(line, [raw]) == [pytest.approx(between)]
 
 
 def test_what_is_no_number_is_none_in_a_table_either() -> None:
     for interpolated in (False, True):
-        (value,) = _converted(Conversion(Table((0.0, 1.0), (5.0, 6.0), interpolated)), [math.nan])
+        (value,) = _converted(Conversion(LookupTable((0.0, 1.0), (5.0, 6.0), interpolated)), [math.nan])
         assert math.isnan(value)
 
 
 def test_a_text_is_that_of_the_equal_key_or_the_default_and_takes_no_offset() -> None:
-    gears = Conversion(Text({0.0: "N", 1.0: "1", 255.0: "R"}, "?"), offset=5)
+    gears = Conversion(TextTable({0.0: "N", 1.0: "1", 255.0: "R"}, "?"), offset=5)
     assert gears.convert(np.array([1, 0, 255, 7, 1], "u1")) == ["1", "N", "R", "?", "1"]
     assert gears.convert(np.array([1.0, math.nan, 1.5])) == ["1", "?", "?"]
     assert gears.convert(np.array([], "u1")) == []

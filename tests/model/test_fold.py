@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collect
 from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Input, Time, Windows, offsets_of, remember
-from tailrace.views.folds.rule import Reader, Rule, Taken, folded
+from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded
 
 RULE = Rule(
     name="r",
@@ -94,7 +94,7 @@ class Held:
         self.state = self.folding.dump(clumps) if clumps else b""
 
 
-_reader = Reader(RULE)
+_reader = RuleReader(RULE)
 _taken = {document: _reader.read(document) for document in DOCUMENTS}
 
 

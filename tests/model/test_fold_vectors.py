@@ -15,7 +15,7 @@ import pytest
 
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Clump, Finished, Folding, Input, Windows
-from tailrace.views.folds.rule import Reader, Rule, Taken, folded
+from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded
 
 Held: TypeAlias = "dict[bytes, list[Clump]]"
 
@@ -209,7 +209,7 @@ VECTORS = {
 
 def _play(vector: Vector) -> tuple[list[Fold], Held]:
     """Let the steps of an example happen; return what was given out, in order, and what is still held."""
-    reader, folding = Reader(RULE), Folding(RULE.collect, vector.windows)
+    reader, folding = RuleReader(RULE), Folding(RULE.collect, vector.windows)
     groups: Held = {}
     given: list[Fold] = []
     frontier = 0
@@ -255,7 +255,7 @@ def test_v16_six_posts_of_two_accounts_are_two_folds() -> None:
     rule = Rule(
         "accounts", "posts", (("account_id",),), (Collect("metrics", "keys", ("metrics",)),), Windows(1000, 10_000)
     )
-    reader, folding = Reader(rule), rule.folding()
+    reader, folding = RuleReader(rule), rule.folding()
     groups: Held = {}
     new = 0
     for offset, value in enumerate(SEED):

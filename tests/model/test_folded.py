@@ -10,7 +10,7 @@ import msgspec
 from tailrace.log.name import key_elements
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Finished, Input, Windows
-from tailrace.views.folds.rule import Reader, Rule, Taken, folded, stream_of
+from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded, stream_of
 
 NOON = 1_789_200_000_000
 
@@ -26,7 +26,7 @@ RULE = Rule(
 
 def _closed(rule: Rule, *events: tuple[int, str, int, bytes]) -> tuple[bytes, Finished]:
     """Return the group and the one fold of events that are given in any order."""
-    reader, folding, clumps, group = Reader(rule), rule.folding(), [], b""  # type: ignore[var-annotated]
+    reader, folding, clumps, group = RuleReader(rule), rule.folding(), [], b""  # type: ignore[var-annotated]
     for time, source, offset, value in events:
         taken = reader.read(value)
         assert isinstance(taken, Taken)
@@ -103,7 +103,7 @@ def test_its_key_leads_to_the_stream_of_its_rule() -> None:
 def test_a_late_event_names_the_fold_and_is_told_with_its_own_time() -> None:
     rule = msgspec.structs.replace(RULE, group=())
     folding, clumps = rule.folding(), []  # type: ignore[var-annotated]
-    taken = Reader(rule).read(b"{}")
+    taken = RuleReader(rule).read(b"{}")
     assert isinstance(taken, Taken)
     folding.absorb(clumps, [Input(NOON, "posts:0", 5, taken.size, taken.values)], NOON)
     folding.absorb(clumps, [Input(NOON - 9000, "posts:1", 6, taken.size, taken.values)], NOON + 10)

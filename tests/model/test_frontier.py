@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.driver.watermark import KEPT, Course
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 
-A, B = Source("a", 0), Source("b", 0)
+A, B = Partition("a", 0), Partition("b", 0)
 
 
 def test_time_is_the_clock_where_everything_is_applied() -> None:
@@ -77,7 +77,7 @@ def test_by_events_time_stands_at_the_records_while_there_are_more_and_then_goes
 def test_nothing_that_is_still_to_be_applied_lies_before_the_frontier(data: st.DataObject) -> None:
     """Sources are written at the pace of a clock, listed now and then, and applied in batches, in any order."""
     clock, course = 0, Course({A: 0, B: 0})
-    written: dict[Source, list[int]] = {A: [], B: []}
+    written: dict[Partition, list[int]] = {A: [], B: []}
     done = {A: 0, B: 0}
     for step in data.draw(st.lists(st.sampled_from(["write a", "write b", "list", "apply a", "apply b"]), max_size=80)):
         clock += data.draw(st.integers(1, 50))

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.columns import Note, Notes
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.pack import digest, pack, unpack
-from tailrace.log.run import Entry, Run, decode, encode
+from tailrace.log.run import NumberedRun, Run, decode, encode
 from tests.writing import NOON
 
 _note = st.builds(
@@ -31,7 +31,7 @@ def _runs(draw: st.DrawFn) -> list[Run]:
         if draw(st.booleans()):
             notes = [note._replace(seq=offset) for note, offset in zip(notes, offsets, strict=True)]
         values = [b"{}"] * len(notes)
-        runs.append(Run.of(Source("t", 0), offsets, times, [None], None, values, Notes.of(notes, offsets, times)))
+        runs.append(Run.of(Partition("t", 0), offsets, times, [None], None, values, Notes.of(notes, offsets, times)))
         offset += len(notes) + draw(st.integers(0, 2))
     return runs
 
@@ -42,9 +42,9 @@ def _notes(runs: list[Run]) -> list[Note]:
 
 @given(_runs())
 def test_notes_are_the_same_after_they_were_stored_and_packed(runs: list[Run]) -> None:
-    entries, number = list[Entry](), 0
+    entries, number = list[NumberedRun](), 0
     for run in runs:
-        entries.append(Entry(number + 1, number + len(run), NOON, run, 100))
+        entries.append(NumberedRun(number + 1, number + len(run), NOON, run, 100))
         number += len(run)
     assert _notes([decode(encode(run)) for run in runs]) == _notes(runs)
     packed = list(unpack(pack(entries)))
@@ -60,4 +60,4 @@ def test_a_changed_number_changes_the_digest(runs: list[Run]) -> None:
     other = Run.of(
         run.source, run.offsets, run.times, run.keys, None, run.values, Notes.of(rows, run.offsets, run.times)
     )
-    assert digest([Entry(1, len(run), NOON, run, 1)]) != digest([Entry(1, len(run), NOON, other, 1)])
+    assert digest([NumberedRun(1, len(run), NOON, run, 1)]) != digest([NumberedRun(1, len(run), NOON, other, 1)])

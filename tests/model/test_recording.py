@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tailrace.views.sessions.burst import parse as parse_burst
 from tailrace.views.sessions.burst import unpack
-from tailrace.views.sessions.recording import STORED, Catalogue, Recorder, Written
-from tailrace.views.sessions.telemetry import Open, parse
+from tailrace.views.sessions.recording import STORED, Catalogue, PendingWrites, Recorder
+from tailrace.views.sessions.telemetry import OpenSession, parse
 
 MS = 1_000_000
 T0 = 1_789_214_400_000 * MS
@@ -26,12 +26,12 @@ def take(recorder: Recorder, offset: int, session: str, **record: Any) -> str:
     return recorder.take(offset, offset, session, parsed, faults).kind
 
 
-def messages(written: Written, session: str = "a") -> list[Any]:
+def messages(written: PendingWrites, session: str = "a") -> list[Any]:
     bursts = [parse_burst(unpack(data, "block")) for name, data in written.entries if name == session]
     return [message for burst in bursts for message in burst.data]
 
 
-def kinds(written: Written, session: str = "a") -> list[str]:
+def kinds(written: PendingWrites, session: str = "a") -> list[str]:
     return [message.WhichOneof("data") for message in messages(written, session)]
 
 
@@ -76,10 +76,10 @@ def test_no_samples_pass_an_update_or_a_row_of_their_channel() -> None:
 def test_a_second_life_is_not_written_together_with_the_first() -> None:
     made = recorder()
     assert [take(made, i, "a", type=kind) for i, kind in enumerate(("open", "close"))] == ["stored"] * 2
-    assert made.must_write("a", Open())
-    assert not made.must_write("b", Open())
+    assert made.must_write("a", OpenSession())
+    assert not made.must_write("b", OpenSession())
     (first,) = made.write().sessions
-    assert not made.must_write("a", Open())
+    assert not made.must_write("a", OpenSession())
     assert take(made, 2, "a", type="open") == "stored"
     (second,) = made.write().sessions
     assert (first.state, first.opened, second.state, second.opened) == ("closed", 0, "open", 2)
@@ -98,7 +98,7 @@ def test_a_session_that_is_known_by_its_end_only_is_opened_and_closed() -> None:
 def test_nothing_that_can_be_used_opens_no_session_and_an_empty_record_is_a_sign_of_life() -> None:
     made = recorder()
     assert take(made, 0, "a", type="data", periodic=[{"channel": 1, "start": T0, "values": [1, 2]}]) == "dead"
-    assert made.write() == Written((), (), {})
+    assert made.write() == PendingWrites((), (), {})
     assert take(made, 1, "a", type="data") == "stored"
     assert made.write().sessions[0].heard == 1
 
@@ -115,7 +115,7 @@ def test_however_records_are_divided_into_writes_the_samples_are_the_same(
 ) -> None:
     wanted: dict[int, list[int]] = {}
     found: dict[int, list[int]] = {}
-    made, written = recorder(), list[Written]()
+    made, written = recorder(), list[PendingWrites]()
     for offset, ((kind, channel, start, n), ends) in enumerate(records):
         times = [T0 + (start + i) * MS for i in range(n)]
         wanted.setdefault(channel, []).extend(times)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.valkey.entry_id import EntryId
-from tailrace.views.sessions.model import Limits, Weights, told_enough
+from tailrace.views.sessions.model import StreamLimits, Weights, told_enough
 
-PLENTY = Limits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
+PLENTY = StreamLimits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
 
 
 def weighed(*entries: tuple[int, int]) -> Weights:
@@ -19,8 +19,8 @@ def weighed(*entries: tuple[int, int]) -> Weights:
     return weights
 
 
-def limits(**given: int) -> Limits:
-    return Limits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **given})
+def limits(**given: int) -> StreamLimits:
+    return StreamLimits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **given})
 
 
 def test_with_room_for_everything_nothing_is_too_much() -> None:
@@ -70,12 +70,12 @@ def test_it_is_told_of_trimmed_entries_while_somebody_may_ask() -> None:
 
 
 _entries = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 50)), max_size=60)
-_limits = st.builds(Limits, st.integers(1, 20), st.integers(0, 300), st.integers(0, 60), st.integers(0, 500))
+_limits = st.builds(StreamLimits, st.integers(1, 20), st.integers(0, 300), st.integers(0, 60), st.integers(0, 500))
 
 
 @given(_entries, _limits)
 def test_what_is_left_is_within_all_limits_and_no_more_goes_than_must(
-    entries: list[tuple[int, int]], limits: Limits
+    entries: list[tuple[int, int]], limits: StreamLimits
 ) -> None:
     now = len(entries)
     weights = weighed(*entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.views.tags.rows.numbering import AGAIN, FILLS, IN_ORDER, Gap, RowNumbers
+from tailrace.views.tags.rows.numbering import AGAIN, FILLS, IN_ORDER, MissingNumbers, RowNumbers
 
 
 def take(numbers: RowNumbers, *rows: tuple[int, int]) -> list[str]:
@@ -24,7 +24,7 @@ def test_a_source_may_begin_anywhere_and_has_no_gap_after_that() -> None:
 def test_numbers_that_are_missing_are_told_with_the_stamps_around_them() -> None:
     numbers = RowNumbers()
     take(numbers, (1, 1), (2, 2), (6, 6), (8, 8))
-    assert list(numbers.gaps()) == [Gap("p", 3, 5, 1, 2), Gap("p", 7, 7, 2, 3)]
+    assert list(numbers.gaps()) == [MissingNumbers("p", 3, 5, 1, 2), MissingNumbers("p", 7, 7, 2, 3)]
 
 
 def test_a_row_written_twice_is_a_repeat_also_if_the_first_writing_was_not_complete() -> None:
@@ -52,4 +52,4 @@ def test_a_number_after_a_higher_one_is_out_of_order() -> None:
 def test_more_missing_numbers_than_there_is_room_for_are_told_as_one_gap(room: int) -> None:
     numbers = RowNumbers(most_missing=room)
     take(numbers, (1, 1), (9, 9))
-    assert list(numbers.gaps()) == [Gap("p", 2, 8, 0, 1)]
+    assert list(numbers.gaps()) == [MissingNumbers("p", 2, 8, 0, 1)]

@@ -15,7 +15,7 @@ from tailrace.errors import QueryError
 from tailrace.query import Record
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import OFFSET_BYTES, Input, Windows
-from tailrace.views.folds.rule import MAX_GROUP_BYTES, Reader, Rule, Taken, group_of
+from tailrace.views.folds.rule import MAX_GROUP_BYTES, Rule, RuleReader, Taken, group_of
 
 WINDOWS = Windows(10, 100)
 POSTS = Rule("posts", (), (("account_id",),), (Collect("metrics", "keys", ("metrics",)),), WINDOWS)
@@ -36,7 +36,7 @@ def _exact(text: str | bytes) -> Any:
 
 
 def _group(rule: Rule, value: bytes) -> bytes:
-    taken = Reader(rule).read(value)
+    taken = RuleReader(rule).read(value)
     assert isinstance(taken, Taken), taken
     return taken.group
 
@@ -58,7 +58,7 @@ def test_values_of_other_types_are_other_groups() -> None:
     "value", [b"{}", b'{"a":1}', b'{"a":1,"b":2}', b'{"a":1,"b":[{"c":1}]}', b"1", b"null", b'"a"', b"[1]", b"{", b""]
 )
 def test_an_event_without_its_group_is_not_folded(value: bytes) -> None:
-    assert Reader(_rule("a", "b.c")).read(value) == "no-group"
+    assert RuleReader(_rule("a", "b.c")).read(value) == "no-group"
 
 
 def test_a_missing_part_may_be_taken_for_null() -> None:
@@ -80,7 +80,7 @@ def test_a_rule_without_a_group_folds_all_events_into_one() -> None:
 
 
 def test_events_that_the_query_does_not_match_are_filtered() -> None:
-    reader = Reader(_rule("a", where={"kind": "post", "deep.n": 1}))
+    reader = RuleReader(_rule("a", where={"kind": "post", "deep.n": 1}))
     assert isinstance(reader.read(b'{"a":1,"kind":"post","deep":{"n":1.0}}'), Taken)
     assert reader.read(b'{"a":1,"kind":"post","deep":{"n":true}}') == "filtered"
     assert reader.read(b'{"a":1,"kind":"posts"}') == "filtered"
@@ -88,18 +88,18 @@ def test_events_that_the_query_does_not_match_are_filtered() -> None:
 
 
 def test_a_rule_takes_events_by_any_query() -> None:
-    reader = Reader(_rule("a", where={"metrics.likes": {"$gt": 5}}))
+    reader = RuleReader(_rule("a", where={"metrics.likes": {"$gt": 5}}))
     assert isinstance(reader.read(b'{"a":1,"metrics":{"likes":6}}'), Taken)
     assert isinstance(reader.read(b'{"a":1,"metrics":[{"likes":1},{"likes":7.5}]}'), Taken)
     for value in (b'{"a":1,"metrics":{"likes":5}}', b'{"a":1,"metrics":{"likes":"6"}}', b'{"a":1}', b"6"):
         assert reader.read(value) == "filtered"
     with pytest.raises(QueryError, match=r"\$gtt at 'a': unknown operator"):
-        Reader(_rule("a", where={"a": {"$gtt": 1}}))
+        RuleReader(_rule("a", where={"a": {"$gtt": 1}}))
 
 
 def test_a_rule_may_ask_for_more_than_the_value() -> None:
-    assert not Reader(_rule("a")).asks_record
-    reader = Reader(_rule("a", where={"$topic": {"$in": ["posts", "jobs"]}}))
+    assert not RuleReader(_rule("a")).asks_record
+    reader = RuleReader(_rule("a", where={"$topic": {"$in": ["posts", "jobs"]}}))
     assert reader.asks_record
     assert isinstance(reader.read(b'{"a":1}', Record("posts", 0, 0, 0)), Taken)
     assert reader.read(b'{"a":1}', Record("orders", 0, 0, 0)) == "filtered"
@@ -107,7 +107,7 @@ def test_a_rule_may_ask_for_more_than_the_value() -> None:
 
 
 def test_a_group_that_is_too_long_is_refused() -> None:
-    reader = Reader(_rule("a"))
+    reader = RuleReader(_rule("a"))
     fits = b"x" * (MAX_GROUP_BYTES - 4)
     assert isinstance(reader.read(b'{"a":"%b"}' % fits), Taken)
     assert reader.read(b'{"a":"%bx"}' % fits) == "group-too-long"
@@ -125,7 +125,7 @@ def test_each_collector_is_given_what_is_at_its_path() -> None:
         ),
     )
     value = b'{"a":1.0,"m":{"x":{"y": [ 1 ]},"z":0}}'
-    taken = Reader(rule).read(value)
+    taken = RuleReader(rule).read(value)
     assert isinstance(taken, Taken)
     assert taken.values == [("x", "z"), b"[ 1 ]", b"1.0", value, None]
     assert taken.group == b"[1]"
@@ -137,7 +137,7 @@ def test_an_event_adds_no_more_bytes_than_was_said(document: dict[str, Any]) -> 
     kinds = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
     collect = tuple(Collect(f"{kind}_{path}", kind, (path,)) for kind in kinds for path in ("m", "n", "l"))
     rule = _rule("a", missing="null", collect=collect)
-    taken = Reader(rule).read(json.dumps(document).encode())
+    taken = RuleReader(rule).read(json.dumps(document).encode())
     assert isinstance(taken, Taken)
     clumps: list[Any] = []
     rule.folding().absorb(clumps, [Input(0, "posts:0", 0, taken.size, taken.values)], 0)

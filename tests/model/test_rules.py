@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.event import Source, event_id, headers_json, iso_time, key_json, poison
+from tailrace.log.event import Partition, event_id, headers_json, iso_time, key_json, poison
 from tailrace.log.segment import bucket_start, day_text
 
 _json = st.recursive(
@@ -68,8 +68,8 @@ def test_days_are_utc() -> None:
 
 
 def test_ids_and_times_are_read_as_people_write_them() -> None:
-    assert event_id(Source("a.b-c_d", 3), 42) == "a.b-c_d:3:42"
-    assert Source.parse("a.b-c_d@2:3") == Source("a.b-c_d", 3, 2)
+    assert event_id(Partition("a.b-c_d", 3), 42) == "a.b-c_d:3:42"
+    assert Partition.parse("a.b-c_d@2:3") == Partition("a.b-c_d", 3, 2)
     assert iso_time(1_794_729_600_007) == "2026-11-15T08:00:00.007Z"
     assert iso_time(-1) == "1969-12-31T23:59:59.999Z"
     assert iso_time(1 << 62).startswith("@")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.run import Run, decode, encode
 from tests.writing import DAY, NOON
 
@@ -29,7 +29,7 @@ def _run(rows: list[tuple[int, int, bytes | None, list[tuple[str, bytes | None]]
         at += step
         offsets.append(at)
     return Run.of(
-        Source("topic", 3, 1),
+        Partition("topic", 3, 1),
         offsets,
         [row[1] for row in rows],
         [row[2] for row in rows],
@@ -46,13 +46,13 @@ def test_a_stored_run_has_the_same_records_with_the_same_bytes(
     assert run == _run(rows)
     assert run.times == [row[1] for row in rows]
     assert run.values == [row[4] for row in rows]
-    assert run.source == Source("topic", 3, 1)
+    assert run.source == Partition("topic", 3, 1)
     assert run.offsets[0] == rows[0][0]
 
 
 def test_a_frame_is_one_line_of_json_with_the_value_as_it_was_produced() -> None:
     value = b'{"b": 1.10,\r\n "a": 123456789012345678901234567890, "b": [] }'
-    run = Run.of(Source("jobs", 0), [42], [NOON], [b'["q","j"]'], [[("h", b"1"), ("h", b"2"), ("x", None)]], [value])
+    run = Run.of(Partition("jobs", 0), [42], [NOON], [b'["q","j"]'], [[("h", b"1"), ("h", b"2"), ("x", None)]], [value])
     (frame,) = run.frames(NOON - NOON % DAY)
     assert b"\n" not in frame
     assert b'"data":{"b": 1.10, "a": 123456789012345678901234567890, "b": [] }}' in frame
@@ -65,7 +65,7 @@ def test_a_frame_is_one_line_of_json_with_the_value_as_it_was_produced() -> None
 
 
 def test_a_record_stored_after_its_day_is_late_and_carries_its_generation() -> None:
-    run = Run.of(Source("jobs", 1, 2), [7, 9], [NOON - DAY, NOON], [b"k"], None, [b"1", b"2"])
+    run = Run.of(Partition("jobs", 1, 2), [7, 9], [NOON - DAY, NOON], [b"k"], None, [b"1", b"2"])
     late, fine = (json.loads(frame) for frame in run.frames(NOON - NOON % DAY))
     assert late["late"] is True
     assert "late" not in fine

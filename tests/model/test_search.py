@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.log.cursor import Cursor, FromEnd, FromStart, FromTime, Position
-from tailrace.query import Limits, Record
-from tailrace.views.grep.model import Life, Search, Stretch, make_search
+from tailrace.query import QueryLimits, Record
+from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
 from tailrace.views.grep.parts import EVERY_MS, Progress
-from tailrace.views.grep.request import GrepRequest, Place, make_grep_request
+from tailrace.views.grep.request import GrepRequest, SearchPlace, make_grep_request
 from tailrace.views.grep.scan import next_chunk
 from tests.model.query.generators import queries, shuffled
 
@@ -83,8 +83,8 @@ def test_a_query_is_refused_for_what_it_is_and_for_its_size() -> None:
     with pytest.raises(QueryError):
         make_search("", [])
     with pytest.raises(QueryError):
-        make_search("", {"a": {"$in": [1, 2, 3]}}, limits=Limits(in_members=2))
-    assert make_search("", {"a": {"$in": [1, 2]}}, '["x"]', Limits(in_members=2)).compiled().asks_record
+        make_search("", {"a": {"$in": [1, 2, 3]}}, limits=QueryLimits(in_members=2))
+    assert make_search("", {"a": {"$in": [1, 2]}}, '["x"]', QueryLimits(in_members=2)).compiled().asks_record
 
 
 # When two searches are the same.
@@ -112,7 +112,7 @@ def test_searches_that_differ_in_anything_have_different_ids() -> None:
 
 
 def test_no_two_logs_of_a_search_share_a_name_nor_two_marks() -> None:
-    lives = [Life(SEARCH, number, 0) for number in (1, 2, 12)]
+    lives = [SearchLife(SEARCH, number, 0) for number in (1, 2, 12)]
     stretches = [Stretch(number, 0, {}) for number in (1, 3, 23)]
     names = [life.name for life in lives] + [s.name(life) for life in lives for s in stretches]
     assert len(set(names)) == len(names)
@@ -147,7 +147,7 @@ def _asked_for(draw: st.DrawFn) -> list[tuple[Stretch, dict[str, int]]]:
 def test_chunks_cover_what_is_left_of_every_stretch_once_and_in_order(
     asked_for: list[tuple[Stretch, dict[str, int]]], most: int
 ) -> None:
-    life = Life(SEARCH, 9, 0)
+    life = SearchLife(SEARCH, 9, 0)
     left = {
         stretch.number: {
             source: (max(first, marks.get(source, -1) + 1), until)
@@ -183,7 +183,7 @@ def test_chunks_cover_what_is_left_of_every_stretch_once_and_in_order(
 
 def test_all_sources_of_a_stretch_come_to_their_end_together() -> None:
     stretch = Stretch(1, 0, {"a:0": (0, 1000), "b:0": (500, 510)})
-    chunk = next_chunk([(Life(SEARCH, 9, 0), stretch, {})], 101)
+    chunk = next_chunk([(SearchLife(SEARCH, 9, 0), stretch, {})], 101)
     assert chunk.ranges == {"a:0": (0, 100), "b:0": (500, 501)}
 
 
@@ -198,10 +198,10 @@ _states = st.builds(
 ) | st.builds(Cursor, st.builds(Position, _number, _number).map(lambda position: (position,)), ended=st.just(True))
 
 
-@given(st.builds(Place, _number, _number, _states))
-def test_a_place_is_read_back_as_it_was_written(place: Place) -> None:
-    assert Place.parse(str(place)) == place
-    assert Place.parse(f" {place}\n") == place
+@given(st.builds(SearchPlace, _number, _number, _states))
+def test_a_place_is_read_back_as_it_was_written(place: SearchPlace) -> None:
+    assert SearchPlace.parse(str(place)) == place
+    assert SearchPlace.parse(f" {place}\n") == place
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_place_is_read_back_as_it_was_written(place: Place) -> None:
 )
 def test_anything_else_is_no_place(text: str) -> None:
     with pytest.raises(CursorError):
-        Place.parse(text)
+        SearchPlace.parse(text)
 
 
 def _request(**given: Any) -> GrepRequest:
@@ -231,7 +231,7 @@ def test_a_date_is_a_time_and_no_cursor(text: str) -> None:
 def test_a_request_begins_where_it_says_or_at_the_end_when_it_follows() -> None:
     assert _request().start == FromEnd()
     assert _request(follow=False).start == _request(start="start").start == FromStart()
-    assert _request(start="3-0-7.9").start == _request(after="3-0-7.9").start == Place.parse("3-0-7.9")
+    assert _request(start="3-0-7.9").start == _request(after="3-0-7.9").start == SearchPlace.parse("3-0-7.9")
 
 
 def test_a_request_that_is_continued_knows_what_it_has_sent_and_since_when() -> None:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.client import connection as sse_reader
-from tailrace.client.sse_reader import Frame, SseReader
+from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.errors import TooLarge
 
 TEXT = st.text(st.characters(blacklist_characters="\r\n\0", blacklist_categories=["Cs"]), max_size=12)
 FRAMES = st.lists(
     st.builds(
-        Frame,
+        SseFrame,
         id=TEXT,
         event=st.sampled_from(["message", "caught-up", "gap", "end"]),
         data=st.none() | st.lists(TEXT, min_size=1, max_size=3).map(lambda lines: "\n".join(lines).encode()),
@@ -24,7 +24,7 @@ FRAMES = st.lists(
 )
 
 
-def written(frames: list[Frame], newline: str, heartbeat: bool) -> bytes:
+def written(frames: list[SseFrame], newline: str, heartbeat: bool) -> bytes:
     lines = []
     for frame in frames:
         lines += [f"id: {frame.id}"]
@@ -42,7 +42,7 @@ def cut(body: bytes, places: list[int]) -> list[bytes]:
 
 @given(FRAMES, st.sampled_from(["\n", "\r", "\r\n"]), st.booleans(), st.booleans(), st.lists(st.integers(0, 10_000)))
 def test_frames_are_the_same_however_the_bytes_are_cut(
-    frames: list[Frame], newline: str, heartbeat: bool, mark: bool, places: list[int]
+    frames: list[SseFrame], newline: str, heartbeat: bool, mark: bool, places: list[int]
 ) -> None:
     reader = SseReader()
     body = b"\xef\xbb\xbf" * mark + written(frames, newline, heartbeat)
@@ -52,14 +52,14 @@ def test_frames_are_the_same_however_the_bytes_are_cut(
 
 
 @given(FRAMES.filter(bool), st.integers(1, 10_000))
-def test_a_frame_that_was_cut_off_never_counts(frames: list[Frame], lost: int) -> None:
+def test_a_frame_that_was_cut_off_never_counts(frames: list[SseFrame], lost: int) -> None:
     whole, last = written(frames[:-1], "\n", False), written(frames[-1:], "\n", False)
     body = whole + last[: max(0, len(last) - lost)]
     assert SseReader().feed(body) == frames[:-1]
 
 
 def test_a_comment_is_no_frame_and_a_lone_id_moves_the_cursor() -> None:
-    assert SseReader().feed(b": alive\n\n\n\nid: 7.1\n\n") == [Frame("7.1", "message", None)]
+    assert SseReader().feed(b": alive\n\n\n\nid: 7.1\n\n") == [SseFrame("7.1", "message", None)]
 
 
 def test_the_wish_to_wait_is_kept_in_seconds() -> None:
@@ -71,9 +71,9 @@ def test_the_wish_to_wait_is_kept_in_seconds() -> None:
 def test_fields_are_read_as_the_standard_says() -> None:
     body = b"data\nid:a\nunknown: x\n\nid: b\0\ndata:  two\n\nid: c\nevent: gap\ndata: {}\n\n"
     assert SseReader().feed(body) == [
-        Frame("a", "message", b""),
-        Frame(None, "message", b" two"),
-        Frame("c", "gap", b"{}"),
+        SseFrame("a", "message", b""),
+        SseFrame(None, "message", b" two"),
+        SseFrame("c", "gap", b"{}"),
     ]
 
 

@@ -7,12 +7,12 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order, stamp
 
 _ms = st.integers(0, 4_000_000_000_000)
 _offset = st.integers(0, (1 << 44) - 1)
-_place = st.builds(Source, st.sampled_from(["a", "jobs", "orders-eu"]), st.integers(0, 100), st.integers(0, 3))
+_place = st.builds(Partition, st.sampled_from(["a", "jobs", "orders-eu"]), st.integers(0, 100), st.integers(0, 3))
 
 
 def _as_cassandra_compares(given: UUID) -> tuple[int, list[int]]:
@@ -21,20 +21,24 @@ def _as_cassandra_compares(given: UUID) -> tuple[int, list[int]]:
 
 
 @given(st.tuples(_ms, _offset, _place), st.tuples(_ms, _offset, _place))
-def test_stamps_sort_here_as_they_do_in_cassandra(one: tuple[int, int, Source], two: tuple[int, int, Source]) -> None:
+def test_stamps_sort_here_as_they_do_in_cassandra(
+    one: tuple[int, int, Partition], two: tuple[int, int, Partition]
+) -> None:
     a, b = stamp(*one), stamp(*two)
     assert (order(a) < order(b)) == (_as_cassandra_compares(a) < _as_cassandra_compares(b))
     assert (order(a) == order(b)) == (a == b)
 
 
 @given(_ms, _ms, _offset, _offset, _place)
-def test_along_a_partition_stamps_rise_with_the_offsets(one: int, two: int, low: int, high: int, place: Source) -> None:
+def test_along_a_partition_stamps_rise_with_the_offsets(
+    one: int, two: int, low: int, high: int, place: Partition
+) -> None:
     (one, two), (low, high) = sorted((one, two)), sorted((low, high))
     assert low == high or order(stamp(one, low, place)) < order(stamp(two, high, place))
 
 
 @given(_ms, _offset, _place)
-def test_a_stamp_lies_inside_its_millisecond_and_is_a_time_uuid(ms: int, offset: int, place: Source) -> None:
+def test_a_stamp_lies_inside_its_millisecond_and_is_a_time_uuid(ms: int, offset: int, place: Partition) -> None:
     given = stamp(ms, offset, place)
     assert ms_of(given) == ms
     assert given.version == 1

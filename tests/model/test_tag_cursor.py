@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.timeuuid import first_of, last_of, stamp
 from tailrace.views.tags.rows.cursor import (
     BEGIN,
     MAX_TAGS,
-    Open,
-    Part,
+    OpenSource,
     Reached,
     TagCursor,
+    TagPosition,
     hashed,
     hashed_place,
     is_tag_cursor,
@@ -26,12 +26,14 @@ from tailrace.views.tags.rows.cursor import (
 )
 
 NOW = 1_800_000_000_000
-PLACE = Source("jobs", 3)
+PLACE = Partition("jobs", 3)
 _ms = st.integers(0, 1 << 42)
 _stamps = st.builds(stamp, _ms, st.integers(0, 1 << 44), st.just(PLACE)) | st.builds(last_of, _ms) | st.just(BEGIN)
 _reached = st.builds(Reached, st.text().map(hashed), st.integers(0, 1 << 44), _ms)
-_open = st.builds(Open, st.text().map(hashed), st.integers(-(1 << 20), 1 << 40), _ms, st.integers(0, 1 << 40))
-_parts = st.builds(Part, _stamps, st.lists(_reached, max_size=3).map(tuple), st.lists(_open, max_size=3).map(tuple))
+_open = st.builds(OpenSource, st.text().map(hashed), st.integers(-(1 << 20), 1 << 40), _ms, st.integers(0, 1 << 40))
+_parts = st.builds(
+    TagPosition, _stamps, st.lists(_reached, max_size=3).map(tuple), st.lists(_open, max_size=3).map(tuple)
+)
 _count = st.none() | st.integers(0, 10**15)
 _cursors = st.builds(TagCursor, st.lists(_parts, min_size=1, max_size=4).map(tuple), _count, _count) | st.builds(
     TagCursor, st.lists(_parts, min_size=1, max_size=2).map(tuple), ended=st.just(True)
@@ -49,14 +51,14 @@ def test_a_cursor_is_read_back_as_it_was_written(cursor: TagCursor) -> None:
 @pytest.mark.parametrize("tags", [1, 2, 7, MAX_TAGS])
 def test_as_much_as_there_is_room_for_has_its_size(tags: int) -> None:
     ahead = tuple(Reached(hashed_place(PLACE), 1 << 43, NOW + 1_000_000_000) for _ in range(room_for(tags) // 2))
-    held = tuple(Open(hashed("x"), 1 << 40, 0, 1 << 40) for _ in range(room_for(tags) - len(ahead)))
-    cursor = TagCursor((Part(stamp(NOW, 1 << 43, PLACE), ahead, held),) * tags, 10**15, NOW)
+    held = tuple(OpenSource(hashed("x"), 1 << 40, 0, 1 << 40) for _ in range(room_for(tags) - len(ahead)))
+    cursor = TagCursor((TagPosition(stamp(NOW, 1 << 43, PLACE), ahead, held),) * tags, 10**15, NOW)
     assert room_for(tags) >= 4
     assert len(str(cursor)) <= MAX_CURSOR_BYTES
 
 
 def test_a_cursor_with_nothing_ahead_is_one_stamp() -> None:
-    assert len(str(TagCursor((Part(stamp(NOW, 41, PLACE)),)))) == 23
+    assert len(str(TagCursor((TagPosition(stamp(NOW, 41, PLACE)),)))) == 23
 
 
 @given(st.text(max_size=60) | st.text("uAQg.ro_-~,0129abc", max_size=60).map(lambda text: "u" + text))
@@ -65,7 +67,7 @@ def test_any_text_is_a_cursor_or_a_cursor_error(text: str) -> None:
         assert str(TagCursor.parse(text, 1)) == text.strip()
 
 
-GOOD = str(TagCursor((Part(stamp(NOW, 41, PLACE), (Reached(hashed("p"), 5, NOW + 1),)),)))
+GOOD = str(TagCursor((TagPosition(stamp(NOW, 41, PLACE), (Reached(hashed("p"), 5, NOW + 1),)),)))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,8 @@ GOOD = str(TagCursor((Part(stamp(NOW, 41, PLACE), (Reached(hashed("p"), 5, NOW +
         GOOD + "~@",
         GOOD.replace("_", "_0", 1),
         GOOD + ".q" + hashed("p") + "0_0",
-        "u" + str(Part(UUID("d029cd0c-d515-4c8f-8564-26054b614559"))),
-        "u" + str(Part(first_of(NOW))) + ".r" + hashed("p") + "05_1",
+        "u" + str(TagPosition(UUID("d029cd0c-d515-4c8f-8564-26054b614559"))),
+        "u" + str(TagPosition(first_of(NOW))) + ".r" + hashed("p") + "05_1",
         GOOD * 200,
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tailrace.log.timeuuid import last_of, ms_of, stamp
-from tailrace.views.tags.rows.cursor import BEGIN, Part, Waits
+from tailrace.views.tags.rows.cursor import BEGIN, TagPosition, Waits
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
 MINUTE = 60_000
@@ -22,7 +22,7 @@ class Live:
         self.store = Store()
         self.store.now = T0 + now_ms
         low = BEGIN if since_ms is None else last_of(T0 + since_ms - 1)
-        self.reader = Reader(self.store, Part(low), quiet(waits, **changes), from_beginning=since_ms is None)
+        self.reader = Reader(self.store, TagPosition(low), quiet(waits, **changes), from_beginning=since_ms is None)
 
     def put(self, *rows: tuple[str, int, int]) -> None:
         self.store.put(*(row(*each) for each in rows))
@@ -287,7 +287,7 @@ def test_a_source_may_begin_with_any_number_where_its_place_has_marks() -> None:
         *(Row("a", number, stamp(T0 + 10 + number, number + 2, place), place, number + 2) for number in range(-2, 3))
     )
     store.marks[place], store.times[place] = 4, T0 + 1_000
-    reader = Reader(store, Part(BEGIN), quiet(), from_beginning=True)
+    reader = Reader(store, TagPosition(BEGIN), quiet(), from_beginning=True)
     assert reader.poll() == ["a:-2", "a:-1", "a:0", "a:1", "a:2"]
 
 

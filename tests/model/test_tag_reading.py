@@ -9,14 +9,14 @@ import msgspec
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.timeuuid import stamp
-from tailrace.views.tags.rows.cursor import BEGIN, Part, Reads, TagCursor, Waits, hashed
+from tailrace.views.tags.rows.cursor import BEGIN, Reads, TagCursor, TagPosition, Waits, hashed
 from tailrace.views.tags.rows.reading import Emitted, Reading
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
-START = Part(BEGIN)
-PLACES = [Source("jobs", 0), Source("jobs", 1), Source("orders", 0)]
+START = TagPosition(BEGIN)
+PLACES = [Partition("jobs", 0), Partition("jobs", 1), Partition("orders", 0)]
 
 AGES = (0, 0, 0, 1, 7, 900, 5_000, HOUR, 3 * HOUR, -500, -5_000)
 TICKS = (0, 1, 1, 10, 10, 60, 60, 1_000, 6_000, HOUR, -2_000, -HOUR)
@@ -70,7 +70,7 @@ _reads = st.builds(
 )
 
 
-def _again(part: Part) -> Part:
+def _again(part: TagPosition) -> TagPosition:
     """The part as it comes back in a cursor."""
     return TagCursor.parse(str(TagCursor((part,))), 1).parts[0]
 

@@ -19,7 +19,7 @@ from tailrace.views.sessions.telemetry import (
     Close,
     Config,
     Data,
-    Open,
+    OpenSession,
     Refused,
     Update,
     head,
@@ -39,7 +39,7 @@ def test_the_examples_of_the_documentation_are_records() -> None:
     text = (telemetry.__doc__ or "").replace("T,", "1620129055000000000,").replace("T]", "1620129055000000000]")
     text = re.sub(r"\bT\}", "1620129055000000000}", text.replace("…", ""))
     records = [parse(line.encode()) for line in re.findall(r'^ +(\{"type".*\})$', text, re.MULTILINE)]
-    assert [type(record) for record, _ in records] == [Open, Update, Config, Data, Close]
+    assert [type(record) for record, _ in records] == [OpenSession, Update, Config, Data, Close]
     parts = re.findall(r"^ +(periodic|timestamped|rows|events|range) +(\{.*\})$", text, re.MULTILINE)
     parts += [("timestamped", again) for again in re.findall(r'^ +(\{"channel".*\})$', text, re.MULTILINE)]
     assert len(parts) == 6

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import lowest, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tailrace.views.folds.driver import begin_at_end
@@ -26,7 +26,7 @@ def test_what_topics_have_when_it_first_begins_is_passed_over(shards: Shards) ->
     begin_at_end(
         shards, VIEW, enlist(shards, [VIEW]), {"laps": 0, "rigs": 1}, {("laps", 0): (0, 3), ("rigs", 0): (0, 0)}
     )
-    assert lowest(read_marks(shards, VIEW)) == {Source("laps", 0, 0): 2}
+    assert lowest(read_marks(shards, VIEW)) == {Partition("laps", 0, 0): 2}
 
 
 def test_what_comes_to_an_empty_kafka_before_it_begins_again_is_read(shards: Shards) -> None:

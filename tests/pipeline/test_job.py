@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import conserved, lowest, read_marks
 from tests.faults.rig import Installation, Load, Pipeline, wait_for
 
@@ -177,7 +177,7 @@ def test_what_kafka_dropped_while_the_pipeline_was_down_is_reported_as_a_gap(rig
 
     def level() -> bool:
         views = (lowest(read_marks(installation.shards(), view)) for view in ("intake", "days"))
-        return all(marks.get(Source(topic, 0)) == 49 for marks in views)
+        return all(marks.get(Partition(topic, 0)) == 49 for marks in views)
 
     wait_for("what came before, in all shards", level)
     rig.pipeline.kill()

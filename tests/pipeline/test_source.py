@@ -14,7 +14,7 @@ from tailrace.config.settings import Settings
 from tailrace.driver.source import LostRange, reader_options, starting_offsets
 from tailrace.errors import ConfigError
 from tailrace.kafka.broker import Topic, TopicPattern, client_properties, included_and_excluded, topic_pattern
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 
 
 def _settings(monkeypatch: pytest.MonkeyPatch, **values: object) -> Settings:
@@ -83,7 +83,7 @@ JOBS = Topic("jobs", "id", (0, 1))
 
 def _start(
     bounds: Mapping[tuple[str, int], tuple[int, int]],
-    *marks: Mapping[Source, int],
+    *marks: Mapping[Partition, int],
     topic: Topic = JOBS,
     generation: int = 0,
 ) -> tuple[dict[str, int], list[LostRange]]:
@@ -93,8 +93,8 @@ def _start(
 
 def test_a_start_is_after_the_lowest_mark_of_all_views() -> None:
     bounds = {("jobs", 0): (0, 100), ("jobs", 1): (0, 50)}
-    intake = {Source("jobs", 0): 70, Source("jobs", 1): 49}
-    days = {Source("jobs", 0): 60, Source("jobs", 1): 49}
+    intake = {Partition("jobs", 0): 70, Partition("jobs", 1): 49}
+    days = {Partition("jobs", 0): 60, Partition("jobs", 1): 49}
     assert _start(bounds, intake, days) == ({"0": 61, "1": 50}, [])
 
 
@@ -105,27 +105,27 @@ def test_a_source_that_is_new_begins_at_its_earliest_record_without_a_gap() -> N
 
 def test_what_kafka_dropped_before_it_was_applied_is_a_gap() -> None:
     bounds = {("jobs", 0): (40, 100), ("jobs", 1): (0, 10)}
-    marks = {Source("jobs", 0): 19, Source("jobs", 1): 9}
+    marks = {Partition("jobs", 0): 19, Partition("jobs", 1): 9}
     assert _start(bounds, marks) == ({"0": 40, "1": 10}, [LostRange("jobs:0", 20, 40)])
 
 
 def test_what_kafka_dropped_of_a_source_that_was_known_and_empty_is_a_gap() -> None:
-    assert _start({("jobs", 0): (40, 100)}, {Source("jobs", 0): -1}) == ({"0": 40}, [LostRange("jobs:0", 0, 40)])
+    assert _start({("jobs", 0): (40, 100)}, {Partition("jobs", 0): -1}) == ({"0": 40}, [LostRange("jobs:0", 0, 40)])
 
 
 def test_a_view_that_is_new_does_not_make_a_gap_of_what_others_have_applied() -> None:
-    assert _start({("jobs", 0): (40, 100)}, {Source("jobs", 0): 80}, {}) == ({"0": 40}, [])
+    assert _start({("jobs", 0): (40, 100)}, {Partition("jobs", 0): 80}, {}) == ({"0": 40}, [])
 
 
 def test_a_mark_beyond_the_end_begins_at_the_end_and_is_told() -> None:
     told = [LostRange("jobs:0", 10, 51)]
-    assert _start({("jobs", 0): (0, 10)}, {Source("jobs", 0): 50}) == ({"0": 10}, told)
+    assert _start({("jobs", 0): (0, 10)}, {Partition("jobs", 0): 50}) == ({"0": 10}, told)
 
 
 def test_a_generation_has_marks_of_its_own() -> None:
-    marks = {Source("jobs", 0): 99}
+    marks = {Partition("jobs", 0): 99}
     assert _start({("jobs", 0): (0, 10)}, marks, generation=1) == ({"0": 0}, [])
-    assert _start({("jobs", 0): (5, 10)}, marks | {Source("jobs", 0, 1): 2}, generation=1) == (
+    assert _start({("jobs", 0): (5, 10)}, marks | {Partition("jobs", 0, 1): 2}, generation=1) == (
         {"0": 5},
         [LostRange("jobs@1:0", 3, 5)],
     )
@@ -141,7 +141,7 @@ def test_a_start_names_every_partition_and_skips_nothing_that_is_there(
     bounds: dict[int, tuple[int, int]], marks: list[dict[int, int]]
 ) -> None:
     topic = Topic("jobs", "id", tuple(sorted(bounds)))
-    by_source = [{Source("jobs", p): mark for p, mark in view.items()} for view in marks]
+    by_source = [{Partition("jobs", p): mark for p, mark in view.items()} for view in marks]
     starts, lost = _start({("jobs", p): b for p, b in bounds.items()}, *by_source, topic=topic)
     assert set(starts) == {str(p) for p in bounds}
     gaps = {gap.source: gap for gap in lost}

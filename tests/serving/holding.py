@@ -11,8 +11,8 @@ import msgspec
 from tailrace.config.load import load
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.folds.model import NEVER, Input
-from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.store import Change, Folds, InForce, rules_of
+from tailrace.views.folds.rule import Rule, RuleReader, Taken
+from tailrace.views.folds.store import FoldStore, GroupChange, InForce, rules_of
 from tests.writing import NOON
 
 RULES: dict[str, Any] = {
@@ -42,7 +42,7 @@ class Holder:
         self.shards = Shards(store).open()
         prepare(self.shards)
         self.rules: dict[str, Rule] = rules_of(load(None, {"folds.rules": RULES}))
-        self._folds = Folds(self.shards)
+        self._folds = FoldStore(self.shards)
         self._offset = 0
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Holder:
     def add(self, name: str, value: dict[str, Any], time_ms: int, frontier: float = NEVER) -> bytes:
         """Add an event to its group, as a task does; return the group."""
         rule = self.rules[name]
-        taken = Reader(rule).read(msgspec.json.encode(value))
+        taken = RuleReader(rule).read(msgspec.json.encode(value))
         assert isinstance(taken, Taken)
         shard = rule.shard(taken.group, self.shards.options.shards)
         folding = rule.folding()
@@ -60,7 +60,7 @@ class Holder:
             clumps = folding.load(held.state) if held.state else []
             event = Input(time_ms, SOURCE, self._offset, taken.size, taken.values)
             assert not folding.absorb(clumps, [event], frontier)
-            change = Change(taken.group, held.version, folding.dump(clumps), folding.due(clumps), ())
+            change = GroupChange(taken.group, held.version, folding.dump(clumps), folding.due(clumps), ())
             if not self._folds.settle(rule, 0, shard, [change]):
                 self._offset += 1
                 return taken.group

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tailrace.client.sse_reader import Frame, SseReader
+from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
 from tailrace.valkey.shards import StoreOptions
@@ -21,19 +21,19 @@ from tests.serving.parts import Running, Serve, Streams
 
 
 @contextmanager
-def followed(client: httpx.Client, path: str, **options: Any) -> Iterator[Iterator[Frame]]:
+def followed(client: httpx.Client, path: str, **options: Any) -> Iterator[Iterator[SseFrame]]:
     with client.stream("GET", path, **options) as response:
         assert response.status_code == 200, response.read()
         yield frames(response)
 
 
-def frames(response: httpx.Response) -> Iterator[Frame]:
+def frames(response: httpx.Response) -> Iterator[SseFrame]:
     reader = SseReader()
     for chunk in response.iter_raw():
         yield from reader.feed(chunk)
 
 
-def data(frame: Frame) -> Any:
+def data(frame: SseFrame) -> Any:
     return json.loads(frame.data or b"null")
 
 

@@ -18,7 +18,7 @@ from tailrace.log.name import shard_of
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.grep import leases as leasing
-from tailrace.views.grep.leases import Asked, Leases
+from tailrace.views.grep.leases import LeaseRequest, Leases
 from tailrace.views.grep.model import make_search
 from tailrace.views.grep.routes import show_search
 from tailrace.views.grep.store import Searches, finish
@@ -67,7 +67,7 @@ async def test_a_search_shows_what_it_is_who_follows_it_and_what_it_found(
     writer.write([Record(i, b'["a"]', b'{"n":%d}' % i) for i in range(5)])
     held = Leases(nodes)
     for client_name in ("me", ""):
-        await held.take(one.search.id, Asked(one.number, "-1h", 4096, client_name))
+        await held.take(one.search.id, LeaseRequest(one.number, "-1h", 4096, client_name))
     found = await listed(client)
     assert found.keys() == {one.search.id, two.search.id}
     shown = found[one.search.id]

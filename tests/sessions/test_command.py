@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.sessions.client import Burst, Series, Value
+from tailrace.views.sessions.client import Burst, ChannelSeries, Value
 from tailrace.views.sessions.commands import CELL_NS, Board, Gauge
 from tests.command_line import command, on_a_terminal, rows, run
 from tests.serving.parts import Running
@@ -89,8 +89,8 @@ def test_sessions_are_listed_as_lines_and_what_is_wrong_is_said(service: Running
 
 def test_a_gauge_has_the_last_value_extremes_rate_and_bars() -> None:
     gauge = Gauge("vCar", "km/h")
-    gauge.add(Series(channel=1, name="vCar", samples=[(T0 + i * 100_000_000, float(i % 4)) for i in range(21)]))
-    gauge.add(Series(channel=1, name="vCar", samples=[(T0 + 2_100_000_000, None)]))
+    gauge.add(ChannelSeries(channel=1, name="vCar", samples=[(T0 + i * 100_000_000, float(i % 4)) for i in range(21)]))
+    gauge.add(ChannelSeries(channel=1, name="vCar", samples=[(T0 + 2_100_000_000, None)]))
     assert (gauge.last, gauge.least, gauge.greatest, gauge.rate) == (None, 0.0, 3.0, 10.0)
     assert Gauge("new", "").bars() == ""
 
@@ -98,9 +98,13 @@ def test_a_gauge_has_the_last_value_extremes_rate_and_bars() -> None:
 def test_bars_are_over_time_as_it_was_between_samples_and_empty_where_there_is_no_number() -> None:
     begin = T0 // CELL_NS * CELL_NS
     fast, slow = Gauge("fast", ""), Gauge("slow", "")
-    fast.add(Series(channel=1, name="fast", samples=[(begin + i * CELL_NS // 10, float(i // 10)) for i in range(80)]))
+    fast.add(
+        ChannelSeries(channel=1, name="fast", samples=[(begin + i * CELL_NS // 10, float(i // 10)) for i in range(80)])
+    )
     slow.add(
-        Series(channel=2, name="slow", samples=[(begin, 1.0), (begin + 3 * CELL_NS, 2.0), (begin + 5 * CELL_NS, None)])
+        ChannelSeries(
+            channel=2, name="slow", samples=[(begin, 1.0), (begin + 3 * CELL_NS, 2.0), (begin + 5 * CELL_NS, None)]
+        )
     )
     assert fast.newest == begin + 79 * CELL_NS // 10
     assert fast.bars(8) == "▁▂▃▄▅▆▇█"
@@ -111,8 +115,8 @@ def test_bars_are_over_time_as_it_was_between_samples_and_empty_where_there_is_n
 
 def test_bars_of_any_numbers_can_be_drawn() -> None:
     gauge = Gauge("odd", "")
-    gauge.add(Series(channel=1, name="odd", samples=[(i * CELL_NS, (-1) ** i * 1.7e308) for i in range(3)]))
-    gauge.add(Series(channel=1, name="odd", samples=[(3 * CELL_NS, 1.7e308), (3 * CELL_NS + 1, 1.7e308)]))
+    gauge.add(ChannelSeries(channel=1, name="odd", samples=[(i * CELL_NS, (-1) ** i * 1.7e308) for i in range(3)]))
+    gauge.add(ChannelSeries(channel=1, name="odd", samples=[(3 * CELL_NS, 1.7e308), (3 * CELL_NS + 1, 1.7e308)]))
     assert gauge.bars(4) == "▁▁▁ "
     assert gauge.bars(40, T0) == "", "billions of cells later"
 
@@ -121,7 +125,7 @@ def test_a_board_leaves_out_columns_and_channels_that_there_is_no_room_for() -> 
     board = Board("lap", clock=lambda: T0 + 1_500_000_000)
     assert "lap  waiting for the session" in drawn(board, 120, 50)
     samples: list[tuple[int, Value]] = [(T0 - CELL_NS, 1.25), (T0, 20.5)]
-    channels = [Series(channel=n, name=f"channel{n}:Car", unit="km/h", samples=samples) for n in range(30)]
+    channels = [ChannelSeries(channel=n, name=f"channel{n}:Car", unit="km/h", samples=samples) for n in range(30)]
     board.add(Burst(session="lap", position="1-0", channels=channels, json={"state": "open"}))
     wide, narrow = drawn(board, 120, 50), drawn(board, 48, 14)
     assert "lap  open  1.5 s behind" in wide

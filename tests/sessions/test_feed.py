@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorGone, SessionNotFound
-from tailrace.log.request import Control, Frame
+from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import start as session_start
-from tailrace.views.sessions.cursor import Place, SessionCursor
+from tailrace.views.sessions.cursor import SessionCursor, StreamPlace
 from tailrace.views.sessions.reader import first_entry
 from tailrace.views.sessions.request import make_session_request
 from tests.sessions.foreign import Foreign, connected
@@ -86,7 +86,7 @@ async def test_a_session_is_followed_from_its_start_to_its_close(any_store: Stor
     lap(track, 3)
     async with views(track) as feeds:
         feed = await opened(feeds, start="start")
-        before = await until(feed, lambda found: any(isinstance(f, Control) for f in found))
+        before = await until(feed, lambda found: any(isinstance(f, ControlFrame) for f in found))
         assert samples(before) == {"1": expected(*range(30))}
         ((name, said),) = controls(before)
         assert name == "caught-up"
@@ -95,7 +95,7 @@ async def test_a_session_is_followed_from_its_start_to_its_close(any_store: Stor
         feed = await opened(feeds, last_event_id=before[-1].cursor)
         lap(track, 2, 3)
         track.write(track.close(state="truncated"))
-        after = await until(feed, lambda found: isinstance(found[-1], Control))
+        after = await until(feed, lambda found: isinstance(found[-1], ControlFrame))
         assert samples(after) == {"1": expected(*range(30, 50))}
         assert dict(controls(after))["end"]["reason"] == "truncated"
         assert shown_in(after)[-1]["json"]["state"] == "truncated"
@@ -209,11 +209,11 @@ async def test_a_limit_counts_what_was_sent_before_a_resume(store: StoreOptions)
         got: list[Any] = []
         for i in range(2):
             feed = await opened(feeds, **({"last_event_id": got[-1].cursor} if got else {"start": "start"}), limit=3)
-            got += await until(feed, lambda found: any(isinstance(f, Frame) for f in found))
+            got += await until(feed, lambda found: any(isinstance(f, EventFrame) for f in found))
             lap(track, 1, i)
         rest = await read(feeds, last_event_id=got[-1].cursor, limit=3)
         assert controls(rest)[-1] == ("end", {"reason": "limit", "events": 3})
-        assert len([f for f in (*got, *rest) if isinstance(f, Frame)]) == 3
+        assert len([f for f in (*got, *rest) if isinstance(f, EventFrame)]) == 3
         assert make_session_request("lap", now_ms=0, last_event_id=rest[-1].cursor) is None
 
 
@@ -286,12 +286,12 @@ async def test_what_was_trimmed_is_told_and_the_rest_comes(any_store: StoreOptio
     lap(track, 6)
     async with views(track) as feeds:
         feed = await opened(feeds, start="start")
-        head = await until(feed, lambda found: any(isinstance(f, Frame) for f in found))
+        head = await until(feed, lambda found: any(isinstance(f, EventFrame) for f in found))
         live = feeds.parts.live
         located = await live.get("lap")
         assert located is not None
         entries = await live.read(located.stream, (0, 0), 100, located.number)
-        first = str(SessionCursor(located.number, Place.of(entries[1].id)))
+        first = str(SessionCursor(located.number, StreamPlace.of(entries[1].id)))
         track.shed(located.number, [entry.id for entry in entries[:4]])
         got = await read(feeds, after=first, follow=False)
         assert controls(got)[0] == (
@@ -302,7 +302,7 @@ async def test_what_was_trimmed_is_told_and_the_rest_comes(any_store: StoreOptio
         assert any("json" in shown for shown in shown_in(got))
         with pytest.raises(CursorGone):
             await opened(feeds, after=first, on_gap="fail")
-        exact = str(SessionCursor(located.number, Place.of(entries[3].id)))
+        exact = str(SessionCursor(located.number, StreamPlace.of(entries[3].id)))
         assert [name for name, _ in controls(await read(feeds, after=exact, follow=False))] == ["caught-up", "end"]
         assert samples(head) == {"1": expected(*range(60))}
 
@@ -348,7 +348,7 @@ async def test_what_several_viewers_want_alike_is_made_once(store: StoreOptions)
         assert feeds.parts.hub.followed == 1
         lap(track, 1)
         got = [await until(feed, samples) for feed in both]
-        first, second = (next(f for f in reversed(frames) if isinstance(f, Frame)) for frames in got)
+        first, second = (next(f for f in reversed(frames) if isinstance(f, EventFrame)) for frames in got)
         assert first.data is second.data
 
 
@@ -385,7 +385,7 @@ async def test_a_new_life_is_told_and_followed(store: StoreOptions) -> None:
     lap(track, 2)
     async with views(track) as feeds:
         first = await read(feeds, start="start", follow=False)
-        early = next(frame.cursor for frame in first if isinstance(frame, Frame))
+        early = next(frame.cursor for frame in first if isinstance(frame, EventFrame))
         lap(track, 1, 2)
         track.write(track.close())
         track.write(track.open())
@@ -420,7 +420,7 @@ async def test_a_viewer_that_was_dropped_goes_on_at_the_end_and_is_told(store: S
         await happens(lambda: feed.behind)
         missed = feed.behind
         feed.drop()
-        while not any(isinstance(f, Control) and f.name == "dropped" for f in got):
+        while not any(isinstance(f, ControlFrame) and f.name == "dropped" for f in got):
             got += await anext(iterator)
         said = dict(controls(got))["dropped"]
         assert said["bytes"] >= missed

@@ -12,13 +12,13 @@ import pytest
 from tailrace import SessionWriter
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorGone
-from tailrace.log.request import AnyFrame, Frame
+from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.valkey.entry_id import EntryId
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as joined
 from tailrace.views.sessions import feed as session
 from tailrace.views.sessions import reader as session_reader
-from tailrace.views.sessions.cursor import Place, SessionCursor
+from tailrace.views.sessions.cursor import SessionCursor, StreamPlace
 from tests.sessions.kept import Kept, archived, lap
 from tests.sessions.recorded import MS, T0
 from tests.sessions.viewing import controls, events, opened, read, samples, shown_in
@@ -59,13 +59,13 @@ def check(frames: list[AnyFrame], whole: Whole, writes: list[tuple[EntryId, Entr
     assert len(texts) == len(set(texts)), "an event came twice"
     lost: set[int] = set()
     for gap in gaps(frames):
-        after, to = Place.parse(gap["from"]), Place.parse(gap["to"])
+        after, to = StreamPlace.parse(gap["from"]), StreamPlace.parse(gap["to"])
         assert gap["reason"] == "trimmed"
         found = [n for n, (first, last, _) in enumerate(writes) if first <= after.entry < last]
-        found += [n for n in range(1, len(writes)) if thinned and after == Place.at_offset(writes[n - 1][2])]
+        found += [n for n in range(1, len(writes)) if thinned and after == StreamPlace.at_offset(writes[n - 1][2])]
         assert found, f"{gap} is in no write"
         _, last, mark = writes[found[0]]
-        assert to == Place.at_offset(mark) if not to.in_stream else to.entry <= last
+        assert to == StreamPlace.at_offset(mark) if not to.in_stream else to.entry <= last
         begin = (found[0] - 1) * PER_WRITE  # the first write has no samples
         lost |= {T0 + n * MS for n in range(begin, begin + PER_WRITE)}
     values = dict(whole[NAME])
@@ -141,7 +141,7 @@ async def test_whoever_wants_no_gaps_gets_what_is_before_one_and_is_told_in_the_
     whole = lap(track, 3)
     writes = track.writes()
     async with archived(track, kafka, tmp_path) as feeds:
-        given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, Frame)]
+        given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 100)
         for at, frame in enumerate(given[:-1], 1):
             place = SessionCursor.parse(frame.cursor).place.entry
@@ -182,7 +182,7 @@ async def test_a_stream_that_was_trimmed_to_nothing_has_the_rest_in_kafka_and_go
 ) -> None:
     whole = lap(track, 2)
     async with archived(track, kafka, tmp_path) as feeds:
-        given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, Frame)]
+        given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 100)
         await track.trim(feeds, 100, "other")
         assert await feeds.parts.live.first(track.stream()) is None
@@ -209,7 +209,7 @@ async def test_others_in_the_stream_change_nothing(store: StoreOptions, kafka: E
             track.write(track.periodic("lap", 5 * i, [i] * 5), track.periodic("beside", 100 * i, [3.0], partition=1))
             whole["1"] += [(T0 + n * MS, float(i)) for n in range(5 * i, 5 * i + 5)]
     async with archived(track, kafka, tmp_path) as feeds:
-        given_out = [frame for frame in await read(feeds, follow=False) if isinstance(frame, Frame)]
+        given_out = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 4)
         await track.trim(feeds, 3, "beside")
         for at, frame in enumerate(given_out, 1):
@@ -238,7 +238,7 @@ async def test_a_request_ends_at_a_cursor_also_where_that_comes_from_kafka(
     lap(track, 3)
     writes = track.writes()
     async with archived(track, kafka, tmp_path) as feeds:
-        given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, Frame)]
+        given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 100)
         for at, frame in enumerate(given, 1):
             place = SessionCursor.parse(frame.cursor).place.entry

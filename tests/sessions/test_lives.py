@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tailrace.errors import CursorGone
-from tailrace.log.request import AnyFrame, Frame
+from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as session_wait
@@ -109,7 +109,7 @@ async def test_a_stream_of_ours_that_somebody_else_cuts_may_have_a_gap(store: St
         got = await read(feeds, follow=False)
         assert [said.get("possible") for name, said in controls(got) if name == "gap"] == [None, True]
         assert samples(got) == expected(3, 4, 5)
-        at = SessionCursor.parse(next(f.cursor for f in got if isinstance(f, Frame) and b'"v":' in f.data))
+        at = SessionCursor.parse(next(f.cursor for f in got if isinstance(f, EventFrame) and b'"v":' in f.data))
         assert "gap" not in names(await read(feeds, after=str(at), follow=False))
 
 
@@ -240,7 +240,7 @@ async def test_whoever_comes_back_after_several_lives_gets_all_of_them(store: St
     lap(track, 0)
     async with views(track) as feeds:
         first = await read(feeds, follow=False)
-        cursor = next(frame.cursor for frame in reversed(first) if isinstance(frame, Frame))
+        cursor = next(frame.cursor for frame in reversed(first) if isinstance(frame, EventFrame))
         for n in (1, 2, 3):
             lap(track, n, session="other")
             track.write(track.close(), track.open())
@@ -248,7 +248,7 @@ async def test_whoever_comes_back_after_several_lives_gets_all_of_them(store: St
         got = await read(feeds, after=cursor, follow=False)
         assert names(got) == ["life", "life", "life", "caught-up", "end"]
         assert samples(got) == expected(1, 2, 3)
-        frames = [frame for frame in got if isinstance(frame, Frame)]
+        frames = [frame for frame in got if isinstance(frame, EventFrame)]
         for at, frame in enumerate(frames):
             assert samples([*frames[: at + 1], *await read(feeds, after=frame.cursor, follow=False)]) == samples(got)
 

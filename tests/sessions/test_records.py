@@ -13,13 +13,13 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.driver.slice import Limits
-from tailrace.log.event import Source
+from tailrace.driver.slice import RecordLimits
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions, mapping
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session
-from tailrace.views.sessions.store import Change, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.store import SessionChange, SessionStore, Verdict, Write, state_of
 from tailrace.views.sessions.write import VIEW
 from tests.sessions.mortal import Died, dying
 from tests.sessions.recorded import MS, T0, Track, doubles
@@ -33,12 +33,12 @@ def test_topics_without_sessions_are_counted_and_left_alone(store: StoreOptions)
     track.write()
     track.write(Record(0), Record(1, value=None), Record(2, value=b"{"))
     assert read_counts(track.shards, VIEW) == {"in": 3, "dead": 1, "skipped:no-sessions": 2}
-    assert lowest(read_marks(track.shards, VIEW))[Source("jobs", 0)] == -1
+    assert lowest(read_marks(track.shards, VIEW))[Partition("jobs", 0)] == -1
     assert not track.told()
 
 
 def test_bad_records_and_parts_go_to_the_dead_letters_and_their_neighbours_into_the_stream(store: StoreOptions) -> None:
-    track = Track(store, limits=Limits(8 << 20))
+    track = Track(store, limits=RecordLimits(8 << 20))
     good = {"channel": 1, "start": T0, "interval": MS, "values": [1, 2]}
     bad: list[tuple[str, str, dict[str, Any]]] = [
         ("periodic", "channel", {**good, "channel": -1}),
@@ -155,7 +155,7 @@ def test_whatever_records_are_each_of_them_is_stored_skipped_or_dead(store: Stor
 
 
 def test_a_large_record_becomes_several_messages_and_no_burst_is_over_the_limit(store: StoreOptions) -> None:
-    track = Track(store, limits=Limits(16 << 20))
+    track = Track(store, limits=RecordLimits(16 << 20))
     values = [float(i) for i in range(600_000)]
     data = base64.b64encode(struct.pack(f"<{len(values)}d", *values)).decode()
     times = [T0 + i * i for i in range(100_000)]
@@ -171,7 +171,7 @@ def test_a_large_record_becomes_several_messages_and_no_burst_is_over_the_limit(
 
 
 def test_session_json_that_no_message_can_hold_goes_to_the_dead_letters(store: StoreOptions) -> None:
-    track = Track(store, limits=Limits(4 << 20))
+    track = Track(store, limits=RecordLimits(4 << 20))
     half = "x" * (600 << 10)
     track.write(
         track.open(),
@@ -277,7 +277,7 @@ def test_a_session_that_was_given_up_is_open_again_when_it_speaks(store: StoreOp
     def give_up() -> Verdict:
         _, values = sessions.read(track.stream(), "", ["lap"])
         over = Session.decode(state_of(values["lap"])).abandoned()
-        change = Change("lap", over.number, values["lap"], over.encode(), over.order, over.fields())
+        change = SessionChange("lap", over.number, values["lap"], over.encode(), over.order, over.fields())
         (verdict,) = sessions.write([Write(track.stream(), "", 0, 0, [change], [])])
         return verdict
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.log.request import Frame
+from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.cursor import SessionCursor
 from tests.sessions.kept import Kept, archived, lap
@@ -70,7 +70,7 @@ async def test_more_may_be_trimmed_while_the_past_is_read(track: Kept, kafka: Em
         await track.trim(feeds, 9)
         got = await until(feed, lambda found: controls(found))
         assert samples(got) == whole
-        place = next(frame.cursor for frame in got if isinstance(frame, Frame))
+        place = next(frame.cursor for frame in got if isinstance(frame, EventFrame))
         assert not SessionCursor.parse(place).place.in_stream
 
 

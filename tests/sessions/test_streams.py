@@ -18,7 +18,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import hub as streams
 from tailrace.views.sessions.hub import StreamHub, Tap
-from tailrace.views.sessions.streams import Entry, LiveSessions
+from tailrace.views.sessions.streams import LiveSessions, StreamEntry
 from tests.sessions.foreign import T0, Foreign, connected, event, periodic
 
 
@@ -40,7 +40,7 @@ async def happens(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def numbers(entries: list[Entry] | None) -> list[int]:
+def numbers(entries: list[StreamEntry] | None) -> list[int]:
     assert entries is not None
     return [entry.number for entry in entries]
 
@@ -185,7 +185,7 @@ async def test_what_is_no_longer_held_is_read_from_the_store(store: StoreOptions
 def test_a_tap_holds_an_unbroken_stretch_however_long_it_is_filled(
     written: list[tuple[int, int]], limit: int, at: int, number: int
 ) -> None:
-    tap, every = Tap("s"), [Entry((i + 1, 0), number, bytes(size)) for i, (number, size) in enumerate(written)]
+    tap, every = Tap("s"), [StreamEntry((i + 1, 0), number, bytes(size)) for i, (number, size) in enumerate(written)]
     for entry in every:
         tap.add([entry], limit)
     place, wanted = (at, 0), number or None
@@ -205,12 +205,12 @@ def test_a_tap_holds_an_unbroken_stretch_however_long_it_is_filled(
 async def test_a_form_of_an_entry_is_made_once_and_the_oldest_are_forgotten(store: StoreOptions) -> None:
     made: list[EntryId] = []
 
-    def make(entry: Entry) -> bytes:
+    def make(entry: StreamEntry) -> bytes:
         made.append(entry.id)
         return bytes(40_000)
 
     async with hub_of(store, ring_bytes=1 << 17) as hub:
-        entries = [Entry((i, 0), 1, b"") for i in range(1, 9)]
+        entries = [StreamEntry((i, 0), 1, b"") for i in range(1, 9)]
         for entry in entries:
             assert hub.form(entry, "a", make, len) is hub.form(entry, "a", make, len)
         assert len(made) == 8

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.write import VIEW, held_back
@@ -180,7 +180,7 @@ class Snapshot:
 def passed(track: Track, *records: Record) -> None:
     """Write records, and raise the marks of the shards that had nothing in them, as the driver does."""
     track.write(*records)
-    advance(track.shards, VIEW, track.driver.epoch, {Source(track.topic, 0): records[-1].offset})
+    advance(track.shards, VIEW, track.driver.epoch, {Partition(track.topic, 0): records[-1].offset})
 
 
 @pytest.mark.parametrize("who", ["stream", "shards"])
@@ -202,7 +202,7 @@ def test_a_store_that_lost_its_last_writes_gets_them_again_and_counts_them_once(
 
 def test_a_view_that_begins_at_the_end_takes_nothing_from_before_though_others_read_it(store: StoreOptions) -> None:
     track = Track(store)
-    source = Source(track.topic, 0)
+    source = Partition(track.topic, 0)
     records = [track.periodic("lap", i, [i]) for i in range(6)]
     advance(track.shards, VIEW, track.driver.epoch, {source: 2})
     track.write(*records[:5])

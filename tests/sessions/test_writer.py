@@ -18,7 +18,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import EventRefused, StoreError, StoreUnavailable
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tailrace.views.sessions.model import Session
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
 from tests.sessions.recorded import MS, T0, Told, doubles, read_stream
 from tests.sessions.severed import Severed
 
@@ -237,7 +237,9 @@ def test_a_session_that_was_given_up_is_open_again_when_it_speaks(rig: Rig) -> N
         writer.flush()
         _, values = store.read(rig.stream, "", ["run"])
         given_up = Session.decode(state_of(values["run"])).abandoned()
-        change = Change("run", given_up.number, values["run"], given_up.encode(), given_up.order, given_up.fields())
+        change = SessionChange(
+            "run", given_up.number, values["run"], given_up.encode(), given_up.order, given_up.fields()
+        )
         assert store.write([Write(rig.stream, "", 0, 0, [change])]) == [Verdict.OK]
         assert rig.hash("run")["state"] == "abandoned"
         writer.periodic(1, T0, MS, [1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.log.request import AnyFrame, Control, Frame
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
@@ -96,8 +96,8 @@ def events(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
 
 
 def shown_in(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
-    return [msgspec.json.decode(frame.data) for frame in frames if isinstance(frame, Frame)]
+    return [msgspec.json.decode(frame.data) for frame in frames if isinstance(frame, EventFrame)]
 
 
 def controls(frames: Iterable[AnyFrame]) -> list[tuple[str, dict[str, Any]]]:
-    return [(frame.name, msgspec.json.decode(frame.data)) for frame in frames if isinstance(frame, Control)]
+    return [(frame.name, msgspec.json.decode(frame.data)) for frame in frames if isinstance(frame, ControlFrame)]

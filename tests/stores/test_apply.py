@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import StaleDriver, StoreMismatch
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, conserved, lowest, read_counts, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tests.writing import DAY, NOON, Record, Writer, read_view
@@ -145,7 +145,7 @@ def test_an_older_driver_is_refused_and_changes_nothing(any_store: StoreOptions)
     with pytest.raises(StaleDriver, match="another pipeline"):
         old.write(records[100:])
     with pytest.raises(StaleDriver):
-        advance(old.shards, "days", old.epoch, {Source("jobs", 0): 150})
+        advance(old.shards, "days", old.epoch, {Partition("jobs", 0): 150})
     assert sum(map(len, asyncio.run(read_view(any_store)).values())) == 100
     new.write(records[100:])
     assert asyncio.run(read_view(any_store)) == _expected(records)
@@ -153,7 +153,7 @@ def test_an_older_driver_is_refused_and_changes_nothing(any_store: StoreOptions)
 
 def test_marks_of_shards_that_had_nothing_are_moved_and_never_back(any_store: StoreOptions) -> None:
     writer = Writer(any_store)
-    source = Source("jobs", 0)
+    source = Partition("jobs", 0)
     writer.write([Record(offset=i, key=b"one-name") for i in range(10)])
     assert lowest(read_marks(writer.shards, "days"))[source] == -1
     advance(writer.shards, "days", writer.epoch, {source: 9})

@@ -10,7 +10,7 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Windows
-from tailrace.views.folds.rule import Reader, Rule, Taken
+from tailrace.views.folds.rule import Rule, RuleReader, Taken
 from tailrace.views.folds.store import changed, outputs_of, reads, rules_of
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account.id"], "quiet": "3s"}
@@ -51,7 +51,7 @@ def test_a_rule_is_applied_as_it_is_configured() -> None:
 def test_a_rule_with_defaults_takes_events_by_their_group() -> None:
     (rule,) = rules_of(settings_of(accounts=RULE)).values()
     assert rule.windows == Windows(3_000, 30_000, 10_000, 256 << 10, 0)
-    taken = Reader(rule).read(b'{"account":{"id":7}}')
+    taken = RuleReader(rule).read(b'{"account":{"id":7}}')
     assert isinstance(taken, Taken)
     assert taken.group == b"[7]"
 

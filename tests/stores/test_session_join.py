@@ -8,7 +8,7 @@ from itertools import combinations, count
 import pytest
 
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write
+from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write
 
 _fresh = count()
 
@@ -32,12 +32,12 @@ class Meeting:
             "state": "open",
             "json": str(n),
         }
-        change = Change(self.identity, self._number, self._seen, b"", (self._number, n, 0), fields)
+        change = SessionChange(self.identity, self._number, self._seen, b"", (self._number, n, 0), fields)
         self._writes[n] = Write(self.stream, "t:0", n - 1, n, [change], [(self._number, str(n).encode())])
         assert self.store.put([self._writes[n]]) == [Verdict.OK]
 
     def append(self, n: int) -> None:
-        changes = [Change(self.identity, self._number, self._seen, b"", (self._number, n, 0), {})]
+        changes = [SessionChange(self.identity, self._number, self._seen, b"", (self._number, n, 0), {})]
         write = Write(self.stream, "t:0", n - 1, n, changes, [(self._number, str(n).encode())])
         assert self.store.append([write]) == [Verdict.OK]
         self._seen = self.store.read(self.stream, "t:0", [self.identity])[1][self.identity]

@@ -8,8 +8,8 @@ import pytest
 
 from tailrace.valkey.entry_id import EntryId, id_text
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write
-from tailrace.views.sessions.streams import Kept, SessionKeeping, Weighed
+from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write
+from tailrace.views.sessions.streams import KeptSession, SessionKeeping, Weighed
 
 _fresh = count()
 NOTHING = -1
@@ -39,7 +39,7 @@ def text(entry: EntryId) -> bytes:
 
 def a_session(store: SessionStore, stream: str, identity: str, number: int) -> None:
     fields: dict[str, Arg] = {"streamSessionId": number, "streamName": stream, "state": "open", "writer": "t:9"}
-    change = Change(identity, number, b"", b"state", (number, 1, 0), fields)
+    change = SessionChange(identity, number, b"", b"state", (number, 1, 0), fields)
     assert store.write([Write(stream, "", NOTHING, NOTHING, [change])]) == [Verdict.OK]
 
 
@@ -129,7 +129,7 @@ def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) ->
     a_session(sessions, stream, f"{stream}-old", 5)
     a_session(sessions, stream, f"{stream}-live", 6)
     # What a writer notes for itself is no session; an opening that came to nothing is, as long as it is young.
-    sessions.write([Write(stream, "", NOTHING, NOTHING, [Change("\0t:0", 0, b"", b"n", (0, 0, 0), {})])])
+    sessions.write([Write(stream, "", NOTHING, NOTHING, [SessionChange("\0t:0", 0, b"", b"n", (0, 0, 0), {})])])
     assert sessions.claim(stream, f"{stream}-claimed", "t:0", 1) is not None
     found = {kept.identity.removeprefix(f"{stream}-"): kept for kept in keeping.kept(stream)}
     assert {name: kept.updated_ms for name, kept in found.items()} == {
@@ -143,7 +143,7 @@ def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) ->
     assert keeping.forget(stream, found["claimed"], None, 0)
     assert {kept.identity for kept in keeping.kept(stream)} == {f"{stream}-live", f"{stream}-claimed"}
     later = sessions.server_ms(stream) + 1
-    assert keeping.forget(stream, Kept(f"{stream}-claimed", b"", None), None, later)
+    assert keeping.forget(stream, KeptSession(f"{stream}-claimed", b"", None), None, later)
     assert list(keeping.kept(stream)) == [live]
 
 
@@ -153,7 +153,7 @@ def test_a_stream_goes_when_it_has_no_sessions_and_marks_stay(sessions: SessionS
     assert not keeping.drop(stream, later)
     written(sessions, stream, [(5, b"a")])
     a_session(sessions, stream, f"{stream}-s", 5)
-    sessions.write([Write(stream, "", NOTHING, NOTHING, [Change("\0t:0", 0, b"", b"notes", (0, 0, 0), {})])])
+    sessions.write([Write(stream, "", NOTHING, NOTHING, [SessionChange("\0t:0", 0, b"", b"notes", (0, 0, 0), {})])])
     assert not keeping.drop(stream, later)
     (kept,) = keeping.kept(stream)
     assert keeping.forget(stream, kept, 5, 0)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions, mapping
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
 
 _fresh = count()
 _encode = msgspec.json.encode
@@ -122,7 +122,7 @@ class Stream:
         chance: random.Random,
     ) -> Write:
         changes = [
-            Change(
+            SessionChange(
                 name,
                 known[name].number,
                 values.get(name, b""),

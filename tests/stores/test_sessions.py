@@ -11,7 +11,16 @@ import pytest
 from tailrace.errors import StoreChanged, StoreError, StoreUnavailable
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, Slots, StoreOptions, load_functions, mapping, prepare
-from tailrace.views.sessions.store import Change, Opening, Owner, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.store import (
+    Opening,
+    Owner,
+    SessionChange,
+    SessionOptions,
+    SessionStore,
+    Verdict,
+    Write,
+    state_of,
+)
 
 _fresh = count()
 NOTHING = -1
@@ -40,7 +49,7 @@ def a_change(
     opened: int = 0,
     amendment: int = 0,
     more: Mapping[str, Arg] | None = None,
-) -> Change:
+) -> SessionChange:
     fields: dict[str, Arg] = {
         "streamSessionId": number,
         "streamName": stream,
@@ -51,7 +60,7 @@ def a_change(
         "opened": opened,
     }
     value = f"state-{number}-{records}-{state}".encode()
-    return Change(identity, number, seen, value, (number, records, amendment), {**fields, **(more or {})})
+    return SessionChange(identity, number, seen, value, (number, records, amendment), {**fields, **(more or {})})
 
 
 def entries_of(store: SessionStore, stream: str) -> list[tuple[int, bytes]]:

@@ -16,23 +16,23 @@ import pytest
 
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order, stamp
 from tailrace.views.tags.rows import cassandra as schema
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.reader import Bucket, RowReader, overlapping
-from tailrace.views.tags.rows.store import Narrow, Row, RowWriter, writer
+from tailrace.views.tags.rows.store import Narrow, RowWriter, StoredRow, writer
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
 NOON = 1_700_049_600_000
-PLACE = Source("orders", 3, 1)
+PLACE = Partition("orders", 3, 1)
 ALL = first_of(0), last_of(NOON * 2)
 
 T = TypeVar("T")
 
 
-def row(ms: int, offset: int, *, span: int = HOUR, value: bytes | None = b"{}", **other: Any) -> Row:
+def row(ms: int, offset: int, *, span: int = HOUR, value: bytes | None = b"{}", **other: Any) -> StoredRow:
     given: dict[str, Any] = {
         "tag": "green",
         "bucket_ms": bucket_start(ms, span),
@@ -49,14 +49,14 @@ def row(ms: int, offset: int, *, span: int = HOUR, value: bytes | None = b"{}", 
         "value": value,
         "tags": ("green", "blue"),
     }
-    return Row(**given | other)
+    return StoredRow(**given | other)
 
 
-def narrow(of: Row) -> Narrow:
+def narrow(of: StoredRow) -> Narrow:
     return Narrow(**{name: getattr(of, name) for name in Narrow.__struct_fields__})
 
 
-def in_order(rows: Iterable[Row]) -> list[Row]:
+def in_order(rows: Iterable[StoredRow]) -> list[StoredRow]:
     return sorted(rows, key=lambda r: (order(r.stamp), r.pid, r.tag_seq))
 
 
@@ -106,7 +106,7 @@ async def test_a_range_leaves_its_beginning_out_and_has_its_end(
 
 async def test_stamps_order_as_they_do_in_cassandra(reader: RowReader, rows_store: CassandraOptions) -> None:
     chance = random.Random(7)
-    places = [Source(f"t{i}", i, i % 3) for i in range(5)]
+    places = [Partition(f"t{i}", i, i % 3) for i in range(5)]
     made = {
         (ms, offset, i): stamp(NOON + ms, offset, places[i])
         for ms in (0, 1)
@@ -146,7 +146,7 @@ async def test_to_write_again_is_to_have_written_once_and_leaves_no_tombstones(
     for size in (7, 150, 1):
         writer(rows_store, size).write(rows)
     assert [r.offset for r in await all_of(reader.rows("green", *ALL))] == list(range(300))
-    connection = Connection(rows_store).open()
+    connection = CassandraConnection(rows_store).open()
     try:
         text = connection.text(
             "SELECT * FROM $keyspace.tag_views WHERE tag_name = 'green' AND timebucket = $bucket", bucket=str(NOON)
@@ -256,8 +256,8 @@ async def test_whoever_stops_early_or_reads_at_once_with_others_gets_what_is_his
     rows = [row(NOON + i * 100, i, tag=f"tag{i % 4}") for i in range(4_000)]
     writer(rows_store).write(rows)
 
-    async def one(tag: str, stop: int) -> list[Row]:
-        found: list[Row] = []
+    async def one(tag: str, stop: int) -> list[StoredRow]:
+        found: list[StoredRow] = []
         async with aclosing(reader.rows(tag, *ALL, page=20)) as pages:
             async for page in pages:
                 found += page
@@ -279,7 +279,7 @@ async def test_reader_and_writer_go_on_after_the_node_was_killed(tmp_path: Path)
         with pytest.raises(StoreUnavailable, match="no pipeline has prepared cassandra yet"):
             await RowReader(options).open()
         schema.prepare(options)
-        reader, out = RowReader(options), RowWriter(Connection(options).open())
+        reader, out = RowReader(options), RowWriter(CassandraConnection(options).open())
         rows = [row(NOON + i, i) for i in range(3_000)]
         out.write(rows[:1_000])
         assert await all_of(reader.rows("green", *ALL)) == rows[:1_000]
@@ -310,7 +310,7 @@ async def test_reader_and_writer_go_on_after_the_node_was_killed(tmp_path: Path)
 
 
 def options_of_table(options: CassandraOptions, table: str) -> tuple[int, dict[str, str]]:
-    connection = Connection(options).open()
+    connection = CassandraConnection(options).open()
     text = (
         "SELECT default_time_to_live, compaction FROM system_schema.tables WHERE keyspace_name = %s AND table_name = %s"
     )
@@ -350,7 +350,7 @@ async def test_a_row_is_gone_when_its_time_is_over(reader: RowReader, rows_store
 
 def test_tables_with_other_columns_are_refused_by_name(rows_store: CassandraOptions) -> None:
     schema.check(rows_store)
-    connection = Connection(rows_store).open()
+    connection = CassandraConnection(rows_store).open()
     connection.execute(connection.text("ALTER TABLE $keyspace.tag_views ADD ser_id int"))
     connection.execute(
         connection.text("ALTER TABLE $keyspace.tag_views DROP seq_nr_of_nobody").replace(

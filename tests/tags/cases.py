@@ -10,14 +10,14 @@ from functools import cached_property
 from typing import Any
 from uuid import UUID
 
-from tailrace.log.event import Source
-from tailrace.log.request import AnyFeed, AnyFrame, Frame
+from tailrace.log.event import Partition
+from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.timeuuid import stamp
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import Row, writer
+from tailrace.views.tags.rows.store import StoredRow, writer
 from tailrace.views.tags.rows.tags import CassandraTags
 from tailrace.views.tags.store import VIEW, TagOptions, introduce, lift
 from tests.feeds.rig import controls, now_ms
@@ -83,7 +83,7 @@ class World:
 
     def settle(self, *partitions: int) -> None:
         """Say what is written to its end, as the driver does once a second: of all partitions, or of those named."""
-        ends = {Source(TOPIC, p): end for p, end in self._ends.items() if not partitions or p in partitions}
+        ends = {Partition(TOPIC, p): end for p, end in self._ends.items() if not partitions or p in partitions}
         shards, epoch = self.writer.shards, self.writer.epoch
         advance(shards, VIEW, epoch, {source: end - 1 for source, end in ends.items()})
         if self.in_rows:
@@ -94,9 +94,9 @@ class World:
     def put(self, tag: str, *rows: tuple[str, int, int | UUID]) -> None:
         """Write rows as somebody else: source, number, and the millisecond of the stamp, or the stamp."""
         assert self.rows is not None
-        made: list[Row] = []
+        made: list[StoredRow] = []
         for pid, number, when in rows:
-            place = Source(f"of-{pid}", 0)
+            place = Partition(f"of-{pid}", 0)
             given = when if isinstance(when, UUID) else stamp(when, number, place)
             made.append(their_row(tag, pid, number, given, place, self.span_ms))
         writer(self.rows).write(made)
@@ -181,7 +181,7 @@ class Pulled:
 
     def __init__(self, feed: AnyFeed) -> None:
         self._batches = aiter(feed)
-        self._ahead: list[Frame] = []
+        self._ahead: list[EventFrame] = []
         self.controls: list[str] = []
 
     async def take(self, count: int, seconds: float = 30) -> list[str]:

@@ -9,7 +9,7 @@ from tailrace.upkeep.backends import auditing, cleaning, rebuilding
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import Narrow, Row, RowWriter, writer
+from tailrace.views.tags.rows.store import Narrow, RowWriter, StoredRow, writer
 from tailrace.views.tags.rows.upkeep import RowAudit, RowCleaning, Rows
 from tests.upkeep.tagged import Seen, TagPast
 
@@ -29,7 +29,7 @@ class RowPast(TagPast):
     def rows_writer(self) -> RowWriter:
         return writer(self.options)
 
-    def rows(self, tag: str) -> list[Row]:
+    def rows(self, tag: str) -> list[StoredRow]:
         """Return all rows of a tag, in order."""
         with Rows(self.options) as rows:
             return list(rows.rows(tag))

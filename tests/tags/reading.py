@@ -9,7 +9,7 @@ from typing import Any
 
 from tailrace.config.settings import Settings
 from tailrace.log.hub import Hub
-from tailrace.log.request import AnyFeed, AnyFrame, Frame
+from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
@@ -21,8 +21,8 @@ from tests.feeds import rig
 from tests.feeds.rig import now_ms
 
 
-def events(frames: Iterable[AnyFrame]) -> list[Frame]:
-    return [frame for frame in frames if isinstance(frame, Frame)]
+def events(frames: Iterable[AnyFrame]) -> list[EventFrame]:
+    return [frame for frame in frames if isinstance(frame, EventFrame)]
 
 
 def names(frames: Iterable[AnyFrame]) -> list[str]:

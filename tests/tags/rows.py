@@ -8,24 +8,24 @@ from collections.abc import Sequence
 from uuid import UUID
 
 from tailrace.errors import StoreUnavailable
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import Row, writer
+from tailrace.views.tags.rows.store import StoredRow, writer
 from tailrace.views.tags.store import VIEW, TagOptions, lift
 from tests.feeds.rig import now_ms
 from tests.writing import Record, Writer
 
 HOUR = 3_600_000
-THEIRS = Source("theirs", 0)
+THEIRS = Partition("theirs", 0)
 
 
-def their_row(tag: str, pid: str, number: int, at: UUID, place: Source, span_ms: int) -> Row:
+def their_row(tag: str, pid: str, number: int, at: UUID, place: Partition, span_ms: int) -> StoredRow:
     """A row of somebody else: an event of a source, by its number and its stamp."""
-    return Row(
+    return StoredRow(
         tag=tag,
         bucket_ms=bucket_start(ms_of(at), span_ms),
         span_ms=span_ms,
@@ -74,11 +74,11 @@ class Rows:
         """Raise the floors of partitions, as the driver does once a second; of all if none is named."""
         now = now_ms()
         named = partitions or tuple(self._offsets)
-        lift(self.writer.shards, self.writer.epoch, {Source("jobs", partition): now for partition in named})
+        lift(self.writer.shards, self.writer.epoch, {Partition("jobs", partition): now for partition in named})
 
     def put(self, tag: str, *rows: tuple[str, int, int], span_ms: int = HOUR) -> None:
         """Write rows of somebody else: source, number, and the millisecond of the stamp."""
-        stamps = [stamp(ms, number, Source(pid, 0)) for pid, number, ms in rows]
+        stamps = [stamp(ms, number, Partition(pid, 0)) for pid, number, ms in rows]
         made = [their_row(tag, *row[:2], at, THEIRS, span_ms) for row, at in zip(rows, stamps, strict=True)]
         writer(self.options).write(made)
 

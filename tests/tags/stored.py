@@ -10,9 +10,9 @@ from uuid import UUID
 import msgspec
 
 from tailrace.driver.slice import Window
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
-from tailrace.log.store import Registry
+from tailrace.log.store import LogRegistry
 from tailrace.log.timeuuid import ms_of, order, stamp
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.valkey.shards import Call, Shards, StoreOptions
@@ -20,7 +20,7 @@ from tailrace.views.tags.model import Numbered, Tagging
 from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
 from tailrace.views.tags.store import VIEW, TagOptions, read_numbers
-from tailrace.views.tags.write import TagView
+from tailrace.views.tags.write import TagsWriter
 from tests.writing import NOON, Record, Writer
 
 MINUTE = 60_000
@@ -87,7 +87,7 @@ class Stored:
 
     def settle(self) -> None:
         """Raise the marks of shards that had nothing, as the driver does once a second."""
-        ends = {Source(TOPIC, partition): end - 1 for partition, end in self._ends.items()}
+        ends = {Partition(TOPIC, partition): end - 1 for partition, end in self._ends.items()}
         advance(self.driver.shards, VIEW, self.driver.epoch, ends)
 
     def lose(self) -> None:
@@ -122,7 +122,7 @@ class Stored:
         found: dict[int, list[str]] = {}
         for row in sorted(self._rows(), key=lambda row: (row[-1], order(row[2]))):
             if row[0] == tag:
-                found.setdefault(row[-1], []).append(f"{Source(row[6], row[8], row[7])}:{row[9]}")
+                found.setdefault(row[-1], []).append(f"{Partition(row[6], row[8], row[7])}:{row[9]}")
         return list(found.values())
 
     def progress(self, tag: str, pid: str) -> Numbered:
@@ -140,7 +140,7 @@ class Stored:
 
     def mark(self, tag: str, partition: int = 0) -> int:
         """Return the mark of a partition in the shard of a tag."""
-        return read_marks(self.driver.shards, VIEW)[self.shard(tag)].get(Source(TOPIC, partition), NOTHING)
+        return read_marks(self.driver.shards, VIEW)[self.shard(tag)].get(Partition(TOPIC, partition), NOTHING)
 
     def check(self, records: Iterable[Record] | None = None) -> None:
         """Compare all tags with the records: each event once, in order, numbered from 1 without a gap."""
@@ -166,7 +166,7 @@ class Stored:
         assert counts.get("stored", 0) == sum(map(len, found.values()))
 
     def _held_runs(self) -> dict[str, list[Held]]:
-        registry, found = Registry(self.driver.shards, VIEW), dict[str, list[Held]]()
+        registry, found = LogRegistry(self.driver.shards, VIEW), dict[str, list[Held]]()
         for named in list(registry.walk()):
             held = found.setdefault(named.name, [])
             for segment in named.log.segments:
@@ -191,7 +191,7 @@ class Stored:
             tag, bucket, made, pid, number, seq, topic, generation, partition, offset, value, tags, _ = row
             assert (tag, bucket) in listed
             assert bucket <= ms_of(made) < bucket + self.options.span_ms
-            event = f"{Source(topic, partition, generation)}:{offset}"
+            event = f"{Partition(topic, partition, generation)}:{offset}"
             found.setdefault(tag, []).append(Held(event, pid, seq, number, made, bucket, tuple(tags), value))
         return found
 
@@ -209,7 +209,7 @@ STEPS = ("read", "some rows", "all rows", "some shards", "all shards")
 """How far a task comes before it dies: numbers read; rows written; shards told, and nobody heard of it."""
 
 
-class _View(TagView):
+class _View(TagsWriter):
     """Tags, in a task that dies on the way."""
 
     step = ""
@@ -261,11 +261,11 @@ def interrupted(driver: Writer, act: Callable[[], object]) -> Writer:
             left.pop()()
         return time.time()
 
-    task.host._views = [view_of(driver, TagView, clock=clock)]
+    task.host._views = [view_of(driver, TagsWriter, clock=clock)]
     return task
 
 
-def view_of(driver: Writer, form: type[TagView], **changes: Any) -> TagView:
+def view_of(driver: Writer, form: type[TagsWriter], **changes: Any) -> TagsWriter:
     plan = driver.plan
     return form(
         plan.store.shards,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tailrace.log.event import Source, home_of
+from tailrace.log.event import Partition, home_of
 from tailrace.log.name import shard_of
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
@@ -69,7 +69,7 @@ class Tagger:
 
     def settle(self) -> None:
         """Raise the marks of shards that had nothing, as the driver does once a second."""
-        ends = {Source("jobs", partition): offset - 1 for partition, offset in self._offsets.items()}
+        ends = {Partition("jobs", partition): offset - 1 for partition, offset in self._offsets.items()}
         advance(self.writer.shards, VIEW, self.writer.epoch, ends)
 
     def ids(self, *tags: str) -> list[str]:
@@ -94,4 +94,4 @@ def apart(store: StoreOptions, count: int = 2) -> list[str]:
 def strangers(store: StoreOptions, tags: Sequence[str], count: int = 1) -> list[int]:
     """Partitions whose own shard, which learns of all their events, is none of the tags'."""
     homes = {shard_of(tag, store.shards) for tag in tags}
-    return [p for p in range(100) if home_of(Source("jobs", p), store.shards) not in homes][:count]
+    return [p for p in range(100) if home_of(Partition("jobs", p), store.shards) not in homes][:count]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
-from tailrace.log.event import Source, iso_time
-from tailrace.log.request import Frame, Moved
+from tailrace.log.event import Partition, iso_time
+from tailrace.log.request import EventFrame, Moved
 from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
@@ -23,7 +23,7 @@ from tests.tags.tagged import Tagger, apart, strangers
 from tests.writing import NOON, Record, Writer
 
 
-def shown(frame: Frame) -> dict[str, Any]:
+def shown(frame: EventFrame) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(frame.data)
     return found
 
@@ -43,7 +43,7 @@ async def test_a_frame_says_what_the_tag_knows_of_the_event(any_store: StoreOpti
     ]
     assert {f["tag"] for f in frames} == {"gpu"}
     assert (red["tag"], red["id"], red["data"]["n"]) == ("red", "jobs:0:0", 0)
-    first = stamp(NOON, 0, Source("jobs", 0))
+    first = stamp(NOON, 0, Partition("jobs", 0))
     assert frames[0]["timeuuid"] == str(first)
     assert ms_of(first) == NOON
     assert "late" not in frames[0]
@@ -315,7 +315,7 @@ async def test_tasks_that_write_at_once_are_followed_live_in_order_and_resumed_f
             task.write(batch)
             # What the driver does for shards that had nothing.
             last = batch[-1]
-            advance(task.shards, "tags", task.epoch, {Source("jobs", last.partition): last.offset})
+            advance(task.shards, "tags", task.epoch, {Partition("jobs", last.partition): last.offset})
 
     async with reading(any_store) as feeds:
         followers = [Follower(await feeds.open(*tags, start="start")), Follower(await feeds.open(*tags[::-1]))]

@@ -12,11 +12,11 @@ from uuid import UUID
 
 import pytest
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.request import AnyFrame
 from tailrace.log.timeuuid import ms_of, order
 from tailrace.views.tags.store import lift
-from tailrace.views.tags.write import TagView
+from tailrace.views.tags.write import TagsWriter
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, stamps
 from tests.tags.reading import events, names
@@ -182,7 +182,7 @@ async def test_the_clock_of_the_pipeline_steps_by_an_hour_and_back(theirs: World
             for partition in (0, 1):
                 task.write([world.draft(f"p{partition}", "green", at=clock(), partition=partition) for _ in range(2)])
             written += 4
-            lift(world.writer.shards, world.writer.epoch, {Source("jobs", 0): clock()})
+            lift(world.writer.shards, world.writer.epoch, {Partition("jobs", 0): clock()})
             assert len(await follower.until(written)) == written
         found = follower.names
         assert in_turn(found)
@@ -191,7 +191,7 @@ async def test_the_clock_of_the_pipeline_steps_by_an_hour_and_back(theirs: World
 
 def _task(driver: Writer, clock: Clock) -> Writer:
     task = driver.another_task()
-    task.host._views = [view_of(driver, TagView, clock=clock.seconds)]
+    task.host._views = [view_of(driver, TagsWriter, clock=clock.seconds)]
     return task
 
 

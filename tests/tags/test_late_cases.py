@@ -14,15 +14,15 @@ from uuid import UUID
 import pytest
 from pydantic import ValidationError
 
-from tailrace.log.event import Source, iso_time
+from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, stamp
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.cursor import BEGIN, Part, Reads, TagRow
+from tailrace.views.tags.rows.cursor import BEGIN, Reads, TagPosition, TagRow
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import Reading
 from tailrace.views.tags.rows.store import Narrow
-from tailrace.views.tags.settings import Tags
+from tailrace.views.tags.settings import TagsSettings
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.tags.reading import events
@@ -198,8 +198,8 @@ async def test_B_11_late_events_of_many_sources_come_in_order_and_block_nobody(t
 def test_B_12_looks_that_cannot_be_meant_are_refused(given: dict[str, str], said: str) -> None:
     """Periods need not be shorter than any other time: sources are forgotten by their number, not by their age."""
     with pytest.raises(ValidationError, match=said):
-        Tags(**given)  # type: ignore[arg-type]
-    assert Tags(back_track="off", long_back_track="off").back_track is None  # type: ignore[arg-type]
+        TagsSettings(**given)  # type: ignore[arg-type]
+    assert TagsSettings(back_track="off", long_back_track="off").back_track is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -228,15 +228,15 @@ def test_B_13_a_look_back_goes_no_further_than_the_start_of_the_bucket_before(
 
 def test_B_13_a_look_back_does_not_go_before_the_start_of_the_feed() -> None:
     at = bucket_start(now_ms(), HOUR) + 30 * MINUTE
-    reading = _stands_at(at, Reads(delay_ms=0, short_ms=10, short_period_ms=None), Part(last_of(at - MINUTE)))
+    reading = _stands_at(at, Reads(delay_ms=0, short_ms=10, short_period_ms=None), TagPosition(last_of(at - MINUTE)))
     (look,) = reading.looks(at + 1_000)
     assert look.after == last_of(at - MINUTE)
 
 
-def _stands_at(ms: int, reads: Reads, start: Part | None = None) -> Reading[TagRow]:
+def _stands_at(ms: int, reads: Reads, start: TagPosition | None = None) -> Reading[TagRow]:
     """Return a reading that has passed an event of this millisecond."""
-    reading: Reading[TagRow] = Reading(start or Part(BEGIN), reads, from_beginning=start is None, now_ms=ms)
-    place = Source("theirs", 0)
+    reading: Reading[TagRow] = Reading(start or TagPosition(BEGIN), reads, from_beginning=start is None, now_ms=ms)
+    place = Partition("theirs", 0)
     row = Narrow(tag="green", bucket_ms=0, stamp=stamp(ms, 0, place), pid="p", tag_seq=1, place=place, offset=0)
     reading.begin({}, {}, ms)
     reading.admit({place})
@@ -276,7 +276,7 @@ async def test_S_03_what_is_scanned_is_after_the_start_and_up_to_the_end(
     put: list[tuple[str, int, int | UUID]] = [("p1", n, at + n) for n in range(1, 9)]
     theirs.put("green", *put, ("p2", 1, at + 3), ("p2", 2, at + 8))
     reader = RowReader(rows_store, page=2)
-    after, to = stamp(at + 2, 2, Source("of-p1", 0)), stamp(at + 6, 6, Source("of-p1", 0))
+    after, to = stamp(at + 2, 2, Partition("of-p1", 0)), stamp(at + 6, 6, Partition("of-p1", 0))
     highest: dict[str, int] = {}
     async for rows in reader.narrow("green", after, to):
         for row in rows:

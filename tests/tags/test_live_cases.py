@@ -25,7 +25,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.merge import Floors, Levels
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows import feed as tag_rows_feed
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.tags import CassandraTags
 from tailrace.views.tags.store import VIEW
 from tests.feeds.rig import controls, now_ms
@@ -242,7 +242,7 @@ async def test_L_12_what_a_query_leaves_out_disturbs_no_numbers(world: World) ->
 def test_L_13_the_table_of_tags_keeps_rows_as_long_as_is_said(rows_store: CassandraOptions) -> None:
     for keep in (timedelta(days=3, seconds=7), None, timedelta(hours=1)):
         schema.prepare(rows_store, keep)
-        connection = Connection(rows_store).open()
+        connection = CassandraConnection(rows_store).open()
         text = "SELECT default_time_to_live FROM system_schema.tables WHERE keyspace_name = %s AND table_name = %s"
         ((ttl,),) = connection.execute(text, (rows_store.keyspace, "tag_views"))
         connection.close()

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 
 from tailrace.driver.one_pass import Host, Plan
-from tailrace.log.event import Source
-from tailrace.log.request import AnyFeed, Frame
+from tailrace.log.event import Partition
+from tailrace.log.request import AnyFeed, EventFrame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
@@ -55,7 +55,7 @@ class Share(msgspec.Struct, frozen=True):
 def write(plan: Plan, share: Share) -> None:
     """Write a share, as a task of its own does; and raise the floor of what is written to its end, as the driver."""
     host, chance = Host(plan), random.Random(share.partition)
-    total, place = len(share.pids) * share.each, Source(TOPIC, share.partition)
+    total, place = len(share.pids) * share.each, Partition(TOPIC, share.partition)
     begin, at = round(time.time() * 1000) - SPREAD, 0
     while at < total:
         end = min(total, at + chance.randint(1, share.at_once))
@@ -107,12 +107,12 @@ class Reader:
         rest = await self._feeds.open(*self._tags, after=cursor, follow=False)
         async for frames in rest:
             for frame in frames:
-                assert not isinstance(frame, Frame), f"more than {count}: {frame.data!r}"
+                assert not isinstance(frame, EventFrame), f"more than {count}: {frame.data!r}"
 
     async def _follow(self, feed: AnyFeed, cursor: str, count: int) -> str:
         async for frames in feed:
             for frame in frames:
-                if isinstance(frame, Frame):
+                if isinstance(frame, EventFrame):
                     self._take(json.loads(frame.data))
                     cursor = frame.cursor
                     if len(self.ids) == self._break:

@@ -12,7 +12,7 @@ import pytest
 
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
-from tailrace.log.request import Control
+from tailrace.log.request import ControlFrame
 from tailrace.log.timeuuid import order
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.request import make_tag_request
@@ -269,7 +269,7 @@ async def test_c_12_a_gap_that_is_not_filled_in_time_fails_with_what_is_missing_
     async with reading(store, rows_store, gap_timeout="300ms", on_missing="skip") as read:
         frames = await read.all("green")
         assert names(frames) == ["p1:1", "p2:1", "p1:4"]
-        (gap,) = (json.loads(each.data) for each in frames if isinstance(each, Control) and each.name == "gap")
+        (gap,) = (json.loads(each.data) for each in frames if isinstance(each, ControlFrame) and each.name == "gap")
         assert (gap["tag"], gap["source"], gap["missing"], gap["reason"]) == ("green", "p1", [2, 3], "missing")
         assert str(caught.value.after) == gap["from"]
         with pytest.raises(RowsMissing):

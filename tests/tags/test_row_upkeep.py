@@ -19,7 +19,7 @@ from tailrace.log.timeuuid import ms_of, order, stamp
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import Row
+from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.rows.upkeep import STEPS
 from tailrace.views.tags.settings import TagRules
 from tests.meanwhile import meanwhile
@@ -53,7 +53,7 @@ def told(here: RowPast, **changes: Any) -> set[tuple[str, str, str, int, int]]:
     return {(f.name, f.kind, f.source, f.expected, f.found) for f in findings}
 
 
-def assert_in_order(rows: list[Row]) -> None:
+def assert_in_order(rows: list[StoredRow]) -> None:
     """Numbers have no gap along a source, and stamps rise along sources and partitions."""
     numbers: dict[str, int] = {}
     offsets: dict[Any, int] = {}

@@ -10,17 +10,17 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.driver.slice import Place, slices
-from tailrace.log.event import Source
+from tailrace.driver.slice import AppliedMarks, slices
+from tailrace.log.event import Partition
 from tailrace.log.timeuuid import first_of, last_of, order
 from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.reader import RowReader
-from tailrace.views.tags.rows.store import Row
+from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.store import TagOptions, lift
-from tailrace.views.tags.write import TagView
+from tailrace.views.tags.write import TagsWriter
 from tests.tags.test_view import HOUR, VIEWS, tagged
 from tests.writing import NOON, Record, Writer, batch
 
@@ -29,10 +29,10 @@ TAGGING = Tagging(paths=("tags",))
 _fresh = count()
 
 
-async def read_rows(options: CassandraOptions) -> dict[str, list[Row]]:
+async def read_rows(options: CassandraOptions) -> dict[str, list[StoredRow]]:
     reader = await RowReader(options).open()
     try:
-        found: dict[str, list[Row]] = {}
+        found: dict[str, list[StoredRow]] = {}
         for tag in await reader.tags():
             async for page in reader.rows(tag, first_of(0), last_of(1 << 42)):
                 found.setdefault(tag, []).extend(page)
@@ -41,7 +41,7 @@ async def read_rows(options: CassandraOptions) -> dict[str, list[Row]]:
         await reader.close()
 
 
-def check(records: list[Record], found: dict[str, list[Row]]) -> None:
+def check(records: list[Record], found: dict[str, list[StoredRow]]) -> None:
     """Each event once in each of its tags; per source 1, 2, 3 in the order of stamps; stamps rise with the offsets."""
     expected: dict[str, set[str]] = {}
     for record in records:
@@ -52,7 +52,7 @@ def check(records: list[Record], found: dict[str, list[Row]]) -> None:
     }
     for rows in found.values():
         assert [order(row.stamp) for row in rows] == sorted(order(row.stamp) for row in rows)
-        numbers, offsets = dict[str, int](), dict[Source, int]()
+        numbers, offsets = dict[str, int](), dict[Partition, int]()
         for row in rows:
             assert row.tag_seq == numbers.get(row.pid, 0) + 1
             assert row.offset > offsets.get(row.place, -1)
@@ -61,14 +61,14 @@ def check(records: list[Record], found: dict[str, list[Row]]) -> None:
 
 def die_before_the_mark(writer: Writer, records: list[Record], most: int) -> None:
     """Do what a task does, and stop when some windows' rows are written: no shard is told."""
-    (view,) = [view for view in writer.plan.make_views() if isinstance(view, TagView)]
+    (view,) = [view for view in writer.plan.make_views() if isinstance(view, TagsWriter)]
     marks, shards = read_marks(writer.shards, "tags"), writer.plan.store.shards
     for part in slices(batch(records), {}, writer.plan.limits):
         answers = writer.shards.run_all(
             [(s, ("HGET", writer.shards.keys.times(s, "tags"), str(part.source))) for s in range(shards)]
         )
         times = [(-(1 << 53), -1) if a is None else (int(a.split()[0]), int(a.split()[1])) for a in answers]
-        place = Place([shard.get(part.source, -1) for shard in marks], times)
+        place = AppliedMarks([shard.get(part.source, -1) for shard in marks], times)
         view.load(writer.shards, [(part, place)])
         view.store(view.cut(part, list(place.marks))[:most])
 
@@ -111,7 +111,7 @@ async def test_tasks_that_die_between_rows_and_mark_leave_the_rows_of_a_run_with
         if chance.random() < 0.2 and not chance.randrange(2):
             # Only what is applied to its end is raised: nobody has written rows of it that are still to be marked.
             whole = [q for q in range(3) if done[q] == len(by_partition[q])]
-            lift(writer.shards, writer.epoch, {Source("carts", q): NOON + 2 * HOUR for q in whole})
+            lift(writer.shards, writer.epoch, {Partition("carts", q): NOON + 2 * HOUR for q in whole})
     found = {tag: rows for tag, rows in (await read_rows(rows_store)).items() if tag.startswith(prefix)}
     check(records, found)
     counts = read_counts(writer.shards, "tags")
@@ -140,9 +140,9 @@ async def test_a_new_partition_has_a_floor_before_its_first_row(
     options = TagOptions(tagging=TAGGING, cassandra=rows_store)
     writer = Writer(store, VIEWS, tags=options)
     writer.write([tagged(0, "cart-1", "red", time=NOON)])
-    lift(writer.shards, writer.epoch, {Source("carts", 0): NOON + HOUR})
+    lift(writer.shards, writer.epoch, {Partition("carts", 0): NOON + HOUR})
     lowest = min(ms for ms, _ in read_times(writer.shards, "tags").values())
     die_before_the_mark(writer, [tagged(0, "cart-2", "red", time=NOON - HOUR, partition=1)], 100)
-    assert Source("carts", 1) in read_times(writer.shards, "tags")
+    assert Partition("carts", 1) in read_times(writer.shards, "tags")
     late = [row for row in (await read_rows(rows_store))["red"] if row.place.partition == 1]
     assert [order(row.stamp) >= order(first_of(lowest)) for row in late] == [True]

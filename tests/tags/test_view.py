@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.log.timeuuid import order, stamp
 from tailrace.valkey.marks import conserved, read_counts
@@ -77,7 +77,7 @@ def check(records: list[Record], found: dict[str, list[dict[str, Any]]]) -> None
             stamps[partition] = stamps[pid] = place
 
 
-_uuid = type(stamp(0, 0, Source("a", 0)))
+_uuid = type(stamp(0, 0, Partition("a", 0)))
 
 
 def _history(chance: random.Random, n: int) -> list[Record]:
@@ -114,7 +114,7 @@ async def test_any_split_and_replay_writes_every_tag_once_in_order_without_a_gap
             done[p] = end
         chance.choice(tasks).write(batch)
         if chance.random() < 0.2:
-            lift(writer.shards, writer.epoch, {Source("carts", chance.randrange(3)): NOON + chance.randrange(HOUR)})
+            lift(writer.shards, writer.epoch, {Partition("carts", chance.randrange(3)): NOON + chance.randrange(HOUR)})
     writer.another_task().write(records[: len(records) // 2])
     found = await read_tags(store)
     check(records, found)

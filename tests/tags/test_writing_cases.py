@@ -20,19 +20,19 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from tailrace.driver.slice import Limits
+from tailrace.driver.slice import RecordLimits
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreError, StoreUnavailable
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Numbered
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, disconnect
-from tailrace.views.tags.rows.store import Row, RowWriter
-from tailrace.views.tags.settings import Tags
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
+from tailrace.views.tags.rows.store import RowWriter, StoredRow
+from tailrace.views.tags.settings import TagsSettings
 from tests.tags.stored import HOUR, MINUTE, TOPIC, Died, Stored, dying, interrupted
 from tests.tags.tagged import apart
 from tests.writing import NOON, Record, Writer
@@ -72,7 +72,7 @@ def test_W_01_one_event_is_written_at_once_with_its_number_its_progress_and_the_
     stored.driver.write([stored.event("p1", "red", at=7)])
     (held,) = stored.tag("red")
     assert (held.id, held.number, held.seq) == (f"{PLACE}:0", 1, 0)
-    assert held.stamp == stamp(NOON + 7, 0, Source(TOPIC, 0))
+    assert held.stamp == stamp(NOON + 7, 0, Partition(TOPIC, 0))
     assert stored.progress("red", "p1") == Numbered(1, 0, NOON + 7, PLACE)
     assert stored.mark("red") == 0
 
@@ -111,7 +111,7 @@ def test_W_10_and_W_11_the_mark_waits_for_all_batches_whether_of_two_buckets_or_
     records = [stored.event("p1", "red", at=at) for at in (0, 1, apart_ms + 2)]
     large = stored.event("p1", "red", at=apart_ms + 3, pad="x" * (17 << 20))
     # Larger than Cassandra takes: what it refuses is not the whole write, but one batch of it.
-    generous = Writer(stored.store, ("intake", "tags"), tags=stored.options, limits=Limits(max_bytes=64 << 20))
+    generous = Writer(stored.store, ("intake", "tags"), tags=stored.options, limits=RecordLimits(max_bytes=64 << 20))
     with pytest.raises(StoreError, match="too big"):
         generous.write([*records, large])
     assert {held.number for held in stored.tag("red")} == {1, 2, 3}
@@ -151,15 +151,15 @@ def test_W_29_nothing_is_no_write_what_is_larger_than_a_batch_is_split_and_many_
     assert sorted(sizes(stored, "red")) == [1, 3, 3]
     assert stored.mark("red") == 7
     assert stored.rows is not None
-    row = Row(
+    row = StoredRow(
         tag="red",
         bucket_ms=NOON,
         span_ms=HOUR,
-        stamp=stamp(NOON, 0, Source(TOPIC, 0)),
+        stamp=stamp(NOON, 0, Partition(TOPIC, 0)),
         pid="p",
         tag_seq=1,
         seq=1,
-        place=Source(TOPIC, 0),
+        place=Partition(TOPIC, 0),
         offset=0,
         time_ms=NOON,
         key=None,
@@ -167,7 +167,7 @@ def test_W_29_nothing_is_no_write_what_is_larger_than_a_batch_is_split_and_many_
         value=b"{}",
         tags=("red",),
     )
-    batches = RowWriter(Connection(stored.rows), 2)._batches(repeat(row, 1_000_000), lambda _: 1)
+    batches = RowWriter(CassandraConnection(stored.rows), 2)._batches(repeat(row, 1_000_000), lambda _: 1)
     assert sum(len(batch) == 2 for batch in batches) == 500_000
 
 
@@ -343,10 +343,10 @@ def test_W_26_an_event_with_two_tags_is_acknowledged_when_both_have_it(stored: S
     with pytest.raises(Died):
         dying(stored.driver, "some shards").write(records)
     assert sorted((stored.mark(one), stored.mark(two))) == [-1, 4]
-    assert lowest(read_marks(stored.driver.shards, "tags"))[Source(TOPIC, 0)] == -1, "a driver begins there"
+    assert lowest(read_marks(stored.driver.shards, "tags"))[Partition(TOPIC, 0)] == -1, "a driver begins there"
     stored.begin().write(records)
     stored.settle()
-    assert lowest(read_marks(stored.driver.shards, "tags"))[Source(TOPIC, 0)] == 4
+    assert lowest(read_marks(stored.driver.shards, "tags"))[Partition(TOPIC, 0)] == 4
     stored.check()
 
 
@@ -361,7 +361,7 @@ def test_W_27_a_task_has_ended_when_every_tag_has_its_events(stored: Stored) -> 
 def test_W_30_marks_pass_events_without_tags(stored: Stored) -> None:
     stored.driver.write([stored.event(f"p{i}") for i in range(25)])
     stored.settle()
-    assert lowest(read_marks(stored.driver.shards, "tags")) == {Source(TOPIC, 0): 24}
+    assert lowest(read_marks(stored.driver.shards, "tags")) == {Partition(TOPIC, 0): 24}
     assert read_counts(stored.driver.shards, "tags") == {"in": 25, "skipped:no-tag": 25}
 
 
@@ -390,7 +390,7 @@ def test_W_31_a_time_lies_in_its_bucket_of_a_day_an_hour_or_a_minute() -> None:
     ],
 )
 def test_W_32_the_first_bucket_is_a_time_that_is_rounded_down(bucket: str, text: str, start: int) -> None:
-    tags = Tags.model_validate({"bucket": bucket, "first_bucket": text})
+    tags = TagsSettings.model_validate({"bucket": bucket, "first_bucket": text})
     assert tags.first_ms == start
     assert tags.span in (timedelta(days=1), timedelta(hours=1), timedelta(minutes=1))
 
@@ -400,4 +400,4 @@ def test_W_32_the_first_bucket_is_a_time_that_is_rounded_down(bucket: str, text:
 )
 def test_W_32_any_other_first_bucket_is_refused_with_the_format(text: str) -> None:
     with pytest.raises(ValidationError, match="yyyyMMdd, yyyyMMddTHH or yyyyMMddTHH:mm"):
-        Tags.model_validate({"first_bucket": text})
+        TagsSettings.model_validate({"first_bucket": text})

@@ -18,17 +18,17 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.kafka.broker import Broker
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.name import name_of_key, shard_of
 from tailrace.log.segment import Log
-from tailrace.log.store import Registry
+from tailrace.log.store import LogRegistry
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.job import run_job, section_of
 from tailrace.upkeep.rebuild import Rebuilding
-from tailrace.upkeep.restore import Orders, Restored, Restorer, encode_body
-from tailrace.upkeep.spark import History, Wanted
+from tailrace.upkeep.restore import RebuildPlan, Restored, Restorer, encode_body
+from tailrace.upkeep.spark import History, WantedNames
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.tags.upkeep import Record as KafkaRecord
+from tailrace.views.tags.upkeep import SpooledRecord as KafkaRecord
 from tests.faults.rig import QUICK_JAVA
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
@@ -68,7 +68,7 @@ class Past:
         self.writer = writer or self.begin()
         self.shards = self.writer.shards
         self.keys = self.shards.keys
-        self.registry = Registry(self.shards, self.view_name)
+        self.registry = LogRegistry(self.shards, self.view_name)
         self._ends = [0] * partitions
         self.produced: list[Record] = []
         while self.topic not in (topics := Broker(self.settings).topics()):
@@ -151,8 +151,8 @@ class Past:
         with Keeper(self.store, view=self.view_name) as keeper:
             opened = keeper.staging.reopen(round(time.time()))
             extent = history.extent(keeper.shards, [marks for _, marks in opened])
-            orders = Orders(
-                work=history.assign(keeper.shards, extent, Wanted()),
+            orders = RebuildPlan(
+                work=history.assign(keeper.shards, extent, WantedNames()),
                 section=section_of(self.settings, self.view_name),
                 token=keeper.lease.token,
                 epochs=tuple(epoch for epoch, _ in opened),
@@ -192,17 +192,17 @@ class Past:
 class Restoring:
     """Restores logs of a past under one lease."""
 
-    def __init__(self, past: Past, shards: Shards, orders: Orders) -> None:
+    def __init__(self, past: Past, shards: Shards, orders: RebuildPlan) -> None:
         self._past, self._shards, self.orders = past, shards, orders
 
     def records(self, name: str) -> list[KafkaRecord]:
         """Return what a job would bring of a name: what Kafka has and its shard has applied, merged by time."""
         bounds = self.orders.work.extent.shards[shard_of(name, self._shards.options.shards)]
-        newest: dict[Source, int] = {}
+        newest: dict[Partition, int] = {}
         found: list[KafkaRecord] = []
         cleaned = self.orders.work.cleaned.get(name, {})
         for r, more in sorted(self._past.named(name), key=lambda each: each[0].offset):
-            source = Source(r.topic, r.partition)
+            source = Partition(r.topic, r.partition)
             first, last = bounds.get(source, (1, 0))
             is_cleaned = more and more[0] in cleaned and cleaned[more[0]].covers(str(source), r.offset)
             if first <= r.offset <= last and not is_cleaned:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 from tailrace.log.segment import Log
-from tailrace.log.store import Dropped, Registry, Staging
-from tailrace.upkeep.job import WHAT, Lease
-from tailrace.upkeep.packer import Outcome, Packer, due_segments
+from tailrace.log.store import Dropped, LogRegistry, Staging
+from tailrace.upkeep.job import WHAT, JobLease
+from tailrace.upkeep.packer import Packer, PackOutcome, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 
 
@@ -32,8 +32,8 @@ class Keeper:
     ) -> None:
         self.shards = Shards(options).open()
         prepare(self.shards)
-        self.registry = Registry(self.shards, view)
-        self.lease = Lease(self.shards, owner)
+        self.registry = LogRegistry(self.shards, view)
+        self.lease = JobLease(self.shards, owner)
         self._piece_bytes, self._clock, self._reached = piece_bytes, clock, reached
 
     def __enter__(self) -> Keeper:
@@ -51,7 +51,7 @@ class Keeper:
         """As if the process had been paused for longer than its lease."""
         self.shards.call(0, "lease", WHAT, "one", 0, self.lease.token)
 
-    def pack(self, after_ms: int = 0) -> Outcome:
+    def pack(self, after_ms: int = 0) -> PackOutcome:
         packer = Packer(
             self.registry,
             self.staging,

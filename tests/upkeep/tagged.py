@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
@@ -50,7 +50,7 @@ class TagPast(Past):
     def put(self, records: Sequence[Record], at_once: int = 10) -> Sequence[Record]:
         """Write records to Kafka and to the tags, and let all shards know that they are applied, as the driver does."""
         super().put(records, at_once)
-        ends = {Source(self.topic, partition): end - 1 for partition, end in enumerate(self._ends) if end}
+        ends = {Partition(self.topic, partition): end - 1 for partition, end in enumerate(self._ends) if end}
         advance(self.shards, "tags", self.writer.epoch, ends)
         return records
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tailrace.log.request import Control, Frame
+from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.upkeep.packer import STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, rig
@@ -131,13 +131,13 @@ class Interleaving(RuleBasedStateMachine):
         gone = self.gone[reader.name]
         if not reader.cursor:
             reader.at = gone
-        told = [json.loads(f.data)["reason"] for f in frames if isinstance(f, Control) and f.name == "gap"]
+        told = [json.loads(f.data)["reason"] for f in frames if isinstance(f, ControlFrame) and f.name == "gap"]
         assert told == (["expired"] if reader.at < gone else [])
         reader.at = max(reader.at, gone)
         wanted = [record.id for record in self.events[reader.name][reader.at : reader.at + limit]]
-        assert [json.loads(f.data)["id"] for f in frames if isinstance(f, Frame)] == wanted
+        assert [json.loads(f.data)["id"] for f in frames if isinstance(f, EventFrame)] == wanted
         reader.at += len(wanted)
-        placed = [f.cursor.partition("~")[0] for f in frames if not isinstance(f, Control) or f.name == "gap"]
+        placed = [f.cursor.partition("~")[0] for f in frames if not isinstance(f, ControlFrame) or f.name == "gap"]
         reader.cursor = placed[-1] if placed else reader.cursor
 
     @invariant()

@@ -25,10 +25,10 @@ from tailrace.errors import (
     StoreUnavailable,
 )
 from tailrace.log.segment import PACKED
-from tailrace.log.store import Registry
+from tailrace.log.store import LogRegistry
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, Throttle, matcher, now_ms, run_job
-from tailrace.upkeep.loop import Job, Loop
+from tailrace.upkeep.loop import Loop, ScheduledJob
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spark import PackPlan, Spread, divided
 from tailrace.valkey.shards import Shards, StoreOptions
@@ -37,7 +37,7 @@ from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
 MINUTE = 60_000
-NOW = pack.Rules(after_ms=0)
+NOW = pack.PackRules(after_ms=0)
 
 
 def settings(options: StoreOptions, **flags: object) -> Settings:
@@ -92,7 +92,7 @@ def test_what_spark_packs_is_what_this_process_packs(
     told: list[tuple[int, int]] = []
     here = pack.Packing("days", NOW, Scope(progress=lambda *far: told.append(far)), spread=spread)
     run_job(settings(store), here)
-    there = pack.Packing("days", pack.Rules(0, spark_from=0), spread=spread)
+    there = pack.Packing("days", pack.PackRules(0, spark_from=0), spread=spread)
     run_job(settings(other), there)
     assert here.facts() == there.facts()
     assert capfd.readouterr().out == "", "standard output is for results; Spark writes elsewhere"
@@ -137,7 +137,7 @@ def test_workers_that_are_killed_lose_nothing(store: StoreOptions, spread: Sprea
 
     killer = threading.Thread(target=kill)
     killer.start()
-    rules = pack.Rules(0, spark_from=0, per_hour=60 * 3600)
+    rules = pack.PackRules(0, spark_from=0, per_hour=60 * 3600)
     facts = run_job(settings(store), pack.Packing("days", rules, spread=spread))
     killer.join()
     assert killed
@@ -148,7 +148,7 @@ def test_workers_that_are_killed_lose_nothing(store: StoreOptions, spread: Sprea
 
 def _packed(options: StoreOptions) -> int:
     shards = Shards(options).open()
-    found = sum(s.state == PACKED for each in Registry(shards, "days").walk() for s in each.log.segments)
+    found = sum(s.state == PACKED for each in LogRegistry(shards, "days").walk() for s in each.log.segments)
     shards.close()
     return found
 
@@ -158,7 +158,7 @@ def test_a_jvm_that_dies_fails_the_run_and_nothing_is_left_of_it(store: StoreOpt
     assert spread.start()
     (jvm,) = _jvms()
     jvm.kill()
-    rules = pack.Rules(0, spark_from=0)
+    rules = pack.PackRules(0, spark_from=0)
     with pytest.raises(PipelineError, match="a Spark job of upkeep failed"):
         run_job(settings(store), pack.Packing("days", rules, spread=spread))
     assert _jvms() == []
@@ -169,7 +169,7 @@ def test_without_a_spark_everything_is_packed_here(store: StoreOptions, monkeypa
     Writer(store).write(some_days())
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     with Spread(settings(store)) as none:
-        work = pack.Packing("days", pack.Rules(0, spark_from=0), spread=none)
+        work = pack.Packing("days", pack.PackRules(0, spark_from=0), spread=none)
         assert run_job(settings(store), work)["segments"] == 60
 
 
@@ -186,7 +186,7 @@ def _jvms() -> list[psutil.Process]:
 def test_shares_are_even_and_hold_everything_once(store: StoreOptions) -> None:
     Writer(store).write(some_days(names=100))
     shards = Shards(store).open()
-    dues = [d for found in Registry(shards, "days").walk() for d in due_segments(found.name, found.log, 0, now_ms())]
+    dues = [d for found in LogRegistry(shards, "days").walk() for d in due_segments(found.name, found.log, 0, now_ms())]
     shards.close()
     shares = divided(dues, 3)
     assert sorted(due.name for share in shares for due in share) == sorted(due.name for due in dues)
@@ -206,7 +206,7 @@ def test_a_name_pattern_packs_the_streams_that_match_as_a_whole(any_store: Store
 
 def test_a_view_or_a_pattern_that_is_none_is_said_so(store: StoreOptions) -> None:
     with pytest.raises(BadRequest, match="there is no view 'nights'"):
-        pack.Rules.of(settings(store), "nights")
+        pack.PackRules.of(settings(store), "nights")
     with pytest.raises(BadRequest, match=r"'a\(' is no regular expression in RE2 syntax: missing \)"):
         matcher("a(")
 
@@ -218,7 +218,7 @@ def test_a_dry_run_counts_and_changes_nothing(any_store: StoreOptions) -> None:
     due = pack.Packing("days", NOW).look(shards)
     assert due == {"segments": 60, "days": 3, "events": 240, "bytes_before": due["bytes_before"]}
     keep = timedelta(milliseconds=now_ms() - NOON - 2 * DAY)
-    gone = sweep.Sweeping("days", sweep.Rules(lambda _: keep)).look(shards)
+    gone = sweep.Sweeping("days", sweep.SweepRules(lambda _: keep)).look(shards)
     assert (gone["segments"], gone["events"], gone["ended"]) == (40, 160, 0)
     shards.close()
     assert contents(any_store) == before
@@ -237,7 +237,7 @@ class Time:
 def test_packing_keeps_the_pace_that_is_configured(store: StoreOptions) -> None:
     Writer(store).write(some_days())
     clock = Time()
-    rules = pack.Rules(0, per_hour=120)
+    rules = pack.PackRules(0, per_hour=120)
     throttle = Throttle(120, clock=lambda: clock.now, sleep=clock.sleep)
     run_job(settings(store), pack.Packing("days", rules, throttle=throttle))
     assert clock.now == pytest.approx(58 * 30), "two at a time, and the last two are not waited for"
@@ -275,7 +275,7 @@ def test_a_run_that_is_stopped_leaves_the_rest_to_the_next(store: StoreOptions) 
 def test_a_damaged_run_is_left_and_all_others_are_packed(store: StoreOptions) -> None:
     Writer(store).write(some_days())
     shards = Shards(store).open()
-    shard = Registry(shards, "days").logs(["queue/set-7"])[0].shard
+    shard = LogRegistry(shards, "days").logs(["queue/set-7"])[0].shard
     key = shards.keys.segment(shard, "days", 1, "queue/set-7")
     node = shards.client(shard)
     ((entry, fields),) = node.xrange(key)  # type: ignore[misc]
@@ -296,7 +296,7 @@ def test_a_sweep_drops_by_name_and_never_what_is_kept_for_ever(any_store: StoreO
         writer.write([Record(10 * at + d, key, time=now_ms() - (5 - d) * DAY) for d in range(days)])
     by_name = {"audit/.*": "forever", "debug/.*": "1h"}
     chosen = settings(any_store, days__keep="2d", days__keep_by_name=by_name)
-    facts = run_job(chosen, sweep.Sweeping("days", sweep.Rules.of(chosen, "days")))
+    facts = run_job(chosen, sweep.Sweeping("days", sweep.SweepRules.of(chosen, "days")))
     assert asyncio.run(read_view(any_store)) == {
         "audit/a": ["jobs:0:0", "jobs:0:1"],
         "jobs/a": ["jobs:0:23", "jobs:0:24"],
@@ -306,13 +306,13 @@ def test_a_sweep_drops_by_name_and_never_what_is_kept_for_ever(any_store: StoreO
     assert {name: report[name] for name in facts} == facts
     assert (report["job"], report["view"], report["error"]) == ("sweep", "days", "")
     assert report["started_ms"] <= report["ended_ms"]
-    assert run_job(chosen, sweep.Sweeping("days", sweep.Rules.of(chosen, "days")))["segments"] == 0
+    assert run_job(chosen, sweep.Sweeping("days", sweep.SweepRules.of(chosen, "days")))["segments"] == 0
 
 
 def test_a_stream_with_more_old_buckets_than_one_call_drops_is_swept_at_once(store: StoreOptions) -> None:
     start = NOON - NOON % DAY
     Writer(store, span_ms=MINUTE).write([Record(i, b"a", time=start + i * MINUTE) for i in range(250)])
-    rules = sweep.Rules(lambda _: timedelta(hours=1))
+    rules = sweep.SweepRules(lambda _: timedelta(hours=1))
     facts = run_job(settings(store), sweep.Sweeping("days", rules))
     assert (facts["segments"], facts["ended"]) == (250, 1)
 
@@ -320,7 +320,7 @@ def test_a_stream_with_more_old_buckets_than_one_call_drops_is_swept_at_once(sto
 @pytest.mark.parametrize("ahead", [10 * MINUTE, -10 * MINUTE])
 def test_nothing_is_swept_when_the_clocks_disagree(store: StoreOptions, ahead: int) -> None:
     Writer(store).write(some_days())
-    rules = sweep.Rules(lambda _: timedelta(hours=1))
+    rules = sweep.SweepRules(lambda _: timedelta(hours=1))
     wrong = sweep.Sweeping("days", rules, Scope(clock=lambda: now_ms() + ahead))
     with pytest.raises(StoreError, match=r"600 s (ahead of|behind) ours"):
         run_job(settings(store), wrong)
@@ -359,7 +359,7 @@ def test_the_loop_goes_on_after_every_kind_of_error() -> None:
         raise error
 
     every = timedelta(milliseconds=10)
-    Loop({"bad": Job(every, bad), "never": Job(None, bad)}, ("days",), stopping).run()
+    Loop({"bad": ScheduledJob(every, bad), "never": ScheduledJob(None, bad)}, ("days",), stopping).run()
     assert runs == ["days"] * 5
 
 
@@ -378,7 +378,10 @@ def test_a_job_that_takes_long_gives_way_to_one_that_is_due() -> None:
             stopping.set()
         return {}
 
-    jobs = {"short": Job(timedelta(seconds=30), short), "long": Job(timedelta(seconds=1), long, yields=True)}
+    jobs = {
+        "short": ScheduledJob(timedelta(seconds=30), short),
+        "long": ScheduledJob(timedelta(seconds=1), long, yields=True),
+    }
     loop = Loop(jobs, ("days",), stopping, clock=lambda: clock.now)
     clock.now += 2
     loop.run()
@@ -407,7 +410,7 @@ def test_a_job_that_must_finish_to_have_done_anything_is_not_stopped_for_another
         return {"left": {"later": 1}}
 
     every = timedelta(seconds=30)
-    jobs = {"walk": Job(every, walk), "pack": Job(every, pack, yields=True)}
+    jobs = {"walk": ScheduledJob(every, walk), "pack": ScheduledJob(every, pack, yields=True)}
     loop = Loop(jobs, ("days",), stopping, clock=lambda: clock.now)
     clock.now += 20
     loop.run()

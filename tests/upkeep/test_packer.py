@@ -12,9 +12,9 @@ import pytest
 from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
 from tailrace.log.event import iso_time
 from tailrace.log.name import name_of_key
-from tailrace.log.request import Control, Frame
+from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.log.segment import PACKED
-from tailrace.upkeep.job import Lease
+from tailrace.upkeep.job import JobLease
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import ids, rig
 from tests.upkeep.rig import Keeper
@@ -71,7 +71,7 @@ def test_what_comes_after_a_day_was_packed_goes_to_the_next_day_and_is_flagged(a
     async def late() -> list[bool]:
         async with rig(any_store) as feeds:
             frames = await feeds.all("a", follow=False)
-        return [json.loads(frame.data).get("late", False) for frame in frames if isinstance(frame, Frame)]
+        return [json.loads(frame.data).get("late", False) for frame in frames if isinstance(frame, EventFrame)]
 
     assert asyncio.run(late()) == [False] * 10 + [True] * 3
 
@@ -106,12 +106,12 @@ async def test_cursors_taken_before_packing_yield_the_same_rest_after_it(any_sto
     for at in range(0, len(records), 4):
         await asyncio.to_thread(writer.write, records[at : at + 4])
     async with rig(any_store) as feeds:
-        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, EventFrame)]
         with Keeper(any_store, piece_bytes=1024) as keeper:
             await asyncio.to_thread(keeper.pack)
         for i in range(0, len(frames), 3):
             rest = await feeds.all("a", after=frames[i].cursor, follow=False)
-            assert [f for f in rest if isinstance(f, Frame)] == frames[i + 1 :]
+            assert [f for f in rest if isinstance(f, EventFrame)] == frames[i + 1 :]
         assert await feeds.ids("a", start="-45") == [r.id for r in records[-45:]]
         begin = records[70].time
         assert await feeds.ids("a", start=f"@{iso_time(begin)}") == [r.id for r in records[70:]]
@@ -124,20 +124,20 @@ async def test_a_cursor_into_what_expired_is_told_once_and_goes_on_at_the_first_
     records = _days(4, 5)
     writer.write(records)
     async with rig(any_store) as feeds:
-        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, EventFrame)]
         with Keeper(any_store, clock=lambda: NOON + 12 * DAY) as keeper:
             keeper.pack()
             dropped = keeper.expire("a", 10 * DAY)
             assert (dropped.segments, dropped.events, dropped.ended) == (2, 10, False)
         for i in range(9):
             told = await feeds.all("a", after=frames[i].cursor, follow=False)
-            assert isinstance(told[0], Control)
+            assert isinstance(told[0], ControlFrame)
             facts = json.loads(told[0].data)
             assert (facts["reason"], facts["from"]) == ("expired", frames[i].cursor)
             assert ids(told) == [r.id for r in records[10:]]
         assert await feeds.ids("a", after=frames[9].cursor) == [r.id for r in records[10:]]
         untold = await feeds.all("a", after=frames[9].cursor, follow=False)
-        assert not [f for f in untold if isinstance(f, Control) and f.name == "gap"]
+        assert not [f for f in untold if isinstance(f, ControlFrame) and f.name == "gap"]
         with pytest.raises(CursorGone, match="expired"):
             await feeds.open("a", after=frames[0].cursor, on_gap="fail")
 
@@ -146,7 +146,7 @@ async def test_a_stream_that_expired_as_a_whole_leaves_no_key_without_an_end(any
     writer = Writer(any_store)
     writer.write(_days(2, 5))
     async with rig(any_store) as feeds:
-        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, EventFrame)]
         with Keeper(any_store) as keeper:
             keeper.pack()
             assert keeper.expire("a", DAY).ended
@@ -154,7 +154,7 @@ async def test_a_stream_that_expired_as_a_whole_leaves_no_key_without_an_end(any
             assert keeper.registry.count() == 0
             assert keeper.unowned() == []
             told = await feeds.all("a", after=frames[3].cursor, follow=False)
-            assert next(f.name for f in told if isinstance(f, Control)) == "gap"
+            assert next(f.name for f in told if isinstance(f, ControlFrame)) == "gap"
             assert await feeds.all("a", after=frames[9].cursor, follow=False)
             await asyncio.to_thread(writer.write, [Record(10, b"a", time=NOON)])
             assert keeper.log("a").segments[0].start_ms == NOON - NOON % DAY + 2 * DAY, "the floor outlives the stream"
@@ -216,7 +216,7 @@ def test_buckets_of_another_length_begin_where_the_current_one_ends(store: Store
 def test_two_never_hold_the_lease_and_the_older_one_can_change_nothing(any_store: StoreOptions) -> None:
     Writer(any_store).write(_days(2, 5))
     with Keeper(any_store) as slow:
-        with pytest.raises(LeaseHeld, match="one"), Lease(slow.shards, "two"):
+        with pytest.raises(LeaseHeld, match="one"), JobLease(slow.shards, "two"):
             pass
         token = slow.lease.token
         slow.end_lease_early()

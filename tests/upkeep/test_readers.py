@@ -10,10 +10,10 @@ import pytest
 from tailrace.errors import CursorGone
 from tailrace.log.event import iso_time
 from tailrace.log.pack import pack
-from tailrace.log.request import AnyFrame, Control, Frame
-from tailrace.log.run import Entry
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
+from tailrace.log.run import NumberedRun
 from tailrace.log.segment import PACKED, Segment
-from tailrace.log.store import Piece, Rebuilt
+from tailrace.log.store import PackedPiece, Rebuilt
 from tailrace.valkey.shards import StoreOptions
 from tests.feeds.rig import Follower, Rig, ids, rig
 from tests.upkeep.rig import Keeper
@@ -29,15 +29,15 @@ def _replace(keeper: Keeper, day: int) -> None:
     shard = keeper.registry.logs(["a"])[0].shard
     epoch, _ = keeper.staging.reopen(NOON // 1000)[shard]
     old = keeper.log("a").segments[day]
-    entries: list[Entry] = []
+    entries: list[NumberedRun] = []
     number = 0
     for entry in keeper.registry.entries("a", old):
         n = len(entry.run)
-        entries.append(Entry(number + 1, number + n, entry.newest_ms, entry.run, entry.size))
+        entries.append(NumberedRun(number + 1, number + n, entry.newest_ms, entry.run, entry.size))
         number += n
     stored = pack(entries)
     newest = entries[-1].newest_ms
-    keeper.staging.stage([Piece("a", old.index, number, number, newest, stored, True, len(stored))])
+    keeper.staging.stage([PackedPiece("a", old.index, number, number, newest, stored, True, len(stored))])
     replaced = ((old.epoch, old.first, old.last), *old.replaced)
     new = Segment(
         old.index, old.start_ms, old.span_ms, epoch, 1, number, number, len(stored), newest, 1, PACKED, replaced
@@ -46,11 +46,11 @@ def _replace(keeper: Keeper, day: int) -> None:
 
 
 def _gaps(frames: list[AnyFrame]) -> list[str]:
-    return [json.loads(f.data)["reason"] for f in frames if isinstance(f, Control) and f.name == "gap"]
+    return [json.loads(f.data)["reason"] for f in frames if isinstance(f, ControlFrame) and f.name == "gap"]
 
 
-async def _frames(feeds: Rig) -> list[Frame]:
-    return [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+async def _frames(feeds: Rig) -> list[EventFrame]:
+    return [f for f in await feeds.all("a", follow=False) if isinstance(f, EventFrame)]
 
 
 async def test_a_stream_with_a_rebuilt_day_in_the_middle_is_read_to_its_end(any_store: StoreOptions) -> None:
@@ -130,7 +130,7 @@ async def test_the_last_events_are_found_while_their_day_is_packed(store: StoreO
         async with rig(store) as feeds:
             read_back, once = feeds.logs.read_back, iter([True])
 
-            async def then_pack(*args: object) -> list[Entry]:
+            async def then_pack(*args: object) -> list[NumberedRun]:
                 found = await read_back(*args)  # type: ignore[arg-type]
                 if next(once, False):
                     await asyncio.to_thread(keeper.pack)

@@ -20,12 +20,12 @@ from tailrace.cli import upkeep as repair
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, StreamNotFound
 from tailrace.log.cursor import Position
-from tailrace.log.event import Source
-from tailrace.log.request import AnyFrame, Control, Frame
+from tailrace.log.event import Partition
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.replacement import Buckets, Event, merged, replaced
-from tailrace.upkeep.restore import STEPS, Orders, Restorer
+from tailrace.upkeep.replacement import Buckets, RestoredEvent, merged, replaced
+from tailrace.upkeep.restore import STEPS, RebuildPlan, Restorer
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.feeds.rig import ids, rig
@@ -66,8 +66,8 @@ def logs_of(here: Past) -> dict[bytes, Any]:
 # The rules.
 
 
-def _event(source: int, offset: int, newest: int) -> Event:
-    return Event(Source("jobs", source), offset, newest, None, [], b"", newest, 0, DAY)
+def _event(source: int, offset: int, newest: int) -> RestoredEvent:
+    return RestoredEvent(Partition("jobs", source), offset, newest, None, [], b"", newest, 0, DAY)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()), max_size=30))
@@ -75,16 +75,16 @@ def test_what_is_carried_over_and_what_kafka_has_are_merged_by_time_and_each_sou
     given_: list[tuple[int, int, bool]],
 ) -> None:
     """Of each source, the older part is carried over; times come in any order."""
-    old: list[Event] = []
-    new: list[Event] = []
+    old: list[RestoredEvent] = []
+    new: list[RestoredEvent] = []
     for source in range(3):
         mine = [(ms, is_new) for s, ms, is_new in given_ if s == source]
         split = sum(not is_new for _, is_new in mine)
         old += [_event(source, i, ms) for i, (ms, _) in enumerate(mine[:split])]
         new += [_event(source, split + i, ms) for i, (ms, _) in enumerate(mine[split:])]
 
-    def risen(events: list[Event]) -> list[Event]:
-        reached: dict[Source, int] = {}
+    def risen(events: list[RestoredEvent]) -> list[RestoredEvent]:
+        reached: dict[Partition, int] = {}
         for i, event in enumerate(events):
             reached[event.source] = max(event.newest_ms, reached.get(event.source, 0))
             events[i] = msgspec.structs.replace(event, newest_ms=reached[event.source])
@@ -236,10 +236,10 @@ async def test_readers_elsewhere_notice_nothing_and_one_inside_is_told_and_gets_
         return [r.id for r in records if (r.time - NOON) // DAY in days]
 
     def gaps(frames: list[AnyFrame]) -> list[str]:
-        return [json.loads(f.data)["reason"] for f in frames if isinstance(f, Control) and f.name == "gap"]
+        return [json.loads(f.data)["reason"] for f in frames if isinstance(f, ControlFrame) and f.name == "gap"]
 
     async with rig(here.store) as feeds:
-        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("a", follow=False) if isinstance(f, EventFrame)]
         by_id = {json.loads(frame.data)["id"]: frame.cursor for frame in frames}
         with here.restorer(day=1) as restoring:
             done = await asyncio.to_thread(restoring.restore, "a")
@@ -352,7 +352,7 @@ def test_a_stream_whose_records_have_another_name_by_now_ends(past: Make) -> Non
     records = here.days("a", days=2)
     here.produce([record._replace(key=b"b") for record in records])
     here.writer.write(records)
-    advance(here.shards, "days", here.writer.epoch, {Source(here.topic, 0): records[-1].offset})
+    advance(here.shards, "days", here.writer.epoch, {Partition(here.topic, 0): records[-1].offset})
     with here.restorer() as restoring:
         assert restoring.restore("a").verdict == "rebuilt"
         assert restoring.restore("b").verdict == "rebuilt"
@@ -382,7 +382,7 @@ def test_large_buckets_of_any_length_are_written_piece_by_piece(past: Make, stor
     assert here.view()["a"] == [r.id for r in records]
 
 
-def _restore_in_a_process(orders: Orders, records: Any, step: str) -> None:
+def _restore_in_a_process(orders: RebuildPlan, records: Any, step: str) -> None:
     os.environ[failpoint.VARIABLE] = step
     Restorer(orders, Shards(orders.work.plan.store, dict(orders.work.plan.run_ids))).restore("a", iter(records))
 

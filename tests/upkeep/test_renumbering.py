@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tailrace.log.columns import Note, Notes
 from tailrace.log.cursor import Position
-from tailrace.log.event import Source
-from tailrace.log.run import Entry, Run
+from tailrace.log.event import Partition
+from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
-from tailrace.upkeep.replacement import Event, replaced
+from tailrace.upkeep.replacement import RestoredEvent, replaced
 from tailrace.views.tags.model import Cleaned, Numbered, beside, thinned, without
 from tailrace.views.tags.upkeep import Ends, counted, renumbered
 
@@ -21,9 +21,9 @@ LATEST = 1_000
 _events = st.lists(st.tuples(st.sampled_from("pqr"), st.integers(0, 1), st.integers(0, 2_000)), min_size=1, max_size=30)
 
 
-def _event(pid: str, partition: int, offset: int, ms: int) -> Event:
+def _event(pid: str, partition: int, offset: int, ms: int) -> RestoredEvent:
     note = Note(pid, offset, 0, ms, ("red",))
-    return Event(Source("jobs", partition), offset, ms, None, [], b"", ms, 0, 1, note)
+    return RestoredEvent(Partition("jobs", partition), offset, ms, None, [], b"", ms, 0, 1, note)
 
 
 @given(_events, st.dictionaries(st.sampled_from("pqr"), st.integers(0, 40)), st.integers(0, 10))
@@ -52,13 +52,13 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
 
 @given(st.lists(st.sampled_from("pqr"), min_size=1, max_size=12), st.integers(0, 12))
 def test_what_is_left_of_a_run_has_the_numbers_and_notes_that_it_had(pids: list[str], mark: int) -> None:
-    source, n = Source("jobs", 0), len(pids)
+    source, n = Partition("jobs", 0), len(pids)
     notes = [Note(pid, i, i + 1, 100 + i, ("red", pid)) for i, pid in enumerate(pids)]
     offsets, times = list(range(10, 10 + n)), list(range(100, 100 + n))
     keys: list[bytes | None] = [pid.encode() for pid in pids]
     values = [str(i).encode() for i in range(n)]
     run = Run.of(source, offsets, times, keys, None, values, Notes.of(notes, offsets, times))
-    left = without(Entry(51, 50 + n, 7, run, 100 * n), {"p": Cleaned(9, {str(source): 10 + mark})})
+    left = without(NumberedRun(51, 50 + n, 7, run, 100 * n), {"p": Cleaned(9, {str(source): 10 + mark})})
     found = [
         (number, offset, note, value)
         for entry in left

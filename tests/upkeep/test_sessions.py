@@ -13,7 +13,7 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.upkeep.job import SESSIONS, Lease, Scope, Work
+from tailrace.upkeep.job import SESSIONS, JobLease, Scope, Work
 from tailrace.upkeep.loop import Loop, session_jobs
 from tailrace.valkey.entry_id import parse_id
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
@@ -21,13 +21,13 @@ from tailrace.views.sessions import upkeep as abandon
 from tailrace.views.sessions import upkeep as forget
 from tailrace.views.sessions import upkeep as trim
 from tailrace.views.sessions.burst import parse, unpack
-from tailrace.views.sessions.model import Limits, Session
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.model import Session, StreamLimits
+from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.views.sessions.streams import SessionKeeping
 from tests.sessions.foreign import Foreign, connected
 
 HOUR = 3_600_000
-PLENTY = Limits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
+PLENTY = StreamLimits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
 NOTHING = -1
 
 
@@ -48,12 +48,12 @@ class Site:
         self.keeping = SessionKeeping(self.store)
 
     def do(self, work: Work) -> dict[str, object]:
-        with Lease(self.shards, "test", what=SESSIONS) as lease:
+        with JobLease(self.shards, "test", what=SESSIONS) as lease:
             work.run(self.shards, lease)
         return work.facts()
 
     def trim(self, **limits: int) -> dict[str, object]:
-        found = Limits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **limits})
+        found = StreamLimits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **limits})
         return self.do(trim.Trimming(trim.TrimRules(found, SessionOptions()), self.memory, Scope()))
 
     def write(self, stream: str, *entries: tuple[int, bytes]) -> None:
@@ -82,7 +82,9 @@ class Site:
             assert claimed is not None
             session = session.placed(*claimed)
         seen = values.get(session.identity, b"")
-        change = Change(session.identity, session.number, seen, session.encode(), session.order, session.fields())
+        change = SessionChange(
+            session.identity, session.number, seen, session.encode(), session.order, session.fields()
+        )
         entries = [(session.number, b"spoken")]
         write = Write(session.stream, session.writer, mark, mark + 1, [change], entries)
         assert self.store.write([write]) == [Verdict.OK]
@@ -242,7 +244,7 @@ def test_the_word_of_a_watchdog_that_died_comes_to_the_stream_all_the_same(site:
     site.open("lap", heard=1_000)
     (value,) = site.store.read("cars-0", "", ["lap"])[1].values()
     said = Session.decode(state_of(value)).abandoned()
-    change = Change("lap", said.number, value, said.encode(), said.order, said.fields())
+    change = SessionChange("lap", said.number, value, said.encode(), said.order, said.fields())
     site.store.put([Write("cars-0", "", NOTHING, NOTHING, [change])])
     assert site.state("lap") == ("abandoned", "open")
     assert site.abandon() == {"sessions": 0}  # it has been said for ten minutes by the clock of the store here
@@ -285,7 +287,7 @@ def test_sessions_that_are_not_open_stay_what_they_are(site: Site, state: str) -
 def test_a_session_that_speaks_meanwhile_is_open(site: Site, order: str) -> None:
     session = site.open("lap", heard=10_000)
     value, said = site.store.read("cars-0", "", ["lap"])[1]["lap"], session.abandoned()
-    change = Change("lap", said.number, value, said.encode(), said.order, said.fields())
+    change = SessionChange("lap", said.number, value, said.encode(), said.order, said.fields())
     word = Write("cars-0", "", NOTHING, NOTHING, [change], [(said.number, b"abandoned")])
     for step in order.split():
         if step == "put":
@@ -365,7 +367,7 @@ def test_the_jobs_of_sessions_run_beside_a_pack_and_leave_reports(site: Site) ->
     stopping = threading.Event()
     loop = Loop(session_jobs(settings_of(site.options, **flags)), ("sessions",), stopping)
     thread = threading.Thread(target=loop.run)
-    with Lease(site.shards, "a pack"):
+    with JobLease(site.shards, "a pack"):
         thread.start()
         try:
             deadline = time.monotonic() + 30

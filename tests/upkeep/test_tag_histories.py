@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.log.request import Control, Frame
+from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.upkeep.examine import examine, look
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.settings import TagRules
@@ -137,7 +137,7 @@ async def test_tags_stay_gapless_and_cursors_exact_whatever_happens_to_them(
     async with tag_feeds(store) as feeds:
         for _ in range(30):
             step: Any = chance.choice(steps)
-            frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, Frame)]
+            frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, EventFrame)]
             is_whole = not life.damaged
             step()
             life.check()
@@ -145,6 +145,6 @@ async def test_tags_stay_gapless_and_cursors_exact_whatever_happens_to_them(
                 at = chance.randrange(len(frames))
                 rest = await feeds.all("red", after=frames[at].cursor, follow=False)
                 seen = set(ids([*frames[: at + 1]]))
-                told = [f for f in rest if isinstance(f, Control) and f.name == "gap"]
+                told = [f for f in rest if isinstance(f, ControlFrame) and f.name == "gap"]
                 assert told == [] or step == life.cleanup
                 assert ids(rest) == [e.id for e in here.events("red") if e.id not in seen]

@@ -14,7 +14,7 @@ from tailrace.cli import upkeep as repair
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
-from tailrace.log.request import AnyFrame, Control, Frame
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.run import decode, encode
 from tailrace.upkeep import failpoint, pack, sweep
 from tailrace.upkeep.examine import examine, look
@@ -53,7 +53,7 @@ def by_source(events: list[Seen]) -> dict[str, list[Seen]]:
 
 
 def gaps(frames: list[AnyFrame]) -> list[str]:
-    return [json.loads(f.data)["reason"] for f in frames if isinstance(f, Control) and f.name == "gap"]
+    return [json.loads(f.data)["reason"] for f in frames if isinstance(f, ControlFrame) and f.name == "gap"]
 
 
 def assert_gapless(here: TagPast, tag: str, ends: dict[str, int]) -> None:
@@ -70,13 +70,13 @@ async def test_tags_are_packed_with_all_that_they_know_and_swept_and_readers_are
     here.put(here.history(["p", "q", "r"], "red", "blue", hours=4), at_once=5)
     before = here.events("red")
     async with tag_feeds(here.store) as feeds:
-        frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, Frame)]
-        done = run_job(here.settings, pack.Packing("tags", pack.Rules.of(here.settings, "tags")))
+        frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, EventFrame)]
+        done = run_job(here.settings, pack.Packing("tags", pack.PackRules.of(here.settings, "tags")))
         assert (done["segments"], done["events"]) == (8, 2 * len(before))
         assert here.events("red") == before
         assert {segment.state for segment in here.log("red").segments} == {1}
         assert ids(await feeds.all("red", after=frames[20].cursor, follow=False)) == ids([*frames[21:]])
-        rules = sweep.Rules.of(here.settings, "tags")
+        rules = sweep.SweepRules.of(here.settings, "tags")
         assert rules.keep_of("red") == here.settings.tags.keep
         with Keeper(here.store, clock=lambda: NOON + 3 * HOUR, view="tags") as keeper:
             assert keeper.expire("red", HOUR).segments == 2
@@ -235,7 +235,7 @@ async def test_the_command_says_what_would_be_tagged_and_readers_inside_are_told
         return code, [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
 
     async with tag_feeds(here.store) as feeds:
-        frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, EventFrame)]
         code, (big, _red, summary) = retag(None, dry_run=True)
         assert (code, big["name"], big["events"], big["before"], summary["dry_run"]) == (0, "big", 3, 1, True)
         assert here.numbers("big") == {"p": [1]}
@@ -262,7 +262,7 @@ async def test_a_source_is_taken_out_for_good_and_nobody_else_notices(past: Make
     assert {each.tag: each.events for each in told.cleaned} == {"red": 20, "blue": 12, "alone": 4}
     assert {tag: here.events(tag) for tag in before} == before
     async with tag_feeds(here.store) as feeds:
-        frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, Frame)]
+        frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, EventFrame)]
         assert here.cleanup("gone", "blue").facts() == {
             "source": "gone",
             "tags": 1,

@@ -27,13 +27,13 @@ from tailrace.config.units import format_size
 
 if TYPE_CHECKING:
     from tailrace.api import Control, Event
-    from tailrace.client.following import Asked
+    from tailrace.client.following import FeedParameters
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-class Request(NamedTuple):
+class FollowOptions(NamedTuple):
     """What was asked on the command line."""
 
     names: list[str]
@@ -47,7 +47,7 @@ class Request(NamedTuple):
     url: str
 
 
-def tail(asked: Request, *, json: bool) -> int:
+def tail(asked: FollowOptions, *, json: bool) -> int:
     """Print events until the feed ends or Ctrl-C, and then how to go on."""
     return follow(Printer(asked, lines=json or not sys.stdout.isatty()), json=json)
 
@@ -70,7 +70,7 @@ def follow(printer: Printer, *, json: bool) -> int:
 class Printer:
     """Prints one feed of day streams; other feeds are opened otherwise."""
 
-    def __init__(self, asked: Request, *, lines: bool) -> None:
+    def __init__(self, asked: FollowOptions, *, lines: bool) -> None:
         self.asked = asked
         self.lines = lines
         self.printed = 0
@@ -79,7 +79,7 @@ class Printer:
     def open(self, river: River) -> Feed:
         return river.tail(*self.asked.names, **self.parameters())
 
-    def parameters(self) -> Asked:
+    def parameters(self) -> FeedParameters:
         """What every feed takes."""
         asked = self.asked
         return {

@@ -139,7 +139,7 @@ def tail(
     """Follow streams: what there is, then what comes, over any disconnect."""
     from tailrace.cli import follow
 
-    asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
+    asked = follow.FollowOptions(names, start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(follow.tail(asked, json=json))
 
 
@@ -180,7 +180,7 @@ def grep(
     from tailrace.views.grep import commands as grep
 
     given = (query or [], key, start, after, limit, until, ends, follow, count, invert, names, client, missing, on_gap)
-    raise typer.Exit(grep.grep(grep.Request(topics, *given, json, url)))
+    raise typer.Exit(grep.grep(grep.GrepOptions(topics, *given, json, url)))
 
 
 @streams.command("ls")

@@ -47,7 +47,7 @@ def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bo
     """Pack what is due now. 1 if something cannot be packed at all."""
     try:
         from tailrace.upkeep.job import Scope, matcher
-        from tailrace.upkeep.pack import Packing, Rules
+        from tailrace.upkeep.pack import Packing, PackRules
         from tailrace.upkeep.packer import FAULTS
         from tailrace.upkeep.spark import Spread
     except ImportError as error:
@@ -56,7 +56,7 @@ def pack(settings: Settings, view: str, name_pattern: str | None, *, dry_run: bo
     step_aside()
     with Spread(settings) as spread, bar(f"packing {view}") as progress:
         scope = Scope(matcher(name_pattern), progress=progress)
-        work = Packing(view, Rules.of(settings, view), scope, spread=spread)
+        work = Packing(view, PackRules.of(settings, view), scope, spread=spread)
         facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)
     summary(facts, json=json)
     return 1 if FAULTS.keys() & work.outcome.left.keys() else 0
@@ -66,13 +66,13 @@ def sweep(settings: Settings, view: str, name_pattern: str | None, *, dry_run: b
     """Drop what has been kept long enough."""
     try:
         from tailrace.upkeep.job import Scope, matcher
-        from tailrace.upkeep.sweep import Rules, Sweeping
+        from tailrace.upkeep.sweep import Sweeping, SweepRules
     except ImportError as error:
         raise parts.lacking(error, "stores") from None
     settings = parts.at_stack(settings)
     step_aside()
     with bar(f"sweeping {view}") as progress:
-        work = Sweeping(view, Rules.of(settings, view), Scope(matcher(name_pattern), progress=progress))
+        work = Sweeping(view, SweepRules.of(settings, view), Scope(matcher(name_pattern), progress=progress))
         facts = once(settings, work, dry_run=dry_run, wait_s=wait_s)
     summary(facts, json=json)
     return 0

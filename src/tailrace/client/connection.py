@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from tailrace.api import error_of
-from tailrace.client.following import Asked, Feed, Query
+from tailrace.client.following import Feed, FeedParameters, Query
 from tailrace.errors import BadRequest, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:7070"
@@ -73,7 +73,7 @@ class Connection:
             raise error_of(response.status_code, response.content)
         return response.content
 
-    def _feed(self, path: str, query: Query, document: str | None = None, **given: Unpack[Asked]) -> Feed:
+    def _feed(self, path: str, query: Query, document: str | None = None, **given: Unpack[FeedParameters]) -> Feed:
         """Make a feed. ``document`` is what ``query`` has as ``q``: such a request may go in a body, if it is long."""
         after, start = given.get("after"), given.get("start")
         if after is not None and start is not None:

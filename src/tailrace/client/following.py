@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias, TypedDict
 import httpx
 
 from tailrace.api import Control, Event, decode_event, error_of, failure
-from tailrace.client.sse_reader import Frame, SseReader
+from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.errors import TailraceError, Unavailable, UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LONGEST_WAIT = 30.0
 Query: TypeAlias = list[tuple[str, str | int | float | bool | None]]
 
 
-class Asked(TypedDict, total=False):
+class FeedParameters(TypedDict, total=False):
     """What every feed takes; ``River.tail`` says what each means."""
 
     after: str | None
@@ -68,7 +68,7 @@ class Feed:
         self.on_control = on_control
         self._connection, self._path, self._query, self._body = connection, path, query, body
         self._reached: str | None = None  # what has been read, which may be ahead of what was handed out
-        self._waiting: deque[Frame] = deque()
+        self._waiting: deque[SseFrame] = deque()
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._reader = SseReader()
@@ -127,7 +127,7 @@ class Feed:
             pass
         return self.total or 0
 
-    def _control(self, frame: Frame) -> Control:
+    def _control(self, frame: SseFrame) -> Control:
         control = Control.of(frame)
         if control.kind == "end":
             self.total = control.data.get("events")
@@ -142,7 +142,7 @@ class Feed:
                 raise error
         return control
 
-    async def _next(self) -> Frame | None:
+    async def _next(self) -> SseFrame | None:
         while True:
             if frame := self._take():
                 return frame
@@ -151,7 +151,7 @@ class Feed:
                 return None
             await self._read()
 
-    def _take(self) -> Frame | None:
+    def _take(self) -> SseFrame | None:
         while self._waiting:
             frame = self._waiting.popleft()
             self.cursor = frame.id or self.cursor

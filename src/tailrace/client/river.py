@@ -16,12 +16,12 @@ import msgspec
 
 from tailrace.api import Control, Coordinates, Day, Explained, Stream
 from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
-from tailrace.client.following import Asked, Feed, Query
+from tailrace.client.following import Feed, FeedParameters, Query
 from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
 from tailrace.errors import BadRequest
-from tailrace.views.folds.client import Folds
-from tailrace.views.sessions.client import Telemetry
-from tailrace.views.tags.client import Tags
+from tailrace.views.folds.client import FoldsClient
+from tailrace.views.sessions.client import SessionsClient
+from tailrace.views.tags.client import TagsClient
 
 __all__ = ["BATCH_BYTES", "DEFAULT_URL", "Feed", "Group", "River", "connect"]
 
@@ -41,7 +41,7 @@ def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float 
     return River(url, token=token, timeout=timeout, silence=silence)
 
 
-class River(Folds, Tags, Telemetry):
+class River(FoldsClient, TagsClient, SessionsClient):
     """A service: its streams and searches here, and the rest of what it offers by subject in the classes above."""
 
     def tail(
@@ -94,7 +94,7 @@ class River(Folds, Tags, Telemetry):
         window: int | None = None,
         client: str | None = None,
         since: str | None = None,
-        **asked: Unpack[Asked],
+        **asked: Unpack[FeedParameters],
     ) -> Feed:
         """Search topics: what the past has, from ``start`` on, then what comes. Takes what ``tail`` takes, and more.
 

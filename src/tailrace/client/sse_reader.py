@@ -13,7 +13,7 @@ from tailrace.errors import TooLarge
 MAX_FRAME_BYTES = 64 * 2**20
 
 
-class Frame(NamedTuple):
+class SseFrame(NamedTuple):
     """One block of the stream; ``id`` is None where it has none, ``data`` is None where it only moves the cursor."""
 
     id: str | None
@@ -31,7 +31,7 @@ class SseReader:
         self._after_cr = False
         self._began = False
 
-    def feed(self, chunk: bytes) -> list[Frame]:
+    def feed(self, chunk: bytes) -> list[SseFrame]:
         """Take the next bytes and return the frames that are now whole.
 
         Raises:
@@ -59,13 +59,13 @@ class SseReader:
         self._rest = text[end + 2 :]
         return [frame for block in text[:end].split(b"\n\n") if (frame := self._read(block)) is not None]
 
-    def _read(self, block: bytes) -> Frame | None:
+    def _read(self, block: bytes) -> SseFrame | None:
         if block.startswith(b"id: "):  # the shape of nearly every frame, read without a loop
             first = block.find(b"\n")
             if first > 0 and block.startswith(b"data: ", first + 1) and block.find(b"\n", first + 1) < 0:
                 name = block[4:first]
                 if b"\0" not in name:
-                    return Frame(name.decode("utf-8", "replace"), "message", block[first + 7 :])
+                    return SseFrame(name.decode("utf-8", "replace"), "message", block[first + 7 :])
         id_, event, data = None, "", None
         for line in block.split(b"\n"):
             field, _, value = line.partition(b":")
@@ -80,4 +80,4 @@ class SseReader:
                 self.retry = int(value) / 1000
         if data is None and id_ is None:
             return None
-        return Frame(id_, event or "message", data)
+        return SseFrame(id_, event or "message", data)

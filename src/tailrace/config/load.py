@@ -16,12 +16,10 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 from pydantic_settings import EnvSettingsSource
 
-from tailrace.config.settings import PATHS, PREFIX, Settings, Shown, suggest, variable
+from tailrace.config.settings import PATHS, PREFIX, Settings, suggest, variable
 from tailrace.config.values import HIDDEN, without_password
 from tailrace.errors import ConfigError
-from tailrace.views.folds.settings import REFUSED, Fold
-
-__all__ = ["FILE_NAME", "REFERENCE", "Settings", "Shown", "load", "variable", "wanted_by"]
+from tailrace.views.folds.settings import REFUSED, FoldSettings
 
 FILE_NAME = "tailrace.toml"
 REFERENCE = Path(__file__).with_name("reference.toml")
@@ -154,7 +152,7 @@ def wanted_by(found: Mapping[str, Any]) -> str:
 
 def _unknown(path: str, origin: str) -> str:
     if path.startswith("folds.rules."):
-        close = suggest(path.rpartition(".")[2], Fold.model_fields)
+        close = suggest(path.rpartition(".")[2], FoldSettings.model_fields)
     else:
         close = suggest(path, PATHS if "." in path else tuple(Settings.model_fields))
     return f"{path} ({origin}): no such setting{close}"

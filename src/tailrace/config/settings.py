@@ -53,9 +53,9 @@ from tailrace.config.values import (
     without_password,
 )
 from tailrace.errors import ConfigError
-from tailrace.views.folds.settings import Folds, Problem, refuse
-from tailrace.views.sessions.settings import Sessions
-from tailrace.views.tags.settings import Cassandra, Tags
+from tailrace.views.folds.settings import FoldsSettings, Problem, refuse
+from tailrace.views.sessions.settings import SessionsSettings
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 
 _JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
 
@@ -140,7 +140,7 @@ class Pipeline(Section):
     advance: Duration = timedelta(seconds=1)
 
 
-class Days(Section):
+class DaysSettings(Section):
     """The view of day streams."""
 
     name: NameRule = "key"
@@ -162,7 +162,7 @@ class Days(Section):
         return self.keep
 
 
-class Grep(Section):
+class GrepSettings(Section):
     """Searches, and what is kept for them."""
 
     keep: Annotated[Delay, durations("1m", "365d")] = timedelta(days=1)
@@ -192,7 +192,7 @@ class Grep(Section):
         return None if name.count(".") > 1 else self.retention
 
 
-class Upkeep(Section):
+class UpkeepSettings(Section):
     """What is done in the background with buckets that have ended."""
 
     pack_every: Period = timedelta(hours=1)
@@ -256,7 +256,7 @@ class Demo(Section):
     cars: Annotated[int, Field(ge=0, le=100)] = 2
 
 
-class Shown(NamedTuple):
+class ShownSetting(NamedTuple):
     """One setting as ``config show`` prints it: the value is TOML with its secrets hidden."""
 
     path: str
@@ -273,15 +273,15 @@ class Settings(BaseSettings):
 
     kafka: Kafka = Kafka()
     valkey: Valkey = Valkey()
-    cassandra: Cassandra = Cassandra()
+    cassandra: CassandraSettings = CassandraSettings()
     spark: Spark = Spark()
     pipeline: Pipeline = Pipeline()
-    days: Days = Days()
-    folds: Folds = Folds()
-    grep: Grep = Grep()
-    tags: Tags = Tags()
-    sessions: Sessions = Sessions()
-    upkeep: Upkeep = Upkeep()
+    days: DaysSettings = DaysSettings()
+    folds: FoldsSettings = FoldsSettings()
+    grep: GrepSettings = GrepSettings()
+    tags: TagsSettings = TagsSettings()
+    sessions: SessionsSettings = SessionsSettings()
+    upkeep: UpkeepSettings = UpkeepSettings()
     serve: Serve = Serve()
     embedded: Embedded = Embedded()
     demo: Demo = Demo()
@@ -361,9 +361,9 @@ class Settings(BaseSettings):
             if path in self._origins or value != DEFAULTS[path]
         }
 
-    def show(self) -> list[Shown]:
+    def show(self) -> list[ShownSetting]:
         """Every setting in the order of the reference file."""
-        return [Shown(path, as_toml(plain), self.origin(path)) for path, plain in self._written().items()]
+        return [ShownSetting(path, as_toml(plain), self.origin(path)) for path, plain in self._written().items()]
 
     def warnings(self) -> list[str]:
         """What is accepted but probably not meant."""

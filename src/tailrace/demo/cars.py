@@ -55,7 +55,7 @@ _GEARS = (0.0, 15.0, 25.0, 35.0, 46.0, 57.0, 68.0, 78.0)
 GEAR, LAP, SECTOR, WARNING = range(1, 5)
 
 
-class Channel(NamedTuple):
+class Sensor(NamedTuple):
     """What is measured: its type, how often in a second, and what the sensor gives so many seconds after a tick."""
 
     name: str
@@ -164,32 +164,32 @@ def _tyre(index: int) -> Callable[[Car, float], float]:
 
 
 CHANNELS = (
-    Channel("vCar", "f32", 200, lambda car, after: car.speed + car.pull * after),
-    Channel("nEngine", "u16", 100, lambda car, _: 2 * (car.turns + car.noise(8))),
-    Channel("rThrottle", "u8", 100, lambda car, _: 255 * car.throttle),
-    Channel("pBrake", "u16", 100, lambda car, _: 410 + 3_270 * car.brake + car.noise(4)),
-    Channel("aSteer", "s16", 100, lambda car, _: 10 * (2_600 * car.bend + car.noise(0.6))),
-    Channel("gLat", "s16", 200, lambda car, _: 1_000 * (car.side + car.noise(0.04))),
-    Channel("gLong", "s16", 200, lambda car, _: 1_000 * (car.pull / 9.81 + car.noise(0.03))),
-    Channel("xDamperFL", "s16", 500, _damper(1, -1)),
-    Channel("xDamperFR", "s16", 500, _damper(-1, -1)),
-    Channel("xDamperRL", "s16", 500, _damper(1, 1)),
-    Channel("xDamperRR", "s16", 500, _damper(-1, 1)),
-    Channel("gEngine", "s16", 1_000, lambda car, after: 900 * math.sin(car.turns * after / 9.55) + car.noise(120)),
-    Channel("tTyreFL", "s16", 10, _tyre(0), "row"),
-    Channel("tTyreFR", "s16", 10, _tyre(1), "row"),
-    Channel("tTyreRL", "s16", 10, _tyre(2), "row"),
-    Channel("tTyreRR", "s16", 10, _tyre(3), "row"),
-    Channel("bStatus", "u16", 10, lambda car, _: car.status),
-    Channel("tWater", "f32", 1, lambda car, _: car.water + car.noise(0.1)),
-    Channel("tOil", "u8", 1, lambda car, _: 2 * car.oil),
-    Channel("mFuel", "f64", 0, lambda car, _: car.fuel, "timestamped"),
+    Sensor("vCar", "f32", 200, lambda car, after: car.speed + car.pull * after),
+    Sensor("nEngine", "u16", 100, lambda car, _: 2 * (car.turns + car.noise(8))),
+    Sensor("rThrottle", "u8", 100, lambda car, _: 255 * car.throttle),
+    Sensor("pBrake", "u16", 100, lambda car, _: 410 + 3_270 * car.brake + car.noise(4)),
+    Sensor("aSteer", "s16", 100, lambda car, _: 10 * (2_600 * car.bend + car.noise(0.6))),
+    Sensor("gLat", "s16", 200, lambda car, _: 1_000 * (car.side + car.noise(0.04))),
+    Sensor("gLong", "s16", 200, lambda car, _: 1_000 * (car.pull / 9.81 + car.noise(0.03))),
+    Sensor("xDamperFL", "s16", 500, _damper(1, -1)),
+    Sensor("xDamperFR", "s16", 500, _damper(-1, -1)),
+    Sensor("xDamperRL", "s16", 500, _damper(1, 1)),
+    Sensor("xDamperRR", "s16", 500, _damper(-1, 1)),
+    Sensor("gEngine", "s16", 1_000, lambda car, after: 900 * math.sin(car.turns * after / 9.55) + car.noise(120)),
+    Sensor("tTyreFL", "s16", 10, _tyre(0), "row"),
+    Sensor("tTyreFR", "s16", 10, _tyre(1), "row"),
+    Sensor("tTyreRL", "s16", 10, _tyre(2), "row"),
+    Sensor("tTyreRR", "s16", 10, _tyre(3), "row"),
+    Sensor("bStatus", "u16", 10, lambda car, _: car.status),
+    Sensor("tWater", "f32", 1, lambda car, _: car.water + car.noise(0.1)),
+    Sensor("tOil", "u8", 1, lambda car, _: 2 * car.oil),
+    Sensor("mFuel", "f64", 0, lambda car, _: car.fuel, "timestamped"),
 )
 """Their numbers, in the stream and in the configuration, are 1, 2, 3 in this order."""
 _LIMITS = {"u8": (0, 255), "s16": (-32_768, 32_767), "u16": (0, 65_535)}
 
 
-def raw(channel: Channel, car: Car, after: float = 0.0) -> float:
+def raw(channel: Sensor, car: Car, after: float = 0.0) -> float:
     """Return a sample as the sensor gives it: within what its type can say, before any conversion."""
     value = channel.read(car, after)
     if channel.type in _LIMITS:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from tailrace.config.settings import Settings
-from tailrace.views.folds.settings import Collects, Fold, Rules
+from tailrace.views.folds.settings import Collects, FoldSettings, RuleTable
 
 RULE = "accounts"
 STEP = 0.2
@@ -88,7 +88,7 @@ def with_rule(settings: Settings) -> Settings:
     demo, told = settings.demo, settings.origin("folds.rules") != "default" or bool(settings.folds.rules)
     if told or "folds" not in settings.pipeline.views or not demo.accounts:
         return settings
-    rule = Fold(
+    rule = FoldSettings(
         topics=(demo.posts_topic,),
         group=("account_id",),
         collect=Collects({"metrics": "keys metrics", "posts": "set id", "likes": "max metrics.likes"}),
@@ -96,7 +96,7 @@ def with_rule(settings: Settings) -> Settings:
         max_wait=timedelta(seconds=30),
     )
     try:
-        folds = settings.folds.model_copy(update={"rules": Rules.read({RULE: rule})})
+        folds = settings.folds.model_copy(update={"rules": RuleTable.read({RULE: rule})})
         changed = settings.model_copy(update={"folds": folds})
         Settings(**{section: getattr(changed, section) for section in Settings.model_fields})
     except ValidationError:

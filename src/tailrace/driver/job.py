@@ -24,7 +24,7 @@ from tailrace.config.settings import Settings
 from tailrace.driver.one_pass import COUNTED, Plan, one_pass
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
-from tailrace.driver.slice import COLUMNS, Limits
+from tailrace.driver.slice import COLUMNS, RecordLimits
 from tailrace.driver.source import LIVE, reader_options, session, starting_offsets, tasks, warm
 from tailrace.driver.watermark import Timing
 from tailrace.embedded.jars import cache_folder, fetch
@@ -38,7 +38,7 @@ from tailrace.errors import (
     TailraceError,
 )
 from tailrace.kafka.broker import Broker, Topic, client_properties
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
 from tailrace.views.folds.driver import Emitter, applied, asked_for, begin_at_end, begin_matches, enforce, frontiers
@@ -75,7 +75,7 @@ def main(settings: Settings, views: tuple[str, ...] | None = None) -> int:
     # Spark took Ctrl-C for itself meanwhile.
     _stop_on_signals(stopping)
     try:
-        Job(settings, spark, views).run(stopping)
+        Driver(settings, spark, views).run(stopping)
     except StaleDriver as error:
         logger.error("%s", error)
         return 3
@@ -104,7 +104,7 @@ class _Run(NamedTuple):
     """The windows that were asked for when it began."""
 
 
-class Job:
+class Driver:
     """One pipeline: its query, its publisher and its restarts."""
 
     def __init__(self, settings: Settings, spark: Any, views: tuple[str, ...] | None = None) -> None:
@@ -182,7 +182,7 @@ class Job:
                 marks[SESSIONS] = held_back(shards, SessionPlan.of(settings), marks[SESSIONS])
             starts, lost = starting_offsets(topics.values(), generations, bounds, list(marks.values()))
             begun = {
-                Source(topic, int(partition), generations[topic]): offset
+                Partition(topic, int(partition), generations[topic]): offset
                 for topic, partitions in starts.items()
                 for partition, offset in partitions.items()
             }
@@ -337,7 +337,7 @@ def make_plan(
         epoch=epoch,
         views=views,
         generations=dict(generations),
-        limits=Limits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth),
+        limits=RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth),
         dead_letters=settings.kafka.dead_letters,
         name_paths=None if settings.days.name == "key" else tuple(settings.days.name),
         span_ms=round(settings.days.bucket.total_seconds() * 1000),

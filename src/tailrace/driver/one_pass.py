@@ -21,22 +21,22 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from tailrace.driver.slice import Limits, Place, Slice, View, Window, dead_letter, slices
+from tailrace.driver.slice import AppliedMarks, RecordLimits, Slice, Window, Writer, dead_letter, slices
 from tailrace.errors import PipelineError, StaleDriver, StoreError
 from tailrace.log.event import home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_mark_time
 from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
-from tailrace.views.days.write import Days
+from tailrace.views.days.write import DaysWriter
 from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.write import FoldView
-from tailrace.views.grep.write import Matches
-from tailrace.views.sessions.write import SessionPlan, SessionView
+from tailrace.views.folds.write import FoldsWriter
+from tailrace.views.grep.write import GrepWriter
+from tailrace.views.sessions.write import SessionPlan, SessionsWriter
 from tailrace.views.tags.store import TagOptions
-from tailrace.views.tags.write import TagView
+from tailrace.views.tags.write import TagsWriter
 
 
-class Intake(View):
+class Intake(Writer):
     """A view of everything: each record is counted, each poisoned one becomes a dead letter in the outbox."""
 
     name = "intake"
@@ -88,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True):
     views: tuple[str, ...]
     generations: dict[str, int]
     """Of every topic that was ever read; below 0 when it is not there now. A topic that is new has generation 0."""
-    limits: Limits
+    limits: RecordLimits
     dead_letters: str
     name_paths: tuple[str, ...] | None
     span_ms: int
@@ -105,13 +105,13 @@ class Plan(msgspec.Struct, frozen=True):
     tags: TagOptions = TagOptions()
     sessions: SessionPlan = SessionPlan()
 
-    def make_views(self) -> list[View]:
+    def make_views(self) -> list[Writer]:
         """Make the views of this plan."""
         return [VIEWS[name](self) for name in self.views]
 
 
-def _days(plan: Plan) -> View:
-    return Days(
+def _days(plan: Plan) -> Writer:
+    return DaysWriter(
         plan.store.shards,
         paths=plan.name_paths,
         span_ms=plan.span_ms,
@@ -122,18 +122,18 @@ def _days(plan: Plan) -> View:
     )
 
 
-def _folds(plan: Plan) -> View:
-    return FoldView(plan.store.shards, plan.rules, window_bytes=plan.window_bytes, window_groups=plan.window_runs)
+def _folds(plan: Plan) -> Writer:
+    return FoldsWriter(plan.store.shards, plan.rules, window_bytes=plan.window_bytes, window_groups=plan.window_runs)
 
 
-def _matches(plan: Plan) -> View:
-    return Matches(
+def _matches(plan: Plan) -> Writer:
+    return GrepWriter(
         plan.store.shards, future_ms=plan.future_ms, kept_bytes=plan.kept_bytes, window_runs=plan.window_runs
     )
 
 
-def _tags(plan: Plan) -> View:
-    return TagView(
+def _tags(plan: Plan) -> Writer:
+    return TagsWriter(
         plan.store.shards,
         plan.tags,
         future_ms=plan.future_ms,
@@ -143,13 +143,13 @@ def _tags(plan: Plan) -> View:
     )
 
 
-VIEWS: Mapping[str, Callable[[Plan], View]] = {
+VIEWS: Mapping[str, Callable[[Plan], Writer]] = {
     "intake": lambda plan: Intake(plan.store.shards, plan.dead_letters),
     "days": _days,
     "folds": _folds,
     "matches": _matches,
     "tags": _tags,
-    "sessions": lambda plan: SessionView(plan.store.shards, plan.sessions, plan.dead_letters),
+    "sessions": lambda plan: SessionsWriter(plan.store.shards, plan.sessions, plan.dead_letters),
 }
 """Every view that the pipeline can write, by name."""
 
@@ -195,9 +195,9 @@ class Host:
             time.sleep(random.uniform(0, 0.002) * attempt)
         raise StoreError("marks keep moving under this task: is another driver of the same epoch at work?")
 
-    def _place(self, waiting: _Pending) -> Place:
+    def _place(self, waiting: _Pending) -> AppliedMarks:
         known = self._places[waiting.view.name, str(waiting.records.source)]
-        return Place(known.marks, known.times)
+        return AppliedMarks(known.marks, known.times)
 
     def _remember(self, pending: Sequence[_Pending]) -> None:
         """Read the marks, and the times kept with them, of sources that this process has not seen yet."""
@@ -275,7 +275,7 @@ class _Known(msgspec.Struct):
 
 
 class _Pending(msgspec.Struct, frozen=True):
-    view: View
+    view: Writer
     records: Slice
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from tailrace.driver.source import LostRange
-from tailrace.driver.watermark import Batch, Timing
+from tailrace.driver.watermark import CompletedBatch, Timing
 from tailrace.errors import BrokerUnavailable
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, conserved, read_counts, read_times
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.folds.store import VIEW as FOLDS
@@ -59,15 +59,15 @@ class Report:
         timed = [view for view in views if view not in (MATCHES, TAGS)] or list(views)
         self._timed = FOLDS if FOLDS in views else timed[-1]
         self._doubted: dict[str, tuple[int, int]] = {}
-        self._ends: dict[Source, int] = {}
-        self._told: dict[Source, int] = {}
+        self._ends: dict[Partition, int] = {}
+        self._told: dict[Partition, int] = {}
         self._record(lost)
         self._gaps = self._recorded()
         self.make(None)
 
     def make(self, progress: Any) -> None:
         """Take a progress report of Spark's and store ours."""
-        batch = Batch.read(progress, self._generations)
+        batch = CompletedBatch.read(progress, self._generations)
         # The times first: what they hold up to may be completed by what comes next, and not the other way round.
         self._timing.passed(read_times(self._shards, self._timed))
         self._timing.completed(batch)
@@ -81,7 +81,7 @@ class Report:
         for view in self._views:
             self._store(view, batch.facts, len(batch.latest), lag)
 
-    def _advance(self, ends: Mapping[Source, int]) -> None:
+    def _advance(self, ends: Mapping[Partition, int]) -> None:
         """Move the marks of shards that had nothing.
 
         They go to the end of what is completed, or, where a view keeps times with its marks, to the last offset whose

@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.log.event import Headers, Source, event_id, headers_json, iso_time, key_json, poison, too_deep
+from tailrace.log.event import Headers, Partition, event_id, headers_json, iso_time, key_json, poison, too_deep
 from tailrace.query import Record
 from tailrace.valkey.shards import Arg, Shards
 
@@ -45,7 +45,7 @@ class _Header(msgspec.Struct):
 _decode_headers = msgspec.json.Decoder(list[_Header]).decode
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RecordLimits(msgspec.Struct, frozen=True):
     """What a record may be before it is poison."""
 
     max_bytes: int = 1 << 20
@@ -55,7 +55,7 @@ class Limits(msgspec.Struct, frozen=True):
 class Slice(msgspec.Struct, frozen=True):
     """Records of one source ``values`` has None for tombstones, ``poison`` names what is unreadable."""
 
-    source: Source
+    source: Partition
     offsets: list[int]
     times: list[int]
     keys: list[bytes | None]
@@ -85,7 +85,7 @@ def _plain(shown: bytes) -> Any:
         return None
 
 
-def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: Limits) -> Iterator[Slice]:
+def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: RecordLimits) -> Iterator[Slice]:
     """Cut an Arrow batch where its source changes. Records of one source keep their order."""
     rows = batch.num_rows
     if not rows:
@@ -97,7 +97,7 @@ def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: Limits
     headers = batch.column(6)
     for low, high in pairwise(bounds):
         topic = topics[low].as_py()
-        source = Source(topic, partitions[low].as_py(), generations.get(topic, 0))
+        source = Partition(topic, partitions[low].as_py(), generations.get(topic, 0))
         n = high - low
         column = values.slice(low, n)
         listed: list[bytes | None] = column.to_pylist()
@@ -129,7 +129,7 @@ def _headers(column: Any) -> list[Headers] | None:
     return [[(h.key, h.value) for h in _decode_headers(row)] if row else [] for row in column.to_pylist()]
 
 
-def _poison(column: Any, values: Sequence[bytes | None], limits: Limits) -> dict[int, str]:
+def _poison(column: Any, values: Sequence[bytes | None], limits: RecordLimits) -> dict[int, str]:
     """Return the reason for each poisoned record. Text and size are checked for the whole column at once."""
     if not _all_text(column) or (pc.max(pc.binary_length(column)).as_py() or 0) > limits.max_bytes:
         return _poison_one_by_one(values, limits)
@@ -148,7 +148,7 @@ def _poison(column: Any, values: Sequence[bytes | None], limits: Limits) -> dict
     return found
 
 
-def _poison_one_by_one(values: Sequence[bytes | None], limits: Limits) -> dict[int, str]:
+def _poison_one_by_one(values: Sequence[bytes | None], limits: RecordLimits) -> dict[int, str]:
     found: dict[int, str] = {}
     for i, value in enumerate(values):
         if value is not None and (reason := poison(value, limits.max_bytes, limits.max_depth)):
@@ -178,7 +178,7 @@ class Window(msgspec.Struct, frozen=True):
     that."""
 
 
-class Place(NamedTuple):
+class AppliedMarks(NamedTuple):
     """How far each shard has come with a source."""
 
     marks: Sequence[int]
@@ -186,7 +186,7 @@ class Place(NamedTuple):
     """Running-maximum times, where the view keeps them, each with the mark that it holds at."""
 
 
-class View(Protocol):
+class Writer(Protocol):
     """One view. Instances are made in every Spark task's process; what they remember between calls only saves work."""
 
     name: str
@@ -198,7 +198,7 @@ class View(Protocol):
     keeps_times: bool = False
     """Whether all shards keep running-maximum times with their marks."""
 
-    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Read what the view must know of the store before these slices are cut. Most views need nothing."""
         return
 

@@ -22,7 +22,7 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.errors import ConfigError
 from tailrace.kafka.broker import Topic, included_and_excluded
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import NOTHING
 
 FETCH_BUDGET = 128 << 20
@@ -42,7 +42,7 @@ def starting_offsets(
     topics: Iterable[Topic],
     generations: Mapping[str, int],
     bounds: Mapping[tuple[str, int], tuple[int, int]],
-    marks: Sequence[Mapping[Source, int]],
+    marks: Sequence[Mapping[Partition, int]],
 ) -> tuple[dict[str, dict[str, int]], list[LostRange]]:
     """Return where each partition is read from, and the ranges that Kafka no longer has.
 
@@ -56,7 +56,7 @@ def starting_offsets(
             if (topic.name, partition) not in bounds:
                 continue
             first, end = bounds[topic.name, partition]
-            source = Source(topic.name, partition, generations[topic.name])
+            source = Partition(topic.name, partition, generations[topic.name])
             start = min((view.get(source, NOTHING) for view in marks), default=NOTHING) + 1
             known = [view[source] for view in marks if source in view]
             if known and min(known) + 1 < first:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from tailrace.kafka.broker import Broker, Topic
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.store import reads
 
@@ -36,35 +36,35 @@ class Listing(msgspec.Struct, frozen=True, order=True):
     """Where sources ended: the offset after the last record, asked for after the clock was read."""
 
     clock_ms: int
-    ends: dict[Source, int]
+    ends: dict[Partition, int]
 
 
 class Course:
     """What is known of how far sources have come: where they ended when, what is applied, and when that was written."""
 
-    def __init__(self, completed: Mapping[Source, int]) -> None:
+    def __init__(self, completed: Mapping[Partition, int]) -> None:
         self._completed = dict(completed)
         """Offset up to which, not including, everything is applied."""
         self._listings: list[Listing] = []
-        self._newest: dict[Source, list[tuple[int, int]]] = {}
+        self._newest: dict[Partition, list[tuple[int, int]]] = {}
         """Running-maximum times at offsets, in order; those beyond what is completed count later."""
-        self._level: dict[Source, tuple[int, int]] = {}
+        self._level: dict[Partition, tuple[int, int]] = {}
         """Of sources that are applied to their end: that end, and when it was first seen to be so."""
 
-        self._since: dict[frozenset[Source], tuple[int, int]] = {}
+        self._since: dict[frozenset[Partition], tuple[int, int]] = {}
         """Of sets of sources, the time of their latest record, and since when time goes on from there by itself."""
 
     @property
-    def sources(self) -> Collection[Source]:
+    def sources(self) -> Collection[Partition]:
         """Every source of the newest listing."""
         return self._listings[-1].ends.keys() if self._listings else ()
 
-    def completed(self, ends: Mapping[Source, int]) -> None:
+    def completed(self, ends: Mapping[Partition, int]) -> None:
         """Take note that everything before these offsets is applied."""
         for source, end in ends.items():
             self._completed[source] = max(end, self._completed.get(source, 0))
 
-    def passed(self, times: Mapping[Source, tuple[int, int]]) -> None:
+    def passed(self, times: Mapping[Partition, tuple[int, int]]) -> None:
         """Take note of running-maximum times: of each source in milliseconds, and the offset that it holds up to."""
         for source, (time_ms, offset) in times.items():
             known = self._newest.setdefault(source, [])
@@ -72,7 +72,7 @@ class Course:
                 known.append((time_ms, offset))
                 del known[:-KEPT]
 
-    def listed(self, clock_ms: int, ends: Mapping[Source, int]) -> None:
+    def listed(self, clock_ms: int, ends: Mapping[Partition, int]) -> None:
         """Take note of where sources end, asked for after the clock was read."""
         if any(known.clock_ms == clock_ms for known in self._listings):
             return  # told again
@@ -86,12 +86,12 @@ class Course:
             elif self._level.get(source, (None, 0))[0] != end:
                 self._level[source] = end, clock_ms
 
-    def reached(self, source: Source) -> tuple[int, int] | None:
+    def reached(self, source: Partition) -> tuple[int, int] | None:
         """Return the running-maximum time of what is applied of a source, and the offset of the last of it."""
         completed = self._completed.get(source, 0)
         return next(((t, o) for t, o in reversed(self._newest.get(source, ())) if o < completed), None)
 
-    def level_ms(self, source: Source) -> int | None:
+    def level_ms(self, source: Partition) -> int | None:
         """Return the latest time at which a source ended no later than what is applied of it; None without one.
 
         Whatever is applied later was written after that time.
@@ -100,7 +100,7 @@ class Course:
         listings = reversed(self._listings)
         return next((known.clock_ms for known in listings if known.ends.get(source, 0) <= completed), None)
 
-    def by_arrival(self, sources: Iterable[Source]) -> int | None:
+    def by_arrival(self, sources: Iterable[Partition]) -> int | None:
         """Return the time that all sources have passed, or None when one has not begun.
 
         A source that is applied to an end has passed the time at which that end was asked for.
@@ -116,7 +116,7 @@ class Course:
             lowest = time_ms if lowest is None else min(lowest, time_ms)
         return lowest
 
-    def by_event(self, sources: Iterable[Source]) -> int | None:
+    def by_event(self, sources: Iterable[Partition]) -> int | None:
         """Return the same by the times of the records alone.
 
         While sources have more to deliver it is the lowest time that one of them has reached; then time goes on from
@@ -149,7 +149,7 @@ class Timing:
         broker: Broker,
         topics: Mapping[str, Topic],
         generations: Mapping[str, int],
-        starts: Mapping[Source, int],
+        starts: Mapping[Partition, int],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._broker, self._topics, self._generations, self._clock = broker, topics, generations, clock
@@ -160,25 +160,25 @@ class Timing:
         """Take note of the topics that there are."""
         self._topics = topics
 
-    def completed(self, batch: Batch) -> None:
+    def completed(self, batch: CompletedBatch) -> None:
         """Take note of a completed batch: where it ended, and where the topics ended when it began."""
         with self._lock:
             self._course.completed(batch.ends)
             if batch.latest:
                 self._course.listed(batch.listed_ms, batch.latest)
 
-    def passed(self, times: Mapping[Source, tuple[int, int]]) -> None:
+    def passed(self, times: Mapping[Partition, tuple[int, int]]) -> None:
         """Take note of running-maximum times and the offsets they hold up to."""
         with self._lock:
             self._course.passed(times)
 
-    def reached(self) -> dict[Source, tuple[int, int]]:
+    def reached(self) -> dict[Partition, tuple[int, int]]:
         """Return the running-maximum time of each source, and the last offset, of what is completed."""
         with self._lock:
             found = ((source, self._course.reached(source)) for source in self._course.sources)
             return {source: reached for source, reached in found if reached is not None}
 
-    def levels(self) -> tuple[set[Source], dict[Source, int]]:
+    def levels(self) -> tuple[set[Partition], dict[Partition, int]]:
         """Return all sources, and the times up to which those are certainly applied of which that can be said."""
         with self._lock:
             sources = set(self._course.sources)
@@ -195,7 +195,7 @@ class Timing:
         ends = self._broker.ends(self._topics.values())
         with self._lock:
             self._course.listed(
-                clock_ms, {Source(t, p, self._generations.get(t, 0)): end for (t, p), end in ends.items()}
+                clock_ms, {Partition(t, p, self._generations.get(t, 0)): end for (t, p), end in ends.items()}
             )
 
     def everywhere(self) -> int | None:
@@ -213,17 +213,17 @@ class Timing:
         return None if found is None else found - rule.windows.lateness_ms
 
 
-class Batch(msgspec.Struct, frozen=True):
+class CompletedBatch(msgspec.Struct, frozen=True):
     """What Spark reports of a batch that is done."""
 
     facts: dict[str, Any] = {}
-    ends: dict[Source, int] = {}
-    latest: dict[Source, int] = {}
+    ends: dict[Partition, int] = {}
+    latest: dict[Partition, int] = {}
     """Where the topics ended, asked for after ``listed_ms``."""
     listed_ms: int = 0
 
     @classmethod
-    def read(cls, progress: Any, generations: Mapping[str, int]) -> Batch:
+    def read(cls, progress: Any, generations: Mapping[str, int]) -> CompletedBatch:
         """Read a progress report; None is that of a query that has not done a batch yet."""
         if progress is None:
             return cls()
@@ -235,11 +235,11 @@ class Batch(msgspec.Struct, frozen=True):
         return cls(facts, ends, latest, round(stamp.timestamp() * 1000))
 
 
-def _offsets(text: Any, generations: Mapping[str, int]) -> dict[Source, int]:
+def _offsets(text: Any, generations: Mapping[str, int]) -> dict[Partition, int]:
     # Spark says null, as text or not, while there is no topic.
     offsets = (json.loads(text) if isinstance(text, str) else text) or {}
     return {
-        Source(topic, int(partition), generations.get(topic, 0)): int(offset)
+        Partition(topic, int(partition), generations.get(topic, 0)): int(offset)
         for topic, partitions in offsets.items()
         for partition, offset in partitions.items()
     }

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
 from tailrace.log.event import iso_time
-from tailrace.metrics import FoldFigures, ReaderFigures, Run
+from tailrace.metrics import FoldFigures, JobRun, ReaderFigures
 from tailrace.valkey.shards import mapping
 from tailrace.views.folds.routes import figures
 
@@ -38,7 +38,7 @@ _HEAD = frozenset({"job", "view", "started_ms", "ended_ms", "error", "succeeded_
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class Job(BaseModel):
+class JobStatus(BaseModel):
     """The last run of an upkeep job over a view."""
 
     job: str = Field(examples=["pack"])
@@ -51,13 +51,13 @@ class Job(BaseModel):
     figures: dict[str, Any] = Field(description="What it counted.")
 
 
-class Upkeep:
+class UpkeepReports:
     """Reads the reports."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def jobs(self) -> list[Job]:
+    async def jobs(self) -> list[JobStatus]:
         """Return every job that has run or that should run, by view and name."""
         runs = {(run.job, run.view): run.report for run in await self.runs()}
         jobs = (*PERIODIC, *SESSIONS)
@@ -67,7 +67,7 @@ class Upkeep:
             for job, view in sorted(wanted | runs.keys(), key=lambda key: key[::-1])
         ]
 
-    async def runs(self) -> list[Run]:
+    async def runs(self) -> list[JobRun]:
         """Return the last run of every job that has left a report that can be read."""
         nodes = self._service.nodes
         answer = await nodes.read(0, "HGETALL", nodes.keys.upkeep())
@@ -88,11 +88,11 @@ class Upkeep:
             found = getattr(settings.upkeep, f"{job}_every")
         return found
 
-    def _job(self, job: str, view: str, report: Mapping[str, Any]) -> Job:
+    def _job(self, job: str, view: str, report: Mapping[str, Any]) -> JobStatus:
         started, ended = report.get("started_ms"), report.get("ended_ms")
         every = self._every(job) if view in self._views(job) else None
         since = ended or started or round(self._service.started * 1000)
-        return Job(
+        return JobStatus(
             job=job,
             view=view,
             started=iso_time(started) if started else None,
@@ -104,13 +104,13 @@ class Upkeep:
         )
 
 
-def _run(field: bytes, stored: bytes) -> Run | None:
+def _run(field: bytes, stored: bytes) -> JobRun | None:
     job, _, view = field.decode().partition(":")
     try:
         report = _decode(stored)
     except msgspec.DecodeError:
         return None
-    return Run(job, view, report, report.get("succeeded_ms"), report.get("effective"))
+    return JobRun(job, view, report, report.get("succeeded_ms"), report.get("effective"))
 
 
 VERSION = version("tailrace")
@@ -123,7 +123,7 @@ INTAKE = "intake"
 T = TypeVar("T")
 
 
-class Part(BaseModel):
+class PartStatus(BaseModel):
     """One part of the installation, as seen from this service."""
 
     name: str = Field(examples=["kafka"])
@@ -135,10 +135,10 @@ class Readiness(BaseModel):
     """Whether everything answers."""
 
     ready: bool
-    parts: list[Part]
+    parts: list[PartStatus]
 
 
-class Folding(BaseModel):
+class FoldStatus(BaseModel):
     """A rule of folds at a glance."""
 
     rule: str
@@ -159,10 +159,10 @@ class Status(BaseModel):
     """The whole installation at a glance."""
 
     service: dict[str, Any]
-    parts: list[Part]
+    parts: list[PartStatus]
     views: dict[str, dict[str, Any]] = Field(description="The last report of each view's driver.")
-    upkeep: list[Job] = Field(description="The last run of each upkeep job; empty while valkey does not answer.")
-    folds: list[Folding] = Field(description="The rules of folds; empty while valkey does not answer.")
+    upkeep: list[JobStatus] = Field(description="The last run of each upkeep job; empty while valkey does not answer.")
+    folds: list[FoldStatus] = Field(description="The rules of folds; empty while valkey does not answer.")
     searches: Searching | None = Field(description="Searches; null while valkey does not answer.")
 
 
@@ -171,9 +171,9 @@ class Health:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._upkeep = Upkeep(service)
+        self._upkeep = UpkeepReports(service)
         self._searches = service.searches
-        self._asked: tuple[float, asyncio.Task[tuple[list[Part], dict[str, dict[str, Any]]]]] | None = None
+        self._asked: tuple[float, asyncio.Task[tuple[list[PartStatus], dict[str, dict[str, Any]]]]] | None = None
 
     async def readiness(self) -> Readiness:
         """Return whether Valkey, Kafka and the pipeline of every configured view are there."""
@@ -185,7 +185,7 @@ class Health:
         service = self._service
         (parts, reports), jobs, folds, searches = await asyncio.gather(
             self._look(),
-            _or_nothing(self._upkeep.jobs(), list[Job]()),
+            _or_nothing(self._upkeep.jobs(), list[JobStatus]()),
             _or_nothing(figures(service), list[FoldFigures]()),
             _or_nothing(self._searches.figures(), None),
         )
@@ -197,7 +197,7 @@ class Health:
             "streams_followed": service.hub.followed if service.hub else 0,
             "views": list(service.settings.pipeline.views),
         }
-        rules = [Folding(rule=each.rule, pending=each.pending, ratio=each.ratio) for each in folds]
+        rules = [FoldStatus(rule=each.rule, pending=each.pending, ratio=each.ratio) for each in folds]
         searching = None if searches is None else Searching(**searches._asdict())
         return Status(service=facts, parts=parts, views=reports, upkeep=jobs, folds=rules, searches=searching)
 
@@ -207,7 +207,7 @@ class Health:
 
         reports, runs, folds, searches, readers = await asyncio.gather(
             _or_nothing(self._reports(), dict[str, dict[str, Any]]()),
-            _or_nothing(self._upkeep.runs(), list[Run]()),
+            _or_nothing(self._upkeep.runs(), list[JobRun]()),
             _or_nothing(figures(self._service), list[FoldFigures]()),
             _or_nothing(self._searches.figures(), None),
             _or_nothing(reader_figures(self._service), list[ReaderFigures]()),
@@ -225,12 +225,12 @@ class Health:
     def _views(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((INTAKE, *self._wanted)))
 
-    async def _look(self) -> tuple[list[Part], dict[str, dict[str, Any]]]:
+    async def _look(self) -> tuple[list[PartStatus], dict[str, dict[str, Any]]]:
         if self._asked is None or time.monotonic() - self._asked[0] > SHARED_S:
             self._asked = time.monotonic(), asyncio.create_task(self._ask())
         return await asyncio.shield(self._asked[1])
 
-    async def _ask(self) -> tuple[list[Part], dict[str, dict[str, Any]]]:
+    async def _ask(self) -> tuple[list[PartStatus], dict[str, dict[str, Any]]]:
         reports: dict[str, dict[str, Any]] = {}
         kafka, valkey = await asyncio.gather(
             _part("kafka", self._kafka()),
@@ -255,28 +255,28 @@ class Health:
         oldest = now_ms() - STALE_MS
         return {view: report for view, report in found.items() if report.get("updated_ms", 0) >= oldest}
 
-    def _pipeline(self, reports: dict[str, dict[str, Any]], valkey: Part) -> Part:
+    def _pipeline(self, reports: dict[str, dict[str, Any]], valkey: PartStatus) -> PartStatus:
         wanted = self._wanted
         silent = [view for view in wanted if view not in reports]
         starting = [view for view in wanted if view in reports and reports[view].get("state") != "running"]
         if not silent and not starting:
-            return Part(name="pipeline", state="up", detail=f"{', '.join(wanted)} reported")
+            return PartStatus(name="pipeline", state="up", detail=f"{', '.join(wanted)} reported")
         if not silent:
             why = reports[starting[0]].get("failure") or "its query has not reported yet"
-            return Part(name="pipeline", state="down", detail=f"{', '.join(starting)} starting: {why}")
+            return PartStatus(name="pipeline", state="down", detail=f"{', '.join(starting)} starting: {why}")
         if valkey.state == "down":
-            return Part(name="pipeline", state="down", detail="unknown while valkey does not answer")
+            return PartStatus(name="pipeline", state="down", detail="unknown while valkey does not answer")
         detail = f"no report of {', '.join(silent)} in the last {STALE_MS // 1000} s: is `tailrace run` running?"
-        return Part(name="pipeline", state="down", detail=detail)
+        return PartStatus(name="pipeline", state="down", detail=detail)
 
 
-async def _part(name: str, question: Awaitable[str]) -> Part:
+async def _part(name: str, question: Awaitable[str]) -> PartStatus:
     try:
-        return Part(name=name, state="up", detail=await asyncio.wait_for(question, LIMIT_S))
+        return PartStatus(name=name, state="up", detail=await asyncio.wait_for(question, LIMIT_S))
     except TimeoutError:
-        return Part(name=name, state="down", detail=f"no answer within {LIMIT_S:g} s")
+        return PartStatus(name=name, state="down", detail=f"no answer within {LIMIT_S:g} s")
     except TailraceError as error:
-        return Part(name=name, state="down", detail=str(error))
+        return PartStatus(name=name, state="down", detail=str(error))
 
 
 async def _or_nothing(question: Awaitable[T], nothing: T) -> T:

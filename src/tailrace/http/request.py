@@ -109,7 +109,7 @@ class FeedQuery(NoQuery):
     on_gap: Literal["skip", "fail"] = Field("skip", description="What to do about events that are gone.")
     format: Literal["sse", "ndjson"] | None = Field(None, description="Overrides the header Accept.")
 
-    def request(self, names: tuple[str, ...], last_event_id: str | None) -> feeds.Request | None:
+    def request(self, names: tuple[str, ...], last_event_id: str | None) -> feeds.FeedRequest | None:
         """Return the request to the feed; None when it has ended before."""
         if self.start is not None and self.since is not None:
             raise BadRequest("from and since are the same parameter: give one of them")

@@ -25,7 +25,7 @@ from tailrace.metrics import Metrics
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.store import rules_of
-from tailrace.views.grep.feed import Grep
+from tailrace.views.grep.feed import GrepFeeds
 from tailrace.views.grep.leases import Leases
 from tailrace.views.grep.parts import Parts
 from tailrace.views.grep.payloads import Payloads
@@ -97,7 +97,7 @@ class Service:
         self.started = time.time()
         self.hub: Hub | None = None
         self._feeds: LogFeeds | None = None
-        self._grep: Grep | None = None
+        self._grep: GrepFeeds | None = None
         self._tags: OpensTags | None = None
         self._open: set[Stoppable] = set()
         self._bodies = 0
@@ -111,7 +111,7 @@ class Service:
         return self._feeds
 
     @property
-    def grep(self) -> Grep:
+    def grep(self) -> GrepFeeds:
         """The feeds of searches; StoreUnavailable until Valkey has answered once."""
         if self._grep is None:
             raise StoreUnavailable("valkey has not answered since the service started; is it running?")
@@ -174,7 +174,7 @@ class Service:
             else:
                 self._feeds = LogFeeds(self.hub, self.days, now_ms)
                 searched = Searched(self.settings, self.nodes)
-                self._grep = Grep(
+                self._grep = GrepFeeds(
                     Parts(matches, self.matches, self.searches, searched, self.payloads, self.leases, now_ms),
                     self.settings.grep.reach,
                 )

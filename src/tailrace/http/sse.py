@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from tailrace.errors import TailraceError
 from tailrace.http.request import problem_json
 from tailrace.http.service import Service
-from tailrace.log.request import AnyFeed, AnyFrame, Batch, Control, Frame
+from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFrame
 
 
 class Encoding(Protocol):
@@ -69,9 +69,9 @@ class EventStream:
         out: list[bytes] = []
         for frame in frames:
             cursor = frame.cursor.encode("ascii")
-            if isinstance(frame, Frame):
+            if isinstance(frame, EventFrame):
                 out.append(b"id: %b\ndata: %b\n\n" % (cursor, one_line(frame.data)))
-            elif isinstance(frame, Control):
+            elif isinstance(frame, ControlFrame):
                 place = b"id: %b\n" % cursor if cursor else b""
                 out.append(b"%bevent: %b\ndata: %b\n\n" % (place, frame.name.encode(), one_line(frame.data)))
             else:
@@ -86,7 +86,7 @@ class EventStream:
         return b"retry: %d\n\n" % round(retry_ms * random.uniform(0.5, 1.5))
 
 
-class Lines:
+class NdjsonEncoding:
     """application/x-ndjson. Events carry their ``cursor``; what has an ``event`` member is about the feed itself.
 
     An empty line is a heartbeat.
@@ -104,9 +104,9 @@ class Lines:
         out: list[bytes] = []
         for frame in frames:
             cursor = frame.cursor.encode("ascii")
-            if isinstance(frame, Frame):
+            if isinstance(frame, EventFrame):
                 out.append(b'{"cursor":"%b",%b\n' % (cursor, one_line(frame.data)[1:]))
-            elif isinstance(frame, Control):
+            elif isinstance(frame, ControlFrame):
                 place = b',"cursor":"%b"' % cursor if cursor else b""
                 out.append(b'{"event":"%b"%b%b\n' % (frame.name.encode(), place, _more(frame.data)))
             else:
@@ -147,7 +147,7 @@ def _more(document: bytes) -> bytes:
 
 
 EVENT_STREAM = EventStream()
-LINES = Lines()
+LINES = NdjsonEncoding()
 
 
 def choose(accept: str, wanted: str | None) -> Encoding:

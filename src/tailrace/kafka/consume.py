@@ -31,7 +31,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tailrace.driver.slice import Slice
 from tailrace.errors import BrokerUnavailable
 from tailrace.kafka.broker import reader_properties
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 
 READERS = 2
 """Consumers that read at the same time."""
@@ -93,7 +93,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     value: bytes | None
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class RecordStretch(msgspec.Struct, frozen=True):
     """Some records of a partition."""
 
     records: list[Stored]
@@ -113,7 +113,7 @@ class Records:
         """Let the broker go."""
         await self._consumers.close()
 
-    async def read(self, source: Source, first: int, last: int) -> Stretch:
+    async def read(self, source: Partition, first: int, last: int) -> RecordStretch:
         """Return the records from one offset to another, or the first ones of them.
 
         Raises:
@@ -122,12 +122,12 @@ class Records:
         return await self._consumers.run(lambda consumer: _stretch(consumer, source, first, last))
 
 
-def _stretch(consumer: Consumer, source: Source, first: int, last: int) -> Stretch:
+def _stretch(consumer: Consumer, source: Partition, first: int, last: int) -> RecordStretch:
     place = TopicPartition(source.topic, source.partition, first)
     begins, ends = consumer.get_watermark_offsets(place, timeout=PATIENCE_S)
     first = max(first, begins)
     if first > last or first >= ends:
-        return Stretch([], min(first, last + 1), last)
+        return RecordStretch([], min(first, last + 1), last)
     consumer.assign([TopicPartition(source.topic, source.partition, first)])
     found: list[Stored] = []
     size, silent, reached = 0, 0.0, first - 1
@@ -140,15 +140,15 @@ def _stretch(consumer: Consumer, source: Source, first: int, last: int) -> Stret
             if (error := message.error()) is not None:
                 if error.code() != KafkaError._PARTITION_EOF:
                     raise KafkaException(error)
-                return Stretch(found, first, last)
+                return RecordStretch(found, first, last)
             offset: int = message.offset()  # type: ignore[assignment]
             if offset > last:
-                return Stretch(found, first, last)
+                return RecordStretch(found, first, last)
             value = message.value()
             found.append(Stored(offset, message.timestamp()[1], message.key(), value))
             size += len(value or b"")
             reached = offset
-    return Stretch(found, first, reached)
+    return RecordStretch(found, first, reached)
 
 
 ROWS = 5_000
@@ -185,7 +185,7 @@ def consumer_of(properties: Mapping[str, Any]) -> Iterator[Consumer]:
     _idle[key] = consumer
 
 
-class Ranges:
+class RangeReader:
     """Reads what a task is given: of each source, by its label, the first offset and the one behind the last."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class Ranges:
         """
         with consumer_of(self._properties) as consumer:
             for label, (first, until) in part.items():
-                yield from _read(consumer, Source.parse(label), first, until, passes)
+                yield from _read(consumer, Partition.parse(label), first, until, passes)
 
 
 def shared_out(ranges: Mapping[str, tuple[int, int]], tasks: int) -> list[dict[str, tuple[int, int]]]:
@@ -215,7 +215,7 @@ def shared_out(ranges: Mapping[str, tuple[int, int]], tasks: int) -> list[dict[s
 
 
 def _read(
-    consumer: Consumer, source: Source, first: int, until: int, passes: Passes | None
+    consumer: Consumer, source: Partition, first: int, until: int, passes: Passes | None
 ) -> Iterator[tuple[Slice | None, int]]:
     consumer.assign([TopicPartition(source.topic, source.partition, first)])
     reached, heard, short = first, time.monotonic(), None
@@ -249,7 +249,7 @@ def _read(
             raise BrokerUnavailable(f"kafka sends nothing of {source} from offset {reached}")
 
 
-def _slice(source: Source, messages: list[Any]) -> Slice:
+def _slice(source: Partition, messages: list[Any]) -> Slice:
     headers = [message.headers() or [] for message in messages]
     return Slice(
         source,

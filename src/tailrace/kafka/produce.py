@@ -24,7 +24,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
-from tailrace.log.event import Headers, Source, event_id
+from tailrace.log.event import Headers, Partition, event_id
 from tailrace.valkey.marks import read_adopted
 from tailrace.valkey.nodes import Nodes
 
@@ -66,7 +66,7 @@ class NewEvent(msgspec.Struct, frozen=True, gc=False):
         return len(self.value) + len(self.key or b"") + named
 
 
-class Written(msgspec.Struct, frozen=True, gc=False):
+class WrittenEvent(msgspec.Struct, frozen=True, gc=False):
     """Where an event is."""
 
     id: str
@@ -113,7 +113,7 @@ class Topics:
         cluster = await self._ask(self._admin().describe_cluster(request_timeout=2))
         return len(cluster.nodes)
 
-    async def put(self, topic: str, events: Sequence[NewEvent]) -> list[Written]:
+    async def put(self, topic: str, events: Sequence[NewEvent]) -> list[WrittenEvent]:
         """Write events in order, all of them or, if one of them is bad, none; return where they are.
 
         Raises:
@@ -128,8 +128,8 @@ class Topics:
         _check(topic, facts, events)
         generation = await self._generation(topic, facts)
         places = await self._live().send(topic, events, time.monotonic() + DELIVERY_S)
-        sources = {p: Source(topic, p, generation) for p in {partition for partition, _ in places}}
-        return [Written(event_id(sources[p], offset), topic, p, offset) for p, offset in places]
+        sources = {p: Partition(topic, p, generation) for p in {partition for partition, _ in places}}
+        return [WrittenEvent(event_id(sources[p], offset), topic, p, offset) for p, offset in places]
 
     def _check_name(self, topic: str) -> None:
         if not _NAME.fullmatch(topic) or topic in (".", ".."):

@@ -30,7 +30,7 @@ SHORT_KEY = 64
 _encode = msgspec.json.Encoder().encode
 
 
-class Source(msgspec.Struct, frozen=True):
+class Partition(msgspec.Struct, frozen=True):
     """One generation of one partition of a topic: where an offset means one record for ever."""
 
     topic: str
@@ -46,19 +46,19 @@ class Source(msgspec.Struct, frozen=True):
         return f"{self.topic}@{self.generation}" if self.generation else self.topic
 
     @classmethod
-    def parse(cls, text: str) -> Source:
+    def parse(cls, text: str) -> Partition:
         """Read what ``str`` wrote."""
         label, _, partition = text.rpartition(":")
         topic, _, generation = label.partition("@")
         return cls(topic, int(partition), int(generation or 0))
 
 
-def home_of(source: Source, shards: int) -> int:
+def home_of(source: Partition, shards: int) -> int:
     """Return the shard that keeps what has no name of its own: dead letters, skips, counts, matched records."""
     return crc32(str(source).encode()) % shards
 
 
-def event_id(source: Source, offset: int) -> str:
+def event_id(source: Partition, offset: int) -> str:
     """Return the stable id of a record: ``topic:partition:offset``."""
     return f"{source}:{offset}"
 

@@ -21,9 +21,9 @@ import msgspec
 
 from tailrace.errors import CursorGone, StreamNotFound
 from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
-from tailrace.log.hub import Channel, Hub, Piece
-from tailrace.log.request import AnyFrame, Control, Frame, Moved, Request
-from tailrace.log.run import Entry
+from tailrace.log.hub import Hub, LiveEnd, SegmentEntry
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, FeedRequest, Moved
+from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Gap, Key, Segment, key_of, locate
 from tailrace.log.store import Logs
 
@@ -36,10 +36,10 @@ TRIES = 5
 """How often a look that a swap has crossed is begun again."""
 
 
-class Reader:
+class LogReader:
     """One log, one place in it."""
 
-    def __init__(self, logs: Logs, name: str, position: Position, channel: Channel) -> None:
+    def __init__(self, logs: Logs, name: str, position: Position, channel: LiveEnd) -> None:
         self.name = name
         self.position = position
         self._logs = logs
@@ -55,22 +55,22 @@ class Reader:
         """The place in the log's own order."""
         return self._index or 0, self.position.number
 
-    async def next(self) -> list[Piece | Gap]:
+    async def next(self) -> list[SegmentEntry | Gap]:
         """Return what follows the position, and move behind it; nothing at the end of the log."""
         channel = self._channel
         known = self._era == channel.era and self._index is not None
         self._era = channel.era
         held = channel.after(self.position.epoch, self.key) if known else None
-        pieces: list[Piece | Gap] = _some(held) if held is not None else await self._from_store()
+        pieces: list[SegmentEntry | Gap] = _some(held) if held is not None else await self._from_store()
         self.is_at_end = not pieces
         for piece in reversed(pieces):
-            if isinstance(piece, Piece):
+            if isinstance(piece, SegmentEntry):
                 self._move(piece.segment, piece.entry.last)
                 break
         return pieces
 
-    async def _from_store(self, again: bool = True) -> list[Piece | Gap]:
-        gaps: list[Piece | Gap] = []
+    async def _from_store(self, again: bool = True) -> list[SegmentEntry | Gap]:
+        gaps: list[SegmentEntry | Gap] = []
         log = await self._logs.log(self.name)
         place = locate(log, self.position)
         if place.gap is not None:
@@ -91,7 +91,7 @@ class Reader:
                 mean = sum(entry.size for entry in entries) // len(entries) + 1
                 self._count = max(1, min(MOST_ENTRIES, READ_BYTES // mean))
                 more = await self._following(log.segments[at:]) if entries[-1].last >= segment.last else []
-                return [*gaps, *(Piece(segment, entry) for entry in entries), *more]
+                return [*gaps, *(SegmentEntry(segment, entry) for entry in entries), *more]
             if after < segment.last:
                 # The hash, read before, shows more than the segment holds: it expired meanwhile, or is damaged.
                 if again and not gaps:
@@ -100,7 +100,7 @@ class Reader:
             self._move(segment, max(after, segment.last))
         return gaps
 
-    async def _following(self, segments: Sequence[Segment]) -> list[Piece]:
+    async def _following(self, segments: Sequence[Segment]) -> list[SegmentEntry]:
         """Return what small segments hold that follow one which was read to its end.
 
         A log may have thousands of them, and to look each up by itself would read the registry as often.
@@ -112,10 +112,10 @@ class Reader:
             if segment.open or size > SMALL_BYTES or len(few) == MOST_SEGMENTS:
                 break
             few.append(segment)
-        found: list[Piece] = []
+        found: list[SegmentEntry] = []
         answers = await self._logs.read_many([(self.name, s, s.first - 1) for s in few], MOST_ENTRIES) if few else []
         for segment, entries in zip(few, answers, strict=True):
-            found += [Piece(segment, entry) for entry in entries]
+            found += [SegmentEntry(segment, entry) for entry in entries]
             if not entries or entries[-1].last < segment.last:
                 break  # it goes on there, or something happened to it: the next look sees what
         return found
@@ -125,9 +125,9 @@ class Reader:
         self.position = Position(segment.epoch, number)
 
 
-def _some(held: list[Piece]) -> list[Piece | Gap]:
+def _some(held: list[SegmentEntry]) -> list[SegmentEntry | Gap]:
     """Return the first pieces of what a channel holds: no more than one reader takes at once."""
-    taken: list[Piece | Gap] = []
+    taken: list[SegmentEntry | Gap] = []
     size = 0
     for piece in held:
         if taken and size + piece.entry.size > READ_BYTES:
@@ -166,12 +166,12 @@ async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
     return log.end
 
 
-def own_times(entry: Entry) -> Sequence[int | None]:
+def own_times(entry: NumberedRun) -> Sequence[int | None]:
     """Return the times of a run's events."""
     return entry.run.times
 
 
-Times = Callable[[Entry], Sequence[int | None]]
+Times = Callable[[NumberedRun], Sequence[int | None]]
 """The time of each event of a run by which it is ordered; None for one that is not shown."""
 
 
@@ -220,7 +220,7 @@ UNTIL_GRACE_MS = 1000
 _encode = msgspec.json.Encoder().encode
 
 
-class Item(msgspec.Struct, frozen=True, gc=False):
+class MergeItem(msgspec.Struct, frozen=True, gc=False):
     """An event of one log, ready to be merged: ``data`` is None when it is left out."""
 
     time_ms: int
@@ -230,15 +230,15 @@ class Item(msgspec.Struct, frozen=True, gc=False):
     data: bytes | None
 
 
-class Line:
+class MergeLine:
     """One log of a feed: its reader and what was read ahead of the merge."""
 
-    def __init__(self, reader: Reader, target: Position, at: int = 0) -> None:
+    def __init__(self, reader: LogReader, target: Position, at: int = 0) -> None:
         self.reader = reader
         self.at = at
         """Which of the request's names it is."""
         self.position = reader.position
-        self.ahead: deque[Item | Gap] = deque()
+        self.ahead: deque[MergeItem | Gap] = deque()
         self.target = target
         self.until: Key | None = None
         """Where the request ends, when it ends at a cursor."""
@@ -253,7 +253,7 @@ class LogFeeds:
         self._logs = logs
         self._clock = clock
 
-    async def open(self, request: Request) -> Feed:
+    async def open(self, request: FeedRequest) -> LogFeed:
         """Check the request against what exists and find its start. Raises before anything is sent."""
         ends = [await end_of(self._logs, name) for name in request.names]
         if request.missing == "fail":
@@ -261,11 +261,11 @@ class LogFeeds:
                 if end == Position.START:
                     raise StreamNotFound(name)
         starts = await self._starts(request, ends)
-        feed = Feed(self._hub, self._logs, request, starts, ends, self._clock)
+        feed = LogFeed(self._hub, self._logs, request, starts, ends, self._clock)
         await feed.begin()
         return feed
 
-    async def _starts(self, request: Request, ends: list[Position]) -> Sequence[Position]:
+    async def _starts(self, request: FeedRequest, ends: list[Position]) -> Sequence[Position]:
         start, names = request.start, request.names
         if isinstance(start, FromCursor):
             return start.cursor.positions
@@ -293,14 +293,14 @@ def latest(tails: Sequence[Sequence[tuple[int, Position]]], ends: Sequence[Posit
     return [tail[n - 1][1] if n else end for tail, n, end in zip(tails, taken, ends, strict=True)]
 
 
-class Feed:
+class LogFeed:
     """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
 
     def __init__(
         self,
         hub: Hub,
         logs: Logs,
-        request: Request,
+        request: FeedRequest,
         starts: Sequence[Position],
         ends: Sequence[Position],
         clock: Callable[[], int],
@@ -309,7 +309,7 @@ class Feed:
         self._starts, self._ends = starts, ends
         self._plain = len(request.names) == 1 and request.limit is None and request.since_ms is None
         """Whether the cursor is one position and nothing else: most are, and every event has one."""
-        self._lines: list[Line] = []
+        self._lines: list[MergeLine] = []
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._sent = request.sent
@@ -330,7 +330,7 @@ class Feed:
         try:
             for name, start, end in zip(request.names, self._starts, self._ends, strict=True):
                 channel = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
-                line = self._line(Reader(self._logs, name, start, channel), end, len(self._lines))
+                line = self._line(LogReader(self._logs, name, start, channel), end, len(self._lines))
                 self._lines.append(line)
                 if request.until is not None:
                     log = await self._logs.log(name)
@@ -345,8 +345,8 @@ class Feed:
             await self.aclose()
             raise
 
-    def _line(self, reader: Reader, end: Position, at: int) -> Line:
-        return Line(reader, end, at)
+    def _line(self, reader: LogReader, end: Position, at: int) -> MergeLine:
+        return MergeLine(reader, end, at)
 
     def _last_of(self, until: Cursor, at: int) -> Position:
         """Return the last place of a log that a cursor has seen."""
@@ -396,7 +396,7 @@ class Feed:
                 else:
                     self._take(line, piece)
 
-    def _take(self, line: Line, piece: Piece) -> None:
+    def _take(self, line: MergeLine, piece: SegmentEntry) -> None:
         """Turn a stored run into items, leaving out what was seen before and what was not asked for."""
         request, segment, entry = self._request, piece.segment, piece.entry
         skip = self._seen(line, piece)
@@ -407,10 +407,12 @@ class Feed:
             wanted = (request.since_ms is None or time_ms >= request.since_ms) and (
                 request.until_ms is None or time_ms <= request.until_ms
             )
-            line.ahead.append(Item(time_ms, Position(segment.epoch, number), segment.index, data if wanted else None))
+            line.ahead.append(
+                MergeItem(time_ms, Position(segment.epoch, number), segment.index, data if wanted else None)
+            )
 
     @staticmethod
-    def _seen(line: Line, piece: Piece) -> int:
+    def _seen(line: MergeLine, piece: SegmentEntry) -> int:
         """Return how many events of a run were seen before."""
         last = line.ahead[-1] if line.ahead else None
         seen = line.position if last is None or isinstance(last, Gap) else last.position
@@ -439,7 +441,7 @@ class Feed:
             else:
                 moved = False
                 self._sent += 1
-                frames.append(Frame(self.cursor, item.data))
+                frames.append(EventFrame(self.cursor, item.data))
                 size += len(item.data)
             if not line.ahead and not line.done and len(self._lines) > 1:
                 await self._fill()
@@ -447,9 +449,9 @@ class Feed:
             frames.append(Moved(self.cursor))
         return frames
 
-    def _next_line(self) -> Line | None:
+    def _next_line(self) -> MergeLine | None:
         """Return the log whose next event is the earliest; one that has nothing ahead is at its end."""
-        best: Line | None = None
+        best: MergeLine | None = None
         best_ms = 0
         for line in self._lines:
             if not line.ahead or line.done:
@@ -461,19 +463,19 @@ class Feed:
                 best, best_ms = line, head.time_ms
         return best
 
-    def _gap(self, line: Line, gap: Gap) -> AnyFrame:
+    def _gap(self, line: MergeLine, gap: Gap) -> AnyFrame:
         if self._request.on_gap == "fail":
             raise CursorGone(line.reader.name, str(gap.after), str(gap.to), gap.reason)
         line.position = gap.to
         facts = {"name": line.reader.name, "from": str(gap.after), "to": str(gap.to), "reason": gap.reason}
-        return Control("gap", self.cursor, _encode(facts))
+        return ControlFrame("gap", self.cursor, _encode(facts))
 
     def _controls(self) -> list[AnyFrame]:
         """Say that the feed has caught up, or that it has ended."""
         request, frames = self._request, list[AnyFrame]()
         if not self._announced and all(map(_caught_up, self._lines)):
             self._announced = True
-            frames.append(Control("caught-up", self.cursor))
+            frames.append(ControlFrame("caught-up", self.cursor))
         full = request.limit is not None and self._sent >= request.limit
         read = all(line.done or not line.ahead for line in self._lines)
         over = self._announced and read and (not request.follow or self._past_until())
@@ -481,7 +483,7 @@ class Feed:
             self._ended = True
             reason = "limit" if full else "until" if request.until_ms or request.until else "caught-up"
             cursor = str(msgspec.structs.replace(self._cursor(), ended=True))
-            frames.append(Control("end", cursor, _encode({"reason": reason, "events": self._sent})))
+            frames.append(ControlFrame("end", cursor, _encode({"reason": reason, "events": self._sent})))
         return frames
 
     def _past_until(self) -> bool:
@@ -494,7 +496,7 @@ class Feed:
         return Cursor(tuple(line.position for line in self._lines), sent, request.since_ms)
 
 
-def _caught_up(line: Line) -> bool:
+def _caught_up(line: MergeLine) -> bool:
     """Whether a log has been sent up to what it had when the feed began."""
     target, position = line.target, line.position if line.ahead else line.reader.position
     if line.done or (line.reader.is_at_end and not line.ahead):

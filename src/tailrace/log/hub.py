@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 
 from tailrace.errors import TailraceError, Unavailable
-from tailrace.log.run import Entry
+from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Key, Segment
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
@@ -32,11 +32,11 @@ READ_ENTRIES = 50
 """Of one log, at once; one that grew by more is left to its readers."""
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class SegmentEntry(msgspec.Struct, frozen=True, gc=False):
     """An entry with the segment that it is in."""
 
     segment: Segment
-    entry: Entry
+    entry: NumberedRun
 
     @property
     def key(self) -> Key:
@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         return self.segment.index, self.entry.last
 
 
-class Channel:
+class LiveEnd:
     """The live end of one log, shared by all who follow it; of one epoch, since places of two do not compare."""
 
     def __init__(self, name: str) -> None:
@@ -56,14 +56,14 @@ class Channel:
         self.era = 0
         """Counts how often the log began anew: places of two eras do not compare."""
         self.waiters: set[asyncio.Event] = set()
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[SegmentEntry] = deque()
         self._size = 0
 
-    def after(self, epoch: int, key: Key) -> list[Piece] | None:
+    def after(self, epoch: int, key: Key) -> list[SegmentEntry] | None:
         """Return what is held after a place; None when the place is not held and must be read from the store."""
         if epoch != self.epoch or key < self.base:
             return None
-        found: list[Piece] = []
+        found: list[SegmentEntry] = []
         for piece in reversed(self._pieces):  # a reader is near the end, and much may be held before
             if piece.key <= key:
                 break
@@ -77,7 +77,7 @@ class Channel:
         self._size = 0
         self.epoch, self.base, self.head = epoch, base, base
 
-    def add(self, pieces: Iterable[Piece], limit: int) -> None:
+    def add(self, pieces: Iterable[SegmentEntry], limit: int) -> None:
         """Hold newer pieces and forget the oldest ones over the limit."""
         for piece in pieces:
             if piece.key > self.head:
@@ -102,7 +102,7 @@ class Hub:
         self._nodes = nodes
         self._logs = logs
         self._ring_bytes = ring_bytes
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, LiveEnd] = {}
         self._touched: set[str] = set()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,11 +129,11 @@ class Hub:
         return len(self._channels)
 
     @contextlib.asynccontextmanager
-    async def follow(self, name: str, waiter: asyncio.Event) -> AsyncIterator[Channel]:
+    async def follow(self, name: str, waiter: asyncio.Event) -> AsyncIterator[LiveEnd]:
         """Follow a log: ``waiter`` is set whenever its channel has something new."""
         channel = self._channels.get(name)
         if channel is None:
-            channel = self._channels[name] = Channel(name)
+            channel = self._channels[name] = LiveEnd(name)
             self._touch((name,))
         channel.waiters.add(waiter)
         try:
@@ -195,10 +195,10 @@ class Hub:
                 logger.exception("a followed log cannot be read; its readers will be told when they read it themselves")
                 await self._advance_apart(channels)
 
-    async def _advance(self, channels: list[Channel]) -> None:
+    async def _advance(self, channels: list[LiveEnd]) -> None:
         """Bring channels to the end of their logs. A long stretch is left to the readers: the channel jumps over it."""
-        places: list[tuple[Channel, Segment, int]] = []
-        renewed: dict[Channel, tuple[int, Key]] = {}
+        places: list[tuple[LiveEnd, Segment, int]] = []
+        renewed: dict[LiveEnd, tuple[int, Key]] = {}
         for channel, log in zip(channels, await self._logs.logs_of([c.name for c in channels]), strict=True):
             segments = log.segments
             epoch, head = channel.epoch, channel.head
@@ -218,13 +218,13 @@ class Hub:
         limit = max(1 << 16, self._ring_bytes // max(1, len(self._channels)))
         for (channel, segment, _), entries in zip(places, answers, strict=True):
             if entries and entries[-1].last >= segment.last:
-                channel.add((Piece(segment, entry) for entry in entries), limit)
+                channel.add((SegmentEntry(segment, entry) for entry in entries), limit)
             else:
                 channel.restart(channel.epoch, (segment.index, segment.last))
         for channel in channels:
             channel.wake()
 
-    async def _advance_apart(self, channels: list[Channel]) -> None:
+    async def _advance_apart(self, channels: list[LiveEnd]) -> None:
         """Bring each channel forward on its own, so that one damaged log stops nobody but its own readers."""
         for channel in channels:
             try:

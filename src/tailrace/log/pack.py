@@ -16,7 +16,7 @@ import zstandard
 
 from tailrace.log.columns import Notes
 from tailrace.log.event import Headers
-from tailrace.log.run import MAX_RAW_BYTES, Entry, Run
+from tailrace.log.run import MAX_RAW_BYTES, NumberedRun, Run
 
 CODEC = b"\x02"
 LEVEL = 1
@@ -58,9 +58,9 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Pack).decode
 
 
-def pieces(entries: Iterable[Entry], raw_bytes: int, most: int = 1 << 62) -> Iterator[list[Entry]]:
+def pieces(entries: Iterable[NumberedRun], raw_bytes: int, most: int = 1 << 62) -> Iterator[list[NumberedRun]]:
     """Group entries into pieces of about so many bytes and at most so many events; an entry is never divided."""
-    piece: list[Entry] = []
+    piece: list[NumberedRun] = []
     size = events = 0
     for entry in entries:
         if piece and (size + entry.size > raw_bytes or events + len(entry.run.values) > most):
@@ -73,7 +73,7 @@ def pieces(entries: Iterable[Entry], raw_bytes: int, most: int = 1 << 62) -> Ite
         yield piece
 
 
-def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
+def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
     """Return the stored form of a piece."""
     sources: dict[tuple[str, int, int], int] = {}
     table: dict[bytes | None, int] = {}
@@ -136,7 +136,7 @@ def pack(entries: Sequence[Entry], level: int = LEVEL) -> bytes:
     return CODEC + zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=True).compress(body)
 
 
-def unpack(stored: bytes) -> Iterator[Entry]:
+def unpack(stored: bytes) -> Iterator[NumberedRun]:
     """Yield the entries of a piece in order; those that are not taken cost little."""
     body = stored[1:]
     if zstandard.frame_content_size(body) > MAX_RAW_BYTES:
@@ -166,11 +166,11 @@ def unpack(stored: bytes) -> Iterator[Entry]:
             values,
             whole.notes[i] if whole.notes else None,
         )
-        yield Entry(first, number, newest, run, _size(run))
+        yield NumberedRun(first, number, newest, run, _size(run))
         at, rest = at + count, rest + count - 1
 
 
-def digest(entries: Iterable[Entry]) -> tuple[int, bytes]:
+def digest(entries: Iterable[NumberedRun]) -> tuple[int, bytes]:
     """Return the count of events and a checksum over each number, place, time, key, headers, value and note."""
     columns: tuple[list[object], ...] = tuple([] for _ in range(8))
     numbers, sources, offsets, times, keys, headers, values, notes = columns
@@ -200,9 +200,9 @@ def digest(entries: Iterable[Entry]) -> tuple[int, bytes]:
     return len(values), blake2b(_encode(columns), digest_size=16).digest()
 
 
-def _merged(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _merged(entries: Iterable[NumberedRun]) -> Iterator[NumberedRun]:
     """Yield the entries with small neighbours made one: same source, consecutive numbers, growing offsets."""
-    group: list[Entry] = []
+    group: list[NumberedRun] = []
     events = size = 0
     for entry in entries:
         if group:
@@ -217,7 +217,7 @@ def _merged(entries: Iterable[Entry]) -> Iterator[Entry]:
         yield _join(group)
 
 
-def _follows(one: Entry, two: Entry) -> bool:
+def _follows(one: NumberedRun, two: NumberedRun) -> bool:
     if two.first != one.last + 1:
         return False
     a, b = one.run, two.run
@@ -229,7 +229,7 @@ def _follows(one: Entry, two: Entry) -> bool:
     )
 
 
-def _join(group: list[Entry]) -> Entry:
+def _join(group: list[NumberedRun]) -> NumberedRun:
     if len(group) == 1:
         return group[0]
     runs = [entry.run for entry in group]
@@ -248,7 +248,7 @@ def _join(group: list[Entry]) -> Entry:
         list(chain.from_iterable(run.values for run in runs)),
         Notes.of(list(chain.from_iterable(notes)), offsets, times) if notes else None,
     )
-    return Entry(group[0].first, group[-1].last, group[-1].newest_ms, joined, sum(entry.size for entry in group))
+    return NumberedRun(group[0].first, group[-1].last, group[-1].newest_ms, joined, sum(entry.size for entry in group))
 
 
 def _each(run: Run) -> list[bytes | None]:

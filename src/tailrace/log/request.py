@@ -24,7 +24,7 @@ from tailrace.log.cursor import (
 )
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class FeedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A feed over one or several names. All of the start grammar is resolved; times are milliseconds."""
 
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ def make_request(
     follow: bool = True,
     missing: str = "wait",
     on_gap: str = "skip",
-) -> Request | None:
+) -> FeedRequest | None:
     """Read the parameters that every feed takes. None when the request has ended before (HTTP answers 204)."""
     if not names or len(names) > MAX_NAMES:
         raise BadRequest(f"a feed is over 1 to {MAX_NAMES} names; this one has {len(names)}")
@@ -77,7 +77,7 @@ def make_request(
     else:
         begin = FromEnd() if follow else FromStart()
     until_ms, until_cursor = _until(until, len(names), now_ms)
-    return Request(
+    return FeedRequest(
         names=names,
         start=begin,
         until_ms=until_ms,
@@ -117,14 +117,14 @@ def _until(text: str | None, names: int, now_ms: int) -> tuple[int | None, Curso
 ControlName = Literal["caught-up", "gap", "progress", "life", "dropped", "problem", "end"]
 
 
-class Frame(msgspec.Struct, frozen=True, gc=False):
+class EventFrame(msgspec.Struct, frozen=True, gc=False):
     """An event, as the JSON that goes out, with the cursor that resumes exactly after it."""
 
     cursor: str
     data: bytes
 
 
-class Control(msgspec.Struct, frozen=True):
+class ControlFrame(msgspec.Struct, frozen=True):
     """Something about the feed itself. ``data`` is JSON; ``cursor`` is where the feed stands, empty if nowhere yet."""
 
     name: ControlName
@@ -138,10 +138,10 @@ class Moved(msgspec.Struct, frozen=True):
     cursor: str
 
 
-AnyFrame = Frame | Control | Moved
+AnyFrame = EventFrame | ControlFrame | Moved
 
 
-class Batch(Sequence[Frame]):
+class Batch(Sequence[EventFrame]):
     """Events whose cursors differ in their numbers alone, which follow each other. Several feeds may yield the same.
 
     Who writes a batch leaves it, under the name of his form, in ``written`` for the next one.
@@ -159,18 +159,18 @@ class Batch(Sequence[Frame]):
         return len(self.data)
 
     @overload
-    def __getitem__(self, at: int) -> Frame: ...
+    def __getitem__(self, at: int) -> EventFrame: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Frame]: ...
-    def __getitem__(self, at: int | slice) -> Frame | list[Frame]:
+    def __getitem__(self, at: slice) -> list[EventFrame]: ...
+    def __getitem__(self, at: int | slice) -> EventFrame | list[EventFrame]:
         if isinstance(at, slice):
             return [self[each] for each in range(*at.indices(len(self)))]
         number = range(self.first, self.first + len(self.data))[at]
-        return Frame(f"{self.head}{number}{self.tail}", self.data[at])
+        return EventFrame(f"{self.head}{number}{self.tail}", self.data[at])
 
-    def __iter__(self) -> Iterator[Frame]:
+    def __iter__(self) -> Iterator[EventFrame]:
         for number, data in enumerate(self.data, self.first):
-            yield Frame(f"{self.head}{number}{self.tail}", data)
+            yield EventFrame(f"{self.head}{number}{self.tail}", data)
 
 
 class AnyFeed(Protocol):

@@ -17,7 +17,7 @@ import msgspec
 import zstandard
 
 from tailrace.log.columns import Note, Notes, note_json
-from tailrace.log.event import Headers, Source, headers_json, iso_time, key_json
+from tailrace.log.event import Headers, Partition, headers_json, iso_time, key_json
 from tailrace.log.timeuuid import stamp
 
 COMPRESS_FROM = 1024
@@ -50,7 +50,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def of(
         cls,
-        source: Source,
+        source: Partition,
         offsets: list[int],
         times: list[int],
         keys: list[bytes | None],
@@ -76,9 +76,9 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.values)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> Partition:
         """Where all records of the run come from."""
-        return Source(self.topic, self.partition, self.generation)
+        return Partition(self.topic, self.partition, self.generation)
 
     @property
     def offsets(self) -> list[int]:
@@ -120,7 +120,7 @@ def tagged_frame(
     tag: str,
     note: Note,
     timeuuid: UUID,
-    source: Source,
+    source: Partition,
     offset: int,
     time_ms: int,
     key: bytes | None,
@@ -133,7 +133,7 @@ def tagged_frame(
 
 
 @lru_cache(4096)
-def _head(source: Source) -> str:
+def _head(source: Partition) -> str:
     head = f'{{"id":"{source}:%d","topic":"{source.topic}","partition":{source.partition},"offset":%d,'
     return head + '"time":"%s","key":'
 
@@ -145,7 +145,7 @@ def _frame(head: str, offset: int, time_ms: int, key: bytes, headers: bytes, mor
     return b"".join((start, key, b',"headers":', headers, more, b'"data":', value, b"}"))
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class NumberedRun(msgspec.Struct, frozen=True, gc=False):
     """A run with the numbers of its events, which are consecutive."""
 
     first: int

@@ -100,7 +100,7 @@ Key = tuple[int, int]
 _BEFORE = (-1 << 62, 0)
 
 
-class Place(msgspec.Struct, frozen=True):
+class SegmentPlace(msgspec.Struct, frozen=True):
     """Where to read next: after ``position`` in the segment at ``at`` of the list (``len`` of it when at the end)."""
 
     at: int
@@ -108,27 +108,27 @@ class Place(msgspec.Struct, frozen=True):
     gap: Gap | None = None
 
 
-def locate(log: Log, after: Position) -> Place:
+def locate(log: Log, after: Position) -> SegmentPlace:
     """Find where a reader that has seen everything up to ``after`` goes on."""
     segments, expired = log.segments, log.expired
     if after == Position.START:
-        return Place(0, after)
+        return SegmentPlace(0, after)
     if not segments:
         seen = expired == Position.START or (after.epoch == expired.epoch and after.number >= expired.number)
-        return Place(0, after) if seen else Place(0, expired, Gap(after, expired, "expired"))
+        return SegmentPlace(0, after) if seen else SegmentPlace(0, expired, Gap(after, expired, "expired"))
     for i, segment in enumerate(segments):
         for epoch, first, last in segment.replaced:
             if after.epoch == epoch and first <= after.number <= last:
                 if epoch == segment.epoch:
                     # These were taken out of it, at its beginning or its end: there is nothing to miss.
-                    return Place(i, after)
+                    return SegmentPlace(i, after)
                 # Who had read all of it goes on behind; who was inside gets the new one from its beginning.
                 whole = (epoch, last) == segment.replaced[-1][::2] and after.number == last
                 behind = max(j for j, other in enumerate(segments) if other.epoch == segment.epoch) + 1
-                return Place(behind, after) if whole else _told(i, segment, after, "rebuilt")
+                return SegmentPlace(behind, after) if whole else _told(i, segment, after, "rebuilt")
     if after.epoch == expired.epoch and after.number <= expired.number:
         missed = after.number < expired.number
-        return _told(0, segments[0], after, "expired") if missed else Place(0, segments[0].before)
+        return _told(0, segments[0], after, "expired") if missed else SegmentPlace(0, segments[0].before)
     mine = [i for i, segment in enumerate(segments) if segment.epoch == after.epoch]
     if not mine:
         return _epoch_gone(log, after)
@@ -139,21 +139,21 @@ def locate(log: Log, after: Position) -> Place:
     at = max((i for i in mine if segments[i].first <= after.number + 1), default=mine[0])
     if after.number > segments[at].last and at == mine[-1] and at + 1 < len(segments):
         return _told(at + 1, segments[at + 1], after, "store-rolled-back")
-    return Place(at, after)
+    return SegmentPlace(at, after)
 
 
-def _epoch_gone(log: Log, after: Position) -> Place:
+def _epoch_gone(log: Log, after: Position) -> SegmentPlace:
     """The cursor's epoch has no segment left: its prefix expired, or the store lost it."""
     reason = "expired" if after.epoch < log.expired.epoch else "store-rolled-back"
     for i, segment in enumerate(log.segments):
         if segment.epoch > after.epoch:
             return _told(i, segment, after, reason)
     end = log.segments[-1].end
-    return Place(len(log.segments) - 1, end, Gap(after, end, "store-rolled-back"))
+    return SegmentPlace(len(log.segments) - 1, end, Gap(after, end, "store-rolled-back"))
 
 
-def _told(at: int, segment: Segment, after: Position, reason: str) -> Place:
-    return Place(at, segment.before, Gap(after, segment.before, reason))
+def _told(at: int, segment: Segment, after: Position, reason: str) -> SegmentPlace:
+    return SegmentPlace(at, segment.before, Gap(after, segment.before, reason))
 
 
 def key_of(log: Log, place: Position) -> Key:

@@ -25,10 +25,10 @@ import msgspec
 
 from tailrace.errors import StaleUpkeep, StoreError
 from tailrace.log.cursor import Position
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.pack import CODEC, unpack
-from tailrace.log.run import Entry, decode, raw_size
+from tailrace.log.run import NumberedRun, decode, raw_size
 from tailrace.log.segment import PACKED, Log, Segment
 from tailrace.valkey.marks import parse_marks
 from tailrace.valkey.nodes import Nodes
@@ -65,7 +65,7 @@ class Logs:
             commands.append((shard, ("HGETALL", self._keys.log(shard, self.view, name))))
         return [read_log(answer) for answer in await self._nodes.read_all(commands)]
 
-    async def marks(self, shards: Sequence[int]) -> list[dict[Source, int]]:
+    async def marks(self, shards: Sequence[int]) -> list[dict[Partition, int]]:
         """Return how far some shards have applied every source: up to there their logs have everything."""
         commands = [(shard, ("HGETALL", self._keys.marks(shard, self.view))) for shard in shards]
         return [parse_marks(answer) for answer in await self._nodes.read_all(commands)]
@@ -75,7 +75,7 @@ class Logs:
         shard = self.shard_of(name)
         return int(await self._nodes.read(shard, "HGET", self._keys.log(shard, self.view, name), "o") or 0)
 
-    async def read(self, name: str, segment: Segment, after: int, count: int) -> list[Entry]:
+    async def read(self, name: str, segment: Segment, after: int, count: int) -> list[NumberedRun]:
         """Return up to ``count`` stored runs, or some runs of a packed piece, with events numbered above ``after``.
 
         The first one may begin earlier: the caller leaves out what it has seen. A segment that was packed since its
@@ -83,7 +83,7 @@ class Logs:
         """
         return (await self.read_many([(name, segment, after)], count))[0]
 
-    async def read_many(self, places: Sequence[tuple[str, Segment, int]], count: int) -> list[list[Entry]]:
+    async def read_many(self, places: Sequence[tuple[str, Segment, int]], count: int) -> list[list[NumberedRun]]:
         """Return the entries after several places, in one round trip for each node."""
         commands = []
         packed = max(1, count // self._piece_runs) if self._piece_runs is not None else 1
@@ -95,7 +95,7 @@ class Logs:
         answers = await self._nodes.read_all(commands)
         return [_some(answer, after) for answer, (_, _, after) in zip(answers, places, strict=True)]
 
-    async def read_back(self, name: str, segment: Segment, before: int, count: int) -> list[Entry]:
+    async def read_back(self, name: str, segment: Segment, before: int, count: int) -> list[NumberedRun]:
         """Return up to ``count`` stored runs, or a packed piece's, that end by ``before``, the latest first."""
         shard = self.shard_of(name)
         key = self._keys.segment(shard, self.view, segment.index, name)
@@ -158,7 +158,7 @@ def write_row(segment: Segment) -> bytes:
     return msgspec.msgpack.encode([*head, *(n for triple in s.replaced for n in triple)])
 
 
-def read_entries(entry_id: bytes, fields: Any) -> Iterator[Entry]:
+def read_entries(entry_id: bytes, fields: Any) -> Iterator[NumberedRun]:
     """Yield what one entry of a segment's stream holds: a run, or the runs of a packed piece."""
     last, _, count = entry_id.partition(b"-")
     named = mapping(fields)
@@ -168,16 +168,16 @@ def read_entries(entry_id: bytes, fields: Any) -> Iterator[Entry]:
             yield from unpack(stored)
         else:
             run = decode(stored)
-            yield Entry(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, raw_size(stored))
+            yield NumberedRun(int(last) - int(count) + 1, int(last), int(named[b"t"]), run, raw_size(stored))
     except Exception as error:
         raise StoreError(
             f"a stored run ({entry_id.decode()}) cannot be read: {error}; rebuild the view from Kafka"
         ) from error
 
 
-def _some(answer: Any, after: int) -> list[Entry]:
+def _some(answer: Any, after: int) -> list[NumberedRun]:
     """Return the entries above a number: every run, but of packed pieces only about what one read may return."""
-    found: list[Entry] = []
+    found: list[NumberedRun] = []
     size = 0
     for item in answer:
         packed = item[1][b"r"][:1] == CODEC if isinstance(item[1], dict) else item[1][1][:1] == CODEC
@@ -207,7 +207,7 @@ class Named(msgspec.Struct, frozen=True):
     log: Log
 
 
-class Registry:
+class LogRegistry:
     """The logs of one view, read with a blocking client."""
 
     def __init__(self, shards: Shards, view: str) -> None:
@@ -247,7 +247,7 @@ class Registry:
         ]
         return sum(self._shards.run_all(commands))
 
-    def whole(self, places: Sequence[tuple[str, Segment]]) -> list[list[Entry]]:
+    def whole(self, places: Sequence[tuple[str, Segment]]) -> list[list[NumberedRun]]:
         """Return everything that several small segments hold, in one round trip for each node."""
         commands: list[Command] = []
         for name, segment in places:
@@ -255,7 +255,7 @@ class Registry:
             commands.append((shard, ("XRANGE", self._keys.segment(shard, self.view, segment.index, name), "-", "+")))
         return [[e for item in answer for e in read_entries(*item)] for answer in self._shards.run_all(commands)]
 
-    def entries(self, name: str, segment: Segment) -> Iterator[Entry]:
+    def entries(self, name: str, segment: Segment) -> Iterator[NumberedRun]:
         """Yield everything that a segment holds, reading about a mebibyte of stored runs at a time."""
         shard = shard_of(name, self._shards.options.shards)
         key = self._keys.segment(shard, self.view, segment.index, name)
@@ -292,7 +292,7 @@ COUNT_AT_ONCE = 1000
 """Sources of events that one call is about."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class PackedPiece(msgspec.Struct, frozen=True):
     """A packed piece, ready to be stored."""
 
     name: str
@@ -347,7 +347,7 @@ class Staging:
         self.view = view
         self.token = token
 
-    def stage(self, pieces: Sequence[Piece]) -> None:
+    def stage(self, pieces: Sequence[PackedPiece]) -> None:
         """Write pieces aside, in order for each segment; a segment's first one begins it anew."""
         calls: list[Call] = []
         for piece in pieces:
@@ -355,7 +355,7 @@ class Staging:
             calls.append((self._shard(piece.name), "stage", (*head, piece.id, piece.stored, piece.newest_ms)))
         self._call(calls)
 
-    def staged(self, pieces: Sequence[Piece]) -> list[list[Entry]]:
+    def staged(self, pieces: Sequence[PackedPiece]) -> list[list[NumberedRun]]:
         """Read staged pieces back as they are stored."""
         commands: list[Command] = [
             (self._shard(p.name), ("XRANGE", self._key(p.name, p.index), p.id, p.id)) for p in pieces
@@ -387,17 +387,17 @@ class Staging:
             for _, segments, events, size, ended in self._call(calls)
         ]
 
-    def reopen(self, now_s: int) -> list[tuple[int, dict[Source, int]]]:
+    def reopen(self, now_s: int) -> list[tuple[int, dict[Partition, int]]]:
         """Begin new epochs: return for each shard the one for what is rebuilt, and its marks at that moment.
 
         What was stored up to those marks is in segments of earlier epochs, which nobody writes any more.
         """
-        found: list[tuple[int, dict[Source, int]]] = []
+        found: list[tuple[int, dict[Partition, int]]] = []
         count = self._shards.options.shards
         for answer in self._call([(s, "reopen", (self.token, self.view, now_s)) for s in range(count)]):
             flat = answer[2]
             pairs = mapping(flat).items()
-            found.append((int(answer[1]), {Source.parse(field.decode()): int(mark) for field, mark in pairs}))
+            found.append((int(answer[1]), {Partition.parse(field.decode()): int(mark) for field, mark in pairs}))
         return found
 
     def replace(self, name: str, old: Sequence[Segment], new: Sequence[Rebuilt], remember_ms: int) -> str:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from uuid import UUID
 from zlib import crc32
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 
 GREGORIAN = 0x01B21DD213814000
 """Steps of 100 ns from the beginning of UUIDs' time, in 1582, to that of Unix."""
@@ -25,7 +25,7 @@ _LOW = (1 << 62) - 1
 _MOST_TIME = (1 << 60) - 1
 
 
-def stamp(ms: int, offset: int, place: Source) -> UUID:
+def stamp(ms: int, offset: int, place: Partition) -> UUID:
     """Return the stamp of a record that has this time among those of its place."""
     low = (offset & ((1 << OFFSET_BITS) - 1)) << PLACE_BITS | _hash(place)
     return _uuid(ms * PER_MS + GREGORIAN, low)
@@ -64,7 +64,7 @@ def _uuid(time: int, low: int) -> UUID:
 
 
 @lru_cache(10_000)
-def _hash(place: Source) -> int:
+def _hash(place: Partition) -> int:
     return crc32(str(place).encode()) & ((1 << PLACE_BITS) - 1)
 
 

@@ -16,8 +16,8 @@
     schema      the language as a JSON Schema
 """
 
-from tailrace.query.parse import Limits
+from tailrace.query.parse import QueryLimits
 from tailrace.query.path import Record
 from tailrace.query.query import Explanation, Query, compile_query
 
-__all__ = ["Explanation", "Limits", "Query", "Record", "compile_query"]
+__all__ = ["Explanation", "Query", "QueryLimits", "Record", "compile_query"]

@@ -147,7 +147,7 @@ def _ranges(parts: Iterable[Node]) -> list[Node | _Interval]:
 T = TypeVar("T")
 
 
-class Ranges(Generic[T]):
+class RangeIndex(Generic[T]):
     """Bounds of one kind, sorted: those with a low one by it, the others by the high one."""
 
     def __init__(self) -> None:
@@ -324,8 +324,8 @@ class _At(Generic[T]):
         self._values: dict[Hashable, dict[int, T] | Index[T]] = {}
         self._present: dict[int, T] = {}
         self._texts: Texts[T] = Texts()
-        self._numbers: Ranges[T] = Ranges()
-        self._strings: Ranges[T] = Ranges()
+        self._numbers: RangeIndex[T] = RangeIndex()
+        self._strings: RangeIndex[T] = RangeIndex()
         self._more = False  # whether there is more than values
 
     @property
@@ -383,7 +383,7 @@ class _At(Generic[T]):
                 del self._present[number]
         self._look()
 
-    def _ranges(self, need: Range) -> Ranges[T]:
+    def _ranges(self, need: Range) -> RangeIndex[T]:
         bound = need.high if need.low is None else need.low
         return self._strings if bound.__class__ is str else self._numbers
 

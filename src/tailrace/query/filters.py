@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tailrace.query import Limits, Query, Record, compile_query
+from tailrace.query import Query, QueryLimits, Record, compile_query
 from tailrace.query.expression import Expr
 from tailrace.query.filter_index import Index, Need, Needs, Text, Value, needs
 from tailrace.query.path import Check, fields_of, reader_of
@@ -196,7 +196,7 @@ class Sieve:
 
     __slots__ = ("_ask", "_read", "_texts", "asks_record")
 
-    def __init__(self, source: dict[str, Any], mongo: int = 8, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, source: dict[str, Any], mongo: int = 8, limits: QueryLimits = DEFAULT_LIMITS) -> None:
         query = compile_query(source, limits, mongo)
         self._ask, self._read = query.matches, reader_of(query.fields())
         self._texts = tuple(_texts(query.tree))

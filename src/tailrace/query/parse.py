@@ -35,7 +35,7 @@ DEEPEST = 100
 """What ``depth`` may be at most: nothing that is compiled may exhaust the stack."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class QueryLimits(msgspec.Struct, frozen=True):
     """The most that one query may have. What is over a limit is refused when it is compiled."""
 
     depth: int = 32
@@ -54,11 +54,11 @@ class Limits(msgspec.Struct, frozen=True):
     """The query as JSON."""
 
 
-UNLIMITED = Limits(*[1 << 30] * len(Limits.__struct_fields__))
+UNLIMITED = QueryLimits(*[1 << 30] * len(QueryLimits.__struct_fields__))
 """For parts of what was admitted as a whole."""
 
 
-def admitted(query: Any, limits: Limits) -> dict[str, Any]:
+def admitted(query: Any, limits: QueryLimits) -> dict[str, Any]:
     """Return a copy of a query in plain JSON values, or refuse what is no JSON document or too large."""
     if not isinstance(query, dict):
         raise QueryError(f'a query is a document, as in {{}} or {{"field": 1}}, not {describe(query)}')
@@ -76,7 +76,7 @@ def admitted(query: Any, limits: Limits) -> dict[str, Any]:
     return copy
 
 
-def _check_shape(query: Any, limits: Limits) -> None:
+def _check_shape(query: Any, limits: QueryLimits) -> None:
     level = [query]
     depth = min(limits.depth, DEEPEST)
     for _ in range(depth):
@@ -143,7 +143,7 @@ _UNSUPPORTED = {
 class Parser:
     """Reads one query; counts what it has as it goes."""
 
-    def __init__(self, limits: Limits, nulls: bool) -> None:
+    def __init__(self, limits: QueryLimits, nulls: bool) -> None:
         self._limits, self._nulls = limits, nulls
         self._nodes = self._regexes = self._instructions = 0
         self._within: list[str] = []

@@ -16,7 +16,7 @@ import msgspec
 from tailrace.errors import QueryError
 from tailrace.query.expression import Expr
 from tailrace.query.order import MISSING
-from tailrace.query.parse import UNLIMITED, Limits, Parser, admitted
+from tailrace.query.parse import UNLIMITED, Parser, QueryLimits, admitted
 from tailrace.query.path import Check, Path, Record, fields_of
 from tailrace.query.tree import Leaf, Node, has_operators, nodes, query
 
@@ -72,7 +72,7 @@ def _is_path(name: str) -> bool:
     return name not in ("$and", "$or", "$nor", "$expr", "$comment")
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = QueryLimits()
 
 _NOTHING: dict[str, Any] = {}
 
@@ -155,7 +155,7 @@ class Query:
         return Query, (self.source, self.tree, self.mongo)
 
 
-def compile_query(source: Any, limits: Limits = DEFAULT_LIMITS, mongo: int = 8) -> Query:
+def compile_query(source: Any, limits: QueryLimits = DEFAULT_LIMITS, mongo: int = 8) -> Query:
     """Compile a query.
 
     Args:

@@ -20,10 +20,21 @@ import pyarrow as pa
 from tailrace.config.settings import Settings
 from tailrace.errors import PipelineError
 from tailrace.log.segment import DAY_MS, day_text
-from tailrace.log.store import Registry
-from tailrace.upkeep.examine import Finding, Seen, Tally, examine, fingerprint, horizon, look, noted, stray_keys, walk
-from tailrace.upkeep.job import Lease, Section, milliseconds, now_ms, require_copy, section_of
-from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, Wanted, collect, kept, spark_for
+from tailrace.log.store import LogRegistry
+from tailrace.upkeep.examine import (
+    ExaminedLog,
+    Finding,
+    Tally,
+    examine,
+    fingerprint,
+    horizon,
+    look,
+    noted,
+    stray_keys,
+    walk,
+)
+from tailrace.upkeep.job import BucketSettings, JobLease, milliseconds, now_ms, require_copy, section_of
+from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, WantedNames, collect, kept, spark_for
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import Shards
 
@@ -106,7 +117,7 @@ class Auditing:
     ) -> None:
         self._require(settings, view)
         self.view, self.whole = view, pattern is None
-        self._settings, self._wanted, self._keys, self._spark = settings, Wanted(pattern), keys, spark
+        self._settings, self._wanted, self._keys, self._spark = settings, WantedNames(pattern), keys, spark
         self._clock, self._stopped = clock, stopped
         self._wanted.test()
         self.found = Audit(view)
@@ -116,7 +127,7 @@ class Auditing:
         """What was found, for reports; an audit that failed has nothing to say of what it did not see."""
         return self.found.facts() if self._ended else {}
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Audit the view. Changes nothing.
 
         Raises:
@@ -138,7 +149,7 @@ class Auditing:
         require_copy(settings, view)
 
     def _is_written(self, shards: Shards) -> bool:
-        return any(read_marks(shards, self.view)) or Registry(shards, self.view).count() > 0
+        return any(read_marks(shards, self.view)) or LogRegistry(shards, self.view).count() > 0
 
     def _auditor(self, spark: Any) -> Auditor:
         return Auditor(self._settings, spark, self.view, self._clock, self._stopped)
@@ -159,16 +170,16 @@ class Auditor:
         self._settings, self._spark, self._view, self._clock, self._stopped = settings, spark, view, clock, stopped
         self.history = History(settings, spark, view, brought_back)
 
-    def audit(self, shards: Shards, wanted: Wanted) -> Audit:
+    def audit(self, shards: Shards, wanted: WantedNames) -> Audit:
         """Look at everything that is wanted, and at what was found once more."""
         first = self._look(shards, wanted)
         if first.clean:
             return first
         names = frozenset(finding.name for finding in first.findings)
-        places = {f.place for f in self._look(shards, Wanted(wanted.pattern, names)).findings}
+        places = {f.place for f in self._look(shards, WantedNames(wanted.pattern, names)).findings}
         return msgspec.structs.replace(first, findings=tuple(f for f in first.findings if f.place in places))
 
-    def suspects(self, shards: Shards, wanted: Wanted) -> tuple[set[str], int]:
+    def suspects(self, shards: Shards, wanted: WantedNames) -> tuple[set[str], int]:
         """Return the names that something is wrong with, all of them, and how many names were looked at."""
         names: set[str] = set()
         total = 0
@@ -179,7 +190,7 @@ class Auditor:
                 names.add(row.name)
         return names, max(total, len(names))
 
-    def _look(self, shards: Shards, wanted: Wanted) -> Audit:
+    def _look(self, shards: Shards, wanted: WantedNames) -> Audit:
         rows, work = self._rows(shards, wanted, MOST_FINDINGS)
         totals: dict[str, int] = {}
         findings: list[Finding] = []
@@ -203,7 +214,7 @@ class Auditor:
             left_out=work.extent.left_out,
         )
 
-    def _rows(self, shards: Shards, wanted: Wanted, most: int | None) -> tuple[list[Any], Assignment]:
+    def _rows(self, shards: Shards, wanted: WantedNames, most: int | None) -> tuple[list[Any], Assignment]:
         """Run the job; again if Kafka dropped something that it was about to read."""
         for attempt in range(ATTEMPTS):
             work = self.history.assign(shards, self.history.extent(shards), wanted)
@@ -295,7 +306,7 @@ def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) ->
 
 
 def _judge(
-    work: Assignment, section: Section, at_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
+    work: Assignment, section: BucketSettings, at_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Say what each place that does not cancel out is: a finding, or something that the view has dropped on purpose."""
     shards = work.open()
@@ -337,12 +348,12 @@ def _judge(
     yield batch_of(JUDGED, [(TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
 
 
-def _kept_since(section: Section, name: str, at_ms: int) -> int:
+def _kept_since(section: BucketSettings, name: str, at_ms: int) -> int:
     keep = section.keep_of(name)
     return 0 if keep is None else at_ms - milliseconds(keep)
 
 
-def _horizon(row: dict[str, Any], seen: Seen, at_ms: int) -> int:
+def _horizon(row: dict[str, Any], seen: ExaminedLog, at_ms: int) -> int:
     """Return the time before which a log may lack something.
 
     A day to come holds records from the future, whose own times say nothing of when they were dropped.
@@ -357,7 +368,7 @@ def _dropped(row: dict[str, Any], horizon_ms: int) -> bool:
     return row["kafka"] > row["view"] and int(row["day"]) * DAY_MS < horizon_ms
 
 
-def _compared(row: dict[str, Any], seen: Seen) -> Finding:
+def _compared(row: dict[str, Any], seen: ExaminedLog) -> Finding:
     expected, found = row["kafka"], row["view"]
     kind = "missing" if found < expected else "extra" if found > expected else "different"
     detail = {

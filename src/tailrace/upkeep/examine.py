@@ -22,16 +22,16 @@ import msgspec
 
 from tailrace.errors import StoreError
 from tailrace.log.columns import Notes
-from tailrace.log.event import Headers, Source
+from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
-from tailrace.log.run import Entry, Run
+from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
 from tailrace.views.tags.model import Cleanings
 from tailrace.views.tags.store import read_numbers
 
-Bounds: TypeAlias = Mapping[Source, tuple[int, int]]
+Bounds: TypeAlias = Mapping[Partition, tuple[int, int]]
 """Of each source that Kafka still has, the first offset it has and the last one that a shard has applied."""
 
 MOST_ODD = 20
@@ -134,12 +134,12 @@ def _noted(notes: Notes, offsets: list[int], times: list[int], numbered: bool) -
     ]
 
 
-class Held(msgspec.Struct, frozen=True):
+class ExaminedEntry(msgspec.Struct, frozen=True):
     """An entry of a segment's stream as it was read: what its id says, and its runs or why there are none."""
 
     last: int
     events: int
-    entries: Sequence[Entry] = ()
+    entries: Sequence[NumberedRun] = ()
     damage: str = ""
 
 
@@ -153,7 +153,7 @@ class Checker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.findings: list[Finding] = []
-        self.reached: dict[Source, int] = {}
+        self.reached: dict[Partition, int] = {}
         """The highest offset of each source so far."""
         self.counted: dict[str, int] = {}
         """Of a tag, the last number of each source of events so far."""
@@ -180,7 +180,7 @@ class Checker:
         self._ordered: list[str] = []
         self._odd: dict[str, tuple[int, int]] = {}
 
-    def take(self, held: Held) -> Iterator[Entry]:
+    def take(self, held: ExaminedEntry) -> Iterator[NumberedRun]:
         """Note what is wrong with an entry of the segment's stream; yield the runs of it that can be read."""
         segment, first = self._segment, held.last - held.events + 1
         if segment.open and first > segment.last:
@@ -272,7 +272,7 @@ AGAIN = 5
 """How often a log that changes while it is read is begun again."""
 
 
-class Seen(msgspec.Struct, frozen=True):
+class ExaminedLog(msgspec.Struct, frozen=True):
     """A log with all that its registry says of it."""
 
     name: str
@@ -288,7 +288,7 @@ class Seen(msgspec.Struct, frozen=True):
     """Whether the rest cannot be read either."""
 
 
-def look(shards: Shards, view: str, names: Sequence[str]) -> list[Seen]:
+def look(shards: Shards, view: str, names: Sequence[str]) -> list[ExaminedLog]:
     """Return the registries of logs, in one round trip for each node."""
     keys, places, commands = shards.keys, list[tuple[str, int]](), list[Command]()
     for name in names:
@@ -303,7 +303,7 @@ def look(shards: Shards, view: str, names: Sequence[str]) -> list[Seen]:
     ]
 
 
-def _seen(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> Seen:
+def _seen(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> ExaminedLog:
     broken: list[int] = []
     for field in [field for field in fields if field[:1] == b"s"]:
         try:
@@ -313,12 +313,14 @@ def _seen(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> Se
             fields.pop(field)
     try:
         has_dropped = int(fields.get(b"a", 0)) > 0 or b"d" in fields
-        return Seen(name, shard, read_log(fields), has_dropped, int(fields.get(b"o", 0)), listed, tuple(sorted(broken)))
+        return ExaminedLog(
+            name, shard, read_log(fields), has_dropped, int(fields.get(b"o", 0)), listed, tuple(sorted(broken))
+        )
     except (ValueError, StoreError):
-        return Seen(name, shard, Log(), False, 0, listed, is_broken=True)
+        return ExaminedLog(name, shard, Log(), False, 0, listed, is_broken=True)
 
 
-def walk(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[Seen]:
+def walk(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[ExaminedLog]:
     """Yield every log of a shard whose name is listed and wanted, in the order of the names' bytes."""
     low = b"-"
     while True:
@@ -340,7 +342,11 @@ class Examined(msgspec.Struct, frozen=True):
 
 
 def examine(
-    shards: Shards, view: str, logs: Iterable[Seen], bounds: Bounds, cleaned: Mapping[str, Cleanings] | None = None
+    shards: Shards,
+    view: str,
+    logs: Iterable[ExaminedLog],
+    bounds: Bounds,
+    cleaned: Mapping[str, Cleanings] | None = None,
 ) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
     for seen, held in _prefetched(shards, view, logs):
@@ -357,7 +363,12 @@ def examine(
 
 
 def _examine(
-    shards: Shards, view: str, seen: Seen, held: dict[int, list[Held]], bounds: Bounds, gone: Cleanings | None
+    shards: Shards,
+    view: str,
+    seen: ExaminedLog,
+    held: dict[int, list[ExaminedEntry]],
+    bounds: Bounds,
+    gone: Cleanings | None,
 ) -> Examined:
     checker, tally = Checker(seen.name), Tally[tuple[str, int]]()
     for segment in seen.log.segments:
@@ -383,7 +394,7 @@ def _examine(
     return Examined(seen.name, seen.log, tally, findings)
 
 
-def _miscounted(shards: Shards, view: str, seen: Seen, counted: dict[str, int]) -> Iterator[Finding]:
+def _miscounted(shards: Shards, view: str, seen: ExaminedLog, counted: dict[str, int]) -> Iterator[Finding]:
     """Yield the sources of a tag whose last event has not the number that the shard says they have come to."""
     pids = list(counted)
     given: dict[str, int] = {}
@@ -403,7 +414,7 @@ def _miscounted(shards: Shards, view: str, seen: Seen, counted: dict[str, int]) 
         yield Finding("numbers", seen.name, "", pid, number, counted[pid], told)
 
 
-def _count_on(counted: dict[str, int], given: Mapping[str, int], held: Iterable[Held]) -> None:
+def _count_on(counted: dict[str, int], given: Mapping[str, int], held: Iterable[ExaminedEntry]) -> None:
     """Go on counting, up to the numbers that were given out."""
     for each in held:
         for entry in each.entries:
@@ -413,9 +424,11 @@ def _count_on(counted: dict[str, int], given: Mapping[str, int], held: Iterable[
                     counted[note.pid] = note.number
 
 
-def _prefetched(shards: Shards, view: str, logs: Iterable[Seen]) -> Iterator[tuple[Seen, dict[int, list[Held]]]]:
+def _prefetched(
+    shards: Shards, view: str, logs: Iterable[ExaminedLog]
+) -> Iterator[tuple[ExaminedLog, dict[int, list[ExaminedEntry]]]]:
     """Yield logs, small ones with everything that their segments hold, by index."""
-    group: list[Seen] = []
+    group: list[ExaminedLog] = []
     size = 0
     for seen in logs:
         stored = sum(segment.bytes for segment in seen.log.segments)
@@ -430,7 +443,9 @@ def _prefetched(shards: Shards, view: str, logs: Iterable[Seen]) -> Iterator[tup
     yield from _fetch(shards, view, group)
 
 
-def _fetch(shards: Shards, view: str, group: Sequence[Seen]) -> Iterator[tuple[Seen, dict[int, list[Held]]]]:
+def _fetch(
+    shards: Shards, view: str, group: Sequence[ExaminedLog]
+) -> Iterator[tuple[ExaminedLog, dict[int, list[ExaminedEntry]]]]:
     commands: list[Command] = [
         (seen.shard, ("XRANGE", shards.keys.segment(seen.shard, view, segment.index, seen.name), "-", "+"))
         for seen in group
@@ -441,7 +456,9 @@ def _fetch(shards: Shards, view: str, group: Sequence[Seen]) -> Iterator[tuple[S
         yield seen, {s.index: list(map(_held, next(answers))) for s in seen.log.segments}
 
 
-def read_held(shards: Shards, view: str, name: str, segment: Segment, *, entries: bool = True) -> Iterator[Held]:
+def read_held(
+    shards: Shards, view: str, name: str, segment: Segment, *, entries: bool = True
+) -> Iterator[ExaminedEntry]:
     """Yield what a segment's stream has, damaged or not, about a mebibyte of stored runs at a time.
 
     Without ``entries``, only what the ids say.
@@ -459,17 +476,17 @@ def read_held(shards: Shards, view: str, name: str, segment: Segment, *, entries
         count = max(1, min(1000, READ_BYTES * len(answer) // max(1, size)))
 
 
-def _held(item: Any) -> Held:
+def _held(item: Any) -> ExaminedEntry:
     last, _, count = item[0].partition(b"-")
     try:
-        return Held(int(last), int(count), list(read_entries(*item)))
+        return ExaminedEntry(int(last), int(count), list(read_entries(*item)))
     except Exception as error:
-        return Held(int(last), int(count), damage=str(error).partition(";")[0])
+        return ExaminedEntry(int(last), int(count), damage=str(error).partition(";")[0])
 
 
-def _bare(item: Any) -> Held:
+def _bare(item: Any) -> ExaminedEntry:
     last, _, count = item[0].partition(b"-")
-    return Held(int(last), int(count))
+    return ExaminedEntry(int(last), int(count))
 
 
 def _named(fields: Any) -> dict[bytes, bytes]:

@@ -114,7 +114,7 @@ SESSIONS = "session-upkeep"
 """The lease of whoever looks after sessions; what they do can be done by two at once, and is only wasted then."""
 
 
-class Lease:
+class JobLease:
     """Use as ``with``: taken at the beginning, renewed in the background, given back at the end.
 
     Args:
@@ -144,7 +144,7 @@ class Lease:
         self._lost = False
         self.token = 0
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> JobLease:
         deadline = self._clock() + self._wait_s
         while True:
             answer = self._shards.call(0, "lease", self._what, self._owner, round(self._length_s * 1000), 0)
@@ -205,7 +205,7 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Section(Protocol):
+class BucketSettings(Protocol):
     """What every view's section of the configuration says of the life of its buckets."""
 
     @property
@@ -214,7 +214,7 @@ class Section(Protocol):
     def keep_of(self, name: str, /) -> timedelta | None: ...
 
 
-def section_of(settings: Settings, view: str) -> Section:
+def section_of(settings: Settings, view: str) -> BucketSettings:
     """Return a view's section of the configuration.
 
     Raises:
@@ -222,7 +222,7 @@ def section_of(settings: Settings, view: str) -> Section:
     """
     if view not in settings.log_views:
         raise BadRequest(f"there is no view {view!r} that keeps streams; there is: {', '.join(settings.log_views)}")
-    section: Section = getattr(settings, "grep" if view == "matches" else view)
+    section: BucketSettings = getattr(settings, "grep" if view == "matches" else view)
     return section
 
 
@@ -300,7 +300,7 @@ class Work(Protocol):
     whole: bool
     """Whether it is about all names of the view."""
 
-    def run(self, shards: Shards, lease: Lease) -> None: ...
+    def run(self, shards: Shards, lease: JobLease) -> None: ...
 
     def facts(self) -> dict[str, object]: ...
 
@@ -332,7 +332,7 @@ def run_job(
     try:
         prepare(shards)
         owner = f"{socket.gethostname()}:{os.getpid()} {work.name}"
-        lease = Lease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s, what=what)
+        lease = JobLease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s, what=what)
         with lease if alone else nullcontext():
             started, error = clock(), ""
             try:

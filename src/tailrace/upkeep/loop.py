@@ -40,7 +40,7 @@ TURN_S = 60.0
 """How long a job may work when another one is due."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class ScheduledJob(msgspec.Struct, frozen=True):
     """A job of the loop."""
 
     every: timedelta | None
@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True):
     """The views that it is for; None = all."""
 
 
-Jobs: TypeAlias = Mapping[str, Job]
+Jobs: TypeAlias = Mapping[str, ScheduledJob]
 
 
 def jobs_of(settings: Settings, spread: Spread) -> Jobs:
@@ -64,10 +64,10 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
     throttle = Throttle(upkeep.buckets_per_hour, upkeep.bytes_per_second)
 
     def sweep_once(view: str, stopped: Stopped) -> Facts:
-        return run_job(settings, sweep.Sweeping(view, sweep.Rules.of(settings, view), Scope(stopped=stopped)))
+        return run_job(settings, sweep.Sweeping(view, sweep.SweepRules.of(settings, view), Scope(stopped=stopped)))
 
     def pack_once(view: str, stopped: Stopped) -> Facts:
-        rules = pack.Rules.of(settings, view)
+        rules = pack.PackRules.of(settings, view)
         work = pack.Packing(view, rules, Scope(stopped=stopped), spread=spread, throttle=throttle)
         return run_job(settings, work)
 
@@ -76,9 +76,9 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
         return run_job(settings, auditing(settings, view, stopped=stopped))
 
     return {
-        "sweep": Job(upkeep.sweep_every, sweep_once, views=settings.log_views),
-        "pack": Job(upkeep.pack_every, pack_once, yields=True, views=settings.log_views),
-        "audit": Job(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.audited_views),
+        "sweep": ScheduledJob(upkeep.sweep_every, sweep_once, views=settings.log_views),
+        "pack": ScheduledJob(upkeep.pack_every, pack_once, yields=True, views=settings.log_views),
+        "audit": ScheduledJob(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.audited_views),
     }
 
 
@@ -94,9 +94,11 @@ def session_jobs(settings: Settings) -> Jobs:
 
     every, forget_every = settings.sessions.trim_every, settings.sessions.forget_every
     return {
-        "trim": Job(every, lambda _, stopped: run(trim.Trimming(rules[0], memory, Scope(stopped=stopped)))),
-        "abandon": Job(every, lambda _, stopped: run(abandon.Abandoning(rules[1], Scope(stopped=stopped)))),
-        "forget": Job(forget_every, lambda _, stopped: run(forget.Forgetting(rules[2], Scope(stopped=stopped)))),
+        "trim": ScheduledJob(every, lambda _, stopped: run(trim.Trimming(rules[0], memory, Scope(stopped=stopped)))),
+        "abandon": ScheduledJob(every, lambda _, stopped: run(abandon.Abandoning(rules[1], Scope(stopped=stopped)))),
+        "forget": ScheduledJob(
+            forget_every, lambda _, stopped: run(forget.Forgetting(rules[2], Scope(stopped=stopped)))
+        ),
     }
 
 

@@ -14,9 +14,18 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.log.segment import DAY_MS
-from tailrace.log.store import PAGE, Registry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, Lease, Scope, Throttle, milliseconds, section_of
-from tailrace.upkeep.packer import GROUP_BYTES, GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, due_segments, groups
+from tailrace.log.store import PAGE, LogRegistry, Staging
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, milliseconds, section_of
+from tailrace.upkeep.packer import (
+    GROUP_BYTES,
+    GROUP_SEGMENTS,
+    UNLIMITED,
+    DueSegment,
+    Packer,
+    PackOutcome,
+    due_segments,
+    groups,
+)
 from tailrace.upkeep.spark import PackPlan, Spread
 from tailrace.valkey.shards import Shards
 
@@ -32,7 +41,7 @@ MATCHES = 1_000
 """Matches of one piece: each is a few bytes, and a reader that wants one decodes a whole piece."""
 
 
-class Rules(msgspec.Struct, frozen=True):
+class PackRules(msgspec.Struct, frozen=True):
     """When a view's segments are packed, and how."""
 
     after_ms: int
@@ -43,7 +52,7 @@ class Rules(msgspec.Struct, frozen=True):
     bytes_per_second: float = 0
 
     @classmethod
-    def of(cls, settings: Settings, view: str) -> Rules:
+    def of(cls, settings: Settings, view: str) -> PackRules:
         """Return the rules that the configuration has for a view."""
         u = settings.upkeep
         after_ms = milliseconds(section_of(settings, view).pack_after)
@@ -87,7 +96,7 @@ class Packing:
     def __init__(
         self,
         view: str,
-        rules: Rules,
+        rules: PackRules,
         scope: Scope = EVERYTHING,
         *,
         spread: Spread | None = None,
@@ -98,7 +107,7 @@ class Packing:
         self._now_ms = scope.clock()
         self._throttle = throttle or Throttle(rules.per_hour, rules.bytes_per_second)
         self.found = Found()
-        self.outcome = Outcome()
+        self.outcome = PackOutcome()
         self._bytes_done = 0
 
     def facts(self) -> dict[str, object]:
@@ -124,7 +133,7 @@ class Packing:
         self.found = Found(segments, len(days), events, size)
         return {"segments": segments, "days": len(days), "events": events, "bytes_before": size}
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Pack everything that is due.
 
         Raises:
@@ -142,22 +151,22 @@ class Packing:
                 self._pack_here(shards, lease)
         except _Stopped:
             later = self.found.segments - self.outcome.segments - sum(self.outcome.left.values())
-            self.outcome += Outcome(left={LATER: max(1, later)})
+            self.outcome += PackOutcome(left={LATER: max(1, later)})
 
-    def _due(self, shards: Shards) -> Iterator[Due]:
-        for seen, found in enumerate(Registry(shards, self.view).walk(self._scope.wanted), 1):
+    def _due(self, shards: Shards) -> Iterator[DueSegment]:
+        for seen, found in enumerate(LogRegistry(shards, self.view).walk(self._scope.wanted), 1):
             if seen % PAGE == 0 and self._stopped():
                 raise _Stopped
             yield from due_segments(found.name, found.log, self._rules.after_ms, self._now_ms)
 
-    def _pack_here(self, shards: Shards, lease: Lease) -> None:
+    def _pack_here(self, shards: Shards, lease: JobLease) -> None:
         def check() -> None:
             lease.check()
             if self._stopped():
                 raise _Stopped
 
         packer = Packer(
-            Registry(shards, self.view),
+            LogRegistry(shards, self.view),
             Staging(shards, self.view, lease.token),
             piece_bytes=self._rules.piece_bytes,
             piece_events=self._rules.piece_events,
@@ -169,7 +178,7 @@ class Packing:
         for group in groups(self._due(shards), *self._rules.at_once(GROUP_SEGMENTS, GROUP_BYTES)):
             self._add(group, [packer.pack(group)])
 
-    def _pack_there(self, shards: Shards, lease: Lease, spark: Spread) -> None:
+    def _pack_there(self, shards: Shards, lease: JobLease, spark: Spread) -> None:
         per_hour, bytes_per_second = self._throttle.share(spark.parts)
         plan = PackPlan(
             store=shards.options,
@@ -196,7 +205,7 @@ class Packing:
                 if share.error is not None:
                     raise share.error
 
-    def _add(self, dues: Iterable[Due], outcomes: Iterable[Outcome]) -> None:
+    def _add(self, dues: Iterable[DueSegment], outcomes: Iterable[PackOutcome]) -> None:
         self.outcome = sum(outcomes, self.outcome)
         self._bytes_done += sum(due.segment.bytes for due in dues)
         self._scope.progress(min(self._bytes_done, self.found.bytes), self.found.bytes)

@@ -17,9 +17,9 @@ import msgspec
 
 from tailrace.errors import StoreError
 from tailrace.log.pack import digest, pack, pieces
-from tailrace.log.run import Entry, encode
+from tailrace.log.run import NumberedRun, encode
 from tailrace.log.segment import PACKED, SEALED, Log, Segment
-from tailrace.log.store import Packed, Piece, Registry, Staging
+from tailrace.log.store import LogRegistry, Packed, PackedPiece, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.job import Throttle
 
@@ -48,14 +48,14 @@ FAULTS = {
 """Reasons to leave a segment that time does not mend; the others are gone at the next run."""
 
 
-class Due(msgspec.Struct, frozen=True):
+class DueSegment(msgspec.Struct, frozen=True):
     """A segment to be packed."""
 
     name: str
     segment: Segment
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PackOutcome(msgspec.Struct, frozen=True):
     """What was packed, and what was left as it is, by reason."""
 
     segments: int = 0
@@ -65,9 +65,9 @@ class Outcome(msgspec.Struct, frozen=True):
     raw_bytes: int = 0
     left: dict[str, int] = {}
 
-    def __add__(self, other: Outcome) -> Outcome:
+    def __add__(self, other: PackOutcome) -> PackOutcome:
         left = {why: self.left.get(why, 0) + other.left.get(why, 0) for why in self.left | other.left}
-        return Outcome(
+        return PackOutcome(
             self.segments + other.segments,
             self.events + other.events,
             self.bytes_before + other.bytes_before,
@@ -77,11 +77,11 @@ class Outcome(msgspec.Struct, frozen=True):
         )
 
 
-def due_segments(name: str, log: Log, after_ms: int, now_ms: int) -> Iterator[Due]:
+def due_segments(name: str, log: Log, after_ms: int, now_ms: int) -> Iterator[DueSegment]:
     """Yield the segments of a log that can be packed: not packed yet, and sealed or over for long enough."""
     for segment in log.segments:
         if segment.state == SEALED or (segment.state != PACKED and segment.end_ms + after_ms <= now_ms):
-            yield Due(name, segment)
+            yield DueSegment(name, segment)
 
 
 class _Left(Exception):
@@ -101,7 +101,7 @@ class Packer:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: LogRegistry,
         staging: Staging,
         *,
         piece_bytes: int,
@@ -117,9 +117,9 @@ class Packer:
         self._throttle = throttle or Throttle()
         self._reached, self._check = reached, check
 
-    def pack(self, dues: Iterable[Due]) -> Outcome:
+    def pack(self, dues: Iterable[DueSegment]) -> PackOutcome:
         """Pack segments; one that cannot be packed now is left as it is and counted with the reason."""
-        total = Outcome()
+        total = PackOutcome()
         for group in groups(dues):
             self._next()
             with _uncollected():
@@ -132,7 +132,7 @@ class Packer:
         self._throttle.wait(self._check)
         self._check()
 
-    def _pack_small(self, dues: Sequence[Due]) -> Outcome:
+    def _pack_small(self, dues: Sequence[DueSegment]) -> PackOutcome:
         """Pack segments together: four round trips for all of them."""
         try:
             held = self._registry.whole([(due.name, due.segment) for due in dues])
@@ -140,10 +140,10 @@ class Packer:
             if type(error) is not StoreError:
                 raise
             # One of them cannot be read, and we do not know which: each for itself, and the others are packed.
-            return sum((self._pack_large(due) for due in dues), Outcome())
+            return sum((self._pack_large(due) for due in dues), PackOutcome())
         self._reached("read")
-        found: list[tuple[Due, list[Entry], list[Piece]]] = []
-        outcome = Outcome()
+        found: list[tuple[DueSegment, list[NumberedRun], list[PackedPiece]]] = []
+        outcome = PackOutcome()
         for due, entries in zip(dues, held, strict=True):
             why = _unlike(due, len_of(entries), entries[-1].last if entries else 0)
             if why:
@@ -155,7 +155,7 @@ class Packer:
         self._staging.stage(flat)
         self._reached("staged")
         back = iter(self._staging.staged(flat))
-        packed: list[tuple[Due, Packed]] = []
+        packed: list[tuple[DueSegment, Packed]] = []
         for due, entries, cut in found:
             stored = [entry for _ in cut for entry in next(back)]
             if digest(stored) != digest(entries):
@@ -166,7 +166,7 @@ class Packer:
         self._throttle.take(0, sum(entry.size for entries in held for entry in entries))
         return outcome
 
-    def _pack_large(self, due: Due) -> Outcome:
+    def _pack_large(self, due: DueSegment) -> PackOutcome:
         """Pack one segment piece by piece, each checked before the next is read: memory is that of one piece."""
         try:
             packed = self._stage(due)
@@ -174,8 +174,8 @@ class Packer:
             return _leave(due, left.why)
         return self._swap([(due, packed)])
 
-    def _stage(self, due: Due) -> Packed:
-        cut: list[Piece] = []
+    def _stage(self, due: DueSegment) -> Packed:
+        cut: list[PackedPiece] = []
         events = raw = last = 0
         for part in pieces(self._entries(due), *self._cut):
             self._next()
@@ -193,7 +193,7 @@ class Packer:
             raise _Left(why)
         return _packed(due, cut, raw)
 
-    def _entries(self, due: Due) -> Iterator[Entry]:
+    def _entries(self, due: DueSegment) -> Iterator[NumberedRun]:
         try:
             yield from self._registry.entries(due.name, due.segment)
         except StoreError as error:
@@ -202,22 +202,24 @@ class Packer:
             logger.error("stream %r, segment %d: %s", due.name, due.segment.index, error)
             raise _Left("unreadable") from None
 
-    def _swap(self, packed: Sequence[tuple[Due, Packed]]) -> Outcome:
+    def _swap(self, packed: Sequence[tuple[DueSegment, Packed]]) -> PackOutcome:
         self._reached("checked")
-        outcome = Outcome()
+        outcome = PackOutcome()
         answers = self._staging.swap([p for _, p in packed], self._after_ms, self._clock())
         for (due, p), answer in zip(packed, answers, strict=True):
             if answer == "ok":
-                outcome += Outcome(1, due.segment.events, due.segment.bytes, p.bytes, p.raw_bytes)
+                outcome += PackOutcome(1, due.segment.events, due.segment.bytes, p.bytes, p.raw_bytes)
             else:
                 outcome += _leave(due, answer)
         self._reached("swapped")
         return outcome
 
 
-def groups(dues: Iterable[Due], segments: int = GROUP_SEGMENTS, size: int = GROUP_BYTES) -> Iterator[list[Due]]:
+def groups(
+    dues: Iterable[DueSegment], segments: int = GROUP_SEGMENTS, size: int = GROUP_BYTES
+) -> Iterator[list[DueSegment]]:
     """Group segments that are packed together: at most so many, of about so many stored bytes."""
-    group: list[Due] = []
+    group: list[DueSegment] = []
     held = 0
     for due in dues:
         if group and (held + due.segment.bytes > size or len(group) == segments):
@@ -229,12 +231,12 @@ def groups(dues: Iterable[Due], segments: int = GROUP_SEGMENTS, size: int = GROU
         yield group
 
 
-def len_of(entries: Sequence[Entry]) -> int:
+def len_of(entries: Sequence[NumberedRun]) -> int:
     """Return how many events entries have."""
     return sum(len(entry.run) for entry in entries)
 
 
-def _unlike(due: Due, events: int, last: int) -> str:
+def _unlike(due: DueSegment, events: int, last: int) -> str:
     """Return how what was read is not what the registry said, if it is not: an open segment may have grown."""
     if last > due.segment.last:
         return "moved"
@@ -253,19 +255,21 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _piece(due: Due, entries: Sequence[Entry], is_first: bool) -> Piece:
+def _piece(due: DueSegment, entries: Sequence[NumberedRun], is_first: bool) -> PackedPiece:
     stored = pack(entries)
     if len(entries) == 1 and len(plain := encode(entries[0].run)) < len(stored):
         stored = plain  # one small run is smallest as it is
     end = entries[-1]
-    return Piece(due.name, due.segment.index, end.last, len_of(entries), end.newest_ms, stored, is_first, len(stored))
+    return PackedPiece(
+        due.name, due.segment.index, end.last, len_of(entries), end.newest_ms, stored, is_first, len(stored)
+    )
 
 
-def _packed(due: Due, cut: Sequence[Piece], raw_bytes: int) -> Packed:
+def _packed(due: DueSegment, cut: Sequence[PackedPiece], raw_bytes: int) -> Packed:
     return Packed(due.name, due.segment, len(cut), sum(piece.size for piece in cut), raw_bytes)
 
 
-def _leave(due: Due, why: str) -> Outcome:
+def _leave(due: DueSegment, why: str) -> PackOutcome:
     if why in FAULTS:
         logger.error(
             "stream %r, segment %d is left as it is: %s; `tailrace audit` says more, `tailrace rebuild` restores it",
@@ -273,4 +277,4 @@ def _leave(due: Due, why: str) -> Outcome:
             due.segment.index,
             FAULTS[why],
         )
-    return Outcome(left={why: 1})
+    return PackOutcome(left={why: 1})

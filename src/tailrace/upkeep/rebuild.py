@@ -18,18 +18,18 @@ import pyarrow as pa
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, PipelineError, StoreError, StreamNotFound
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.store import Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
-from tailrace.upkeep.job import Lease, milliseconds, now_ms, require_copy, section_of
+from tailrace.upkeep.job import JobLease, milliseconds, now_ms, require_copy, section_of
 from tailrace.upkeep.replacement import DIFFERS
-from tailrace.upkeep.restore import MOVED, REBUILT, Body, Orders, Restored, Restorer, encode_body
-from tailrace.upkeep.spark import ATTEMPTS, Assignment, Extent, History, Wanted, collect, kept, spark_for
+from tailrace.upkeep.restore import MOVED, REBUILT, Body, RebuildPlan, Restored, Restorer, encode_body
+from tailrace.upkeep.spark import ATTEMPTS, Assignment, Extent, History, WantedNames, collect, kept, spark_for
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.views.tags.store import read_cleaned, tags_of
-from tailrace.views.tags.upkeep import Record
+from tailrace.views.tags.upkeep import SpooledRecord
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Rebuilding:
                 self._restore(spark, shards, names, (_ANY_EPOCH,) * count, None, 0)
         return self.facts()
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Restore what something is wrong with.
 
         Raises:
@@ -129,7 +129,7 @@ class Rebuilding:
     def _require(self, settings: Settings, view: str) -> None:
         require_copy(settings, view)
 
-    def _take_back(self, shards: Shards, lease: Lease, tags: frozenset[str] | None) -> None:
+    def _take_back(self, shards: Shards, lease: JobLease, tags: frozenset[str] | None) -> None:
         """Forget that the source was taken out of tags: what was is there again."""
         if self._source is not None:
             for tag in tags or ():
@@ -139,7 +139,7 @@ class Rebuilding:
         return Auditor(self._settings, spark, self.view, self._clock, brought_back=self._source)
 
     def _suspects(self, spark: Any, shards: Shards) -> frozenset[str]:
-        names, self._names = self._auditor(spark).suspects(shards, Wanted(names=self._asked(shards)))
+        names, self._names = self._auditor(spark).suspects(shards, WantedNames(names=self._asked(shards)))
         if self._name is not None and not self._names:
             raise StreamNotFound(self._name)
         return frozenset(names)
@@ -167,7 +167,7 @@ class Rebuilding:
         shards: Shards,
         names: frozenset[str],
         epochs: tuple[int, ...],
-        marks: list[dict[Source, int]] | None,
+        marks: list[dict[Partition, int]] | None,
         token: int,
     ) -> None:
         """Restore logs; those that changed meanwhile once more, and all if Kafka dropped what was to be read."""
@@ -197,10 +197,10 @@ class Rebuilding:
         names: frozenset[str],
         epochs: tuple[int, ...],
         token: int,
-    ) -> Orders:
+    ) -> RebuildPlan:
         upkeep = self._settings.upkeep
-        return Orders(
-            work=history.assign(shards, extent, Wanted(names=names)),
+        return RebuildPlan(
+            work=history.assign(shards, extent, WantedNames(names=names)),
             section=section_of(self._settings, self.view),
             token=token,
             epochs=epochs,
@@ -211,7 +211,7 @@ class Rebuilding:
             remember_ms=milliseconds(upkeep.remember),
         )
 
-    def _job(self, spark: Any, history: History, orders: Orders) -> Any:
+    def _job(self, spark: Any, history: History, orders: RebuildPlan) -> Any:
         from pyspark.sql import Window
         from pyspark.sql.functions import coalesce, col, least, lit
         from pyspark.sql.functions import max as highest
@@ -271,7 +271,7 @@ def routed(work: Assignment, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
         yield pa.RecordBatch.from_arrays(arrays, names=["name", "source", "offset", "time", "body"])
 
 
-def _restored(orders: Orders, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _restored(orders: RebuildPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Restore the logs whose records come, one after the other; yield what became of each."""
     shards = orders.work.open()
     try:
@@ -284,15 +284,15 @@ def _restored(orders: Orders, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.
         shards.close()
 
 
-def _rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, Record | None]]:
-    sources: dict[str, Source] = {}
+def _rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, SpooledRecord | None]]:
+    sources: dict[str, Partition] = {}
     for batch in batches:
         for name, source, offset, time_ms, body, newest in zip(*map(listed, batch.columns), strict=True):
             if not source:
                 yield name, None
                 continue
-            known = sources.get(source) or sources.setdefault(source, Source.parse(source))
-            yield name, Record(known, offset, time_ms, newest, body)
+            known = sources.get(source) or sources.setdefault(source, Partition.parse(source))
+            yield name, SpooledRecord(known, offset, time_ms, newest, body)
 
 
 def listed(column: Any) -> list[Any]:

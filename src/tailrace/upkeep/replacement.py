@@ -14,18 +14,18 @@ import msgspec
 
 from tailrace.log.columns import Note, Notes
 from tailrace.log.cursor import Position
-from tailrace.log.event import Headers, Source
+from tailrace.log.event import Headers, Partition
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
-from tailrace.log.run import Entry, Run
+from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import DAY_MS, PACKED, Segment
-from tailrace.log.store import Piece, Rebuilt
+from tailrace.log.store import PackedPiece, Rebuilt
 from tailrace.upkeep.examine import Bounds, fingerprint, noted
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class RestoredEvent(msgspec.Struct, frozen=True, gc=False):
     """An event on its way into a rebuilt log."""
 
-    source: Source
+    source: Partition
     offset: int
     time_ms: int
     key: bytes | None
@@ -54,11 +54,11 @@ class Survey(msgspec.Struct, frozen=True):
     """Sums of the fingerprints."""
     bounds: Bounds
     """Lowest and highest offset of each source."""
-    carried: Mapping[Source, int]
+    carried: Mapping[Partition, int]
     """How many events of each source Kafka no longer has."""
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class ReplacedSegments(msgspec.Struct, frozen=True):
     """The segments that are replaced, as a range of the list, and the indexes for what comes in their place."""
 
     begin: int
@@ -69,7 +69,7 @@ class Stretch(msgspec.Struct, frozen=True):
     """How many indexes there are, down from the top; None = as many as are needed."""
 
 
-def whole_log(surveys: Sequence[Survey], due: int, behind: Segment | None) -> Stretch:
+def whole_log(surveys: Sequence[Survey], due: int, behind: Segment | None) -> ReplacedSegments:
     """Return the stretch from the first segment that is damaged or that Kafka has something of, to the end.
 
     Args:
@@ -82,12 +82,12 @@ def whole_log(surveys: Sequence[Survey], due: int, behind: Segment | None) -> St
     return _stretch(surveys, begin, len(surveys), behind)
 
 
-def all_of_it(surveys: Sequence[Survey], behind: Segment | None) -> Stretch:
+def all_of_it(surveys: Sequence[Survey], behind: Segment | None) -> ReplacedSegments:
     """Return the stretch of the whole log, whatever Kafka has of it."""
     return _stretch(surveys, 0, len(surveys), behind)
 
 
-def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> Stretch:
+def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> ReplacedSegments:
     """Return the stretch of the segments whose buckets touch a UTC day; an empty one in its place if none does."""
     until = day_ms + DAY_MS
     begin = next((i for i, s in enumerate(surveys) if s.segment.end_ms > day_ms), len(surveys))
@@ -95,28 +95,28 @@ def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> S
     return _stretch(surveys, begin, end, behind)
 
 
-def _stretch(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> Stretch:
+def _stretch(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> ReplacedSegments:
     after = surveys[end].segment if end < len(surveys) else behind
     if end > begin:
         top = surveys[end - 1].segment.index
     elif after is not None:
         top = after.index - 1
     elif surveys:
-        return Stretch(begin, end, surveys[-1].segment.index, 0)
+        return ReplacedSegments(begin, end, surveys[-1].segment.index, 0)
     else:
         # The pipeline may begin the log at 0 at any moment.
         top = -1
-    return Stretch(begin, end, top, None if begin == 0 else top - surveys[begin - 1].segment.index)
+    return ReplacedSegments(begin, end, top, None if begin == 0 else top - surveys[begin - 1].segment.index)
 
 
-class Limits(msgspec.Struct, frozen=True):
+class StretchBounds(msgspec.Struct, frozen=True):
     """Which of Kafka's records go into a stretch."""
 
-    above: Mapping[Source, int]
+    above: Mapping[Partition, int]
     """The highest offset in front of the stretch."""
-    below: Mapping[Source, int]
+    below: Mapping[Partition, int]
     """The lowest offset behind it."""
-    lowest: Mapping[Source, int]
+    lowest: Mapping[Partition, int]
     """The lowest offset in the whole log: what comes before it may have expired."""
     inside: Bounds
     """What is left inside the stretch."""
@@ -125,7 +125,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Buckets that end by then belong to a lost neighbour, unless something of the stretch comes before them."""
     not_after: int | None = None
 
-    def admit(self, source: Source, offset: int, start_ms: int, span_ms: int) -> bool:
+    def admit(self, source: Partition, offset: int, start_ms: int, span_ms: int) -> bool:
         """Return whether a record, with the bucket it asks for, goes into the stretch."""
         if offset <= self.above.get(source, -1) or offset >= self.below.get(source, offset + 1):
             return False
@@ -138,13 +138,15 @@ class Limits(msgspec.Struct, frozen=True):
         return self.not_after is None or start_ms < self.not_after or offset <= high
 
 
-def limits(surveys: Sequence[Survey], stretch: Stretch, horizon_ms: int, day_ms: int | None = None) -> Limits:
+def limits(
+    surveys: Sequence[Survey], stretch: ReplacedSegments, horizon_ms: int, day_ms: int | None = None
+) -> StretchBounds:
     """Return which records go into a stretch; for a day, only those of the day where its neighbours have holes."""
     front, inside, back = surveys[: stretch.begin], surveys[stretch.begin : stretch.end], surveys[stretch.end :]
     above = {source: high for source, (_, high) in _joined(front).items()}
     below = {source: low for source, (low, _) in _joined(back).items()}
     lowest = {source: low for source, (low, _) in _joined(surveys).items()}
-    found = Limits(above, below, lowest, _joined(inside), horizon_ms)
+    found = StretchBounds(above, below, lowest, _joined(inside), horizon_ms)
     if day_ms is None:
         return found
     edges = inside or back[:1]
@@ -156,8 +158,8 @@ def limits(surveys: Sequence[Survey], stretch: Stretch, horizon_ms: int, day_ms:
     )
 
 
-def _joined(surveys: Sequence[Survey]) -> dict[Source, tuple[int, int]]:
-    found: dict[Source, tuple[int, int]] = {}
+def _joined(surveys: Sequence[Survey]) -> dict[Partition, tuple[int, int]]:
+    found: dict[Partition, tuple[int, int]] = {}
     for survey in surveys:
         for source, (low, high) in survey.bounds.items():
             known = found.get(source, (low, high))
@@ -171,7 +173,9 @@ def _whole(neighbours: Sequence[Survey], row: Sequence[Survey]) -> bool:
     return unbroken and all(survey.sound for survey in neighbours)
 
 
-def merged(old: Iterator[Event], new: Iterator[Event], carried: Mapping[Source, int]) -> Iterator[Event]:
+def merged(
+    old: Iterator[RestoredEvent], new: Iterator[RestoredEvent], carried: Mapping[Partition, int]
+) -> Iterator[RestoredEvent]:
     """Merge what is carried over with Kafka's records by their running-maximum times.
 
     Of one source, what is carried over comes first: Kafka has dropped it, so its offsets are lower.
@@ -267,7 +271,7 @@ class _Part(msgspec.Struct):
     pieces: int = 0
 
 
-class Draft:
+class SegmentDraft:
     """The new segments of one log, staged piece by piece as their events come; the number of each is counted from 1."""
 
     def __init__(
@@ -277,14 +281,14 @@ class Draft:
         newest_ms: int,
         latest_ms: int,
         piece_bytes: int,
-        stage: Callable[[Piece, Sequence[Entry]], bool] | None,
+        stage: Callable[[PackedPiece, Sequence[NumberedRun]], bool] | None,
     ) -> None:
         self._name, self._buckets, self._piece_bytes, self._stage = name, buckets, piece_bytes, stage
         self._newest_ms, self._latest_ms = newest_ms, latest_ms
         self.parts: list[_Part] = []
         self.events = self.low = self.high = 0
 
-    def write(self, events: Iterator[Event], has_room: bool) -> str:
+    def write(self, events: Iterator[RestoredEvent], has_room: bool) -> str:
         """Stage all events; return why that is not possible, or nothing."""
         placed = ((self._buckets.place(event.start_ms, event.span_ms), event) for event in events)
         for at, group in groupby(placed, key=lambda pair: pair[0]):
@@ -300,7 +304,7 @@ class Draft:
                     stored = pack(entries)
                     n = end.last - entries[0].first + 1
                     is_first = part.pieces == 0
-                    piece = Piece(self._name, at, end.last, n, end.newest_ms, stored, is_first, len(stored))
+                    piece = PackedPiece(self._name, at, end.last, n, end.newest_ms, stored, is_first, len(stored))
                     part.bytes += len(stored)
                     if not self._stage(piece, entries):
                         return DIFFERS
@@ -329,10 +333,10 @@ class Draft:
             found.append(Rebuilt(segment, i, part.pieces))
         return found
 
-    def _entries(self, events: Iterable[Event]) -> Iterator[Entry]:
+    def _entries(self, events: Iterable[RestoredEvent]) -> Iterator[NumberedRun]:
         """Make runs of neighbours of one source."""
         for source, group in groupby(events, key=lambda event: event.source):
-            run: list[Event] = []
+            run: list[RestoredEvent] = []
             size = 0
             for event in group:
                 run.append(event)
@@ -343,7 +347,7 @@ class Draft:
             if run:
                 yield self._entry(source, run, size)
 
-    def _entry(self, source: Source, events: Sequence[Event], size: int) -> Entry:
+    def _entry(self, source: Partition, events: Sequence[RestoredEvent], size: int) -> NumberedRun:
         label, first = str(source), self.events + 1
         for e in events:
             note = () if e.note is None else noted(e.note.pid, e.note.seq, e.note.tags, e.note.number)
@@ -363,4 +367,4 @@ class Draft:
             [e.value for e in events],
             Notes.of(notes, offsets, times) if notes else None,
         )
-        return Entry(first, self.events, self._newest_ms, run, size)
+        return NumberedRun(first, self.events, self._newest_ms, run, size)

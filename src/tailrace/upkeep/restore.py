@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from tailrace.log.columns import Note
-from tailrace.log.event import Headers, Source
+from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.pack import digest
-from tailrace.log.run import Entry
+from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Segment, bucket_start
-from tailrace.log.store import Piece, Rebuilt, Staging
+from tailrace.log.store import PackedPiece, Rebuilt, Staging
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.examine import Checker, Seen, horizon, look, prints, read_held
-from tailrace.upkeep.job import Section, milliseconds
+from tailrace.upkeep.examine import Checker, ExaminedLog, horizon, look, prints, read_held
+from tailrace.upkeep.job import BucketSettings, milliseconds
 from tailrace.upkeep.replacement import (
     Buckets,
-    Draft,
-    Event,
-    Limits,
-    Stretch,
+    ReplacedSegments,
+    RestoredEvent,
+    SegmentDraft,
+    StretchBounds,
     Survey,
     all_of_it,
     limits,
@@ -40,7 +40,7 @@ from tailrace.upkeep.sweep import over
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.model import without
 from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.views.tags.upkeep import Anchor, Record, Spool
+from tailrace.views.tags.upkeep import Anchor, Spool, SpooledRecord
 
 STEPS = ("reopened", "rebuilt-staged", "rebuilt-checked", "replaced")
 """The failpoints of a rebuild, in order."""
@@ -51,11 +51,11 @@ meanwhile, since its registry cannot be read at all; or, as the draft says, sinc
 neighbours, since what was staged is not what was written."""
 
 
-class Orders(msgspec.Struct, frozen=True):
+class RebuildPlan(msgspec.Struct, frozen=True):
     """What a rebuild is to do."""
 
     work: Assignment
-    section: Section
+    section: BucketSettings
     token: int
     epochs: tuple[int, ...]
     """For each shard the epoch of what is rebuilt: everything of an earlier one is never written again."""
@@ -99,13 +99,13 @@ _body = msgspec.msgpack.Decoder(Body).decode
 class Restorer:
     """Restores logs of one view in one task."""
 
-    def __init__(self, orders: Orders, shards: Shards, reached: Callable[[str], None] = failpoint.reached) -> None:
+    def __init__(self, orders: RebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint.reached) -> None:
         self._orders, self._shards, self._reached = orders, shards, reached
         view = orders.work.make_view()
         self._view, self._span_ms, self._future_ms = orders.work.view, view.span_ms, view.future_ms
         self._staging = Staging(shards, self._view, orders.token)
 
-    def restore(self, name: str, records: Iterable[Record]) -> Restored:
+    def restore(self, name: str, records: Iterable[SpooledRecord]) -> Restored:
         """Restore a log, given Kafka's records of it in the order of their running-maximum times."""
         orders, shard = self._orders, shard_of(name, self._shards.options.shards)
         # How far a tag has come is read before its log: what comes in between is found there.
@@ -144,11 +144,11 @@ class Restorer:
         name: str,
         shard: int,
         surveys: Sequence[Survey],
-        stretch: Stretch,
+        stretch: ReplacedSegments,
         horizon_ms: int,
-        records: Iterable[Record],
+        records: Iterable[SpooledRecord],
         anchor: Anchor | None,
-    ) -> Iterator[Event]:
+    ) -> Iterator[RestoredEvent]:
         """Yield what belongs into a stretch, in its order."""
         bounds = limits(surveys, stretch, horizon_ms, self._orders.day_ms)
         inside = surveys[stretch.begin : stretch.end]
@@ -157,18 +157,18 @@ class Restorer:
 
     def _write(
         self,
-        seen: Seen,
+        seen: ExaminedLog,
         surveys: Sequence[Survey],
-        stretch: Stretch,
+        stretch: ReplacedSegments,
         behind: Segment | None,
         horizon_ms: int,
-        events: Iterator[Event],
+        events: Iterator[RestoredEvent],
         anchor: Anchor | None = None,
     ) -> Restored:
         """Write what belongs into a stretch aside, and put it there."""
         name, orders, inside = seen.name, self._orders, surveys[stretch.begin : stretch.end]
         epoch = orders.epochs[seen.shard]
-        draft = Draft(
+        draft = SegmentDraft(
             name,
             self._buckets(surveys, stretch, behind, horizon_ms),
             surveys[stretch.begin - 1].segment.newest_ms if stretch.begin else 0,
@@ -190,7 +190,7 @@ class Restorer:
         before = sum(survey.events for survey in inside)
         return Restored(name, verdict, draft.events, before, len(draft.parts), len(inside))
 
-    def _decide(self, seen: Seen, inside: Sequence[Survey], draft: Draft) -> str:
+    def _decide(self, seen: ExaminedLog, inside: Sequence[Survey], draft: SegmentDraft) -> str:
         """Return what becomes of the log if it is not to be replaced; nothing if it is."""
         sums = [sum(column) for column in zip(*((s.events, s.low, s.high) for s in inside), strict=True)] or [0, 0, 0]
         listed = seen.listed or not seen.log.segments
@@ -206,7 +206,7 @@ class Restorer:
         self._reached("replaced")
         return REBUILT if answer == "ok" else MOVED
 
-    def _stage(self, piece: Piece, entries: Sequence[Entry]) -> bool:
+    def _stage(self, piece: PackedPiece, entries: Sequence[NumberedRun]) -> bool:
         """Write a piece aside; return whether it is there as it was written."""
         self._staging.stage([piece])
         self._reached("rebuilt-staged")
@@ -214,7 +214,7 @@ class Restorer:
 
     # What is there.
 
-    def _old(self, seen: Seen, epoch: int, behind: Segment | None) -> list[Segment]:
+    def _old(self, seen: ExaminedLog, epoch: int, behind: Segment | None) -> list[Segment]:
         """Return the segments that are never written again; one whose row cannot be read as far as its key tells."""
         old = [s for s in seen.log.segments if s.epoch < epoch]
         for index in seen.broken:
@@ -232,15 +232,15 @@ class Restorer:
     ) -> list[Survey]:
         bounds, gone = self._orders.work.extent.shards[shard], self._orders.work.cleaned.get(name)
         checker, found = Checker(name), list[Survey]()
-        reached: dict[Source, int] = {}
+        reached: dict[Partition, int] = {}
         in_front = True
         for i, segment in enumerate(segments):
             checker.begin(segment)
             if anchor is not None:
                 anchor.begin(in_front)
             has_retained, events, low, high = False, 0, 0, 0
-            offsets: dict[Source, tuple[int, int]] = {}
-            carried: dict[Source, int] = {}
+            offsets: dict[Partition, tuple[int, int]] = {}
+            carried: dict[Partition, int] = {}
             for held in read_held(self._shards, self._view, name, segment):
                 for entry in checker.take(held):
                     source = entry.run.source
@@ -261,7 +261,9 @@ class Restorer:
             found.append(Survey(segment, sound, has_retained, events, low, high, offsets, carried))
         return found
 
-    def _carried(self, name: str, shard: int, surveys: Sequence[Survey], stretch: Stretch) -> Iterator[Event]:
+    def _carried(
+        self, name: str, shard: int, surveys: Sequence[Survey], stretch: ReplacedSegments
+    ) -> Iterator[RestoredEvent]:
         """Yield the events of a stretch that Kafka no longer has."""
         bounds, gone = self._orders.work.extent.shards[shard], self._orders.work.cleaned.get(name, {})
         reached = {s: high for survey in surveys[: stretch.begin] for s, (_, high) in survey.bounds.items()}
@@ -285,9 +287,13 @@ class Restorer:
                         key = keys[0] if len(keys) == 1 else keys[i]
                         headers = run.headers[i] if run.headers is not None else []
                         place = survey.segment.start_ms, survey.segment.span_ms
-                        yield Event(source, offset, times[i], key, headers, run.values[i], newest_ms, *place, note)
+                        yield RestoredEvent(
+                            source, offset, times[i], key, headers, run.values[i], newest_ms, *place, note
+                        )
 
-    def _admitted(self, records: Iterable[Record], bounds: Limits, anchor: Anchor | None) -> Iterator[Event]:
+    def _admitted(
+        self, records: Iterable[SpooledRecord], bounds: StretchBounds, anchor: Anchor | None
+    ) -> Iterator[RestoredEvent]:
         """Yield the records that go into the stretch."""
         span = self._span_ms
         for r in records:
@@ -299,9 +305,11 @@ class Restorer:
                 ms = anchor.stamp_of(r)
                 note, start = Note(body.pid, body.seq, 0, ms, body.tags), bucket_start(max(r.newest_ms, ms), span)
             content = body.key, body.headers, body.value
-            yield Event(r.source, r.offset, r.time_ms, *content, r.newest_ms, start, span, note)
+            yield RestoredEvent(r.source, r.offset, r.time_ms, *content, r.newest_ms, start, span, note)
 
-    def _buckets(self, surveys: Sequence[Survey], stretch: Stretch, behind: Segment | None, horizon_ms: int) -> Buckets:
+    def _buckets(
+        self, surveys: Sequence[Survey], stretch: ReplacedSegments, behind: Segment | None, horizon_ms: int
+    ) -> Buckets:
         """Return the buckets there may be.
 
         What was applied went to no later one than the last that is replaced; and a log that has dropped its oldest ones
@@ -321,9 +329,9 @@ class Restorer:
         return Buckets(surveys[stretch.begin - 1].segment if stretch.begin else None, stretch.room, lowest, highest)
 
 
-def _added(surveys: Sequence[Survey]) -> dict[Source, int]:
+def _added(surveys: Sequence[Survey]) -> dict[Partition, int]:
     """Return how many events of each source are carried over."""
-    found: dict[Source, int] = {}
+    found: dict[Partition, int] = {}
     for survey in surveys:
         for source, n in survey.carried.items():
             found[source] = found.get(source, 0) + n

@@ -36,23 +36,23 @@ from tailrace.config.settings import Settings
 from tailrace.config.values import Properties
 from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Plan
-from tailrace.driver.slice import COLUMNS, Slice, View, slices
+from tailrace.driver.slice import COLUMNS, Slice, Writer, slices
 from tailrace.driver.source import reader_options, tasks
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import PipelineError, TailraceError
 from tailrace.kafka.broker import ANSWER_S, Broker, Topic, client_properties
-from tailrace.log.event import Source
-from tailrace.log.store import Registry, Staging
+from tailrace.log.event import Partition
+from tailrace.log.store import LogRegistry, Staging
 from tailrace.upkeep.examine import Bounds
 from tailrace.upkeep.job import Throttle, matcher
-from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, Due, Outcome, Packer, groups
+from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, DueSegment, Packer, PackOutcome, groups
 from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.days.write import Days
+from tailrace.views.days.write import DaysWriter
 from tailrace.views.tags.model import Cleanings, Tagged
 from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.views.tags.store import read_cleaned
-from tailrace.views.tags.write import TagView
+from tailrace.views.tags.write import TagsWriter
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class PackPlan(msgspec.Struct, frozen=True):
 class Share(msgspec.Struct, frozen=True):
     """What became of one task's work."""
 
-    outcome: Outcome
+    outcome: PackOutcome
     error: TailraceError | None = None
     """What ended it early."""
 
@@ -102,7 +102,7 @@ class _Worker:
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self.throttle = Throttle(plan.per_hour, plan.bytes_per_second)
         self.packer = Packer(
-            Registry(self._shards, plan.view),
+            LogRegistry(self._shards, plan.view),
             Staging(self._shards, plan.view, plan.token),
             piece_bytes=plan.piece_bytes,
             piece_events=plan.piece_events,
@@ -126,9 +126,9 @@ class _Worker:
             cls.current = None
 
 
-def pack_share(plan: PackPlan, dues: Sequence[Due]) -> Share:
+def pack_share(plan: PackPlan, dues: Sequence[DueSegment]) -> Share:
     """Pack some segments in a Python worker."""
-    outcome = Outcome()
+    outcome = PackOutcome()
     try:
         worker = _Worker.of(plan)
         for group in groups(dues):
@@ -176,7 +176,7 @@ class Spread:
             return False
         return True
 
-    def pack(self, plan: PackPlan, dues: Sequence[Due], stopped: Callable[[], bool]) -> list[Share]:
+    def pack(self, plan: PackPlan, dues: Sequence[DueSegment], stopped: Callable[[], bool]) -> list[Share]:
         """Pack segments on the executors; what was begun is given up when ``stopped`` says so.
 
         Raises:
@@ -217,9 +217,9 @@ class Spread:
                 raise
 
 
-def divided(dues: Sequence[Due], parts: int) -> list[list[Due]]:
+def divided(dues: Sequence[DueSegment], parts: int) -> list[list[DueSegment]]:
     """Divide segments into at most so many shares of about the same size, each in the order given."""
-    shares: list[tuple[int, list[Due]]] = [(0, []) for _ in range(parts)]
+    shares: list[tuple[int, list[DueSegment]]] = [(0, []) for _ in range(parts)]
     for group in groups(dues, max(1, min(GROUP_SEGMENTS, len(dues) // parts))):
         least = min(range(parts), key=lambda i: shares[i][0])
         size, held = shares[least]
@@ -307,7 +307,7 @@ ATTEMPTS = 3
 class Extent(msgspec.Struct, frozen=True):
     """What is read: of each source the first offset that Kafka has, and the last one that any shard has applied."""
 
-    ranges: dict[Source, tuple[int, int]]
+    ranges: dict[Partition, tuple[int, int]]
     shards: tuple[Bounds, ...]
     """The same for each shard, up to its own mark."""
     topics: dict[str, Topic]
@@ -315,7 +315,7 @@ class Extent(msgspec.Struct, frozen=True):
     """Topics that are not compared, and why."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedNames(msgspec.Struct, frozen=True):
     """Which names a job is about: those that match, and if names are given, only these."""
 
     pattern: str | None = None
@@ -333,11 +333,11 @@ class Assignment(msgspec.Struct, frozen=True):
     plan: Plan
     view: str
     extent: Extent
-    wanted: Wanted
+    wanted: WantedNames
     cleaned: dict[str, Cleanings] = {}
     """Of tags, the sources whose events are not expected there."""
 
-    def make_view(self) -> View:
+    def make_view(self) -> Writer:
         """Make the view."""
         (view,) = self.plan.make_views()
         return view
@@ -359,7 +359,7 @@ class History:
         self._broker = Broker(settings)
         self._admin = AdminClient(client_properties(settings))
 
-    def extent(self, shards: Shards, marks: Sequence[Mapping[Source, int]] | None = None) -> Extent:
+    def extent(self, shards: Shards, marks: Sequence[Mapping[Partition, int]] | None = None) -> Extent:
         """Return what there is to read now, up to these marks or up to those of this moment.
 
         The marks come first, and what Kafka has after them: what was applied by then, Kafka had.
@@ -372,10 +372,10 @@ class History:
         left_out.update(dict.fromkeys(topics.keys() - known.keys(), "not read by the pipeline yet"))
         thinned = self._thinned(known)
         left_out.update(thinned)
-        ranges: dict[Source, tuple[int, int]] = {}
+        ranges: dict[Partition, tuple[int, int]] = {}
         wanted = [topic for name, topic in known.items() if name not in thinned]
         for (name, partition), (first, end) in self._broker.bounds(wanted).items():
-            source = Source(name, partition, generations[name][0])
+            source = Partition(name, partition, generations[name][0])
             last = max(shard.get(source, NOTHING) for shard in marks)
             if last >= end:
                 left_out[f"{name}:{partition}"] = f"applied up to {last}, but Kafka ends at {end}: it lost records"
@@ -387,7 +387,7 @@ class History:
         )
         return Extent(ranges, by_shard, {topic.name: topic for topic in wanted}, left_out)
 
-    def assign(self, shards: Shards, extent: Extent, wanted: Wanted) -> Assignment:
+    def assign(self, shards: Shards, extent: Extent, wanted: WantedNames) -> Assignment:
         """Return what the tasks of a job must know."""
         generations = {source.topic: source.generation for source in extent.ranges}
         plan = make_plan(self._settings, shards, (self.view,), 0, generations)
@@ -445,7 +445,7 @@ class History:
         return found
 
 
-class Kept(msgspec.Struct, frozen=True):
+class HistorySlice(msgspec.Struct, frozen=True):
     """What a slice has of the history of wanted names."""
 
     records: Slice
@@ -455,26 +455,26 @@ class Kept(msgspec.Struct, frozen=True):
     """For the view of tags, what they are of each record's row."""
 
 
-def kept(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[Kept]:
+def kept(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[HistorySlice]:
     """Yield what there is of the history of wanted names, slice by slice."""
     view, wanted = work.make_view(), work.wanted.test()
     for batch in batches:
         for records in slices(batch, work.plan.generations, work.plan.limits):
             last = [bounds.get(records.source, (0, NOTHING))[1] for bounds in work.extent.shards]
             offsets = records.offsets
-            tagged = view.tagged(records) if isinstance(view, TagView) else {}
+            tagged = view.tagged(records) if isinstance(view, TagsWriter) else {}
             rows = [row for row in _named(view, records, tagged) if offsets[row[0]] <= last[row[1]] and wanted(row[2])]
             if work.cleaned:
                 rows = [row for row in rows if not _is_cleaned(work, records, row, tagged)]
             if rows:
-                yield Kept(records, rows, tagged)
+                yield HistorySlice(records, rows, tagged)
 
 
-def _named(view: View, records: Slice, tagged: Mapping[int, Tagged]) -> Iterator[tuple[int, int, str]]:
+def _named(view: Writer, records: Slice, tagged: Mapping[int, Tagged]) -> Iterator[tuple[int, int, str]]:
     """Yield row, shard and name of every record, as often as it has names."""
-    if isinstance(view, TagView):
+    if isinstance(view, TagsWriter):
         return view.named(records, tagged)
-    assert isinstance(view, Days)
+    assert isinstance(view, DaysWriter)
     return view.named(records)
 
 

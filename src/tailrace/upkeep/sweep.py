@@ -15,8 +15,8 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
-from tailrace.log.store import EXPIRE_AT_ONCE, Dropped, Registry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, Lease, Scope, milliseconds, section_of
+from tailrace.log.store import EXPIRE_AT_ONCE, Dropped, LogRegistry, Staging
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, milliseconds, section_of
 from tailrace.valkey.shards import Shards
 
 PAGE = 500
@@ -26,14 +26,14 @@ SKEW_MS = 300_000
 """How far the store's clock may be from ours."""
 
 
-class Rules(msgspec.Struct, frozen=True):
+class SweepRules(msgspec.Struct, frozen=True):
     """How long a view's segments are kept, and how long it is remembered that they were there."""
 
     keep_of: Callable[[str], timedelta | None]
     remember_ms: int = 30 * 86_400_000
 
     @classmethod
-    def of(cls, settings: Settings, view: str) -> Rules:
+    def of(cls, settings: Settings, view: str) -> SweepRules:
         """Return the rules that the configuration has for a view."""
         return cls(section_of(settings, view).keep_of, milliseconds(settings.upkeep.remember))
 
@@ -47,7 +47,7 @@ class Sweeping:
 
     name = "sweep"
 
-    def __init__(self, view: str, rules: Rules, scope: Scope = EVERYTHING) -> None:
+    def __init__(self, view: str, rules: SweepRules, scope: Scope = EVERYTHING) -> None:
         self.view, self.whole, self._rules, self._scope = view, scope.whole, rules, scope
         self._segments = self._events = self._bytes = self._ended = self._later = 0
 
@@ -63,7 +63,7 @@ class Sweeping:
             StoreError: The clocks disagree.
         """
         now_ms = compare_clocks(shards, self._scope.clock)
-        for found in Registry(shards, self.view).walk(self._scope.wanted):
+        for found in LogRegistry(shards, self.view).walk(self._scope.wanted):
             keep = self._rules.keep_of(found.name)
             gone = over(found.log, milliseconds(keep), now_ms) if keep is not None else ()
             if gone:
@@ -71,7 +71,7 @@ class Sweeping:
                 self._add(Dropped(len(gone), sum(s.events for s in gone), size, len(gone) == len(found.log.segments)))
         return self.facts()
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Drop everything that has been kept long enough.
 
         Raises:
@@ -79,7 +79,7 @@ class Sweeping:
             StoreError: The clocks disagree; nothing was dropped.
         """
         now_ms = compare_clocks(shards, self._scope.clock)
-        registry, staging = Registry(shards, self.view), Staging(shards, self.view, lease.token)
+        registry, staging = LogRegistry(shards, self.view), Staging(shards, self.view, lease.token)
         total = registry.count()
         page: list[tuple[str, int]] = []
         for seen, found in enumerate(registry.walk(self._scope.wanted), 1):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tailrace.errors import StaleDriver, StoreError
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.shards import Shards, mapping
 
 NOTHING = -1
@@ -28,7 +28,7 @@ SCANNED = b"~"
 """What the marks of scans begin with; they lie beside those of sources."""
 
 
-def read_marks(shards: Shards, view: str) -> list[dict[Source, int]]:
+def read_marks(shards: Shards, view: str) -> list[dict[Partition, int]]:
     """Return the marks of every shard."""
     answers = shards.run_all(
         [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)],
@@ -36,20 +36,20 @@ def read_marks(shards: Shards, view: str) -> list[dict[Source, int]]:
     return [parse_marks(answer) for answer in answers]
 
 
-def parse_marks(answer: Any) -> dict[Source, int]:
+def parse_marks(answer: Any) -> dict[Partition, int]:
     """Read the answer to HGETALL of a shard's marks."""
     stored = mapping(answer)
-    return {Source.parse(field.decode()): int(mark) for field, mark in stored.items() if field[:1] != SCANNED}
+    return {Partition.parse(field.decode()): int(mark) for field, mark in stored.items() if field[:1] != SCANNED}
 
 
-def lowest(marks: Sequence[Mapping[Source, int]]) -> dict[Source, int]:
+def lowest(marks: Sequence[Mapping[Partition, int]]) -> dict[Partition, int]:
     """Return, for each source that any shard knows, the mark up to which every shard has applied."""
     known = set().union(*marks) if marks else set()
     return {source: min(shard.get(source, NOTHING) for shard in marks) for source in known}
 
 
 def advance(
-    shards: Shards, view: str, epoch: int, ends: Mapping[Source, int], times: Mapping[Source, int] | None = None
+    shards: Shards, view: str, epoch: int, ends: Mapping[Partition, int], times: Mapping[Partition, int] | None = None
 ) -> None:
     """Raise the marks of all shards to offsets that completed batches have passed, and with them their times if given.
 
@@ -66,14 +66,14 @@ def advance(
             raise StoreError("a shard was never begun: the store was emptied under the pipeline")
 
 
-def read_times(shards: Shards, view: str) -> dict[Source, tuple[int, int]]:
+def read_times(shards: Shards, view: str) -> dict[Partition, tuple[int, int]]:
     """Return the running-maximum time applied of every source, with the offset that it holds up to."""
-    found: dict[Source, tuple[int, int]] = {}
+    found: dict[Partition, tuple[int, int]] = {}
     for answer in shards.run_all(
         [(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)],
     ):
         for field, value in mapping(answer).items():
-            source, known = Source.parse(field.decode()), parse_mark_time(value)
+            source, known = Partition.parse(field.decode()), parse_mark_time(value)
             if source not in found or found[source][1] < known[1]:
                 found[source] = known
     return found

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.query import Limits, Record, compile_query
+from tailrace.query import QueryLimits, Record, compile_query
 from tests.model.query.test_cases import EXPRESSION_OPERATORS, METADATA, QUERY_OPERATORS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "query.md").read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def test_a_query_is_refused_with_the_message_that_is_told(query: str, message: s
 
 def test_all_limits_are_told() -> None:
     told = {code(row[0])[0]: int(row[1].replace(",", "")) for row in table("| limit | default | of | why |")}
-    assert told == msgspec.to_builtins(Limits())
+    assert told == msgspec.to_builtins(QueryLimits())
 
 
 @pytest.mark.parametrize(("written", "canonical"), table("| query | canonical |"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.query import Limits, Record, compile_query
+from tailrace.query import QueryLimits, Record, compile_query
 
 Json = dict[str, Any]
 
@@ -145,24 +145,26 @@ def test_a_field_of_the_value_is_not_one_of_the_record() -> None:
     assert not compile_query({"$topic": "orders"}).matches({"$topic": "orders", "topic": "orders"})
 
 
-OVER: list[tuple[str, Json, Limits]] = [
-    ("nested too deeply", {"a": [[[1]]]}, Limits(depth=3)),
-    ("nested too deeply", {"$and": [{"$and": [{"a": 1}]}]}, Limits(depth=4)),
-    ("too many operators and paths", {"a": 1, "b": 1, "c": {"$gt": 1, "$lt": 2}}, Limits(nodes=4)),
-    ("$in at 'a'", {"a": {"$in": [1, 2, 3]}}, Limits(in_members=2)),
-    ("$nin at 'a'", {"a": {"$nin": [1, 2, 3]}}, Limits(in_members=2)),
-    ("$all at 'a'", {"a": {"$all": [1, 2, 3]}}, Limits(in_members=2)),
-    ("$regex at 'b'", {"a": {"$regex": "x"}, "b": {"$regex": "y"}}, Limits(regexes=1)),
-    ("$regex at 'a'", {"a": {"$regex": "xxxx"}}, Limits(regex_length=3)),
-    ("$regex at 'a'", {"a": {"$regex": "[ab]{900}"}}, Limits(regex_size=500)),
-    ("bytes", {"a": "x" * 100}, Limits(bytes=50)),
-    ("201 steps", {".".join(["a"] * 201): 1}, Limits()),
-    ("201 steps", {"$expr": "$" + ".".join(["a"] * 201)}, Limits()),
+OVER: list[tuple[str, Json, QueryLimits]] = [
+    ("nested too deeply", {"a": [[[1]]]}, QueryLimits(depth=3)),
+    ("nested too deeply", {"$and": [{"$and": [{"a": 1}]}]}, QueryLimits(depth=4)),
+    ("too many operators and paths", {"a": 1, "b": 1, "c": {"$gt": 1, "$lt": 2}}, QueryLimits(nodes=4)),
+    ("$in at 'a'", {"a": {"$in": [1, 2, 3]}}, QueryLimits(in_members=2)),
+    ("$nin at 'a'", {"a": {"$nin": [1, 2, 3]}}, QueryLimits(in_members=2)),
+    ("$all at 'a'", {"a": {"$all": [1, 2, 3]}}, QueryLimits(in_members=2)),
+    ("$regex at 'b'", {"a": {"$regex": "x"}, "b": {"$regex": "y"}}, QueryLimits(regexes=1)),
+    ("$regex at 'a'", {"a": {"$regex": "xxxx"}}, QueryLimits(regex_length=3)),
+    ("$regex at 'a'", {"a": {"$regex": "[ab]{900}"}}, QueryLimits(regex_size=500)),
+    ("bytes", {"a": "x" * 100}, QueryLimits(bytes=50)),
+    ("201 steps", {".".join(["a"] * 201): 1}, QueryLimits()),
+    ("201 steps", {"$expr": "$" + ".".join(["a"] * 201)}, QueryLimits()),
 ]
 
 
 @pytest.mark.parametrize(("says", "query", "limits"), OVER)
-def test_what_is_over_a_limit_is_refused_and_the_message_says_which(says: str, query: Json, limits: Limits) -> None:
+def test_what_is_over_a_limit_is_refused_and_the_message_says_which(
+    says: str, query: Json, limits: QueryLimits
+) -> None:
     with pytest.raises(QueryError, match=says.replace("$", r"\$")):
         compile_query(query, limits)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.driver.slice import Slice, View, Window
+from tailrace.driver.slice import Slice, Window, Writer
 from tailrace.log.event import home_of
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode
@@ -25,7 +25,7 @@ CACHED_NAMES = 200_000
 """Names remembered by key in one process; the memory is emptied when it is full."""
 
 
-class Days(View):
+class DaysWriter(Writer):
     """One log per name; the name comes from the record's key or from paths in its value."""
 
     name = "days"

@@ -55,7 +55,7 @@ def folds_tail(
     from tailrace.cli import follow
     from tailrace.views.folds import commands as folds
 
-    asked = follow.Request([], start, after, limit, not ends, until, missing, on_gap, url)
+    asked = follow.FollowOptions([], start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(folds.tail(name, asked, json=json))
 
 

@@ -9,14 +9,14 @@ import msgspec
 
 from tailrace.api import FoldRule, FoldWindows, GivenOut, PendingGroup
 from tailrace.client.connection import LONGEST_SEARCH, Connection
-from tailrace.client.following import Asked, Feed
+from tailrace.client.following import Feed, FeedParameters
 from tailrace.client.request_encoding import Group, as_segment, parts_of
 
 
-class Folds(Connection):
+class FoldsClient(Connection):
     """What a ``River`` does with folds."""
 
-    def folds(self, rule: str, **asked: Unpack[Asked]) -> Feed:
+    def folds(self, rule: str, **asked: Unpack[FeedParameters]) -> Feed:
         """Follow the folded events of a rule; takes what ``tail`` takes."""
         return self._feed(f"/v1/folds/{as_segment(rule)}/events", [], **asked)
 

@@ -115,7 +115,7 @@ class Set(Collector):
         return {member: (t, sources[source], offset, i) for member, t, source, offset, i in dumped}
 
 
-class Keys(Set):
+class ObjectKeys(Set):
     """The different keys of the object at the path, in the order of their first appearance."""
 
     kind = "keys"
@@ -179,7 +179,7 @@ class First(Collector):
         return position < known
 
 
-class Last(First):
+class LastValue(First):
     """The value at the path in the last event that has one."""
 
     kind = "last"
@@ -341,7 +341,7 @@ class Events(Collector):
 
 
 COLLECTORS: Mapping[str, Collector] = {
-    c.kind: c for c in (Set(), Keys(), Items(), First(), Last(), Min(), Max(), Sum(), Count(), Events())
+    c.kind: c for c in (Set(), ObjectKeys(), Items(), First(), LastValue(), Min(), Max(), Sum(), Count(), Events())
 }
 """Every kind by its name."""
 

@@ -49,7 +49,7 @@ def ls(*, json: bool, url: str) -> None:
     table(("rule", "quiet / wait", "pending", "events", "folds", "folded", "since set", "premature"), rows)
 
 
-def tail(name: str, asked: follow.Request, *, json: bool) -> int:
+def tail(name: str, asked: follow.FollowOptions, *, json: bool) -> int:
     """Follow the folded events of a rule."""
     rules = ask(asked.url, lambda river: river.fold_rules())
     stream = next((rule.stream for rule in rules if rule.name == name), None)

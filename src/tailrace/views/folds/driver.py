@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.watermark import Batch, Timing
+from tailrace.driver.watermark import CompletedBatch, Timing
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_counts, read_marks, read_times
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.folds.rule import Rule
@@ -36,8 +36,8 @@ from tailrace.views.folds.store import (
     COUNTED,
     FLUSH,
     VIEW,
-    Folds,
-    Held,
+    FoldStore,
+    HeldGroup,
     InForce,
     changed,
     flushed,
@@ -85,7 +85,7 @@ def begin_at_end(
     if shards.run_all([(0, ("HEXISTS", meta, field))])[0]:
         return
     if not lowest(read_marks(shards, view)):
-        ends = {Source(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
+        ends = {Partition(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
         advance(shards, view, epoch, ends)
     shards.run_all([(0, ("HSET", meta, field, epoch))])
 
@@ -112,7 +112,7 @@ def frontiers(
 
     def ask(wanted: Sequence[Rule]) -> dict[str, int]:
         timing.passed(read_times(shards, VIEW))
-        timing.completed(Batch.read(query.lastProgress, generations))
+        timing.completed(CompletedBatch.read(query.lastProgress, generations))
         timing.ask()
         found = {rule.name: timing.of_rule(rule, outputs) for rule in wanted}
         return {name: time_ms for name, time_ms in found.items() if time_ms is not None}
@@ -129,7 +129,7 @@ _encode = msgspec.json.Encoder().encode
 
 def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int = 0) -> None:
     """Put rules into force in place of those that were."""
-    key, store = shards.keys.rules(), Folds(shards, epoch)
+    key, store = shards.keys.rules(), FoldStore(shards, epoch)
     before = in_force(shards)
     counts = read_counts(shards, VIEW)
     for name, known in before.items():
@@ -156,7 +156,7 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int =
         shards.run_all([(0, ("HSET", key, name, _encode(new)))])
 
 
-def _flush(shards: Shards, store: Folds, rule: Rule, now_ms: int) -> int:
+def _flush(shards: Shards, store: FoldStore, rule: Rule, now_ms: int) -> int:
     folding = rule.folding()
     given = 0
     while True:
@@ -170,7 +170,7 @@ def _flush(shards: Shards, store: Folds, rule: Rule, now_ms: int) -> int:
         given += found
 
 
-def _rescore(shards: Shards, store: Folds, rule: Rule) -> int:
+def _rescore(shards: Shards, store: FoldStore, rule: Rule) -> int:
     """Give every pending group the due time of the rule's windows; what is due by them goes out at the next tick."""
     folding = rule.folding()
     moved = 0
@@ -181,7 +181,7 @@ def _rescore(shards: Shards, store: Folds, rule: Rule) -> int:
     return moved
 
 
-def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, Held]]]:
+def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, HeldGroup]]]:
     """Yield all that is pending, page by page; a page that is changed meanwhile is still whole."""
     for shard in range(shards.options.shards):
         cursor = b"0"
@@ -228,7 +228,7 @@ class Emitter(threading.Thread):
         told: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="emitter", daemon=True)
-        self._shards, self._store = shards, Folds(shards, epoch)
+        self._shards, self._store = shards, FoldStore(shards, epoch)
         self._rules = {rule.name: rule for rule in rules}
         self._foldings = {rule.name: rule.folding() for rule in rules}
         self._frontier, self._tick_s, self._clock, self._told = frontier, tick_s, clock, told

@@ -24,14 +24,14 @@ import msgspec
 from pydantic import ValidationError
 
 from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
-from tailrace.log.event import Source, poison
+from tailrace.log.event import Partition, poison
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
 from tailrace.views.folds.driver import Emitter
 from tailrace.views.folds.model import Clump, Input
-from tailrace.views.folds.rule import Reader, Rule, Taken
-from tailrace.views.folds.settings import Fold
-from tailrace.views.folds.store import Held, given_out, in_force, new_version, read_held, rule_of
+from tailrace.views.folds.rule import Rule, RuleReader, Taken
+from tailrace.views.folds.settings import FoldSettings
+from tailrace.views.folds.store import HeldGroup, given_out, in_force, new_version, read_held, rule_of
 
 VIEW = "publishers"
 """Under which the store keeps what each publisher has added."""
@@ -78,8 +78,8 @@ class Folder:
     ) -> None:
         self.rule = rule if isinstance(rule, Rule) else _read(rule)
         self._options = StoreOptions(url, password, prefix, shards)
-        self._reader, self._folding = Reader(self.rule), self.rule.folding()
-        self._source = str(Source(f"publisher-{uuid4().hex[:16]}", 0))
+        self._reader, self._folding = RuleReader(self.rule), self.rule.folding()
+        self._source = str(Partition(f"publisher-{uuid4().hex[:16]}", 0))
         self._emit, self._kafka, self._tick_s, self._patience_s = emit, kafka, tick_s, patience_s
         self._numbers = count()
         self._lock = threading.RLock()
@@ -224,7 +224,7 @@ class Folder:
             raise StoreError("the store was emptied while this publisher ran: make a new one")
         return bytes(answer[1] if answer[0] == b"moved" else answer[0])
 
-    def _items(self, added: Sequence[tuple[int, Taken]], held: Mapping[bytes, Held], now_ms: int) -> list[Arg]:
+    def _items(self, added: Sequence[tuple[int, Taken]], held: Mapping[bytes, HeldGroup], now_ms: int) -> list[Arg]:
         inputs: dict[bytes, list[Input]] = {}
         for number, taken in added:
             x = Input(now_ms, self._source, number, taken.size, taken.values)
@@ -276,7 +276,7 @@ def _read(given: Mapping[str, Any]) -> Rule:
     if not isinstance(name, str) or not name:
         raise ConfigError('a rule has a name: {"name": "accounts", "group": "account_id", "quiet": "5m"}')
     try:
-        return rule_of(name, Fold(**table))
+        return rule_of(name, FoldSettings(**table))
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError(f"the rule {name!r} cannot be used: " + "; ".join(lines)) from None

@@ -50,8 +50,8 @@ from tailrace.views.folds.store import (
     COUNTED,
     VIEW,
     WINDOWS,
-    Change,
-    Held,
+    GroupChange,
+    HeldGroup,
     InForce,
     changed,
     flushed,
@@ -131,7 +131,7 @@ class Counts(NamedTuple):
         return ratio_of(self.input, self.emitted)
 
 
-class Seen(NamedTuple):
+class RuleState(NamedTuple):
     """Everything that the store says of a rule."""
 
     rule: Rule
@@ -163,7 +163,7 @@ async def figures(service: Service) -> list[FoldFigures]:
     ]
 
 
-async def look(service: Service) -> list[Seen]:
+async def look(service: Service) -> list[RuleState]:
     """Ask all shards about all rules, in two round trips per node."""
     names, keys, shards = list(service.rules), service.nodes.keys, range(service.nodes.options.shards)
     if not names:
@@ -179,12 +179,12 @@ async def look(service: Service) -> list[Seen]:
     count = len(shards)
     counters, frontiers = _added(answers[:count]), [numbers(answer) for answer in answers[count : 2 * count]]
     pending = answers[2 * count :]
-    found: list[Seen] = []
+    found: list[RuleState] = []
     for i, (name, stored) in enumerate(zip(names, kept, strict=True)):
         since = read_in_force(stored)
         reached = [frontier[name] for frontier in frontiers if name in frontier]
         found.append(
-            Seen(
+            RuleState(
                 rule=since.rule if since else service.rules[name],
                 since=since,
                 counts=_counts(name, counters),
@@ -259,7 +259,7 @@ def _counts(name: str, counters: Mapping[str, int]) -> Counts:
     return Counts(given, new, emitted, premature, reasons)
 
 
-def _fold(seen: Seen) -> Fold:
+def _fold(seen: RuleState) -> Fold:
     rule, counts = seen.rule, seen.counts
     return Fold(
         name=rule.name,
@@ -407,7 +407,7 @@ class _Flush:
                     break
         return GivenOut(folds=ids, groups=groups)
 
-    def _change(self, rule: Rule, group: bytes, held: Held, frontier_ms: int) -> Change:
+    def _change(self, rule: Rule, group: bytes, held: HeldGroup, frontier_ms: int) -> GroupChange:
         """Return the change that gives out all of a group, at the frontier or at its last event if that is later.
 
         What is due by then keeps its own reason when it is flushed; nothing does when it is deleted.
@@ -433,7 +433,7 @@ class _Flush:
             )
         return int(reached or 0)
 
-    async def _settle(self, rule: Rule, shard: int, changes: Sequence[Change]) -> list[int]:
+    async def _settle(self, rule: Rule, shard: int, changes: Sequence[GroupChange]) -> list[int]:
         arguments = settle_arguments(rule, 0, changes)
         return await self._nodes.read(  # type: ignore[no-any-return]
             shard, "FCALL", function("settle"), 1, self._nodes.keys.tag(shard), *arguments
@@ -446,7 +446,7 @@ def _page(answer: Any) -> tuple[int, dict[bytes, bytes]]:
     return int(cursor), pairs
 
 
-def _ids(change: Change) -> list[str]:
+def _ids(change: GroupChange) -> list[str]:
     return [str(fold[0]).partition("#")[0] for fold in change.folds]
 
 
@@ -475,7 +475,7 @@ class Pending(BaseModel):
     next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
 
 
-class Place(NamedTuple):
+class PendingPlace(NamedTuple):
     """Where a group stands in the order of all."""
 
     due: int
@@ -485,7 +485,7 @@ class Place(NamedTuple):
         return urlsafe_b64encode(b"%d %b" % self).decode().rstrip("=")
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> PendingPlace:
         """Read what ``str`` wrote."""
         try:
             due, group = urlsafe_b64decode(text + "=" * (-len(text) % 4)).split(b" ", 1)
@@ -497,7 +497,7 @@ class Place(NamedTuple):
 async def list_pending(service: Service, name: str, after: str, limit: int) -> bytes:
     """Return a page as JSON; values of groups keep their digits."""
     rule = await in_force(service, name)
-    place = Place.parse(after) if after else None
+    place = PendingPlace.parse(after) if after else None
     shards = range(service.nodes.options.shards)
     ways = await asyncio.gather(*(_due(service, shard, rule.place, place, limit + 1) for shard in shards))
     due = sorted((place, shard) for shard, places in enumerate(ways) for place in places)
@@ -513,14 +513,14 @@ async def list_pending(service: Service, name: str, after: str, limit: int) -> b
     return _encode({"name": name, "groups": rows, "next": str(page[-1][0]) if len(due) > limit else None})
 
 
-async def _due(service: Service, shard: int, rule: str, after: Place | None, limit: int) -> list[Place]:
+async def _due(service: Service, shard: int, rule: str, after: PendingPlace | None, limit: int) -> list[PendingPlace]:
     """Return the first groups of a shard after a place."""
-    found: list[Place] = []
+    found: list[PendingPlace] = []
     at, least = 0, "-inf" if after is None else after.due
     while len(found) < limit:
         asked = "ZRANGEBYSCORE", service.nodes.keys.due(shard, rule), least, "+inf", "WITHSCORES", "LIMIT", at, limit
         answer = await service.nodes.read(shard, *asked)
-        read = [Place(int(float(score)), group) for group, score in zip(answer[::2], answer[1::2], strict=True)]
+        read = [PendingPlace(int(float(score)), group) for group, score in zip(answer[::2], answer[1::2], strict=True)]
         # Groups that are due at the same moment stand in the order of their bytes.
         found += [place for place in read if after is None or place > after]
         if len(read) < limit:
@@ -529,7 +529,7 @@ async def _due(service: Service, shard: int, rule: str, after: Place | None, lim
     return found[:limit]
 
 
-def _row(rule: Rule, folding: Folding, place: Place, held: Held) -> dict[str, Any]:
+def _row(rule: Rule, folding: Folding, place: PendingPlace, held: HeldGroup) -> dict[str, Any]:
     clumps = folding.load(held.state)
     return {
         "group": msgspec.Raw(rule.group_json(place.group)),

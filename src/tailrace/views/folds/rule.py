@@ -9,7 +9,7 @@ from zlib import crc32
 
 import msgspec
 
-from tailrace.log.event import Source, event_id, iso_time
+from tailrace.log.event import Partition, event_id, iso_time
 from tailrace.log.name import join, shard_of
 from tailrace.query import Record
 from tailrace.query.filters import Sieve
@@ -83,7 +83,7 @@ class Taken(NamedTuple):
     values: Sequence[Any]
 
 
-class Reader:
+class RuleReader:
     """Looks into events for one rule, decoding only what the rule is about.
 
     Raises:
@@ -191,7 +191,7 @@ def folded(rule: Rule, group: bytes, finished: Finished, emitted_ms: int) -> Mes
     """Return the record of a closed fold. ``emitted_ms`` is the frontier's time."""
     clump = finished.clump
     first_ms, source, offset = clump.head
-    id_ = f"{rule.name}:{event_id(Source.parse(source), offset)}"
+    id_ = f"{rule.name}:{event_id(Partition.parse(source), offset)}"
     values = {
         collect.name: msgspec.Raw(COLLECTORS[collect.kind].result(state))
         for collect, state in zip(rule.collect, clump.values, strict=True)
@@ -214,7 +214,7 @@ def folded(rule: Rule, group: bytes, finished: Finished, emitted_ms: int) -> Mes
 
 
 def _inputs(source: str, offsets: list[int]) -> dict[str, Any]:
-    place = Source.parse(source)
+    place = Partition.parse(source)
     ranges: list[list[int]] = []
     for offset in sorted(offsets):
         if ranges and offset == ranges[-1][1] + 1:

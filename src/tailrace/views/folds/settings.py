@@ -101,7 +101,7 @@ class Collects(Table[str]):
         return cls(value)
 
 
-class Fold(Section):
+class FoldSettings(Section):
     """One rule: which events are folded, what makes them belong together, and what is kept of them."""
 
     topics: Pattern | tuple[Topic, ...] = ()
@@ -132,7 +132,7 @@ class Fold(Section):
         return WAITS * self.quiet if self.max_wait is None else self.max_wait
 
 
-class Rules(Table[Fold]):
+class RuleTable(Table[FoldSettings]):
     """The rules by name."""
 
     __slots__ = ()
@@ -142,7 +142,7 @@ class Rules(Table[Fold]):
 
     @classmethod
     def entries(cls) -> Any:
-        return dict[Annotated[str, AfterValidator(_name)], Fold]
+        return dict[Annotated[str, AfterValidator(_name)], FoldSettings]
 
     @classmethod
     def read(cls, value: object) -> Self:
@@ -207,9 +207,9 @@ def _name(text: str) -> str:
     return text
 
 
-class Folds(Section):
+class FoldsSettings(Section):
     """The view of folds."""
 
     tick: Annotated[Delay, durations("1ms", "1m")] = timedelta(milliseconds=100)
     begin: Literal["end", "start"] = "end"
-    rules: Rules = Rules()
+    rules: RuleTable = RuleTable()

@@ -28,7 +28,7 @@ from tailrace.valkey.shards import Arg, Command, Shards, mapping
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import NEVER, Finished, Folding, Windows
 from tailrace.views.folds.rule import Rule, folded
-from tailrace.views.folds.settings import Fold, collected
+from tailrace.views.folds.settings import FoldSettings, collected
 
 VIEW = "folds"
 VERSION_BYTES = 8
@@ -42,14 +42,14 @@ ASKED_FOR = (FLUSH, DELETED)
 """Reasons that are not the rule's."""
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldGroup(msgspec.Struct, frozen=True):
     """What a group holds; an empty version when it holds nothing."""
 
     version: bytes = b""
     state: bytes = b""
 
 
-class Change(msgspec.Struct, frozen=True):
+class GroupChange(msgspec.Struct, frozen=True):
     """What is to become of a group that was seen with a version: its state, none to remove it; what it gives out."""
 
     group: bytes
@@ -86,9 +86,9 @@ def new_version() -> bytes:
     return os.urandom(VERSION_BYTES)
 
 
-def read_held(answer: bytes | None) -> Held:
+def read_held(answer: bytes | None) -> HeldGroup:
     """Read a field of a rule's hash."""
-    return Held() if answer is None else Held(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
+    return HeldGroup() if answer is None else HeldGroup(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
 
 
 def given_out(rule: Rule, group: bytes, finished: Sequence[Finished], emitted_ms: int) -> tuple[tuple[Arg, ...], ...]:
@@ -101,27 +101,29 @@ def given_out(rule: Rule, group: bytes, finished: Sequence[Finished], emitted_ms
     return tuple(found)
 
 
-def settled(rule: Rule, folding: Folding, group: bytes, held: Held, frontier_ms: int) -> Change | None:
+def settled(rule: Rule, folding: Folding, group: bytes, held: HeldGroup, frontier_ms: int) -> GroupChange | None:
     """Return the change that gives out what is due of a group; None when there is nothing to change."""
     if not held.state:
         return None
     clumps = folding.load(held.state)
     folds = given_out(rule, group, folding.settle(clumps, frontier_ms), frontier_ms)
     if not clumps:
-        return Change(group, held.version, b"", 0, folds)
-    return Change(group, held.version, folding.dump(clumps), folding.due(clumps), folds)
+        return GroupChange(group, held.version, b"", 0, folds)
+    return GroupChange(group, held.version, folding.dump(clumps), folding.due(clumps), folds)
 
 
-def flushed(rule: Rule, folding: Folding, group: bytes, held: Held, now_ms: int, reason: str) -> Change | None:
+def flushed(
+    rule: Rule, folding: Folding, group: bytes, held: HeldGroup, now_ms: int, reason: str
+) -> GroupChange | None:
     """Return the change that gives out all that a group holds, for a reason; None when it holds nothing."""
     if not held.state:
         return None
     due_ms = now_ms if reason == FLUSH else NEVER
     finished = folding.flush(folding.load(held.state), due_ms, reason)
-    return Change(group, held.version, b"", 0, given_out(rule, group, finished, now_ms))
+    return GroupChange(group, held.version, b"", 0, given_out(rule, group, finished, now_ms))
 
 
-def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[Change], epoch: int = 0) -> list[Arg]:
+def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange], epoch: int = 0) -> list[Arg]:
     """Return the arguments of the function ``settle``; it answers 1 for each change that was made, 0 for others."""
     args: list[Arg] = [rule.place, epoch, forget_ms]
     for change in changes:
@@ -132,9 +134,9 @@ def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[Change], epoc
     return args
 
 
-def portions(changes: Sequence[Change]) -> Iterator[list[Change]]:
+def portions(changes: Sequence[GroupChange]) -> Iterator[list[GroupChange]]:
     """Cut changes into calls that give out, and write back, not too much: the server does nothing else meanwhile."""
-    some: list[Change] = []
+    some: list[GroupChange] = []
     size = 0
     for change in changes:
         weight = len(change.state) + sum(len(fold[3]) for fold in change.folds if isinstance(fold[3], bytes))
@@ -147,7 +149,7 @@ def portions(changes: Sequence[Change]) -> Iterator[list[Change]]:
         yield some
 
 
-class Folds:
+class FoldStore:
     """The blocking side: what the pipeline does with the groups of its rules; a driver says its epoch."""
 
     def __init__(self, shards: Shards, epoch: int = 0) -> None:
@@ -156,7 +158,7 @@ class Folds:
 
     def read(
         self, wanted: Sequence[tuple[int, Rule, Sequence[bytes]]]
-    ) -> tuple[list[list[Held]], list[dict[str, int]]]:
+    ) -> tuple[list[list[HeldGroup]], list[dict[str, int]]]:
         """Return what groups hold, asked for as (shard, rule, groups), and every shard's frontiers by rule."""
         count = self._shards.options.shards
         commands: list[Command] = [
@@ -190,7 +192,7 @@ class Folds:
                 found[rule.name] = min(due, found.get(rule.name, due))
         return found
 
-    def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Sequence[Change]) -> int:
+    def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Sequence[GroupChange]) -> int:
         """Make changes of a shard, in calls that are not too large; return how many were not, as somebody was faster.
 
         Raises:
@@ -224,7 +226,7 @@ WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")
 _MS = timedelta(milliseconds=1)
 
 
-def rule_of(name: str, fold: Fold) -> Rule:
+def rule_of(name: str, fold: FoldSettings) -> Rule:
     """Return a rule as it is applied."""
     return Rule(
         name=name,
@@ -245,7 +247,7 @@ def _collect(output: str, text: str) -> Collect:
     return Collect(output, kind, steps(path) if path else ())
 
 
-def windows_of(fold: Fold) -> Windows:
+def windows_of(fold: FoldSettings) -> Windows:
     """Return what of a rule may change while its folds are open."""
     return Windows(
         quiet_ms=fold.quiet // _MS,

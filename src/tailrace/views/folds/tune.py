@@ -30,17 +30,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.config.settings import Settings
-from tailrace.driver.slice import COLUMNS, Limits, slices
+from tailrace.driver.slice import COLUMNS, RecordLimits, slices
 from tailrace.driver.source import reader_options, tasks
 from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
 from tailrace.kafka.broker import Broker
-from tailrace.log.event import Source, iso_time
+from tailrace.log.event import Partition, iso_time
 from tailrace.upkeep.job import now_ms
 from tailrace.upkeep.spark import ATTEMPTS, collect, spark_for
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Input, Time, Windows
-from tailrace.views.folds.rule import Reader, Rule
+from tailrace.views.folds.rule import Rule, RuleReader
 from tailrace.views.folds.store import in_force, outputs_of, reads, rules_of
 
 STEPS = 4
@@ -324,17 +324,17 @@ class Tuned(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Work(msgspec.Struct, frozen=True):
+class TuneTask(msgspec.Struct, frozen=True):
     """What the tasks must know."""
 
     rule: Rule
     windows: tuple[Windows, ...]
-    limits: Limits
+    limits: RecordLimits
     sources: tuple[str, ...]
     """Sorted, so that their numbers have the order of their names."""
 
 
-class Range(msgspec.Struct, frozen=True):
+class OffsetRange(msgspec.Struct, frozen=True):
     """Offsets of one partition: from ``first`` up to, not including, ``end``."""
 
     topic: str
@@ -345,7 +345,7 @@ class Range(msgspec.Struct, frozen=True):
     @property
     def source(self) -> str:
         # Without its generation, which changes no order: names have no character between ":" and "@".
-        return str(Source(self.topic, self.partition))
+        return str(Partition(self.topic, self.partition))
 
 
 def known_rules(settings: Settings) -> dict[str, Rule]:
@@ -398,11 +398,11 @@ def tune(
     rule = rule_named(rules, name)
     past = _Past(settings, rule, outputs_of(rules))
     windows = tuple(candidates(rule.windows, quiets_ms))
-    limits = Limits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
+    limits = RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
     ranges = past.since(since_ms)
     with spark_for(settings, spark) as session:
         for attempt in range(ATTEMPTS):
-            work = Work(rule, windows, limits, tuple(sorted(each.source for each in ranges)))
+            work = TuneTask(rule, windows, limits, tuple(sorted(each.source for each in ranges)))
             try:
                 rows = collect(session, _job(settings, session, work, ranges), stopped)
                 break
@@ -430,7 +430,7 @@ class _Past:
         self._rule, self._outputs = rule, outputs
         self._broker = Broker(settings)
 
-    def since(self, since_ms: int) -> list[Range]:
+    def since(self, since_ms: int) -> list[OffsetRange]:
         """Return what there is, in each partition from its first record that is not older.
 
         Raises:
@@ -443,7 +443,7 @@ class _Past:
         bounds = self._broker.bounds(topics)
         found = self._broker.at_time(topics, since_ms)
         ranges = [
-            Range(*place, max(first, found[place]), end)
+            OffsetRange(*place, max(first, found[place]), end)
             for place, (first, end) in sorted(bounds.items())
             if found.get(place, end) < end and first < end
         ]
@@ -452,13 +452,13 @@ class _Past:
             raise BadRequest(f"Kafka has no records since {iso_time(since_ms)} in {named}: try an earlier --since")
         return ranges
 
-    def has_moved(self, ranges: Sequence[Range]) -> bool:
+    def has_moved(self, ranges: Sequence[OffsetRange]) -> bool:
         """Return whether Kafka no longer has all of it."""
         bounds = self._broker.bounds(self._broker.topics().values())
         return any(bounds.get((r.topic, r.partition), (r.first + 1, 0))[0] > r.first for r in ranges)
 
 
-def _job(settings: Settings, spark: Any, work: Work, ranges: Sequence[Range]) -> Any:
+def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[OffsetRange]) -> Any:
     starts: dict[str, dict[str, int]] = {}
     ends: dict[str, dict[str, int]] = {}
     for each in ranges:
@@ -466,7 +466,7 @@ def _job(settings: Settings, spark: Any, work: Work, ranges: Sequence[Range]) ->
         ends.setdefault(each.topic, {})[str(each.partition)] = each.end
     options = reader_options(settings, starts)
     del options["subscribePattern"], options["maxOffsetsPerTrigger"]
-    asks_record = Reader(work.rule).asks_record
+    asks_record = RuleReader(work.rule).asks_record
     if not asks_record:
         del options["includeHeaders"]
     options |= {
@@ -513,11 +513,11 @@ _decode = msgspec.msgpack.Decoder(tuple[list[Figures], dict[str, int]]).decode
 # What tasks do.
 
 
-def _looked(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _looked(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield what the rule takes of records, and at the end how many it left out, and why."""
-    reader, arrival = Reader(work.rule), work.rule.clock == "arrival"
+    reader, arrival = RuleReader(work.rule), work.rule.clock == "arrival"
     numbers = {source: n for n, source in enumerate(work.sources)}
-    newest: dict[Source, int] = {}
+    newest: dict[Partition, int] = {}
     totals = Counter[str]()
     for batch in batches:
         for records in slices(batch, {}, work.limits):
@@ -542,7 +542,7 @@ def _looked(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Record
     yield _batch([(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
 
 
-def _counted(work: Work, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _counted(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Fold groups whose events come in order, with every candidate; yield what was counted."""
     trials = Trials(work.rule.collect, work.windows, marshal.loads)
     totals = Counter[str]()

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from tailrace.driver.slice import Place, Slice, View, Window
+from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
 from tailrace.log.event import event_id, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query.value import CACHED
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Time
-from tailrace.views.folds.rule import SHORT, Reader, Rule
-from tailrace.views.folds.store import VIEW, Folds, Held, given_out, new_version, reads
+from tailrace.views.folds.rule import SHORT, Rule, RuleReader
+from tailrace.views.folds.store import VIEW, FoldStore, HeldGroup, given_out, new_version, reads
 
 NO_RULE = "no-rule"
 
@@ -42,7 +42,7 @@ class Ruling(NamedTuple):
     """A rule at work."""
 
     rule: Rule
-    reader: Reader
+    reader: RuleReader
     folding: Folding
     homes: dict[bytes, int]
     """Shards of groups that were seen."""
@@ -70,11 +70,11 @@ class Looker:
 
     def __init__(self, shards: int, rules: Sequence[Rule]) -> None:
         self._shards = shards
-        self.rulings = [Ruling(rule, Reader(rule), rule.folding(), {}) for rule in rules]
+        self.rulings = [Ruling(rule, RuleReader(rule), rule.folding(), {}) for rule in rules]
         self._outputs = frozenset(topic for rule in rules for topic in (rule.output, rule.raw) if topic)
         self._reading: dict[str, list[int]] = {}
 
-    def look(self, records: Slice, place: Place, now_ms: int) -> Looked:
+    def look(self, records: Slice, place: AppliedMarks, now_ms: int) -> Looked:
         """Look into a slice. A record from the future is taken for one of now."""
         groups: dict[Key, Inputs] = {}
         stored: list[list[int]] = [[] for _ in range(self._shards)]
@@ -135,7 +135,7 @@ class Looker:
         return known
 
 
-def arrivals_of(offsets: Sequence[int], times: Sequence[int], place: Place) -> list[int]:
+def arrivals_of(offsets: Sequence[int], times: Sequence[int], place: AppliedMarks) -> list[int]:
     """Return the running-maximum times of a slice, from what the shards know of the records before it.
 
     A shard whose mark lies before the slice knows the time up to its mark; the one that came furthest knows it up to
@@ -157,13 +157,13 @@ class _Group:
 
     __slots__ = ("clumps", "held", "version")
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HeldGroup) -> None:
         self.version = held.version
         self.held = held
         self.clumps: list[Clump] | None = None
 
 
-class FoldView(View):
+class FoldsWriter(Writer):
     """The view of all fold rules."""
 
     name = VIEW
@@ -189,7 +189,7 @@ class FoldView(View):
         self._frontiers: list[dict[str, int]] = []
         """For each shard those of the rules: a shard that lost its last writes has its own time."""
 
-    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Look into the slices, and read what their groups hold."""
         now_ms = round(self._clock() * 1000)
         known, self._looked = self._looked, {}
@@ -204,7 +204,7 @@ class FoldView(View):
                     wanted.setdefault((shard, n), {})[group] = None
         rulings = self._looker.rulings
         asked = [(shard, rulings[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
-        held, self._frontiers = Folds(shards).read(asked)
+        held, self._frontiers = FoldStore(shards).read(asked)
         self._held = {
             (shard, n, group): _Group(h)
             for ((shard, n), groups), answer in zip(wanted.items(), held, strict=True)

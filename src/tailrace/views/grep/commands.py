@@ -41,7 +41,7 @@ _SCALAR = r'"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null'
 _FIELD_PATHS = re.compile(r'"\$([^"$]+)"(?!:)')
 
 
-class Request(NamedTuple):
+class GrepOptions(NamedTuple):
     """What was asked on the command line."""
 
     topics: str
@@ -76,7 +76,7 @@ class Request(NamedTuple):
             raise BadRequest(f"{'-e' if self.ends else '-c'} ends with what there is: leave -f out")
 
 
-def grep(asked: Request) -> int:
+def grep(asked: GrepOptions) -> int:
     """Print what is found until the search ends or Ctrl-C, and then how to go on."""
     said = _Said()
     logger = logging.getLogger("tailrace.client")
@@ -142,7 +142,7 @@ def _has_empty_name(value: object) -> bool:
 
 
 class _Search:
-    def __init__(self, asked: Request, query: dict[str, Any], said: _Said) -> None:
+    def __init__(self, asked: GrepOptions, query: dict[str, Any], said: _Said) -> None:
         self.asked, self.query, self.said = asked, query, said
         self.found = 0
         self.cursor = asked.after

@@ -27,14 +27,14 @@ from tailrace.log.cursor import (
 )
 from tailrace.log.event import iso_time
 from tailrace.log.feed import end_of
-from tailrace.log.request import AnyFrame, Control, Moved
+from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
-from tailrace.views.grep.leases import Lease
+from tailrace.views.grep.leases import SearchLease
 from tailrace.views.grep.matches import WAIT_S, GrepFeed
-from tailrace.views.grep.model import Life, Stretch
+from tailrace.views.grep.model import SearchLife, Stretch
 from tailrace.views.grep.parts import Parts, Progress
-from tailrace.views.grep.request import LIVE, GrepRequest, Place
+from tailrace.views.grep.request import LIVE, GrepRequest, SearchPlace
 
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
 """How far back it is looked, one after the other; then everything that there is."""
@@ -52,8 +52,8 @@ class NewestFeed:
     def __init__(
         self,
         parts: Parts,
-        lease: Lease,
-        life: Life,
+        lease: SearchLease,
+        life: SearchLife,
         pins: Mapping[str, int],
         topics: Sequence[Topic],
         count: int,
@@ -85,7 +85,7 @@ class NewestFeed:
             await asyncio.sleep(WAIT_S)
             self._lease.check()
             if told := await self._parts.progress(self._life, progress):
-                yield [Control("progress", "", msgspec.json.encode(told))]
+                yield [ControlFrame("progress", "", msgspec.json.encode(told))]
         self._found = await self._open_since(stretch)
         yield [Moved(self._found.cursor)]
         async for frames in self._found:
@@ -151,7 +151,7 @@ async def _newest(
             before = entries[-1].first - 1
 
 
-class Grep:
+class GrepFeeds:
     """Opens feeds of searches."""
 
     def __init__(self, parts: Parts, reach: timedelta | None = None) -> None:
@@ -170,7 +170,7 @@ class Grep:
         pins = await parts.searches.pins(life)
         if pins is None:
             pins = await parts.searches.pin(life, await parts.searched.ends(topics))
-        lease = await Lease.take(parts.leases, request, life)
+        lease = await SearchLease.take(parts.leases, request, life)
         try:
             if not isinstance(request.start, FromLast):
                 return await self._feed(request, lease, life, pins, topics)
@@ -205,12 +205,12 @@ class Grep:
         return floor_ms
 
     async def _feed(
-        self, request: GrepRequest, lease: Lease, life: Life, pins: dict[str, int], topics: list[Topic]
+        self, request: GrepRequest, lease: SearchLease, life: SearchLife, pins: dict[str, int], topics: list[Topic]
     ) -> GrepFeed:
         """Open the feed of a search that is registered, pinned and leased."""
         parts = self.parts
         gap = None
-        if isinstance(request.start, Place):
+        if isinstance(request.start, SearchPlace):
             part, position, gap = await self._resumed(life, request.start)
         elif isinstance(request.start, FromEnd):
             part, position = LIVE, await end_of(parts.logs, life.name)
@@ -226,15 +226,15 @@ class Grep:
 
     async def _known(self, request: GrepRequest) -> GrepRequest:
         """Return the request of a client that has a name as one that begins where the client was, if it is known."""
-        if request.client is None or isinstance(request.start, Place):
+        if request.client is None or isinstance(request.start, SearchPlace):
             return request
         stored = await self.parts.searches.position(request.search.id, request.client)
         if stored is None:
             return request
-        place = Place.parse(stored)
+        place = SearchPlace.parse(stored)
         return msgspec.structs.replace(request, start=place, since_ms=place.cursor.since_ms)
 
-    async def _resumed(self, life: Life, place: Place) -> tuple[int, Position, Gap | None]:
+    async def _resumed(self, life: SearchLife, place: SearchPlace) -> tuple[int, Position, Gap | None]:
         position = place.cursor.positions[0]
         if place.life == life.number:
             stretches, _ = await self.parts.searches.stretches(life)

@@ -33,8 +33,8 @@ from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, mapping
-from tailrace.views.grep.model import Life, Stretch
-from tailrace.views.grep.request import GrepRequest, Place
+from tailrace.views.grep.model import SearchLife, Stretch
+from tailrace.views.grep.request import GrepRequest, SearchPlace
 from tailrace.views.grep.store import VIEW, discard
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ TRIES = 5
 _encode = msgspec.json.Encoder().encode
 
 
-class Asked(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a connection asks for, as it is kept beside its lease."""
 
     life: int = 0
@@ -66,7 +66,7 @@ class Asked(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class _Held(msgspec.Struct):
     search: str
-    asked: Asked
+    asked: LeaseRequest
     ended: asyncio.Event
     """Set when the lease ends without being given up."""
     counted: int = 0
@@ -91,7 +91,7 @@ class Leases:
         """Whether a connection has its lease still; one whose search was ended by hand has not."""
         return number in self._held
 
-    async def take(self, search: str, asked: Asked | None = None, ended: asyncio.Event | None = None) -> int:
+    async def take(self, search: str, asked: LeaseRequest | None = None, ended: asyncio.Event | None = None) -> int:
         """Lease a search for a connection; return the connection's number. An event is set if the search is ended.
 
         Raises:
@@ -99,7 +99,7 @@ class Leases:
         """
         self._next += 1
         number = self._next
-        asked = msgspec.structs.replace(asked or Asked(), since_ms=round(self._clock() * 1000))
+        asked = msgspec.structs.replace(asked or LeaseRequest(), since_ms=round(self._clock() * 1000))
         self._held[number] = _Held(search, asked, ended or asyncio.Event())
         try:
             for _ in range(TRIES):
@@ -259,7 +259,7 @@ class Watchdog:
                 discard(self._shards, shard, shelf.decode())
 
 
-class Lease:
+class SearchLease:
     """A lease that was taken. It is held until it is given up, or the search is ended by hand."""
 
     def __init__(self, leases: Leases, search: str, number: int, wake: asyncio.Event) -> None:
@@ -268,7 +268,7 @@ class Lease:
         """Set when the search is ended: a feed waits for this together with its own news."""
 
     @classmethod
-    async def take(cls, leases: Leases, request: GrepRequest, life: Life) -> Lease:
+    async def take(cls, leases: Leases, request: GrepRequest, life: SearchLife) -> SearchLease:
         """Lease the search of a request.
 
         Raises:
@@ -292,15 +292,15 @@ class Lease:
         await self._leases.give_up(self._number)
 
 
-def _asked(request: GrepRequest, life: Life) -> Asked:
+def _asked(request: GrepRequest, life: SearchLife) -> LeaseRequest:
     """Return what a request asks for, as it is kept beside its lease."""
     start = request.start
     if isinstance(start, FromTime):
         text = iso_time(start.time_ms)
     elif isinstance(start, FromLast):
         text = f"-{start.count}"
-    elif isinstance(start, Place):
+    elif isinstance(start, SearchPlace):
         text = str(start)
     else:
         text = "end" if isinstance(start, FromEnd) else "start"
-    return Asked(life.number, text, request.window, request.client or "")
+    return LeaseRequest(life.number, text, request.window, request.client or "")

@@ -16,13 +16,13 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, TailraceError
 from tailrace.log.cursor import Position
-from tailrace.log.feed import Reader
-from tailrace.log.request import AnyFrame, Control, Moved
+from tailrace.log.feed import LogReader
+from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
-from tailrace.views.grep.leases import Lease
-from tailrace.views.grep.model import Life
+from tailrace.views.grep.leases import SearchLease
+from tailrace.views.grep.model import SearchLife
 from tailrace.views.grep.parts import Parts, Progress
-from tailrace.views.grep.request import LIVE, GrepRequest, Place
+from tailrace.views.grep.request import LIVE, GrepRequest, SearchPlace
 from tailrace.views.grep.window import Showing
 
 LEAST_WAIT_S, WAIT_S = 0.05, 0.5
@@ -42,9 +42,9 @@ class GrepFeed:
     def __init__(
         self,
         parts: Parts,
-        lease: Lease,
+        lease: SearchLease,
         request: GrepRequest,
-        life: Life,
+        life: SearchLife,
         pins: dict[str, int],
         ends: dict[str, int],
         part: int,
@@ -63,7 +63,7 @@ class GrepFeed:
         self._ended = False
         self._wake = lease.wake
         self._following = AsyncExitStack()
-        self._reader: Reader
+        self._reader: LogReader
         self._behind, self._kept_ms = "", 0
         self._progress: Progress | None = None
 
@@ -142,7 +142,7 @@ class GrepFeed:
         frames: list[AnyFrame] = []
         if not self._announced:
             self._announced = True
-            frames.append(Control("caught-up", self.cursor))
+            frames.append(ControlFrame("caught-up", self.cursor))
         if not self._is_closing():
             return frames or await self._wait()
         if request.follow and not self._closing:
@@ -178,10 +178,10 @@ class GrepFeed:
         for lost in await self._parts.searches.lost(self._life, self._part):
             if self._request.on_gap == "fail":
                 place = msgspec.structs.replace(self._showing.place.cursor, positions=(Position.START,))
-                first, known = f"{lost.source}:{lost.first}", Place(self._life.number, behind, place)
+                first, known = f"{lost.source}:{lost.first}", SearchPlace(self._life.number, behind, place)
                 what = f"search {self._life.search.id}: {first} up to offset {lost.until - 1}"
                 raise CursorGone(self._life.search.id, first, str(known), lost.reason, what)
-            frames.append(Control("gap", self.cursor, _encode(lost)))
+            frames.append(ControlFrame("gap", self.cursor, _encode(lost)))
         await self._open(behind, Position.START)
         self._progress = None
         return [*frames, Moved(self.cursor)]
@@ -195,7 +195,7 @@ class GrepFeed:
         if self._part == LIVE or self._progress is None:
             return []
         told = await self._parts.progress(self._life, self._progress)
-        return [] if told is None else [Control("progress", self.cursor, _encode(told))]
+        return [] if told is None else [ControlFrame("progress", self.cursor, _encode(told))]
 
     def _pause_s(self) -> float:
         """Return how long to wait: who has not waited for long looks more often, so that what is short stays short."""
@@ -217,7 +217,7 @@ class GrepFeed:
             if gap is not None:
                 self._showing.add(gap)
                 position = gap.to
-        self._reader = Reader(self._parts.logs, name, position, channel)
+        self._reader = LogReader(self._parts.logs, name, position, channel)
 
     def _end(self, reason: str) -> list[AnyFrame]:
         self._ended = True

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import BadRequest, QueryError, TopicForbidden
-from tailrace.log.event import Source
-from tailrace.query import Limits, Query, compile_query
+from tailrace.log.event import Partition
+from tailrace.query import Query, QueryLimits, compile_query
 from tailrace.query.predicate import compiled
 
 ALL = ".*"
@@ -67,7 +67,9 @@ def _id(topics: str, query: str) -> str:
     return sha256(f"{topics} {compile_query(json.loads(query), _ADMITTED).digest}".encode()).hexdigest()[:24]
 
 
-_ADMITTED = Limits(depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24)
+_ADMITTED = QueryLimits(
+    depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24
+)
 
 
 class TopicFilter:
@@ -85,7 +87,7 @@ class TopicFilter:
 
 
 def make_search(
-    topics: str | Sequence[str], query: Any, key: str | None = None, limits: Limits | None = None
+    topics: str | Sequence[str], query: Any, key: str | None = None, limits: QueryLimits | None = None
 ) -> Search:
     """Check and make a search.
 
@@ -100,7 +102,7 @@ def make_search(
         QueryError: The query cannot be compiled.
         BadRequest: The topics or the key cannot be read.
     """
-    limits = limits or Limits()
+    limits = limits or QueryLimits()
     compile_query(query, limits)
     wanted = [query, _key_query(key)] if key else [query]
     whole = query if len(wanted) == 1 else {"$and": wanted}
@@ -142,7 +144,7 @@ def _key_query(text: str) -> dict[str, Any]:
     return {"$key": {"$regex": text}}
 
 
-class Life(msgspec.Struct, frozen=True):
+class SearchLife(msgspec.Struct, frozen=True):
     """One registration of a search: from its first subscriber until it is forgotten. Lives are numbered for ever."""
 
     search: Search
@@ -178,16 +180,16 @@ class Stretch(msgspec.Struct, frozen=True):
         """How much of it that is."""
         return round(100 * passed / self.records, 1) if self.records else 100.0
 
-    def name(self, life: Life) -> str:
+    def name(self, life: SearchLife) -> str:
         """The name of its log."""
         return f"{life.search.id}.{life.number}.{self.number}"
 
-    def mark(self, source: Source | str) -> str:
+    def mark(self, source: Partition | str) -> str:
         """The name under which a shard keeps how far a source is scanned; no source has a tilde in its name."""
         return f"~{self.number}~{source}"
 
 
-class Lost(msgspec.Struct, frozen=True):
+class LostOffsets(msgspec.Struct, frozen=True):
     """Offsets of a stretch that Kafka no longer had when the scan came to them: from ``first`` up to ``until``."""
 
     source: str

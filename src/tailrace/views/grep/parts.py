@@ -16,14 +16,14 @@ from typing import Any, TypeAlias
 from tailrace.errors import SearchEnded
 from tailrace.kafka.broker import Topic
 from tailrace.log.cursor import Position
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.feed import before_time
-from tailrace.log.hub import Hub, Piece
+from tailrace.log.hub import Hub, SegmentEntry
 from tailrace.log.request import Batch
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
 from tailrace.views.grep.leases import Leases
-from tailrace.views.grep.model import Life, Search, Stretch
+from tailrace.views.grep.model import Search, SearchLife, Stretch
 from tailrace.views.grep.payloads import Payloads
 from tailrace.views.grep.request import LIVE
 from tailrace.views.grep.store import Searched, Searches
@@ -35,9 +35,9 @@ class Span:
     Columns are made when they are first asked for: who only counts needs none.
     """
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: SegmentEntry) -> None:
         self._run = piece.entry.run
-        self.source: Source = self._run.source
+        self.source: Partition = self._run.source
         self.epoch, self.first = piece.segment.epoch, piece.entry.first
         """The epoch of the log, and the number of the first match."""
         self._length = len(self._run)
@@ -150,7 +150,7 @@ class Batches:
         self._spans: OrderedDict[tuple[str, int, int, int], Span] = OrderedDict()
         self._matches = 0
 
-    def span(self, name: str, piece: Piece) -> Span:
+    def span(self, name: str, piece: SegmentEntry) -> Span:
         """Return a stored run of a log as a span."""
         key = name, piece.segment.epoch, piece.entry.first, piece.entry.last
         span = self._spans.get(key)
@@ -215,7 +215,7 @@ class Parts:
         """Return where each source of a search ends now."""
         return await self.searched.ends(await self.searched.topics(search))
 
-    async def reach(self, life: Life, pins: Mapping[str, int], topics: Sequence[Topic], since_ms: int) -> None:
+    async def reach(self, life: SearchLife, pins: Mapping[str, int], topics: Sequence[Topic], since_ms: int) -> None:
         """Ask for what is not scanned yet of the time since then; ranges abut, so nothing is scanned twice."""
         wanted: dict[str, int] | None = None
         while True:
@@ -230,7 +230,7 @@ class Parts:
             if not ranges or await self.searches.extend(life, len(stretches), self.clock(), since_ms, ranges):
                 return
 
-    async def oldest(self, life: Life, since_ms: int) -> int:
+    async def oldest(self, life: SearchLife, since_ms: int) -> int:
         """Return the part that a request since a time begins with: the last one that ends after it."""
         stretches, _ = await self.searches.stretches(life)
         part, until_ms = LIVE, None
@@ -240,7 +240,7 @@ class Parts:
             part, until_ms = stretch.number, stretch.since_ms
         return part
 
-    async def before(self, life: Life, part: int, since_ms: int) -> Position:
+    async def before(self, life: SearchLife, part: int, since_ms: int) -> Position:
         """Return a place in a part that has every match since a time behind it, and little else."""
         if part != LIVE:
             stretch, _ = await self.stretch(life, part)
@@ -249,7 +249,7 @@ class Parts:
             return Position.START  # what is gone is said there
         return await before_time(self.logs, life.name, since_ms)
 
-    async def after(self, life: Life, part: int) -> int:
+    async def after(self, life: SearchLife, part: int) -> int:
         """Return the part that follows another one."""
         stretches, _ = await self.searches.stretches(life)
         numbers = [LIVE, *(stretch.number for stretch in stretches)]
@@ -257,7 +257,7 @@ class Parts:
             raise SearchEnded(life.search.id)
         return numbers[numbers.index(part) - 1]
 
-    async def swept(self, life: Life, since_ms: int | None) -> Gap | None:
+    async def swept(self, life: SearchLife, since_ms: int | None) -> Gap | None:
         """Return what retention has removed of the live matches since a time, if it may have removed any of them."""
         log = await self.logs.log(life.name)
         if log.segments:
@@ -270,7 +270,7 @@ class Parts:
             return None
         return Gap(Position.START, to, "expired")
 
-    async def stretch(self, life: Life, part: int) -> tuple[Stretch, bool]:
+    async def stretch(self, life: SearchLife, part: int) -> tuple[Stretch, bool]:
         """Return a stretch, and whether it is scanned."""
         stretches, done = await self.searches.stretches(life)
         for found in stretches:
@@ -278,7 +278,7 @@ class Parts:
                 return found, part in done
         raise SearchEnded(life.search.id)  # they only go with their life
 
-    async def progress(self, life: Life, progress: Progress) -> dict[str, Any] | None:
+    async def progress(self, life: SearchLife, progress: Progress) -> dict[str, Any] | None:
         """Return what there is to tell of a scan; None if its reader was told lately."""
         if not progress.is_due():
             return None

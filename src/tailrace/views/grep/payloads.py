@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
 from tailrace.kafka.consume import Consumers
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.run import Run, decode
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
@@ -33,7 +33,7 @@ class Payloads:
     """Frames of records by their coordinates; what several readers want is fetched once."""
 
     def __init__(
-        self, nodes: Nodes, properties: Mapping[str, Any], home: Callable[[Source], int], memory_bytes: int
+        self, nodes: Nodes, properties: Mapping[str, Any], home: Callable[[Partition], int], memory_bytes: int
     ) -> None:
         self._nodes, self._home = nodes, home
         self._memory: dict[str, dict[int, bytes]] = {}
@@ -49,10 +49,10 @@ class Payloads:
 
     async def frames(
         self,
-        source: Source,
+        source: Partition,
         offsets: Sequence[int],
         shelf: str,
-        is_current: Callable[[Source], Awaitable[bool]],
+        is_current: Callable[[Partition], Awaitable[bool]],
         ahead: Callable[[], Iterable[int]] = tuple,
     ) -> Mapping[int, bytes]:
         """Return the frames of records of one source, whose offsets rise; those that are gone are left out.
@@ -91,7 +91,7 @@ class Payloads:
         known = self._memory.get(label)
         return {} if known is None else {o: frame for o in offsets if (frame := known.get(o)) is not None}
 
-    async def _kept(self, source: Source, offsets: Sequence[int], wanted: set[int], shelf: str) -> dict[int, bytes]:
+    async def _kept(self, source: Partition, offsets: Sequence[int], wanted: set[int], shelf: str) -> dict[int, bytes]:
         """Read what the pipeline kept. A run that holds an offset ends at it or behind it."""
         shard = self._home(source)
         key = self._nodes.keys.kept(shard, shelf)
@@ -109,7 +109,7 @@ class Payloads:
             count = min(2 * count, KEPT_ENTRIES)  # runs may be small, or hold more than is wanted
         return found
 
-    def _remember(self, source: Source, run: Run, wanted: set[int] | None) -> dict[int, bytes]:
+    def _remember(self, source: Partition, run: Run, wanted: set[int] | None) -> dict[int, bytes]:
         """Hold what is wanted of a run, or all of it, in memory, and return it."""
         label = str(source)
         found = dict(zip(run.offsets, run.frames(0), strict=True))
@@ -134,7 +134,7 @@ class Payloads:
         if not memory:
             del self._memory[label]
 
-    async def _fetched(self, source: Source, offsets: Sequence[int]) -> Run | None:
+    async def _fetched(self, source: Partition, offsets: Sequence[int]) -> Run | None:
         found = await self._consumers.run(lambda consumer: _messages(consumer, source, offsets))
         if not found:
             return None
@@ -149,7 +149,7 @@ class Payloads:
         )
 
 
-def _messages(consumer: Consumer, source: Source, offsets: Sequence[int]) -> list[Any]:
+def _messages(consumer: Consumer, source: Partition, offsets: Sequence[int]) -> list[Any]:
     """Read forwards, over near offsets that are not wanted and around far ones, until the last one is passed."""
     found: list[Any] = []
     at, silent, short = 0, 0.0, None

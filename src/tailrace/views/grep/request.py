@@ -39,7 +39,7 @@ _CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _PLACE = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
 
 
-class Place(msgspec.Struct, frozen=True):
+class SearchPlace(msgspec.Struct, frozen=True):
     """Where a reader of a search is: in which life, in which part of it, and where in the part's log."""
 
     life: int
@@ -50,7 +50,7 @@ class Place(msgspec.Struct, frozen=True):
         return f"{self.life}-{self.part}-{self.cursor}"
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> SearchPlace:
         """Read what ``str`` wrote; anything else is a CursorError."""
         found = _PLACE.fullmatch(text.strip())
         if found is None:
@@ -62,7 +62,7 @@ class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A feed of one search. Times are milliseconds."""
 
     search: Search
-    start: FromStart | FromEnd | FromLast | FromTime | Place
+    start: FromStart | FromEnd | FromLast | FromTime | SearchPlace
     since_ms: int | None = None
     until_ms: int | None = None
     limit: int | None = None
@@ -100,18 +100,18 @@ def make_grep_request(
         raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
     if client is not None and not _CLIENT.fullmatch(client):
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
-    begin: FromStart | FromEnd | FromLast | FromTime | Place
+    begin: FromStart | FromEnd | FromLast | FromTime | SearchPlace
     sent, since_ms, resumed = 0, None, False
     if last_event_id:
-        begin = Place.parse(last_event_id)
+        begin = SearchPlace.parse(last_event_id)
         if begin.cursor.ended:
             return None
         sent, since_ms, resumed = begin.cursor.sent or 0, begin.cursor.since_ms, True
     elif after:
-        begin = Place.parse(after)
+        begin = SearchPlace.parse(after)
         since_ms = begin.cursor.since_ms
     elif start and _PLACE.fullmatch(start):
-        begin = Place.parse(start)
+        begin = SearchPlace.parse(start)
         since_ms = begin.cursor.since_ms
     elif start:
         found = parse_start(start, 1, now_ms)

@@ -19,10 +19,10 @@ from tailrace.errors import BadRequest, SearchNotFound
 from tailrace.http.request import NoQuery
 from tailrace.http.service import Service, now_ms
 from tailrace.log.event import iso_time
-from tailrace.query import Limits
+from tailrace.query import QueryLimits
 from tailrace.valkey.shards import Command, mapping
-from tailrace.views.grep.leases import Asked
-from tailrace.views.grep.model import Life, Stretch, make_search
+from tailrace.views.grep.leases import LeaseRequest
+from tailrace.views.grep.model import SearchLife, Stretch, make_search
 from tailrace.views.grep.request import WINDOW, GrepRequest, make_grep_request
 from tailrace.views.grep.store import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
 
@@ -31,9 +31,9 @@ MOST_SAMPLES = 100
 _decode = msgspec.json.Decoder().decode
 
 
-def limits_of(settings: Settings) -> Limits:
+def limits_of(settings: Settings) -> QueryLimits:
     """Return how large a query may be."""
-    return Limits(**{name: getattr(settings.grep, name) for name in Limits.__struct_fields__})
+    return QueryLimits(**{name: getattr(settings.grep, name) for name in QueryLimits.__struct_fields__})
 
 
 class GrepQuery(NoQuery):
@@ -74,7 +74,7 @@ class GrepQuery(NoQuery):
         except ValueError as error:
             raise BadRequest(f"q={self.q[:80]!r} is no JSON: {error}") from None
 
-    def request(self, limits: Limits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
+    def request(self, limits: QueryLimits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
         """Return the request to the feed, over topics that match ``within``; None when it has ended before."""
         if self.start is not None and self.since is not None:
             raise BadRequest("from and since are the same parameter: give one of them")
@@ -108,7 +108,7 @@ class GrepBody(GrepQuery):
     def query(self) -> Any:
         return self.q
 
-    def request(self, limits: Limits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
+    def request(self, limits: QueryLimits, last_event_id: str | None, within: str = "") -> GrepRequest | None:
         key = msgspec.json.encode(self.key).decode() if isinstance(self.key, list) else self.key
         plain = self.model_copy(update={"key": key})
         return GrepQuery.request(plain, limits, last_event_id, within)
@@ -142,7 +142,7 @@ class Explained(BaseModel):
     samples: list[Sample]
 
 
-def explain(body: ExplainBody, limits: Limits, within: str = "") -> Explained:
+def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> Explained:
     """Try a search, over topics that match ``within``.
 
     A sample is a frame of a feed, with `data` and what lies beside it, or a bare value.
@@ -184,7 +184,7 @@ EXPLAIN_BODY = _json_body(ExplainBody, {"q": {"total": {"$gt": 100}}, "samples":
 AT_ONCE = 50
 """Searches whose registries are read together."""
 
-_read_asked = msgspec.json.Decoder(Asked).decode
+_read_asked = msgspec.json.Decoder(LeaseRequest).decode
 
 
 class SearchesQuery(NoQuery):
@@ -218,7 +218,7 @@ class Scanned(BaseModel):
     matches: int = Field(description="Found so far.")
 
 
-class Search(BaseModel):
+class SearchStatus(BaseModel):
     """A search that is alive."""
 
     id: str = Field(description="The same for all searches that mean the same.")
@@ -241,11 +241,11 @@ class Search(BaseModel):
 class SearchesPage(BaseModel):
     """A page of searches, in the order of their ids."""
 
-    searches: list[Search]
+    searches: list[SearchStatus]
     next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
 
 
-class Connection(BaseModel):
+class Follower(BaseModel):
     """A connection that follows a search."""
 
     process: str = Field(description="The service process that it is in.")
@@ -256,10 +256,10 @@ class Connection(BaseModel):
     client: str | None = Field(description="The name under which its place is kept.")
 
 
-class SearchDetails(Search):
+class SearchDetails(SearchStatus):
     """A search, and who follows it."""
 
-    connections: list[Connection]
+    connections: list[Follower]
 
 
 class EndedSearch(BaseModel):
@@ -275,7 +275,7 @@ async def list_searches(service: Service, after: str, limit: int) -> SearchesPag
     ids = sorted(id.decode() for id in await service.nodes.read(0, "HKEYS", service.nodes.keys.searches()))
     begin = bisect_right(ids, after) if after else 0
     page = ids[begin : begin + limit]
-    found: list[Search] = []
+    found: list[SearchStatus] = []
     for at in range(0, len(page), AT_ONCE):
         found += await _look(service, page[at : at + AT_ONCE])
     return SearchesPage(searches=found, next=page[-1] if begin + limit < len(ids) else None)
@@ -304,7 +304,7 @@ async def end_search(service: Service, search: str, force: bool) -> EndedSearch:
     return EndedSearch(id=search, life=int(life.rpartition(".")[2]), connections=connections)
 
 
-async def _look(service: Service, ids: Sequence[str]) -> list[Search]:
+async def _look(service: Service, ids: Sequence[str]) -> list[SearchStatus]:
     """Read what there is of searches, in three round trips; one that was forgotten meanwhile is left out."""
     nodes, keys = service.nodes, service.nodes.keys
     (seconds, _), stored = await nodes.read_all([(0, ("TIME",)), (0, ("HMGET", keys.searches(), *ids))])
@@ -327,7 +327,7 @@ async def _look(service: Service, ids: Sequence[str]) -> list[Search]:
     scanned = await _scanned(service, lives, lists, done)
     logs = await service.matches.logs_of([life.name for life in lives])
     return [
-        Search(
+        SearchStatus(
             id=life.search.id,
             topics=life.search.topics if isinstance(life.search.topics, str) else list(life.search.topics),
             within=life.search.within,
@@ -347,7 +347,7 @@ async def _look(service: Service, ids: Sequence[str]) -> list[Search]:
 
 
 async def _scanned(
-    service: Service, lives: Sequence[Life], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
+    service: Service, lives: Sequence[SearchLife], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
 ) -> dict[tuple[str, int], Scanned]:
     """Return how far each stretch of each life is."""
     keys, logs = service.nodes.keys, service.matches
@@ -378,7 +378,7 @@ async def _scanned(
     return answer
 
 
-async def _connections(service: Service, search: str, limit: int) -> list[Connection]:
+async def _connections(service: Service, search: str, limit: int) -> list[Follower]:
     nodes, key = service.nodes, service.nodes.keys.connections(search)
     found: dict[bytes, bytes] = {}
     cursor = 0
@@ -391,10 +391,10 @@ async def _connections(service: Service, search: str, limit: int) -> list[Connec
     return [_connection(place, facts) for place, facts in sorted(found.items())[:limit]]
 
 
-def _connection(place: bytes, facts: bytes) -> Connection:
+def _connection(place: bytes, facts: bytes) -> Follower:
     process, _, number = place.decode().rpartition(" ")
     asked = _read_asked(facts)
-    return Connection(
+    return Follower(
         process=process,
         number=int(number),
         since=iso_time(asked.since_ms),

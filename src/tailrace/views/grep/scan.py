@@ -34,8 +34,8 @@ from tailrace.driver.slice import Slice
 from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, Topic, client_properties
-from tailrace.kafka.consume import Ranges, shared_out
-from tailrace.log.event import Source, home_of, poison
+from tailrace.kafka.consume import RangeReader, shared_out
+from tailrace.log.event import Partition, home_of, poison
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query import Query
@@ -44,15 +44,15 @@ from tailrace.query.tree import And
 from tailrace.valkey.marks import NOTHING, UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.shards import Shards
 from tailrace.views.grep.leases import Watchdog
-from tailrace.views.grep.model import Life, Lost, Stretch
+from tailrace.views.grep.model import LostOffsets, SearchLife, Stretch
 from tailrace.views.grep.store import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
-from tailrace.views.grep.write import KEPT_MS, Standing, appended, shelved
+from tailrace.views.grep.write import KEPT_MS, StandingSearches, appended, shelved
 
 GONE, LATER = 1 << 62, -1
 """Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""
 
 
-class Present:
+class Availability:
     """Asks the broker and the store; ``generations`` are those under which this driver reads topics."""
 
     def __init__(self, broker: Broker, shards: Shards, generations: Mapping[str, int]) -> None:
@@ -63,7 +63,7 @@ class Present:
 
         LATER if the driver has not noticed the topic yet: what is read of it would get another generation.
         """
-        sources = {label: Source.parse(label) for label in labels}
+        sources = {label: Partition.parse(label) for label in labels}
         if not sources:
             return {}
         topics = self._broker.topics()
@@ -78,7 +78,7 @@ class Present:
             found[label] = firsts.get(place, LATER) if verdict is None else verdict
         return found
 
-    def _verdict(self, source: Source, topic: Topic | None, known: Mapping[str, Adopted]) -> int | None:
+    def _verdict(self, source: Partition, topic: Topic | None, known: Mapping[str, Adopted]) -> int | None:
         """Return GONE or LATER; None if it can be read."""
         generation, topic_id = known.get(source.topic, UNKNOWN)
         if topic is None or source.generation < generation:
@@ -92,7 +92,7 @@ class Present:
         return read_all_adopted(stored)
 
 
-def lost(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[Lost]:
+def lost(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:
     """Yield what was lost of a range: Kafka began at ``before`` when it was to be read, and at ``after`` then.
 
     What Kafka dropped in between was perhaps read, and perhaps not: it is said to be lost.
@@ -100,7 +100,7 @@ def lost(source: str, wanted: tuple[int, int], before: int, after: int) -> Itera
     first, until = wanted
     for begins in (before, max(before, after)):
         if begins > first and first < until:
-            yield Lost(source, first, min(until, begins), "deleted" if begins == GONE else "expired")
+            yield LostOffsets(source, first, min(until, begins), "deleted" if begins == GONE else "expired")
             first = min(until, begins)
 
 
@@ -108,14 +108,14 @@ FEW = 4
 """Texts of which one is needed, and queries, at most: looking for more costs as much as asking."""
 
 
-class Look(msgspec.Struct, frozen=True):
+class NeededText(msgspec.Struct, frozen=True):
     """A text that stands in the value, or in the key."""
 
     text: bytes
     in_key: bool = False
 
 
-Part = tuple[Look, ...]
+Part = tuple[NeededText, ...]
 """Texts of which a record has one."""
 
 
@@ -157,7 +157,7 @@ def _price(needed: Needs) -> float:
     return math.inf if None in looks else len(looks)
 
 
-def _look(need: Need) -> Look | None:
+def _look(need: Need) -> NeededText | None:
     """Return what a record that meets a need has, if nothing in it is escaped; None where that is unknown."""
     path = need.path
     if not all(path.steps):
@@ -176,7 +176,7 @@ def _look(need: Need) -> Look | None:
                 return None
             wanted = f'"{names[-1]}"'
     try:
-        return Look(wanted.encode(), in_key)
+        return NeededText(wanted.encode(), in_key)
     except UnicodeEncodeError:  # half a character: bytes that hold it are no text
         return None
 
@@ -200,10 +200,10 @@ WATCH_S = 5.0
 Range = tuple[int, int]
 
 
-class Due(msgspec.Struct, frozen=True):
+class DueRange(msgspec.Struct, frozen=True):
     """What a stretch takes of a chunk: of each source, the offsets from the first up to the second."""
 
-    life: Life
+    life: SearchLife
     stretch: Stretch
     ranges: dict[str, Range]
 
@@ -212,10 +212,10 @@ class Chunk(msgspec.Struct, frozen=True):
     """What one job reads, and who takes what of it."""
 
     ranges: dict[str, Range]
-    dues: list[Due]
+    dues: list[DueRange]
 
 
-def next_chunk(waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]], most: int | None = None) -> Chunk:
+def next_chunk(waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]], most: int | None = None) -> Chunk:
     """Return the next chunk of the first stretch; the others take of it what comes next for them.
 
     Each stretch comes with its marks. All sources go forward in proportion to what is left of them, so that they come
@@ -230,14 +230,14 @@ def next_chunk(waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]], most:
     for source, (first, until) in left.items():
         share = max(1, most * (until - first) // whole) if whole > most else until - first
         ranges[source] = first, min(until, first + share)
-    dues: list[Due] = []
+    dues: list[DueRange] = []
     for life, each, known in waiting:
         taken: dict[str, Range] = {}
         for source, (first, until) in _left(each, known).items():
             if source in ranges and ranges[source][0] <= first < ranges[source][1]:
                 taken[source] = first, min(until, ranges[source][1])
         if taken:
-            dues.append(Due(life, each, taken))
+            dues.append(DueRange(life, each, taken))
     return Chunk(ranges, dues)
 
 
@@ -258,7 +258,7 @@ class Scanner(threading.Thread):
         self._settings, self._spark, self._plan, self._shards = settings, spark, plan, shards
         self._watchdog = Watchdog.of(shards, settings)
         self._stopping = threading.Event()
-        self._present: Present | None = None
+        self._present: Availability | None = None
         self.failure: TailraceError | None = None
 
     def stop(self) -> None:
@@ -300,14 +300,14 @@ class Scanner(threading.Thread):
             logger.warning("a scan waits: %s", error)  # the query knows best whether it can go on without the broker
             return False
 
-    def _scan(self, waiting: Sequence[tuple[Life, Stretch, Mapping[str, int]]]) -> bool:
+    def _scan(self, waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]]) -> bool:
         """Scan one chunk of what can be scanned now; return whether there was anything."""
         before = self._begins({source for _, stretch, marks in waiting for source in _left(stretch, marks)})
         ready, passed = [], False
         for life, stretch, marks in waiting:
             gone = {s: (f, min(u, before[s])) for s, (f, u) in _left(stretch, marks).items() if before[s] > f}
             if gone:
-                self._pass_over(Chunk(gone, [Due(life, stretch, gone)]), before)
+                self._pass_over(Chunk(gone, [DueRange(life, stretch, gone)]), before)
                 passed = True
             known = {**marks, **{source: until - 1 for source, (_, until) in gone.items()}}
             ranges = {s: each for s, each in stretch.ranges.items() if before.get(s) != LATER}
@@ -328,7 +328,7 @@ class Scanner(threading.Thread):
 
     def _begins(self, sources: Iterable[str]) -> dict[str, int]:
         if self._present is None:
-            self._present = Present(Broker(self._settings), self._shards, self._plan.generations)
+            self._present = Availability(Broker(self._settings), self._shards, self._plan.generations)
         return self._present.begins(sources)
 
     def _pass_over(self, chunk: Chunk, before: Mapping[str, int]) -> None:
@@ -350,10 +350,10 @@ class Scanner(threading.Thread):
             for source in due.ranges:
                 if before[source] < after[source] == GONE:
                     # What was read last may be of another topic by this name; from Kafka it is not taken for this one.
-                    home = home_of(Source.parse(source), self._plan.store.shards)
+                    home = home_of(Partition.parse(source), self._plan.store.shards)
                     discard(self._shards, home, due.stretch.mark(source))
 
-    def _marks(self, life: Life, stretch: Stretch) -> dict[str, int]:
+    def _marks(self, life: SearchLife, stretch: Stretch) -> dict[str, int]:
         shard = shard_of(stretch.name(life), self._plan.store.shards)
         [stored] = self._shards.run_all([(shard, marks_command(self._shards.keys, shard, stretch))])
         return marks_of(stretch.ranges, stored)
@@ -362,7 +362,7 @@ class Scanner(threading.Thread):
         """Let tasks of Spark read a chunk; return how many bytes its records' keys and values have."""
         context = self._spark.sparkContext
         parts = shared_out(chunk.ranges, 2 * context.defaultParallelism)
-        read = Ranges(client_properties(self._settings))
+        read = RangeReader(client_properties(self._settings))
         try:
             return int(context.parallelize(parts, len(parts)).mapPartitions(scan(self._plan, chunk, read)).sum())
         except Exception as error:
@@ -417,7 +417,7 @@ class _Task:
         self._plan, self._dues = plan, chunk.dues
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self._marks: dict[tuple[int, str], int] = {}
-        self._standing = Standing([due.life for due in chunk.dues])
+        self._standing = StandingSearches([due.life for due in chunk.dues])
         self.passes = sift(due.life.search.compiled() for due in chunk.dues)
 
     def close(self) -> None:
@@ -435,7 +435,7 @@ class _Task:
                 ]:
                     self._take(due, records, rows)
 
-    def _take(self, due: Due, records: Slice, rows: list[int]) -> None:
+    def _take(self, due: DueRange, records: Slice, rows: list[int]) -> None:
         name = due.stretch.name(due.life)
         shard = shard_of(name, self._plan.store.shards)
         # Matches that are close together are read from Kafka as well as from here.
@@ -449,7 +449,7 @@ class _Task:
                 return
         raise StoreError("marks keep moving under this scan: is another driver of the same epoch at work?")
 
-    def _append(self, due: Due, records: Slice, shard: int, names: Mapping[str, list[int]]) -> bool:
+    def _append(self, due: DueRange, records: Slice, shard: int, names: Mapping[str, list[int]]) -> bool:
         """Append what is not appended yet; False if another one was faster, and it must be cut again."""
         plan, source = self._plan, due.stretch.mark(records.source)
         mark = self._marks.get((shard, source))

@@ -19,13 +19,13 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches, TopicNotFound, TopicNotRead
 from tailrace.kafka.broker import Broker, Topic, topic_pattern
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.metrics import SearchFigures
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.marks import NOTHING, UNKNOWN, Adopted, read_all_adopted
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, mapping
-from tailrace.views.grep.model import Life, Lost, Search, Stretch
+from tailrace.views.grep.model import LostOffsets, Search, SearchLife, Stretch
 
 VIEW = "matches"
 PIECE_RUNS = 8
@@ -45,10 +45,10 @@ def write_search(search: Search) -> str:
     return json.dumps(msgspec.to_builtins(search))
 
 
-def read_life(stored: bytes) -> Life:
+def read_life(stored: bytes) -> SearchLife:
     """Read what the registry has under a search's id."""
     number, since, search = stored.split(b" ", 2)
-    return Life(msgspec.convert(json.loads(search), Search), int(number), int(since))
+    return SearchLife(msgspec.convert(json.loads(search), Search), int(number), int(since))
 
 
 def read_stretch(stored: bytes) -> Stretch:
@@ -69,7 +69,7 @@ class Searches:
     def __init__(self, nodes: Nodes, most: int = 1 << 53, keep_ms: int = 0) -> None:
         self._nodes, self._keys, self._most, self._keep_ms = nodes, nodes.keys, most, keep_ms
 
-    async def register(self, search: Search, now_ms: int) -> Life:
+    async def register(self, search: Search, now_ms: int) -> SearchLife:
         """Return the life of a search; it begins now if it has none.
 
         Raises:
@@ -78,7 +78,7 @@ class Searches:
         answer = await self._call("register", search.id, write_search(search), now_ms, self._most, self._keep_ms)
         if answer[0] == b"full":
             raise TooManySearches(self._most)
-        return Life(search, int(answer[0]), int(answer[1]))
+        return SearchLife(search, int(answer[0]), int(answer[1]))
 
     async def end(self, search: str, force: bool) -> tuple[str, int]:
         """End the life of a search, its scans among it; return the life, and how many connections followed it.
@@ -96,16 +96,16 @@ class Searches:
             raise SearchFollowed(search, int(answer[1]))
         return answer[1].decode(), int(answer[2])
 
-    async def pins(self, life: Life) -> dict[str, int] | None:
+    async def pins(self, life: SearchLife) -> dict[str, int] | None:
         """Return where the live matches of a life begin; None if nobody has said so yet."""
         stored = await self._nodes.read(0, "HGET", self._keys.pins(), life.name)
         return None if stored is None else _pins(stored)
 
-    async def pin(self, life: Life, ends: Mapping[str, int]) -> dict[str, int]:
+    async def pin(self, life: SearchLife, ends: Mapping[str, int]) -> dict[str, int]:
         """Say where the live matches of a life begin: where sources ended after it was registered."""
         return _pins(await self._call("pin", life.name, _encode(ends)))
 
-    async def stretches(self, life: Life) -> tuple[list[Stretch], set[int]]:
+    async def stretches(self, life: SearchLife) -> tuple[list[Stretch], set[int]]:
         """Return what was asked for of the past, in the order in which it was, and the numbers of what is scanned."""
         listed, done = await self._nodes.read_all(
             [
@@ -116,7 +116,7 @@ class Searches:
         return [read_stretch(stored) for stored in listed], {int(number) for number in done}
 
     async def extend(
-        self, life: Life, seen: int, now_ms: int, since_ms: int, ranges: Mapping[str, tuple[int, int]]
+        self, life: SearchLife, seen: int, now_ms: int, since_ms: int, ranges: Mapping[str, tuple[int, int]]
     ) -> bool:
         """Ask for a stretch of the past; False if another was asked for since ``seen`` of them were.
 
@@ -125,20 +125,20 @@ class Searches:
         answer = await self._call("extend", life.name, seen, now_ms, _encode((since_ms, ranges)))
         return bool(answer[0] != b"moved")
 
-    async def read_bytes(self, life: Life, number: int) -> int:
+    async def read_bytes(self, life: SearchLife, number: int) -> int:
         """Return how many bytes were read for a stretch, about: a driver that dies may count a chunk twice."""
         return int(await self._nodes.read(0, "HGET", self._keys.read(life.name), number) or 0)
 
-    async def lost(self, life: Life, number: int) -> list[Lost]:
+    async def lost(self, life: SearchLife, number: int) -> list[LostOffsets]:
         """Return what Kafka had dropped of a stretch before it was scanned; what abuts is one."""
         stored = mapping(await self._nodes.read(0, "HGETALL", self._keys.lost(life.name)))
-        found: list[Lost] = []
+        found: list[LostOffsets] = []
         for field, value in stored.items():
             stretch, source, first = field.decode().split(" ")
             until, _, reason = value.decode().partition(" ")
             if int(stretch) == number:
-                found.append(Lost(source, int(first), int(until), reason))
-        merged: list[Lost] = []
+                found.append(LostOffsets(source, int(first), int(until), reason))
+        merged: list[LostOffsets] = []
         for each in sorted(found, key=lambda each: (each.source, each.first)):
             last = merged[-1] if merged else None
             if last and (last.source, last.reason) == (each.source, each.reason) and last.until >= each.first:
@@ -198,12 +198,12 @@ def marks_of(sources: Iterable[str], stored: Sequence[bytes | None]) -> dict[str
     return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
 
 
-class Registry:
+class SearchRegistry:
     """The registry as a task uses it: what is alive, read again when it has changed."""
 
     def __init__(self) -> None:
         self._version: bytes | None = None
-        self.lives: dict[str, Life] = {}
+        self.lives: dict[str, SearchLife] = {}
         """By the names of their logs."""
 
     def refresh(self, shards: Shards) -> bool:
@@ -220,7 +220,7 @@ class Registry:
         return True
 
 
-def scanning(shards: Shards) -> list[tuple[Life, Stretch]]:
+def scanning(shards: Shards) -> list[tuple[SearchLife, Stretch]]:
     """Return the stretches that are to be scanned; none of a life that is over.
 
     Those that somebody waits for come first, and of them the first asked for.
@@ -244,7 +244,9 @@ def scanning(shards: Shards) -> list[tuple[Life, Stretch]]:
     return sorted(waiting, key=lambda each: each[0].search.id not in awaited)
 
 
-def note(shards: Shards, epoch: int, life: Life, stretch: Stretch, read_bytes: int, gone: Sequence[Lost]) -> None:
+def note(
+    shards: Shards, epoch: int, life: SearchLife, stretch: Stretch, read_bytes: int, gone: Sequence[LostOffsets]
+) -> None:
     """Note that a chunk was read for a stretch, how much it was, and what Kafka no longer had of it.
 
     Raises:
@@ -262,12 +264,12 @@ def discard(shards: Shards, shard: int, shelf: str) -> None:
     shards.run_all([(shard, ("UNLINK", keys.kept(shard, shelf))), (shard, ("HDEL", keys.kept_sizes(shard), shelf))])
 
 
-def finish(shards: Shards, life: Life, stretch: Stretch) -> None:
+def finish(shards: Shards, life: SearchLife, stretch: Stretch) -> None:
     """Say that a stretch is scanned."""
     shards.call(0, "scanned", life.name, stretch.number)
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptRecords(msgspec.Struct, frozen=True):
     """A run of matched records that is kept for those who follow. ``shelf``: a source, or the mark of a stretch's."""
 
     shard: int
@@ -277,7 +279,7 @@ class Kept(msgspec.Struct, frozen=True):
     run: bytes
 
 
-def keep(shards: Shards, kept: Sequence[Kept], most_bytes: int, for_ms: int) -> None:
+def keep(shards: Shards, kept: Sequence[KeptRecords], most_bytes: int, for_ms: int) -> None:
     """Keep what matched records say, up to so many bytes of each source; a run that is larger is left in Kafka."""
     # It would push out all others and then itself: a stream that has become empty refuses what comes again.
     fitting = [k for k in kept if len(k.run) <= most_bytes]
@@ -328,7 +330,7 @@ class Searched:
         """Return what the store knows of every topic that was ever read."""
         return read_all_adopted(await self._nodes.read(0, "HGETALL", self._nodes.keys.topics()))
 
-    async def is_current(self, source: Source) -> bool:
+    async def is_current(self, source: Partition) -> bool:
         """Return whether a source is what Kafka has under its name now."""
         generation, topic_id = (await self.adopted()).get(source.topic, UNKNOWN)
         if generation != source.generation:
@@ -348,7 +350,7 @@ class Searched:
             generation = known.get(topic.name, UNKNOWN).of(topic.id)
             for partition in topic.partitions:
                 if (topic.name, partition) in offsets:
-                    found[str(Source(topic.name, partition, generation))] = offsets[topic.name, partition]
+                    found[str(Partition(topic.name, partition, generation))] = offsets[topic.name, partition]
         return found
 
     async def _ask(self, what: Hashable, ask: Callable[[Broker], T]) -> T:

@@ -16,13 +16,13 @@ import msgspec
 
 from tailrace.errors import CursorGone
 from tailrace.log.cursor import Cursor, Position
-from tailrace.log.event import Source
-from tailrace.log.hub import Piece
-from tailrace.log.request import AnyFrame, Batch, Control, Frame, Moved
+from tailrace.log.event import Partition
+from tailrace.log.hub import SegmentEntry
+from tailrace.log.request import AnyFrame, Batch, ControlFrame, EventFrame, Moved
 from tailrace.log.segment import Gap
-from tailrace.views.grep.model import Life
+from tailrace.views.grep.model import SearchLife
 from tailrace.views.grep.parts import Ahead, Key, Parts
-from tailrace.views.grep.request import LIVE, GrepRequest, Place
+from tailrace.views.grep.request import LIVE, GrepRequest, SearchPlace
 
 AHEAD_BYTES = 4 << 20
 """What is fetched at once, at most, of what will be shown soon."""
@@ -41,7 +41,7 @@ class _Taken(msgspec.Struct, frozen=True, gc=False):
 class Showing:
     """What one request is shown of a search's life: where it is, how many were sent, and what is ahead."""
 
-    def __init__(self, parts: Parts, request: GrepRequest, life: Life, pins: Mapping[str, int]) -> None:
+    def __init__(self, parts: Parts, request: GrepRequest, life: SearchLife, pins: Mapping[str, int]) -> None:
         self._parts, self._request, self._life, self._pins = parts, request, life, pins
         self._part, self._name, self._position = LIVE, "", Position.START
         self._ahead: deque[Ahead | Gap] = deque()
@@ -67,10 +67,10 @@ class Showing:
         return self._request.limit is not None and self._sent >= self._request.limit
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SearchPlace:
         """After what was shown."""
         sent = self._sent if self._request.limit is not None or self._request.count else None
-        return Place(self._life.number, self._part, Cursor((self._position,), sent, self._request.since_ms))
+        return SearchPlace(self._life.number, self._part, Cursor((self._position,), sent, self._request.since_ms))
 
     @property
     def cursor(self) -> str:
@@ -81,7 +81,7 @@ class Showing:
         """Go on at a position in the log of a part."""
         self._part, self._name, self._position = part, name, position
 
-    def add(self, piece: Piece | Gap) -> None:
+    def add(self, piece: SegmentEntry | Gap) -> None:
         """Put a stored run ahead, without what was seen before; or that something is gone."""
         if isinstance(piece, Gap):
             self._ahead.append(piece)
@@ -161,7 +161,7 @@ class Showing:
         self._sent += len(batch)
         return batch
 
-    def _show_apart(self, taken: Sequence[_Taken], found: Mapping[Source, Mapping[int, bytes]]) -> list[AnyFrame]:
+    def _show_apart(self, taken: Sequence[_Taken], found: Mapping[Partition, Mapping[int, bytes]]) -> list[AnyFrame]:
         """Show matches one by one: only some are wanted, or are still there, or they are counted towards a limit."""
         request, frames, moved = self._request, list[AnyFrame](), False
         for each in taken:
@@ -176,7 +176,7 @@ class Showing:
                     frames.append(self._gap("gone", None, f"{span.source}:{span.offsets[at]}"))
                 else:
                     self._sent += 1
-                    frames.append(Frame(self.cursor, data))
+                    frames.append(EventFrame(self.cursor, data))
             moved = each.ahead.at < each.end
             if moved:
                 self._go(each.ahead, each.end)
@@ -203,13 +203,13 @@ class Showing:
         if end == len(ahead.span):
             self._ahead.popleft()
 
-    async def _fetch(self, taken: Sequence[_Taken]) -> dict[Source, Mapping[int, bytes]]:
-        by_source: dict[Source, list[int]] = {}
+    async def _fetch(self, taken: Sequence[_Taken]) -> dict[Partition, Mapping[int, bytes]]:
+        by_source: dict[Partition, list[int]] = {}
         for each in taken:
             offsets = each.ahead.span.offsets
             wanted = [offsets[at] for at in each.ahead.rows(each.begin, each.end)]
             by_source.setdefault(each.ahead.span.source, []).extend(wanted)
-        found: dict[Source, Mapping[int, bytes]] = {}
+        found: dict[Partition, Mapping[int, bytes]] = {}
         for source, offsets in by_source.items():
             if offsets:
                 shelf = f"~{self._part}~{source}" if self._part != LIVE else str(source)
@@ -218,7 +218,7 @@ class Showing:
                 )
         return found
 
-    def _coming(self, source: Source) -> list[int]:
+    def _coming(self, source: Partition) -> list[int]:
         """Return the offsets that will be asked for soon: it is cheaper to fetch them together."""
         left = min(AHEAD_BYTES, self._parts.payloads.memory_bytes // 8)
         room = None if self._request.limit is None else self._request.limit - self._sent
@@ -247,10 +247,10 @@ class Showing:
             what = f"search {search}: " + (f"record {event}" if event else f"what was found after {after}")
             reason = "Kafka has dropped it" if event else reason
             raise CursorGone(search, after, self.cursor, reason, what)
-        return Control("gap", self.cursor, _encode(facts))
+        return ControlFrame("gap", self.cursor, _encode(facts))
 
-    def end(self, reason: str) -> Control:
+    def end(self, reason: str) -> ControlFrame:
         """Return the last frame."""
         place = self.place
-        ended = Place(place.life, place.part, msgspec.structs.replace(place.cursor, ended=True))
-        return Control("end", str(ended), _encode({"reason": reason, "events": self._sent}))
+        ended = SearchPlace(place.life, place.part, msgspec.structs.replace(place.cursor, ended=True))
+        return ControlFrame("end", str(ended), _encode({"reason": reason, "events": self._sent}))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tailrace.driver.slice import Place, Slice, View, Window
+from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
 from tailrace.log.event import home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
@@ -21,8 +21,8 @@ from tailrace.query import Query, Record
 from tailrace.query.filters import FilterSet
 from tailrace.query.path import reader_of
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.grep.model import Life, TopicFilter
-from tailrace.views.grep.store import VIEW, Kept, Registry, keep
+from tailrace.views.grep.model import SearchLife, TopicFilter
+from tailrace.views.grep.store import VIEW, KeptRecords, SearchRegistry, keep
 
 KEPT_MS = 3_600_000
 """How long what matched records say is kept, at most; then it is read from Kafka."""
@@ -36,10 +36,10 @@ MOST_ROWS = 20_000
 """Matches that one call carries, about."""
 
 
-class Standing:
+class StandingSearches:
     """Searches that are asked together, each once: those over one topic, or those that a chunk is scanned for."""
 
-    def __init__(self, lives: Sequence[Life]) -> None:
+    def __init__(self, lives: Sequence[SearchLife]) -> None:
         self._set = FilterSet()
         self._names: dict[int, str] = {}
         self._queries: dict[int, Query] = {}
@@ -103,7 +103,7 @@ class Standing:
                     yield number
 
 
-class Matches(View):
+class GrepWriter(Writer):
     """One log per search that is alive."""
 
     name = VIEW
@@ -112,12 +112,12 @@ class Matches(View):
     def __init__(self, shards: int, *, future_ms: int, kept_bytes: int, window_runs: int = 500) -> None:
         self._shards, self._kept_bytes, self._runs = shards, kept_bytes, window_runs
         self.future_ms = future_ms
-        self._registry = Registry()
+        self._registry = SearchRegistry()
         self._topics: dict[str, TopicFilter] = {}
-        self._standing: dict[str, Standing] = {}
+        self._standing: dict[str, StandingSearches] = {}
         self._found: dict[int, tuple[Slice, dict[str, list[int]]]] = {}
 
-    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Read which searches are alive now that these records are here, and ask them; keep what was matched."""
         known = {id(records) for records, _ in work} & self._found.keys()
         if len(known) == len(work):
@@ -134,12 +134,12 @@ class Matches(View):
         if kept and self._kept_bytes:
             keep(shards, kept, self._kept_bytes, KEPT_MS)
 
-    def over(self, topic: str) -> Standing:
+    def over(self, topic: str) -> StandingSearches:
         """Return the searches over a topic."""
         standing = self._standing.get(topic)
         if standing is None:
             lives = [self._registry.lives[name] for name, topics in self._topics.items() if topic in topics]
-            standing = self._standing[topic] = Standing(lives)
+            standing = self._standing[topic] = StandingSearches(lives)
         return standing
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
@@ -154,7 +154,7 @@ class Matches(View):
         return windows
 
 
-def shelved(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: str) -> Kept:
+def shelved(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: str) -> KeptRecords:
     """Return all records that anybody matched, as they are kept."""
     rows = sorted(set().union(*found.values()))
     run = Run.of(
@@ -165,7 +165,7 @@ def shelved(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: s
         None if records.headers is None else [records.headers[i] for i in rows],
         [records.values[i] or b"" for i in rows],
     )
-    return Kept(shard, shelf, records.offsets[rows[-1]], len(rows), encode(run))
+    return KeptRecords(shard, shelf, records.offsets[rows[-1]], len(rows), encode(run))
 
 
 def appended(shard: int, records: Slice, names: Mapping[str, list[int]], mark: int, most: int) -> Iterator[Window]:

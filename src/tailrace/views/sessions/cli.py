@@ -56,6 +56,6 @@ def sessions_watch(
     from tailrace.cli import follow
     from tailrace.views.sessions import commands as sessions
 
-    asked = follow.Request([session], start, after, limit, not ends, until, missing, on_gap, url)
+    asked = follow.FollowOptions([session], start, after, limit, not ends, until, missing, on_gap, url)
     names = [name for text in channels or () for name in text.split(",") if name]
     raise typer.Exit(sessions.watch(asked, names, rate=rate, pixel=pixel, raw=raw, json=json))

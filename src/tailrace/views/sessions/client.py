@@ -17,9 +17,9 @@ import msgspec
 
 from tailrace.api import Control
 from tailrace.client.connection import Connection
-from tailrace.client.following import Asked, Feed, Query
+from tailrace.client.following import Feed, FeedParameters, Query
 from tailrace.client.request_encoding import as_segment
-from tailrace.client.sse_reader import Frame
+from tailrace.client.sse_reader import SseFrame
 from tailrace.errors import BadRequest
 
 LARGEST_LIST = 1_000
@@ -44,7 +44,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.identity
 
 
-class Series(msgspec.Struct, frozen=True, kw_only=True):
+class ChannelSeries(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of one channel, as one of its parameters shows it."""
 
     channel: int
@@ -75,7 +75,7 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True):
     """Of its last entry in the session's stream."""
     cursor: str = ""
     """Resumes exactly after it."""
-    channels: list[Series] = []
+    channels: list[ChannelSeries] = []
     events: list[SessionEvent] = []
     json: dict[str, Any] | None = None
     """Session JSON, if it changed."""
@@ -119,7 +119,7 @@ class _Sessions(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Burst).decode
 
 
-def decode_burst(frame: Frame) -> Burst:
+def decode_burst(frame: SseFrame) -> Burst:
     """Read a burst's frame."""
     try:
         found = _decode(frame.data or b"null")
@@ -138,10 +138,10 @@ def decode_burst(frame: Frame) -> Burst:
         ) from None
 
 
-def _series(found: _Samples) -> Series:
+def _series(found: _Samples) -> ChannelSeries:
     start = int(found.start)
     samples = [(start + t, v) for t, v in zip(found.t, found.v, strict=True)]
-    return Series(channel=found.channel, name=found.name, unit=found.unit, samples=samples)
+    return ChannelSeries(channel=found.channel, name=found.name, unit=found.unit, samples=samples)
 
 
 def _event(found: _Event) -> SessionEvent:
@@ -149,7 +149,7 @@ def _event(found: _Event) -> SessionEvent:
     return SessionEvent(**{**fields, "time": int(found.time)})
 
 
-class SessionFeed:
+class BurstFeed:
     """The bursts of one session: an asynchronous iterable, and a context manager that closes it.
 
     Iterating again after a ``break`` goes on where it stopped. One task at a time may iterate.
@@ -193,7 +193,7 @@ class SessionFeed:
                 yield self.feed._control(frame)
 
 
-class Telemetry(Connection):
+class SessionsClient(Connection):
     """What a ``River`` does with telemetry sessions."""
 
     def session(
@@ -204,8 +204,8 @@ class Telemetry(Connection):
         pixel: str | None = None,
         rate: float | None = None,
         raw: bool = False,
-        **asked: Unpack[Asked],
-    ) -> SessionFeed:
+        **asked: Unpack[FeedParameters],
+    ) -> BurstFeed:
         """Follow a telemetry session. Takes what ``tail`` takes, and more.
 
         Args:
@@ -226,7 +226,7 @@ class Telemetry(Connection):
         query += [] if pixel is None else [("pixel", pixel)]
         query += [] if rate is None else [("rate", rate)]
         query += [("raw", True)] if raw else []
-        return SessionFeed(self._feed(f"/v1/sessions/{as_segment(identity)}/events", query, **asked))
+        return BurstFeed(self._feed(f"/v1/sessions/{as_segment(identity)}/events", query, **asked))
 
     async def sessions(
         self, prefix: str | None = None, limit: int | None = None, *, state: str | None = None

@@ -22,10 +22,10 @@ from datetime import UTC, datetime
 from time import time_ns
 from typing import TYPE_CHECKING, Any
 
-from tailrace.cli.follow import Printer, Request, ask, follow, lines, plain, table, visible
+from tailrace.cli.follow import FollowOptions, Printer, ask, follow, lines, plain, table, visible
 from tailrace.client.following import Feed
 from tailrace.client.river import River
-from tailrace.views.sessions.client import Burst, Series, SessionFeed, Value
+from tailrace.views.sessions.client import Burst, BurstFeed, ChannelSeries, Value
 from tailrace.views.sessions.cursor import SessionCursor
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Gauge:
         self._cells: deque[_Cell] = deque(maxlen=SHOWN + 1)
         self._times: deque[int] = deque()
 
-    def add(self, series: Series) -> None:
+    def add(self, series: ChannelSeries) -> None:
         """Take samples."""
         for time, value in series.samples:
             self._times.append(time)
@@ -271,7 +271,9 @@ def ls(prefix: str | None, state: str | None, limit: int | None, *, json: bool, 
     table(("session", "state", "identifier", "lasts", "updated"), rows)
 
 
-def watch(asked: Request, channels: list[str], *, rate: float | None, pixel: str | None, raw: bool, json: bool) -> int:
+def watch(
+    asked: FollowOptions, channels: list[str], *, rate: float | None, pixel: str | None, raw: bool, json: bool
+) -> int:
     """Show a session until it ends or Ctrl-C, and then how to go on."""
     printer = SessionPrinter(asked, lines=json or not sys.stdout.isatty())
     printer.channels, printer.rate, printer.pixel, printer.raw = channels, rate, pixel, raw
@@ -303,7 +305,7 @@ class SessionPrinter(Printer):
 
         board = Board(self.asked.names[0])
         with Live(board, refresh_per_second=8, transient=False) as live, _logged_on(board):
-            async for item in SessionFeed(feed).frames():
+            async for item in BurstFeed(feed).frames():
                 if isinstance(item, Burst):
                     board.add(item)
                     self.printed += 1

@@ -74,7 +74,7 @@ class Rational(msgspec.Struct, frozen=True):
         return np.full(x.shape, quotient) if quotient.ndim < x.ndim else quotient
 
 
-class Table(msgspec.Struct, frozen=True):
+class LookupTable(msgspec.Struct, frozen=True):
     """A look-up table, its raw numbers rising."""
 
     raw: tuple[float, ...]
@@ -91,7 +91,7 @@ class Table(msgspec.Struct, frozen=True):
         return np.where(np.isnan(x), np.nan, found)
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextTable(msgspec.Struct, frozen=True):
     """Names of numbers."""
 
     names: dict[float, str]
@@ -114,10 +114,13 @@ class Formula(msgspec.Struct, frozen=True):
         return raw
 
 
+_KINDS: dict[type, str] = {Rational: "rational", LookupTable: "table", TextTable: "text", Formula: "formula"}
+
+
 class Conversion(msgspec.Struct, frozen=True):
     """All steps from a parameter's raw numbers to its values."""
 
-    how: Rational | Table | Text | Formula = Rational()
+    how: Rational | LookupTable | TextTable | Formula = Rational()
     shift: int = 0
     """Bits to the right, or to the left if it is below 0."""
     mask: int = _ALL_BITS
@@ -126,7 +129,7 @@ class Conversion(msgspec.Struct, frozen=True):
     @property
     def kind(self) -> str:
         """What it is called in configurations."""
-        return type(self.how).__name__.lower()
+        return _KINDS[type(self.how)]
 
     @property
     def is_computed(self) -> bool:
@@ -393,7 +396,7 @@ class _Reading:
                 self._warnings.append(f"{where}: channel {number} is not defined")
             elif not channel.is_integer and (given.shift or int(mask[1], 16) != 0xFFFF_FFFF):
                 self._warnings.append(f"{where}: shift and mask are not applied to channel {number}, a float")
-            if channel is not None and channel.type == "3f32" and isinstance(how, Text):
+            if channel is not None and channel.type == "3f32" and isinstance(how, TextTable):
                 self._warnings.append(f"{where}: no text is looked up for channel {number}, which is of three numbers")
                 how = Rational()
         low, high = given.min or 0.0, given.max or 0.0
@@ -412,7 +415,7 @@ class _Reading:
             conversion=Conversion(how, given.shift or 0, int(mask[1], 16), given.offset or 0.0),
         )
 
-    def _named(self, name: str | None, where: str) -> Rational | Table | Text | Formula:
+    def _named(self, name: str | None, where: str) -> Rational | LookupTable | TextTable | Formula:
         if not name:
             return Rational()
         if name not in self._hows:
@@ -420,7 +423,7 @@ class _Reading:
             return Rational()
         return self._hows[name]
 
-    def _how(self, given: _Conversion) -> Rational | Table | Text | Formula:
+    def _how(self, given: _Conversion) -> Rational | LookupTable | TextTable | Formula:
         where = f"conversion {given.name!r}"
         rational, table, text, formula = given.rational, given.table, given.text, given.formula
         if sum(each is not None for each in (rational, table, text, formula)) > 1:
@@ -430,11 +433,11 @@ class _Reading:
                 raise BadConfiguration(f"{where}: a table has as many raw as calibrated values, and at least one")
             if any(low >= high for low, high in pairwise(table.raw)):
                 raise BadConfiguration(f"{where}: the raw values of a table rise from each to the next")
-            return Table(table.raw, table.calibrated, bool(table.interpolated))
+            return LookupTable(table.raw, table.calibrated, bool(table.interpolated))
         if text is not None:
             if len(text.keys) != len(text.values):
                 raise BadConfiguration(f"{where}: a text conversion has as many keys as values")
-            return Text(dict(zip(text.keys, text.values, strict=True)), text.default or "")
+            return TextTable(dict(zip(text.keys, text.values, strict=True)), text.default or "")
         if formula is not None:
             return formula
         if rational is None:

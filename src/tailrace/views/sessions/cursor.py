@@ -35,7 +35,7 @@ _STATE = re.compile(r"(?=.)(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?", re.ASCII)
 _NS = re.compile(r"\d{16,19}", re.ASCII)
 
 
-class Place(msgspec.Struct, frozen=True, order=True):
+class StreamPlace(msgspec.Struct, frozen=True, order=True):
     """After an entry of a stream, or after an offset in Kafka, which is before every entry."""
 
     in_stream: bool
@@ -51,17 +51,17 @@ class Place(msgspec.Struct, frozen=True, order=True):
         return (self.major, self.minor) if self.in_stream else (0, 0)
 
     @classmethod
-    def of(cls, entry: EntryId) -> Place:
+    def of(cls, entry: EntryId) -> StreamPlace:
         """Return the place after an entry."""
         return cls(True, *entry)
 
     @classmethod
-    def at_offset(cls, offset: int) -> Place:
+    def at_offset(cls, offset: int) -> StreamPlace:
         """Return the place after an offset."""
         return cls(False, offset)
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> StreamPlace:
         """Read what ``str`` wrote and the grammar has checked."""
         if text.startswith("k"):
             return cls(False, int(text[1:]))
@@ -69,10 +69,10 @@ class Place(msgspec.Struct, frozen=True, order=True):
         return cls(True, int(major), int(minor))
 
 
-class Held(msgspec.Struct, frozen=True):
+class UnsentSamples(msgspec.Struct, frozen=True):
     """What a thinned feed had not sent at its place: samples from ``floor`` (ns) on, in entries after ``after``."""
 
-    after: Place
+    after: StreamPlace
     floor: int
 
 
@@ -81,8 +81,8 @@ class SessionCursor(msgspec.Struct, frozen=True):
 
     number: int
     """Which life of the session."""
-    place: Place
-    held: Held | None = None
+    place: StreamPlace
+    held: UnsentSamples | None = None
     sent: int | None = None
     """How many bursts the request had sent, when it has a limit."""
     since: int | None = None
@@ -102,7 +102,7 @@ class SessionCursor(msgspec.Struct, frozen=True):
         return f"~{count}{since}" if count or since else ""
 
     @property
-    def origin(self) -> Place:
+    def origin(self) -> StreamPlace:
         """After which place it is read on."""
         return self.place if self.held is None else self.held.after
 
@@ -121,11 +121,11 @@ class SessionCursor(msgspec.Struct, frozen=True):
             raise CursorError(
                 f"cannot read cursor {text[:80]!r}: expected the id of a frame of a session, such as 42.1789200000000-3"
             )
-        first, held = Place.parse(found[2]), None
+        first, held = StreamPlace.parse(found[2]), None
         place = first
         if found[3] is not None:
-            place = Place.parse(found[3])
-            held = Held(first, int(found[4]))
+            place = StreamPlace.parse(found[3])
+            held = UnsentSamples(first, int(found[4]))
             if first > place:
                 raise CursorError(f"cannot read cursor {text[:80]!r}: its first place is behind its second")
         sent, since = (None, None) if state is None else state.groups()

@@ -25,14 +25,14 @@ import msgspec
 
 from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import FromStart
-from tailrace.log.request import AnyFrame, Control, Frame, Moved
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
-from tailrace.views.sessions.cursor import FromPlace, Held, Place, SessionCursor, SessionStart
-from tailrace.views.sessions.life import Life, Piece, SessionParts
+from tailrace.views.sessions.cursor import FromPlace, SessionCursor, SessionStart, StreamPlace, UnsentSamples
+from tailrace.views.sessions.life import LifeItem, SessionLife, SessionParts
 from tailrace.views.sessions.model import both_said
-from tailrace.views.sessions.reader import Lost, spot_of
+from tailrace.views.sessions.reader import LostStretch, spot_of
 from tailrace.views.sessions.request import Line, Selection, SessionRequest
-from tailrace.views.sessions.samples import LineSeries, Shown, as_json
+from tailrace.views.sessions.samples import LineSeries, SampleFrame, as_json
 from tailrace.views.sessions.start import Beginning, beginning, is_closed, is_whole, life_between, overtaken
 from tailrace.views.sessions.streams import LiveSessions, Located
 from tailrace.views.sessions.telemetry import CLOSED
@@ -49,7 +49,7 @@ class Until:
         self.time = until if isinstance(until, int) else None
         """Samples after it (ns) are left out."""
         self._cursor = until if isinstance(until, SessionCursor) else None
-        self._in_kafka: Place | None = None
+        self._in_kafka: StreamPlace | None = None
 
     async def look_up(self, live: LiveSessions, located: Located) -> None:
         """Find where the place is in Kafka: a part of the session's life will be read from there."""
@@ -57,9 +57,9 @@ class Until:
         if cursor is None or cursor.number != located.number or not cursor.place.in_stream:
             return
         spot = await spot_of(live, located, cursor.place.entry)
-        self._in_kafka = None if spot is None else Place.at_offset(spot.high)
+        self._in_kafka = None if spot is None else StreamPlace.at_offset(spot.high)
 
-    def is_reached(self, number: int, place: Place, upcoming: Place | None) -> bool:
+    def is_reached(self, number: int, place: StreamPlace, upcoming: StreamPlace | None) -> bool:
         """Whether everything up to the end was read by whoever is at a place of a life, and what comes is beyond it."""
         if self._cursor is None or self._cursor.number != number:
             return self._cursor is not None and self._cursor.number < number
@@ -67,7 +67,7 @@ class Until:
         is_beyond = upcoming is not None and next_end is not None and upcoming > next_end
         return (end is not None and place >= end) or is_beyond
 
-    def _end_for(self, place: Place) -> Place | None:
+    def _end_for(self, place: StreamPlace) -> StreamPlace | None:
         """Return the end as it compares with a place; None if it is not known where it is in Kafka."""
         end = None if self._cursor is None else self._cursor.place
         return self._in_kafka if end is not None and end.in_stream and not place.in_stream else end
@@ -137,7 +137,7 @@ class Joined:
         self.series: list[LineSeries] = []
         self.events: list[dict[str, Any]] = []
         self.samples = self.entries = 0
-        self.whole: tuple[Piece, Hashable] | None = None
+        self.whole: tuple[LifeItem, Hashable] | None = None
         """If it is what one entry brings, and all of that: the entry, and what was held before it."""
 
     @property
@@ -170,7 +170,7 @@ POLL_S = 0.5
 
 _encode = msgspec.json.Encoder().encode
 
-Form = Callable[[Shown, str], bytes]
+Form = Callable[[SampleFrame, str], bytes]
 
 
 class SessionFeeds:
@@ -199,11 +199,11 @@ class SessionFeed:
     def __init__(self, parts: SessionParts, request: SessionRequest, form: Form, clock: Callable[[], int]) -> None:
         self._parts, self._request, self._form, self._clock = parts, request, form, clock
         self._selection, self._until = Selection(request.channels, request.raw), Until(request.until)
-        self._life: Life | None = None
+        self._life: SessionLife | None = None
         self._thinner: Thinner[Line] = Thinner(request.thinning)
-        self._held: Held | None = None
+        self._held: UnsentSamples | None = None
         """What the feed that is resumed here had not sent, of entries up to ``_place``."""
-        self._place = Place.of(BEGINNING)
+        self._place = StreamPlace.of(BEGINNING)
         self._joined = Joined()
         self._sent = request.sent
         self._range: Span | None = None
@@ -297,14 +297,14 @@ class SessionFeed:
             return True
         if not self._request.follow:
             self._announced = self._ended = True
-            self._unsaid.append(Control("end", "", _encode({"reason": "caught-up", "events": 0})))
+            self._unsaid.append(ControlFrame("end", "", _encode({"reason": "caught-up", "events": 0})))
             return True
         await self._wait.happens(POLL_S, self._until.left_ns(self._clock()))
         return False
 
     async def _join(self, located: Located, start: SessionStart, is_latest: bool = True) -> None:
         """Follow the session from where a request begins: its latest life, or this one, if there is a later one."""
-        life = await Life.join(self._parts, located, self._selection, self._wait.wake, is_latest)
+        life = await SessionLife.join(self._parts, located, self._selection, self._wait.wake, is_latest)
         self._life = life
         begin = await beginning(self._parts, life, start)
         if begin.is_over:
@@ -320,14 +320,14 @@ class SessionFeed:
         if begin.lost is not None or not isinstance(start, FromPlace | FromStart):
             self._describe(life.located)
 
-    async def _begin_at(self, life: Life, begin: Beginning) -> None:
+    async def _begin_at(self, life: SessionLife, begin: Beginning) -> None:
         life.thinning = self._request.thinned_before(begin.held)
         self._place, self._held = begin.place, begin.held
         self._thinner = Thinner(self._request.thinning, begin.held)
         if begin.past is not None:
             await self._until.look_up(self._parts.live, life.located)
 
-    async def _go_back(self, life: Life, begin: Beginning) -> None:
+    async def _go_back(self, life: SessionLife, begin: Beginning) -> None:
         """Read on from Kafka what trimming has taken from the stream; what was joined has gone out, or comes again."""
         self._joined = Joined()
         life.begin(begin.origin, begin.past)
@@ -336,7 +336,7 @@ class SessionFeed:
     def _describe(self, located: Located) -> None:
         """Show the session as it is: whoever begins in the middle has not seen it."""
         self._range = together(located.span, self._range)
-        shown = Shown(located.identity, str(self._place), located.merged or located.json, self._range)
+        shown = SampleFrame(located.identity, str(self._place), located.merged or located.json, self._range)
         self._unsaid.append(self._frame(shown))
 
     async def _described(self) -> list[AnyFrame]:
@@ -372,12 +372,12 @@ class SessionFeed:
                     await self._go_back(life, begin)
                     continue
             piece = await life.next()
-            if isinstance(piece, Piece):
+            if isinstance(piece, LifeItem):
                 self._take(piece)
-            if not isinstance(piece, Piece) or self._joined.is_full or not life.has_ahead:
+            if not isinstance(piece, LifeItem) or self._joined.is_full or not life.has_ahead:
                 frames += self._frames()
-                size += len(frames[-1].data) if frames and isinstance(frames[-1], Frame) else 0
-            if isinstance(piece, Lost):
+                size += len(frames[-1].data) if frames and isinstance(frames[-1], EventFrame) else 0
+            if isinstance(piece, LostStretch):
                 if frames and self._request.on_gap == "fail":
                     life.put_back(piece)
                     break
@@ -390,7 +390,7 @@ class SessionFeed:
             frames.append(Moved(self.cursor))
         return frames
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: LifeItem) -> None:
         request, joined, content = self._request, self._joined, piece.content
         if piece.place.in_stream and not piece.before.in_stream:
             joined.add(self._thinner.flush())  # so that no cell lies on both sides of the seam, which may move
@@ -423,34 +423,34 @@ class SessionFeed:
         joined, self._joined = self._joined, Joined()
         self._range = joined.range or self._range
         position = str(self._place)
-        shown = Shown(
+        shown = SampleFrame(
             self._request.identity, position, joined.json, joined.range, tuple(joined.series), tuple(joined.events)
         )
         self._moved = shown.is_empty
         return [] if shown.is_empty else [self._frame(shown, joined.whole)]
 
-    def _frame(self, shown: Shown, whole: tuple[Piece, Hashable] | None = None) -> Frame:
+    def _frame(self, shown: SampleFrame, whole: tuple[LifeItem, Hashable] | None = None) -> EventFrame:
         self._sent += 1
         cursor, form, life = self.cursor, self._form, self._life
         if whole is None or life is None:
-            return Frame(cursor, form(shown, cursor))
+            return EventFrame(cursor, form(shown, cursor))
         piece, held = whole
         how = form, cursor, shown.range, piece.before, held
-        return Frame(cursor, life.shared(piece, how, lambda: form(shown, cursor), len))
+        return EventFrame(cursor, life.shared(piece, how, lambda: form(shown, cursor), len))
 
-    def _lose(self, lost: Lost) -> AnyFrame:
+    def _lose(self, lost: LostStretch) -> AnyFrame:
         if self._request.on_gap == "fail":
             raise lost.error(self._request.identity)
         self._place = lost.moves(self._place)
-        return Control("gap", self.cursor, _encode(lost.facts(self._request.identity)))
+        return ControlFrame("gap", self.cursor, _encode(lost.facts(self._request.identity)))
 
-    async def _drop(self, life: Life) -> list[AnyFrame]:
+    async def _drop(self, life: SessionLife) -> list[AnyFrame]:
         self._dropping = False
         before, missed = self._place, life.drop()
         self._place, self._held = max(self._place, life.place), None
         self._thinner, self._joined = Thinner(self._request.thinning), Joined()
         facts = {"from": str(before), "to": str(self._place), "bytes": missed, "reason": "slow"}
-        return [Control("dropped", self.cursor, _encode(facts)), *await self._described()]
+        return [ControlFrame("dropped", self.cursor, _encode(facts)), *await self._described()]
 
     # When it is over.
 
@@ -465,7 +465,7 @@ class SessionFeed:
             return self._flushed() + self._end(self._over)
         if not self._announced and self._next_life is None and life.is_past(life.target):
             self._announced = True
-            frames.append(Control("caught-up", self.cursor, _encode({"position": id_text(life.target)})))
+            frames.append(ControlFrame("caught-up", self.cursor, _encode({"position": id_text(life.target)})))
         if request.limit is not None and self._sent >= request.limit:
             return frames + self._end("limit")
         if self._is_past_until():
@@ -494,9 +494,9 @@ class SessionFeed:
     def _end(self, reason: str) -> list[AnyFrame]:
         self._ended = True
         cursor = msgspec.structs.replace(self._cursor(), ended=True)
-        return [Control("end", str(cursor), _encode({"reason": reason, "events": self._sent}))]
+        return [ControlFrame("end", str(cursor), _encode({"reason": reason, "events": self._sent}))]
 
-    async def _closes(self, life: Life) -> list[AnyFrame]:
+    async def _closes(self, life: SessionLife) -> list[AnyFrame]:
         """End if the session is closed and everything was sent. Its hash may say so before the stream does."""
         live = self._parts.live
         until = await live.tail(life.located.stream)
@@ -525,7 +525,7 @@ class SessionFeed:
         elif found.state in CLOSED:
             life.state = found.state
 
-    async def _expect(self, life: Life, later: Located) -> EntryId:
+    async def _expect(self, life: SessionLife, later: Located) -> EntryId:
         """Go on with another life when this one was read: since the other's hash is there, it is in the stream up to
         the place that is returned.
         """
@@ -533,26 +533,26 @@ class SessionFeed:
         self._next_life = later, end
         return end
 
-    async def _turn(self, life: Life, found: Located) -> list[AnyFrame]:
+    async def _turn(self, life: SessionLife, found: Located) -> list[AnyFrame]:
         """Go on with another life of the session."""
         frames, before = self._flushed(), life.number
         between = await life_between(self._parts, life, self._place.entry, found)
         number, position = (found.number, found.position) if between is None else between
         if not await is_whole(self._parts, life):
-            frames.append(self._lose(Lost(self._place, Place.of(position), "life-over")))
+            frames.append(self._lose(LostStretch(self._place, StreamPlace.of(position), "life-over")))
         self._thinner, self._held = Thinner(self._request.thinning), None
         self._wait.begin_anew()
         self._range = self._resumed_range = None
         if between is not None:
-            self._place = Place.of(position)
+            self._place = StreamPlace.of(position)
             life.turn(number, self._place)
             await self._expect(life, found)
         else:
             await life.stack.aclose()
-            self._place, self._life, self._next_life = Place.of(BEGINNING), None, None
+            self._place, self._life, self._next_life = StreamPlace.of(BEGINNING), None, None
             await self._join(found, FromStart(), is_latest=False)
         facts = {"before": before, "number": number, "position": id_text(position)}
-        return [*frames, Control("life", self.cursor, _encode(facts))]
+        return [*frames, ControlFrame("life", self.cursor, _encode(facts))]
 
     @property
     def _is_rebuilt(self) -> bool:

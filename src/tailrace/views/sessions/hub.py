@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from tailrace.errors import StoreUnavailable, TailraceError
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
-from tailrace.views.sessions.streams import Entry, LiveSessions, entry_of
+from tailrace.views.sessions.streams import LiveSessions, StreamEntry, entry_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Line:
     """Entries in their order, with how many bytes they have together; places in it are found by halves."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[StreamEntry] = []
         self._ends: list[int] = []
         """How many bytes came up to the end of each entry, those that are gone included."""
         self._first = 0
@@ -53,11 +53,11 @@ class _Line:
     def __bool__(self) -> bool:
         return self._first < len(self._entries)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: StreamEntry) -> None:
         self._entries.append(entry)
         self._ends.append((self._ends[-1] if self._ends else 0) + len(entry.data))
 
-    def drop(self) -> Entry:
+    def drop(self) -> StreamEntry:
         """Take the oldest entry out."""
         gone = self._entries[self._first]
         self._first += 1
@@ -65,7 +65,7 @@ class _Line:
             self._entries, self._ends, self._first = self._entries[self._first :], self._ends[self._first :], 0
         return gone
 
-    def after(self, place: EntryId, most: int | None) -> list[Entry]:
+    def after(self, place: EntryId, most: int | None) -> list[StreamEntry]:
         begin = self._find(place)
         return self._entries[begin : None if most is None else begin + most]
 
@@ -97,7 +97,7 @@ class Tap:
         """The same entries, by session."""
         self._size = 0
 
-    def after(self, place: EntryId, number: int | None = None, most: int | None = None) -> list[Entry] | None:
+    def after(self, place: EntryId, number: int | None = None, most: int | None = None) -> list[StreamEntry] | None:
         """Return what is held after a place, of one session or of all; None when it must be read from the store.
 
         What is returned goes up to ``head``, also when the last entries are of other sessions; unless there were more
@@ -123,7 +123,7 @@ class Tap:
         self._size = 0
         self.base = self.head = place
 
-    def add(self, entries: Iterable[Entry], limit: int) -> None:
+    def add(self, entries: Iterable[StreamEntry], limit: int) -> None:
         """Hold newer entries and forget the oldest ones over the limit."""
         for entry in entries:
             if entry.id > self.head:
@@ -155,7 +155,9 @@ class _Forms:
         self._made: deque[tuple[dict[Hashable, Any], Hashable, int]] = deque()
         self._size = 0
 
-    def get(self, entry: Entry, form: Hashable, make: Callable[[Entry], T], size_of: Callable[[T], int]) -> T:
+    def get(
+        self, entry: StreamEntry, form: Hashable, make: Callable[[StreamEntry], T], size_of: Callable[[T], int]
+    ) -> T:
         forms: dict[Hashable, Any] = entry.forms
         if form in forms:
             found: T = forms[form]
@@ -206,7 +208,9 @@ class StreamHub:
         """How many streams are followed now."""
         return len(self._taps)
 
-    def form(self, entry: Entry, form: Hashable, make: Callable[[Entry], T], size_of: Callable[[T], int]) -> T:
+    def form(
+        self, entry: StreamEntry, form: Hashable, make: Callable[[StreamEntry], T], size_of: Callable[[T], int]
+    ) -> T:
         """Return what ``make`` makes of an entry: made once for all who ask for the same form of it."""
         return self._forms.get(entry, form, make, size_of)
 

@@ -17,13 +17,13 @@ import msgspec
 
 from tailrace.valkey.entry_id import EntryId
 from tailrace.views.sessions.configuration import BadConfiguration, Channels, Configuration
-from tailrace.views.sessions.cursor import Place
+from tailrace.views.sessions.cursor import StreamPlace
 from tailrace.views.sessions.hub import StreamHub, Tap
 from tailrace.views.sessions.model import Binding, bindings_in, both_said
-from tailrace.views.sessions.reader import Archive, Lost, Retained, SessionReader, Told
+from tailrace.views.sessions.reader import Archive, LostStretch, Retained, SessionReader, Told
 from tailrace.views.sessions.request import Line, Lines, Selection
 from tailrace.views.sessions.samples import Content, LineSeries, content_of
-from tailrace.views.sessions.streams import Entry, LiveSessions, Located
+from tailrace.views.sessions.streams import LiveSessions, Located, StreamEntry
 from tailrace.views.sessions.thinning import Thinner, Thinning, step, thinned
 
 KNOWN = 1_000
@@ -38,13 +38,13 @@ T = TypeVar("T")
 _fields = msgspec.json.Decoder(dict[str, object]).decode
 
 
-class Piece(msgspec.Struct, frozen=True):
+class LifeItem(msgspec.Struct, frozen=True):
     """What an entry, or a record, brings."""
 
-    before: Place
-    place: Place
+    before: StreamPlace
+    place: StreamPlace
     content: Content
-    entry: Entry | None = None
+    entry: StreamEntry | None = None
     """If it is one that is held for all."""
 
 
@@ -96,7 +96,7 @@ class SessionParts(msgspec.Struct, frozen=True):
         return self.hub.live
 
 
-class Life:
+class SessionLife:
     """A life of a session, read from some place on. Close it when it is left."""
 
     def __init__(self, parts: SessionParts, located: Located, tap: Tap, target: EntryId, selection: Selection) -> None:
@@ -110,11 +110,11 @@ class Life:
         self.stack = AsyncExitStack()
         """What has to be let go in the end."""
         self.reader = SessionReader(parts.live, tap, located.number, target)
-        self.place = Place.of(target)
+        self.place = StreamPlace.of(target)
         """After the last piece."""
         self._parts, self._selection = parts, selection
         self._past: Retained | None = None
-        self._ahead: deque[Entry | Told | Lost] = deque()
+        self._ahead: deque[StreamEntry | Told | LostStretch] = deque()
         self._bindings: tuple[Binding, ...] = ()
         self._channels = Channels.of([])
         self._known: tuple[bool, ...] = ()
@@ -125,7 +125,7 @@ class Life:
     @classmethod
     async def join(
         cls, parts: SessionParts, located: Located, selection: Selection, waiter: asyncio.Event, is_latest: bool = True
-    ) -> Life:
+    ) -> SessionLife:
         """Follow the stream of a session: its end first, its hash then, until both are of the same life.
 
         If it is not the latest life that is wanted, but this one, and there is a later one: all of this is in the
@@ -154,7 +154,7 @@ class Life:
         """Which life it is."""
         return self.reader.number
 
-    def begin(self, place: Place, past: Retained | None = None) -> None:
+    def begin(self, place: StreamPlace, past: Retained | None = None) -> None:
         """Begin after a place; what is in Kafka alone, if there is any, comes before the stream."""
         self.place, self._past = place, past
         self.reader.looked = place.entry
@@ -201,23 +201,25 @@ class Life:
         return bool(self._ahead)
 
     @property
-    def upcoming(self) -> Place | None:
+    def upcoming(self) -> StreamPlace | None:
         """The place after the next piece, if one is there."""
         head = self._ahead[0] if self._ahead else None
-        return Place.of(head.id) if isinstance(head, Entry) else head.place if isinstance(head, Told) else None
+        return (
+            StreamPlace.of(head.id) if isinstance(head, StreamEntry) else head.place if isinstance(head, Told) else None
+        )
 
     def is_past(self, place: EntryId) -> bool:
         """Whether everything up to a place was returned."""
         return self._past is None and not self._ahead and self.reader.looked >= place
 
-    async def fill(self) -> Lost | None:
+    async def fill(self) -> LostStretch | None:
         """Read on if nothing is ahead; return what is lost, if that comes next."""
         while not self._ahead:
             if self._past is not None:
                 self._ahead.extend(await self._past.next())
                 if not self._ahead:
                     self.reader.looked = max(self.reader.looked, self._past.entry)
-                    self._ahead.append(Told(Place.of(self.reader.looked)))  # the seam
+                    self._ahead.append(Told(StreamPlace.of(self.reader.looked)))  # the seam
                     self._past = None
                 continue
             looked = self.reader.looked
@@ -225,15 +227,15 @@ class Life:
             if self.reader.looked == looked or self.reader.is_at_end:
                 break
         head = self._ahead[0] if self._ahead else None
-        return head if isinstance(head, Lost) else None
+        return head if isinstance(head, LostStretch) else None
 
-    async def next(self) -> Piece | Lost | None:
+    async def next(self) -> LifeItem | LostStretch | None:
         """Return what comes next; None at the end."""
         await self.fill()
         if not self._ahead:
             return None
         found = self._ahead.popleft()
-        if isinstance(found, Lost):
+        if isinstance(found, LostStretch):
             self.place = found.moves(self.place)
             return found
         is_lacking = self._bindings and not self._channels.complete
@@ -244,7 +246,7 @@ class Life:
             self.place = found.place
             content = _together([self._content(block, "block") for block in found.blocks])
         else:
-            self.place = Place.of(found.id)
+            self.place = StreamPlace.of(found.id)
             held = found if self.reader.holds(found) else None
             content = self._content(found.data) if held is None else self._held_content(held)
             if len(found.data) > LARGE:
@@ -252,42 +254,42 @@ class Life:
         if content.unread:
             if self._parts.on_unread is not None:
                 self._parts.on_unread()
-            return Lost(before, self.place, "unreadable")
+            return LostStretch(before, self.place, "unreadable")
         if content.json is not None:
             self.state = _state(content.json) or self.state
             await self.bind(content.json)
-        return Piece(before, self.place, content, held)
+        return LifeItem(before, self.place, content, held)
 
-    def put_back(self, lost: Lost) -> None:
+    def put_back(self, lost: LostStretch) -> None:
         """Return it again: what was before it goes out first."""
         self._ahead.appendleft(lost)
 
-    def turn(self, number: int, place: Place) -> None:
+    def turn(self, number: int, place: StreamPlace) -> None:
         """Go on with another life in the same stream, after a place."""
         self.reader.number, self.state = number, ""
         self.begin(place)
 
     def drop(self) -> int:
         """Go to the live end; return how many bytes are left out."""
-        missed = self.reader.behind + sum(len(each.data) for each in self._ahead if isinstance(each, Entry))
+        missed = self.reader.behind + sum(len(each.data) for each in self._ahead if isinstance(each, StreamEntry))
         self._ahead.clear()
         self._past = None
-        self.place = Place.of(self.reader.skip())
+        self.place = StreamPlace.of(self.reader.skip())
         return missed
 
     def _content(self, block: bytes, container: str = "") -> Content:
         return content_of(block, container or self._parts.container, self._channels, self._lines)
 
-    def _held_content(self, entry: Entry) -> Content:
+    def _held_content(self, entry: StreamEntry) -> Content:
         return self._parts.hub.form(entry, self._key, self._small_content, lambda made: made.size)
 
-    def _small_content(self, entry: Entry) -> Content:
+    def _small_content(self, entry: StreamEntry) -> Content:
         found = self._content(entry.data)
         if self.thinning is None:
             return found
         return msgspec.structs.replace(found, series=tuple(thinned(found.series, self.thinning)))
 
-    def thinned(self, piece: Piece, thinner: Thinner[Line]) -> Sequence[LineSeries]:
+    def thinned(self, piece: LifeItem, thinner: Thinner[Line]) -> Sequence[LineSeries]:
         """Return what goes out of a piece, and note what is held: worked out once for all who stand here."""
         content, thinning, state = piece.content, self.thinning, thinner.state
         if thinning is None:
@@ -300,7 +302,7 @@ class Life:
         )
         return out
 
-    def shared(self, piece: Piece, how: Hashable, make: Callable[[], T], size_of: Callable[[T], int]) -> T:
+    def shared(self, piece: LifeItem, how: Hashable, make: Callable[[], T], size_of: Callable[[T], int]) -> T:
         """Return what is made of a piece: once for all who want the same, if it is an entry that is held for all."""
         if piece.entry is None:
             return make()

@@ -25,7 +25,16 @@ from tailrace.errors import BadRequest
 from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import MAX_BURST
 from tailrace.views.sessions.channel import WIDTHS, BadSample, Channel, pack_values
-from tailrace.views.sessions.telemetry import LAST, Event, Periodic, Row, Time, Timestamped, Type, nanoseconds
+from tailrace.views.sessions.telemetry import (
+    LAST,
+    Periodic,
+    SampleRow,
+    TelemetryEvent,
+    Time,
+    Timestamped,
+    Type,
+    nanoseconds,
+)
 
 ChannelOf: TypeAlias = Callable[[int], Channel | None]
 """Says what a channel is, if that is known; BadSample if there is certainly no such channel."""
@@ -36,7 +45,7 @@ HEAD = 64
 """Bytes of a message beside its samples, about."""
 
 
-class Run(msgspec.Struct, gc=False):
+class SampleRun(msgspec.Struct, gc=False):
     """Samples of one channel at a fixed interval."""
 
     channel: int
@@ -53,7 +62,12 @@ class Run(msgspec.Struct, gc=False):
 
     def absorb(self, other: Piece) -> bool:
         """Take what goes on where this one ends; return whether it does."""
-        if type(other) is not Run or other.interval != self.interval or other.width != self.width or not self.interval:
+        if (
+            type(other) is not SampleRun
+            or other.interval != self.interval
+            or other.width != self.width
+            or not self.interval
+        ):
             return False
         if other.start != self.start + self.interval * self.count:
             return False
@@ -99,7 +113,7 @@ class Whole(msgspec.Struct, frozen=True):
     channels: Sequence[int] = ()
 
 
-Piece: TypeAlias = Run | Points
+Piece: TypeAlias = SampleRun | Points
 
 
 class Pieces:
@@ -145,7 +159,7 @@ class Pieces:
 # What the parts of records are. Each raises what is in UNUSABLE if it cannot be used.
 
 
-def run_of(part: Periodic, channel_of: ChannelOf) -> Run | None:
+def run_of(part: Periodic, channel_of: ChannelOf) -> SampleRun | None:
     """Return samples at a fixed interval; None if there are none."""
     channel = channel_of(part.channel)
     buffer, width = _samples(part, channel)
@@ -157,7 +171,7 @@ def run_of(part: Periodic, channel_of: ChannelOf) -> Run | None:
     if interval < 0 or (not interval and count > 1):
         raise BadSample("bad-interval", f"{interval} ns between samples: `interval` is missing, or not above 0")
     nanoseconds(start + interval * max(0, count - 1))
-    return Run(part.channel, start, interval, width, [buffer], count) if count else None
+    return SampleRun(part.channel, start, interval, width, [buffer], count) if count else None
 
 
 def points_of(part: Timestamped, channel_of: ChannelOf) -> Points | None:
@@ -171,7 +185,7 @@ def points_of(part: Timestamped, channel_of: ChannelOf) -> Points | None:
     return Points(part.channel, [times], width, [buffer], int(times.min()), int(times.max()))
 
 
-def row_of(part: Row, channel_of: ChannelOf) -> Whole:
+def row_of(part: SampleRow, channel_of: ChannelOf) -> Whole:
     """Return one sample of each of some channels."""
     time, channels = nanoseconds(part.time), [channel_of(channel) for channel in part.channels]
     if not channels:
@@ -191,7 +205,7 @@ def row_of(part: Row, channel_of: ChannelOf) -> Whole:
     return _whole(burst.row(part.channels, time, buffer), time, part.channels)
 
 
-def event_of(part: Event) -> Whole:
+def event_of(part: TelemetryEvent) -> Whole:
     """Return an event."""
     time = nanoseconds(part.time)
     return _whole(burst.event(part.id, part.app, time, part.text, part.values), time)

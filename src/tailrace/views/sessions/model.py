@@ -286,7 +286,7 @@ _SPARE = 1024
 """Entries that are gone from the front of a line before it is moved up."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class StreamLimits(msgspec.Struct, frozen=True):
     """What is kept of each session, and of all sessions of a stream."""
 
     entries: int
@@ -352,7 +352,7 @@ class Weights:
         self._lines.setdefault(number, _Line()).add(entry, size)
         self.last = entry
 
-    def surplus(self, limits: Limits, now_ms: int) -> dict[int, int]:
+    def surplus(self, limits: StreamLimits, now_ms: int) -> dict[int, int]:
         """Return of each session how many of its oldest entries are too many; ``now_ms`` is the server's clock."""
         going: dict[int, int] = {}
         left: dict[int, int] = {}

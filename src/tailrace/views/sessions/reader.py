@@ -23,15 +23,15 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, StoreUnavailable
 from tailrace.kafka.consume import Records, Stored
-from tailrace.log.event import Source, poison
+from tailrace.log.event import Partition, poison
 from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import LEDGER_WHOLE
 from tailrace.valkey.shards import mapping
-from tailrace.views.sessions.cursor import Place
+from tailrace.views.sessions.cursor import StreamPlace
 from tailrace.views.sessions.hub import Tap
 from tailrace.views.sessions.model import PROGRAM, Session
 from tailrace.views.sessions.recording import Catalogue, Recorder
-from tailrace.views.sessions.streams import Entry, LiveSessions, Located, entry_of, number_of
+from tailrace.views.sessions.streams import LiveSessions, Located, StreamEntry, entry_of, number_of
 from tailrace.views.sessions.telemetry import Refused, head, identity_of, parse
 
 AT_ONCE = 32
@@ -44,18 +44,18 @@ TRIES = 5
 """How often a read that a trim has crossed is begun again."""
 
 
-class Lost(msgspec.Struct, frozen=True):
+class LostStretch(msgspec.Struct, frozen=True):
     """A stretch that is gone."""
 
-    after: Place
-    to: Place
+    after: StreamPlace
+    to: StreamPlace
     reason: str
     possible: bool = False
     """Somebody else trimmed the stream: whether the session had anything there, nobody knows."""
     back: bool = False
     """It begins in the stream, and what comes after it is in Kafka."""
 
-    def moves(self, place: Place) -> Place:
+    def moves(self, place: StreamPlace) -> StreamPlace:
         """Return the place of whoever was told."""
         return self.to if self.back or self.reason == "store-rolled-back" else max(place, self.to)
 
@@ -91,7 +91,7 @@ class SessionReader:
         """How many bytes of the session are held that were not returned."""
         return self._tap.behind(self.looked, self.number)
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: StreamEntry) -> bool:
         """Whether an entry is one that the tap holds for all."""
         return entry.id > self._tap.base
 
@@ -100,11 +100,14 @@ class SessionReader:
         self.looked = max(self.looked, self._tap.head)
         return self.looked
 
-    async def next(self) -> list[Entry | Lost]:
+    async def next(self) -> list[StreamEntry | LostStretch]:
         """Return what follows, and move behind it; nothing at the end."""
         tap = self._tap
         if tap.era != self._era:
-            self._era, lost = tap.era, Lost(Place.of(self.looked), Place.of(tap.base), "store-rolled-back")
+            self._era, lost = (
+                tap.era,
+                LostStretch(StreamPlace.of(self.looked), StreamPlace.of(tap.base), "store-rolled-back"),
+            )
             self.looked = tap.base
             return [lost]
         held = tap.after(self.looked, self.number)
@@ -114,7 +117,7 @@ class SessionReader:
         self.looked = few[-1].id if len(few) < len(held) else max(self.looked, tap.head)
         return list(few)
 
-    async def _from_store(self) -> list[Entry | Lost]:
+    async def _from_store(self) -> list[StreamEntry | LostStretch]:
         stream, head = self._tap.stream, self._tap.head
         for _ in range(TRIES):
             gone = await self._live.trimmed(stream, self.number) or BEGINNING
@@ -126,17 +129,17 @@ class SessionReader:
         else:  # trimmed all the time: what lies before the last of it may be there in part
             begin = max(self.looked, gone)
             entries = [entry for entry in entries if entry.id > gone]
-        found: list[Entry | Lost] = []
+        found: list[StreamEntry | LostStretch] = []
         if gone > self.looked:
-            found.append(Lost(Place.of(self.looked), Place.of(gone), "trimmed"))
+            found.append(LostStretch(StreamPlace.of(self.looked), StreamPlace.of(gone), "trimmed"))
         self.looked = max(reached, begin)
         cut = await self._cut(begin)
         if cut is None:
             return [*found, *entries]
         self.looked = max(self.looked, before(cut))
         earlier, later = [e for e in entries if e.id < cut], [e for e in entries if e.id >= cut]
-        after = Place.of(earlier[-1].id if earlier else begin)
-        return [*found, *earlier, Lost(after, Place.of(before(cut)), "trimmed", possible=True), *later]
+        after = StreamPlace.of(earlier[-1].id if earlier else begin)
+        return [*found, *earlier, LostStretch(after, StreamPlace.of(before(cut)), "trimmed", possible=True), *later]
 
     async def _cut(self, place: EntryId) -> EntryId | None:
         """Return where the stream begins, if somebody else has cut it behind a place.
@@ -205,7 +208,7 @@ async def last_entries(
     return [*found, *reversed(older)]
 
 
-async def entry_at(live: LiveSessions, stream: str, entry: EntryId) -> Entry | None:
+async def entry_at(live: LiveSessions, stream: str, entry: EntryId) -> StreamEntry | None:
     """Return one entry; None if it is gone."""
     key, where = live.keys.stream(stream), id_text(entry)
     (answers,) = await live.nodes.read_keyed([(key, ("XRANGE", key, where, where))])
@@ -233,7 +236,7 @@ class Archive(msgspec.Struct, frozen=True):
     """How Kafka is read again."""
 
     records: Records
-    is_current: Callable[[Source], Awaitable[bool]]
+    is_current: Callable[[Partition], Awaitable[bool]]
     """Whether a source is what Kafka has under its name now."""
     max_bytes: int = 1 << 20
     max_depth: int = 200
@@ -246,22 +249,22 @@ class Hole(msgspec.Struct, frozen=True):
     """
 
     low: int
-    lost: Lost
+    lost: LostStretch
 
 
 class Told(msgspec.Struct, frozen=True):
     """What one record of the session became: the blocks of its bursts; none if it was of another session."""
 
-    place: Place
+    place: StreamPlace
     blocks: tuple[bytes, ...] = ()
 
 
-def source_of(located: Located) -> Source | None:
+def source_of(located: Located) -> Partition | None:
     """Return the partition that a session comes from; None if it comes from several, or from no Kafka."""
     if located.opened is None or located.shared or located.writer.startswith(PROGRAM):
         return None
     try:
-        return Source.parse(located.writer)
+        return Partition.parse(located.writer)
     except ValueError:
         return None
 
@@ -274,7 +277,7 @@ class Retained:
         archive: Archive,
         live: LiveSessions,
         located: Located,
-        source: Source,
+        source: Partition,
         after: int,
         least: EntryId = BEGINNING,
         hole: Hole | None = None,
@@ -302,7 +305,7 @@ class Retained:
         """The entry after which the stream goes on, when everything was read."""
         return BEGINNING if self._seam is None else self._seam.entry
 
-    async def next(self) -> list[Told | Lost]:
+    async def next(self) -> list[Told | LostStretch]:
         """Return what the next records became; nothing when everything up to the seam was read."""
         if self._ended:
             return []
@@ -316,7 +319,7 @@ class Retained:
             seam = None if is_shared else await seam_behind(self._live, located, gone)
             if seam is None:
                 self._seam = Seam(self._after, gone)
-                return [Lost(Place.at_offset(self._after), Place.of(gone), "trimmed")]
+                return [LostStretch(StreamPlace.at_offset(self._after), StreamPlace.of(gone), "trimmed")]
             self._seam = seam
             if self._over:
                 self._after = max(self._after, seam.offset)
@@ -332,9 +335,9 @@ class Retained:
             self._after = to.major
         return [hole.lost]
 
-    async def _read(self, last: int) -> list[Told | Lost]:
+    async def _read(self, last: int) -> list[Told | LostStretch]:
         archive, source = self._archive, self._source
-        after = Place.at_offset(self._after)
+        after = StreamPlace.at_offset(self._after)
         if not await archive.is_current(source):
             return self._lost(after, last, "deleted")
         try:
@@ -345,22 +348,22 @@ class Retained:
             return self._lost(after, last, "deleted")
         if not await archive.is_current(source):
             return self._lost(after, last, "deleted")
-        found: list[Told | Lost] = []
+        found: list[Told | LostStretch] = []
         if stretch.first > self._after + 1:
-            found.append(Lost(after, Place.at_offset(stretch.first - 1), "expired"))
+            found.append(LostStretch(after, StreamPlace.at_offset(stretch.first - 1), "expired"))
         if self._recorder is None:
             self._recorder = await self._begin(is_whole=not found)
         for record in stretch.records:
             blocks = self._record(record)
             if blocks:
-                found.append(Told(Place.at_offset(record.offset), blocks))
+                found.append(Told(StreamPlace.at_offset(record.offset), blocks))
         self._after = last if self._over else stretch.reached
-        found.append(Told(Place.at_offset(self._after)))
+        found.append(Told(StreamPlace.at_offset(self._after)))
         return found
 
-    def _lost(self, after: Place, last: int, reason: str) -> list[Told | Lost]:
+    def _lost(self, after: StreamPlace, last: int, reason: str) -> list[Told | LostStretch]:
         self._after = last
-        return [Lost(after, Place.at_offset(last), reason)]
+        return [LostStretch(after, StreamPlace.at_offset(last), reason)]
 
     async def _begin(self, is_whole: bool) -> Recorder:
         located = self._located

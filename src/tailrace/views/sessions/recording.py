@@ -33,7 +33,7 @@ from tailrace.views.sessions.telemetry import (
     Config,
     Data,
     Fault,
-    Open,
+    OpenSession,
     Record,
     Refused,
     Update,
@@ -130,7 +130,7 @@ MOST_FAULTS = 20
 """Faults of one record that are told."""
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class RecordOutcome(msgspec.Struct, frozen=True, array_like=True):
     """What became of a record."""
 
     kind: Literal["stored", "skipped", "dead"]
@@ -138,18 +138,18 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     faults: tuple[Fault, ...] = ()
 
 
-STORED: Final = Outcome("stored")
+STORED: Final = RecordOutcome("stored")
 
 
-def dead(reason: str, what: str = "") -> Outcome:
+def dead(reason: str, what: str = "") -> RecordOutcome:
     """Return the outcome of a record that nothing came of."""
-    return Outcome("dead", reason, (Fault("", what[:200]),) if what else ())
+    return RecordOutcome("dead", reason, (Fault("", what[:200]),) if what else ())
 
 
 ELSEWHERE: Final = dead("session-elsewhere", "it is open in another stream")
 
 
-class Written(msgspec.Struct, frozen=True):
+class PendingWrites(msgspec.Struct, frozen=True):
     """What has to be written for some records."""
 
     sessions: tuple[Session, ...]
@@ -200,7 +200,7 @@ class Recorder:
         stream: str,
         writer: str,
         sessions: Mapping[str, Session],
-        elsewhere: Mapping[str, Outcome],
+        elsewhere: Mapping[str, RecordOutcome],
         catalogue: Catalogue,
         target: int = burst.TARGET,
     ) -> None:
@@ -215,7 +215,7 @@ class Recorder:
         """Return a session as it is after the records so far."""
         return self._sessions.get(identity)
 
-    def meet(self, sessions: Mapping[str, Session], elsewhere: Mapping[str, Outcome]) -> None:
+    def meet(self, sessions: Mapping[str, Session], elsewhere: Mapping[str, RecordOutcome]) -> None:
         """Get to know further sessions, of which no record was taken yet."""
         self._sessions |= sessions
         self._elsewhere |= elsewhere
@@ -223,18 +223,20 @@ class Recorder:
     def must_write(self, identity: str, record: Record) -> bool:
         """Whether what there is must be written before this record is taken: one write has one life of a session."""
         sheet = self._sheets.get(identity)
-        return sheet is not None and sheet.session.is_closed and isinstance(record, Open)
+        return sheet is not None and sheet.session.is_closed and isinstance(record, OpenSession)
 
-    def write(self) -> Written:
+    def write(self) -> PendingWrites:
         """Return what has to be written for the records since the last time."""
         entries = tuple(
             (identity, pack(data)) for identity, sheet in self._sheets.items() for data in sheet.bursts(self._target)
         )
-        written = Written(tuple(sheet.session for sheet in self._sheets.values()), entries, self._configs)
+        written = PendingWrites(tuple(sheet.session for sheet in self._sheets.values()), entries, self._configs)
         self._sheets, self._configs, self.size = {}, {}, 0
         return written
 
-    def take(self, offset: int, time_ms: int, identity: str, record: Record, faults: Sequence[Fault] = ()) -> Outcome:
+    def take(
+        self, offset: int, time_ms: int, identity: str, record: Record, faults: Sequence[Fault] = ()
+    ) -> RecordOutcome:
         """Take the next record; ``faults`` is what was found wrong with it when it was read."""
         wrong = list(faults)
         try:
@@ -242,10 +244,10 @@ class Recorder:
         except Refused as refused:
             return dead(refused.reason, refused.what)
         if outcome is STORED and wrong:
-            return Outcome("dead", "bad-part", tuple(wrong[:MOST_FAULTS]))
+            return RecordOutcome("dead", "bad-part", tuple(wrong[:MOST_FAULTS]))
         return outcome
 
-    def _take(self, offset: int, time_ms: int, identity: str, record: Record, wrong: list[Fault]) -> Outcome:
+    def _take(self, offset: int, time_ms: int, identity: str, record: Record, wrong: list[Fault]) -> RecordOutcome:
         if isinstance(record, Config):
             self._publish("config", record.identifier, record.config, wrong)
             return STORED
@@ -253,10 +255,10 @@ class Recorder:
             return self._elsewhere[identity]
         known = self._sessions.get(identity)
         if isinstance(record, Close) and (known is None or known.is_closed):
-            return Outcome("skipped", "nothing-to-close")
-        if known is not None and known.is_closed and not isinstance(record, Open):
+            return RecordOutcome("skipped", "nothing-to-close")
+        if known is not None and known.is_closed and not isinstance(record, OpenSession):
             return dead("session-closed", f"it ended as {known.state}")
-        if isinstance(record, Open):
+        if isinstance(record, OpenSession):
             for identifier, config in record.configs.items():
                 self._publish(f"configs.{identifier[:40]}", identifier, config, wrong)
         begin = partial(Session.opening, identity, self._stream, self._writer, offset, time_ms)
@@ -276,14 +278,14 @@ class Recorder:
         begin: Callable[[Mapping[str, Any]], Session],
         time_ms: int,
         identity: str,
-        record: Open | Update | Close,
+        record: OpenSession | Update | Close,
         wrong: list[Fault],
     ) -> None:
         update, faults = checked(identity, record.json)
         wrong += faults
         if isinstance(record, Close):
             update["state"] = record.state
-        elif update.get("state") is None and (isinstance(record, Open) or (known and known.state == ABANDONED)):
+        elif update.get("state") is None and (isinstance(record, OpenSession) or (known and known.state == ABANDONED)):
             update["state"] = "open"
         if known is None and update.get("state") in CLOSED:
             # It begins before it ends, if only by a moment.

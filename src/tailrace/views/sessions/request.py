@@ -23,9 +23,9 @@ from tailrace.views.sessions.configuration import Channels, Conversion
 from tailrace.views.sessions.cursor import (
     FromMoment,
     FromPlace,
-    Held,
     SessionCursor,
     SessionStart,
+    UnsentSamples,
     parse_session_start,
     parse_session_until,
 )
@@ -154,7 +154,7 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     resumed: bool = False
     """Whether this continues an earlier request (``Last-Event-ID``)."""
 
-    def thinned_before(self, held: Held | None) -> Thinning | None:
+    def thinned_before(self, held: UnsentSamples | None) -> Thinning | None:
         """Return how samples may be thinned before any are left out; only whole cells may be left out afterwards."""
         thinning = self.thinning
         if thinning is None or self.since is not None or isinstance(self.until, int):

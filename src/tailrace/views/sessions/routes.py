@@ -34,9 +34,9 @@ from tailrace.http.service import Service, now_ms
 from tailrace.http.socket import admit, converse
 from tailrace.http.sse import FeedResponse, choose
 from tailrace.log.event import iso_time
-from tailrace.log.request import AnyFrame, Control, Frame
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.entry_id import BEGINNING, id_text
-from tailrace.views.sessions.configuration import Channels, Conversion, Text
+from tailrace.views.sessions.configuration import Channels, Conversion, TextTable
 from tailrace.views.sessions.feed import SessionFeed
 from tailrace.views.sessions.model import bindings_in
 from tailrace.views.sessions.reader import first_entry, last_entries
@@ -211,7 +211,7 @@ async def _channels(service: Service, located: Located) -> Channels:
 def _steps(conversion: Conversion) -> dict[str, Any]:
     """Return what a conversion does with a raw number, step by step."""
     how = conversion.how
-    if isinstance(how, Text):
+    if isinstance(how, TextTable):
         told: dict[str, Any] = {"keys": list(how.names), "values": list(how.names.values()), "default": how.default}
     else:
         told = msgspec.to_builtins(how)
@@ -267,10 +267,10 @@ class LiveFeed:
 
 def written(frame: AnyFrame) -> bytes:
     """Return a frame as a message."""
-    if isinstance(frame, Frame):
+    if isinstance(frame, EventFrame):
         return frame.data
     place = {"id": frame.cursor} if frame.cursor else {}
-    if isinstance(frame, Control):
+    if isinstance(frame, ControlFrame):
         return message(_encode({"event": frame.name, **place, **_decode(frame.data)}))
     return message(_encode({"event": "moved", **place}))
 

@@ -276,7 +276,7 @@ def _event(event: Occurrence, channels: Channels) -> dict[str, Any]:
     return {**shown, "values": definition.convert(event.values), **named}
 
 
-class Shown(msgspec.Struct, frozen=True):
+class SampleFrame(msgspec.Struct, frozen=True):
     """One frame: what some entries in a row brought, thinned."""
 
     session: str
@@ -292,7 +292,7 @@ class Shown(msgspec.Struct, frozen=True):
         return self.json is None and self.range is None and not self.series and not self.events
 
 
-def as_json(shown: Shown, cursor: str) -> bytes:
+def as_json(shown: SampleFrame, cursor: str) -> bytes:
     """Return the form for event streams and lines; the cursor travels beside it."""
     channels = []
     for line, times, values in _items(shown.series):
@@ -303,7 +303,7 @@ def as_json(shown: Shown, cursor: str) -> bytes:
     return _encode({**_head(shown), "channels": channels, "events": shown.events})
 
 
-def as_bytes(shown: Shown, cursor: str) -> bytes:
+def as_bytes(shown: SampleFrame, cursor: str) -> bytes:
     """Return the binary form."""
     channels: list[dict[str, Any]] = []
     arrays: list[bytes] = []
@@ -327,7 +327,7 @@ def message(header: bytes) -> bytes:
     return struct.pack("<I", len(header)) + header + bytes(-(len(header) + 4) % 8)
 
 
-def _head(shown: Shown) -> dict[str, Any]:
+def _head(shown: SampleFrame) -> dict[str, Any]:
     head: dict[str, Any] = {"session": shown.session, "position": shown.position}
     if shown.range is not None:
         head["range"] = [str(shown.range[0]), str(shown.range[1])]

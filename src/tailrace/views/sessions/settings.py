@@ -29,7 +29,7 @@ def _key(text: str) -> str:
     return _template(text, frozenset({"identity"}), "identity")
 
 
-class Sessions(Section):
+class SessionsSettings(Section):
     """The view of telemetry sessions."""
 
     topics: Pattern | tuple[Topic, ...] = ()

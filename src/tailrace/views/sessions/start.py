@@ -13,11 +13,18 @@ from tailrace.errors import BadBurst
 from tailrace.log.cursor import FromEnd, FromLast
 from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
 from tailrace.views.sessions.burst import parse, unpack
-from tailrace.views.sessions.cursor import FromMoment, FromPlace, Held, Place, SessionCursor, SessionStart
-from tailrace.views.sessions.life import Life, SessionParts
+from tailrace.views.sessions.cursor import (
+    FromMoment,
+    FromPlace,
+    SessionCursor,
+    SessionStart,
+    StreamPlace,
+    UnsentSamples,
+)
+from tailrace.views.sessions.life import SessionLife, SessionParts
 from tailrace.views.sessions.reader import (
     Hole,
-    Lost,
+    LostStretch,
     Retained,
     Spot,
     entry_at,
@@ -39,7 +46,7 @@ class _Called(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Called).decode
 
 
-async def is_closed(parts: SessionParts, life: Life, until: EntryId) -> bool | None:
+async def is_closed(parts: SessionParts, life: SessionLife, until: EntryId) -> bool | None:
     """Whether the last entry of a life says that it is over; None if there is none any more."""
     stream = life.located.stream
     newest = await last_entries(parts.live, stream, life.number, 1, BEGINNING, until)
@@ -47,7 +54,7 @@ async def is_closed(parts: SessionParts, life: Life, until: EntryId) -> bool | N
     return None if entry is None else any(state_of(text) in CLOSED for text in _said(entry.data, parts.container))
 
 
-async def is_whole(parts: SessionParts, life: Life) -> bool:
+async def is_whole(parts: SessionParts, life: SessionLife) -> bool:
     """Whether all that a life had was read, as far as can be known: another one has its place."""
     live, stream = parts.live, life.located.stream
     if life.state in CLOSED:
@@ -58,13 +65,15 @@ async def is_whole(parts: SessionParts, life: Life) -> bool:
     return closed or life.located.number == life.number
 
 
-async def is_of_another(parts: SessionParts, life: Life, number: int) -> bool:
+async def is_of_another(parts: SessionParts, life: SessionLife, number: int) -> bool:
     """Whether what the stream has under a number is no earlier life of this session: it has to say that it is."""
     first = await first_entry(parts.live, life.located.stream, number, BEGINNING)
     return first is not None and not await _is_called(parts, life, number, first)
 
 
-async def life_between(parts: SessionParts, life: Life, begin: EntryId, later: Located) -> tuple[int, EntryId] | None:
+async def life_between(
+    parts: SessionParts, life: SessionLife, begin: EntryId, later: Located
+) -> tuple[int, EntryId] | None:
     """Return the first life of the session after this one and before another one: its number, and the place before it.
 
     Lives of a session follow each other, and each has a higher number than the one before. Of one that was trimmed
@@ -81,7 +90,7 @@ async def life_between(parts: SessionParts, life: Life, begin: EntryId, later: L
     return None
 
 
-async def _is_called(parts: SessionParts, life: Life, number: int, first: EntryId) -> bool:
+async def _is_called(parts: SessionParts, life: SessionLife, number: int, first: EntryId) -> bool:
     """Whether the first or the last entry that there is of a life says that it is of this session."""
     live, located = parts.live, life.located
     last = await last_entries(live, located.stream, number, 1, BEGINNING, END)
@@ -116,46 +125,46 @@ NEAR_MS = 200
 class Beginning(msgspec.Struct, frozen=True):
     """Where a feed begins."""
 
-    place: Place
+    place: StreamPlace
     """Up to here everything was sent, but for what was held."""
-    held: Held | None = None
+    held: UnsentSamples | None = None
     past: Retained | None = None
-    lost: Lost | None = None
+    lost: LostStretch | None = None
     """What is known to be gone already."""
     is_over: bool = False
     """Whether this is a life before the one that the session has now."""
 
     @property
-    def origin(self) -> Place:
+    def origin(self) -> StreamPlace:
         """After which place it is read."""
         return self.place if self.held is None else self.held.after
 
 
-async def beginning(parts: SessionParts, life: Life, start: SessionStart) -> Beginning:
+async def beginning(parts: SessionParts, life: SessionLife, start: SessionStart) -> Beginning:
     """Find where a request begins in the life of a session that was joined."""
     located, live = life.located, parts.live
     if isinstance(start, FromPlace):
         return await _resumed(parts, life, start.cursor)
     gone = await live.trimmed(located.stream, located.number)
-    end = Place.of(max(life.target, gone or BEGINNING, located.position))
+    end = StreamPlace.of(max(life.target, gone or BEGINNING, located.position))
     if isinstance(start, FromEnd) or (isinstance(start, FromLast) and not start.count):
         return Beginning(end)
     if isinstance(start, FromLast):
         count = start.count + 1
         found = await last_entries(live, located.stream, located.number, count, located.position, life.target)
         before = found[-1] if len(found) == count else max(located.position, gone or BEGINNING)
-        return Beginning(Place.of(before))
+        return Beginning(StreamPlace.of(before))
     if isinstance(start, FromMoment):
         first = None if gone is None else await life.first_time()
         if gone is None or (first is not None and start.time >= first):  # the stream has it
-            return Beginning(Place.of(max(await _before(parts, life, start.time), gone or BEGINNING)))
+            return Beginning(StreamPlace.of(max(await _before(parts, life, start.time), gone or BEGINNING)))
     past = await _trimmed(parts, located, None)
     if past is not None:
-        return Beginning(Place.at_offset((located.opened or 0) - 1), past=past)
-    return Beginning(Place.of(located.position))
+        return Beginning(StreamPlace.at_offset((located.opened or 0) - 1), past=past)
+    return Beginning(StreamPlace.of(located.position))
 
 
-async def _before(parts: SessionParts, life: Life, time: int) -> EntryId:
+async def _before(parts: SessionParts, life: SessionLife, time: int) -> EntryId:
     """Return a place that has every sample at or after a time behind it, and not much else.
 
     Our writers say in every write how far the session's range has grown, before its samples. So if that has not reached
@@ -178,27 +187,29 @@ async def _before(parts: SessionParts, life: Life, time: int) -> EntryId:
     return low
 
 
-async def _resumed(parts: SessionParts, life: Life, cursor: SessionCursor) -> Beginning:
+async def _resumed(parts: SessionParts, life: SessionLife, cursor: SessionCursor) -> Beginning:
     located, live = life.located, parts.live
     place, is_over = cursor.place, cursor.number != located.number
     if not place.in_stream:
         past = None if is_over else await _trimmed(parts, located, cursor.origin.major)
         if past is not None:
             return Beginning(place, cursor.held, past)
-        to = Place.of(located.position)
-        return Beginning(to, lost=Lost(place, to, "life-over" if is_over else "trimmed"), is_over=is_over)
+        to = StreamPlace.of(located.position)
+        return Beginning(to, lost=LostStretch(place, to, "life-over" if is_over else "trimmed"), is_over=is_over)
     if is_over and await is_of_another(parts, life, cursor.number):
-        to = Place.of(located.position)
-        return Beginning(to, lost=Lost(place, to, "life-over"))
+        to = StreamPlace.of(located.position)
+        return Beginning(to, lost=LostStretch(place, to, "life-over"))
     end = max(life.target, await live.last_given(located.stream))
     if place.entry > end and not is_over:
-        to = Place.of(life.target)
-        return Beginning(to, lost=Lost(place, to, "store-rolled-back"))
+        to = StreamPlace.of(life.target)
+        return Beginning(to, lost=LostStretch(place, to, "store-rolled-back"))
     found = None if is_over else await _in_kafka(parts, located, cursor)
     return found or Beginning(place, cursor.held, is_over=is_over)
 
 
-async def overtaken(parts: SessionParts, life: Life, cursor: SessionCursor, lost: Lost) -> Beginning | None:
+async def overtaken(
+    parts: SessionParts, life: SessionLife, cursor: SessionCursor, lost: LostStretch
+) -> Beginning | None:
     """Return where a feed goes on that trimming has overtaken: as if it came back now, with its cursor.
 
     None if what is lost has to be told: it is not in Kafka, or nobody knows where.
@@ -231,22 +242,22 @@ async def _in_kafka(parts: SessionParts, located: Located, cursor: SessionCursor
         # The stream has the rest of that write; Kafka is read for what was held of others alone.
         if first_lost.in_stream:
             return None
-        hole = Hole(spot.low, Lost(first_lost, Place.of(gone), "trimmed"))
+        hole = Hole(spot.low, LostStretch(first_lost, StreamPlace.of(gone), "trimmed"))
     elif not spot.is_exact:
-        hole = Hole(spot.low, Lost(first_lost, Place.at_offset(spot.high), "trimmed", back=True))
+        hole = Hole(spot.low, LostStretch(first_lost, StreamPlace.at_offset(spot.high), "trimmed", back=True))
     past = Retained(parts.archive, live, located, source, after, BEGINNING if hole else place.entry, hole)
-    begin = Place.at_offset(spot.low) if hole is None else place
-    return Beginning(begin, None if held is None else Held(Place.at_offset(after), held.floor), past)
+    begin = StreamPlace.at_offset(spot.low) if hole is None else place
+    return Beginning(begin, None if held is None else UnsentSamples(StreamPlace.at_offset(after), held.floor), past)
 
 
-def _first_lost(cursor: SessionCursor, spot: Spot) -> Place:
+def _first_lost(cursor: SessionCursor, spot: Spot) -> StreamPlace:
     """Return after which place something is lost; of what was held, too, unless that is before what nobody knows."""
-    if cursor.held is None or spot.begin is None or cursor.origin > Place.of(spot.begin):
+    if cursor.held is None or spot.begin is None or cursor.origin > StreamPlace.of(spot.begin):
         return cursor.origin
-    return Place.at_offset(spot.low)
+    return StreamPlace.at_offset(spot.low)
 
 
-async def _at_or_before(live: LiveSessions, located: Located, place: Place) -> int:
+async def _at_or_before(live: LiveSessions, located: Located, place: StreamPlace) -> int:
     if not place.in_stream:
         return place.major
     spot = await spot_of(live, located, place.entry)

@@ -33,7 +33,7 @@ from tailrace.errors import StoreError
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Arg, Keyed, KeyedCall, Shards, keyed_calls, mapping
 from tailrace.views.sessions.model import ABANDONED, Session, identifiers
-from tailrace.views.sessions.recording import ELSEWHERE, Catalogue, Outcome, Written, dead
+from tailrace.views.sessions.recording import ELSEWHERE, Catalogue, PendingWrites, RecordOutcome, dead
 from tailrace.views.sessions.telemetry import CLOSED
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Opening(msgspec.Struct, frozen=True):
     """What was read of the session in the stream; empty if there was nothing."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class SessionChange(msgspec.Struct, frozen=True):
     """What becomes of a session; at most one for each session of a write."""
 
     identity: str
@@ -103,7 +103,7 @@ class Write(msgspec.Struct, frozen=True):
     writer: str
     seen: int
     mark: int
-    changes: Sequence[Change] = ()
+    changes: Sequence[SessionChange] = ()
     entries: Sequence[tuple[int, bytes]] = ()
 
 
@@ -348,7 +348,7 @@ class SessionStore:
         answers = self._call(calls, {write.stream for write in writes})
         return [Verdict(answer[0].decode()) for answer in answers]
 
-    def _put(self, write: Write, change: Change, now_ms: int) -> KeyedCall:
+    def _put(self, write: Write, change: SessionChange, now_ms: int) -> KeyedCall:
         order = " ".join(map(str, change.order))
         args: list[Arg] = [write.stream, *change.order, self.options.expire_ms, _OVER]
         for field, value in {**change.fields, "lastUpdated": now_ms, "order": order}.items():
@@ -380,7 +380,7 @@ class SessionStore:
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
 
-def _is_opened(write: Write, change: Change) -> bool:
+def _is_opened(write: Write, change: SessionChange) -> bool:
     """Whether a session was opened by a record of the write."""
     return change.fields.get("writer") == write.writer and int(change.fields.get("opened", NOTHING)) > write.seen
 
@@ -392,17 +392,17 @@ Numbers: TypeAlias = dict[tuple[str, str, int], tuple[int, str]]
 """Number and position of sessions that began, by identity, and writer and offset of the opening."""
 
 
-class Draft(NamedTuple):
+class StreamDraft(NamedTuple):
     """What some records of a writer come to, to be written as a whole."""
 
     stream: str
     writer: str
     seen: int
     mark: int
-    written: Written
+    written: PendingWrites
     versions: Mapping[str, tuple[bytes, bytes]]
     """Of each session: the version that was read, and the new one."""
-    notes: Change | None = None
+    notes: SessionChange | None = None
     """What the writer notes down for itself."""
 
 
@@ -413,7 +413,7 @@ class Known:
         self.sessions: dict[str, Session] = {}
         self.seen: dict[str, bytes] = {}
         """Their versions, and those of notes."""
-        self.elsewhere: dict[str, Outcome] = {}
+        self.elsewhere: dict[str, RecordOutcome] = {}
         """What becomes of records of sessions that are open in another stream, or whose keys others use."""
 
     def learn(self, stream: str, values: Mapping[str, bytes], owners: Mapping[str, Owner]) -> None:
@@ -432,13 +432,13 @@ class Known:
             elif known is not None and known.number < owner.number:
                 del self.sessions[identity]  # its name has had another life meanwhile
 
-    def draft(self, stream: str, writer: str, seen: int, mark: int, written: Written) -> Draft:
+    def draft(self, stream: str, writer: str, seen: int, mark: int, written: PendingWrites) -> StreamDraft:
         """Return what was recorded as a draft; what comes next goes on from there."""
         versions: dict[str, tuple[bytes, bytes]] = {}
         for session in written.sessions:
             versions[session.identity] = self.renew(session.identity)
             self.sessions[session.identity] = session
-        return Draft(stream, writer, seen, mark, written, versions)
+        return StreamDraft(stream, writer, seen, mark, written, versions)
 
     def renew(self, name: str) -> tuple[bytes, bytes]:
         """Return the version of what is to be written anew, and its next one."""
@@ -454,7 +454,7 @@ def learn_configs(store: SessionStore, catalogue: Catalogue, known: Iterable[Kno
 
 
 def write_drafts(
-    store: SessionStore, catalogue: Catalogue, drafts: Sequence[Draft], numbers: Numbers | None = None
+    store: SessionStore, catalogue: Catalogue, drafts: Sequence[StreamDraft], numbers: Numbers | None = None
 ) -> list[bool]:
     """Take the steps of a writer for drafts, in their order; return which of them are in their streams now.
 
@@ -472,7 +472,7 @@ def write_drafts(
     return written
 
 
-def _portions(drafts: Sequence[Draft]) -> Iterator[list[int]]:
+def _portions(drafts: Sequence[StreamDraft]) -> Iterator[list[int]]:
     """Yield which drafts are sent together; a session begins in no portion in which its last life ends."""
     portion: list[int] = []
     changed: set[tuple[str, str]] = set()
@@ -490,7 +490,7 @@ def _portions(drafts: Sequence[Draft]) -> Iterator[list[int]]:
         yield portion
 
 
-def _write(store: SessionStore, catalogue: Catalogue, drafts: Sequence[Draft], numbers: Numbers) -> list[bool]:
+def _write(store: SessionStore, catalogue: Catalogue, drafts: Sequence[StreamDraft], numbers: Numbers) -> list[bool]:
     _claim(store, drafts, numbers)
     written = [False] * len(drafts)
     writes: list[Write] = []
@@ -510,7 +510,7 @@ def _write(store: SessionStore, catalogue: Catalogue, drafts: Sequence[Draft], n
     return written
 
 
-def _claim(store: SessionStore, drafts: Sequence[Draft], numbers: Numbers) -> None:
+def _claim(store: SessionStore, drafts: Sequence[StreamDraft], numbers: Numbers) -> None:
     """Add number and position of each session that begins in these drafts."""
     wanted: dict[tuple[str, str, int], Opening] = {}
     for draft in drafts:
@@ -532,9 +532,9 @@ def _placed(session: Session, numbers: Numbers) -> Session | None:
     return None if found is None else session.placed(*found)
 
 
-def _change(session: Session, seen: bytes, version: bytes) -> Change:
+def _change(session: Session, seen: bytes, version: bytes) -> SessionChange:
     state, fields = session.encode(), session.fields()
-    return Change(session.identity, session.number, seen, state, session.order, fields, version)
+    return SessionChange(session.identity, session.number, seen, state, session.order, fields, version)
 
 
 def _publish(store: SessionStore, catalogue: Catalogue, configs: Mapping[str, bytes]) -> bool:

@@ -42,7 +42,7 @@ _decode = msgspec.json.Decoder(_Stated).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class Entry(msgspec.Struct, frozen=True, eq=False, gc=False):
+class StreamEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One message of a stream: a compressed burst of one session."""
 
     id: EntryId
@@ -87,10 +87,10 @@ def number_of(text: bytes) -> int:
     return int(text) if text.isdigit() and len(text) <= NUMBER_DIGITS else -1
 
 
-def entry_of(answer: Sequence[Any]) -> Entry:
+def entry_of(answer: Sequence[Any]) -> StreamEntry:
     """Return an entry as a stream's command answers it."""
     fields = mapping(answer[1] or ())
-    return Entry(parse_id(answer[0]), number_of(fields.get(b"id", b"")), fields.get(b"data", b""))
+    return StreamEntry(parse_id(answer[0]), number_of(fields.get(b"id", b"")), fields.get(b"data", b""))
 
 
 class LiveSessions:
@@ -175,18 +175,18 @@ class LiveSessions:
         (found,) = await self.nodes.read_keyed([(key, ("XRANGE", key, "-", "+", "COUNT", 1))])
         return parse_id(found[0][0]) if found else None
 
-    async def read(self, stream: str, after: EntryId, count: int, number: int | None = None) -> list[Entry]:
+    async def read(self, stream: str, after: EntryId, count: int, number: int | None = None) -> list[StreamEntry]:
         """Return the next entries after a place, of one session or of all; fewer than asked for only at the end."""
         return (await self.scan(stream, after, count, number))[0]
 
     async def scan(
         self, stream: str, after: EntryId, count: int, number: int | None = None, until: EntryId = END
-    ) -> tuple[list[Entry], EntryId]:
+    ) -> tuple[list[StreamEntry], EntryId]:
         """The same, up to a place, with how far was looked: everything up to there is in the answer.
 
         That is ``until`` when there is nothing more to look at, and the last entry returned when there may be.
         """
-        key, found, size = self.keys.stream(stream), list[Entry](), min(count, PAGE)
+        key, found, size = self.keys.stream(stream), list[StreamEntry](), min(count, PAGE)
         while after < until:
             command = ("XRANGE", key, f"({id_text(after)}", id_text(until), "COUNT", size)
             (answers,) = await self.nodes.read_keyed([(key, command)])
@@ -202,7 +202,7 @@ class LiveSessions:
             size = min(2 * size, PAGE)  # the session is one of several: more must be looked at
         return found, until
 
-    async def newest(self, stream: str, number: int, until: EntryId = END) -> Entry | None:
+    async def newest(self, stream: str, number: int, until: EntryId = END) -> StreamEntry | None:
         """Return the last entry of a session up to a place; None if it is not among the last few hundred there."""
         key, size = self.keys.stream(stream), 1
         for _ in range(PAGES):
@@ -321,7 +321,7 @@ class Weighed(NamedTuple):
     size: int
 
 
-class Kept(NamedTuple):
+class KeptSession(NamedTuple):
     """What a stream knows of a session, and when the session was last updated; None when that is long ago."""
 
     identity: str
@@ -376,7 +376,7 @@ class SessionKeeping:
         if numbers:
             self._shards.run_keyed([(key, ("HDEL", key, *numbers))])
 
-    def kept(self, stream: str) -> Iterator[Kept]:
+    def kept(self, stream: str) -> Iterator[KeptSession]:
         """Return everything that a stream knows of sessions, with when their hashes were last written.
 
         The state is read before the time: if the session is written in between, its version is not the one seen.
@@ -390,9 +390,9 @@ class SessionKeeping:
             (values,) = self._shards.run_keyed([(states, ("HMGET", states, *some))])
             (scores,) = self._shards.run_keyed([(index, ("ZMSCORE", index, *some))])
             for name, value, score in zip(some, values, scores, strict=True):
-                yield Kept(name.decode(), value or b"", None if score is None else int(float(score)))
+                yield KeptSession(name.decode(), value or b"", None if score is None else int(float(score)))
 
-    def forget(self, stream: str, kept: Kept, number: int | None, before_ms: int) -> bool:
+    def forget(self, stream: str, kept: KeptSession, number: int | None, before_ms: int) -> bool:
         """Forget a session, if it is still what was seen, and openings that came to nothing before a time."""
         version = kept.value[:VERSION_BYTES]
         args = (kept.identity, version, "" if number is None else number, before_ms)

@@ -151,14 +151,14 @@ class Timestamped(_Part, frozen=True):
             raise ValueError("times are either `times`, or `start` and `deltas`")
 
 
-class Row(_Part, frozen=True):
+class SampleRow(_Part, frozen=True):
     """One sample of each of several channels, at one time."""
 
     channels: list[ChannelId]
     time: Time
 
 
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TelemetryEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that happened; what it is called is in the configuration of its app."""
 
     id: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -168,7 +168,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: list[float] = []
 
 
-class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TimeRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The time that the session spans, at least: both ends belong to it."""
 
     start: Time
@@ -182,7 +182,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     session: str | None = None
 
 
-class Open(_Record, frozen=True, tag="open"):
+class OpenSession(_Record, frozen=True, tag="open"):
     """Begins a session, or updates it if it is open."""
 
     json: dict[str, Any] = {}
@@ -209,9 +209,9 @@ class Data(_Record, frozen=True, tag="data"):
 
     periodic: list[Periodic] = []
     timestamped: list[Timestamped] = []
-    rows: list[Row] = []
-    events: list[Event] = []
-    range: Range | None = None
+    rows: list[SampleRow] = []
+    events: list[TelemetryEvent] = []
+    range: TimeRange | None = None
 
 
 class Close(_Record, frozen=True, tag="close"):
@@ -221,7 +221,7 @@ class Close(_Record, frozen=True, tag="close"):
     json: dict[str, Any] = {}
 
 
-Record: TypeAlias = Open | Update | Config | Data | Close
+Record: TypeAlias = OpenSession | Update | Config | Data | Close
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -233,8 +233,19 @@ class Head(msgspec.Struct, frozen=True):
     """Of a configuration; in other records a field that there is not, so that it may be anything."""
 
 
-_KINDS: dict[str, type[Record]] = {"open": Open, "session": Update, "config": Config, "data": Data, "close": Close}
-_PARTS: dict[str, type[Any]] = {"periodic": Periodic, "timestamped": Timestamped, "rows": Row, "events": Event}
+_KINDS: dict[str, type[Record]] = {
+    "open": OpenSession,
+    "session": Update,
+    "config": Config,
+    "data": Data,
+    "close": Close,
+}
+_PARTS: dict[str, type[Any]] = {
+    "periodic": Periodic,
+    "timestamped": Timestamped,
+    "rows": SampleRow,
+    "events": TelemetryEvent,
+}
 
 _decode = msgspec.json.Decoder(Record).decode
 _decode_head = msgspec.json.Decoder(Head).decode

@@ -31,13 +31,13 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.upkeep.job import Lease, Scope, milliseconds
+from tailrace.upkeep.job import JobLease, Scope, milliseconds
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Shards
 from tailrace.views.sessions.burst import bursts, pack, session_json
-from tailrace.views.sessions.model import ABANDONED, PROGRAM, Limits, Session, Weights, identifiers, told_enough
-from tailrace.views.sessions.store import Change, SessionOptions, SessionStore, Verdict, Write, state_of
+from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session, StreamLimits, Weights, identifiers, told_enough
+from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.views.sessions.streams import NAMES_AT_ONCE, SHED, WEIGHED, SessionKeeping
 
 AGAIN_MS = 600_000
@@ -85,7 +85,7 @@ class Abandoning:
         """How many sessions were abandoned."""
         return {"sessions": self._sessions}
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Look at every session that is listed."""
         # The frontier before the sessions: what they say is at least as late as it is.
         reached = _frontier(shards)
@@ -139,7 +139,7 @@ def _abandon(store: SessionStore, found: _Found) -> bool:
     said = session.abandoned()
     if said.state == session.state or session.heard > found.heard_ms:
         return False
-    change = Change(found.identity, said.number, value, said.encode(), said.order, said.fields())
+    change = SessionChange(found.identity, said.number, value, said.encode(), said.order, said.fields())
     entries = [(said.number, pack(burst)) for burst in bursts([session_json(said.json)])]
     return store.write([Write(found.stream, "", NOTHING, NOTHING, [change], entries)]) == [Verdict.OK]
 
@@ -180,7 +180,7 @@ class Forgetting:
         """How many sessions and streams were forgotten."""
         return {"sessions": self._sessions, "streams": self._streams}
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Look at every stream, and at every session that one knows.
 
         Raises:
@@ -206,7 +206,7 @@ class Forgetting:
             self._enlist(keeping, before_ms, now_ms, lease)
         keeping.renew_configs(bound)
 
-    def _enlist(self, keeping: SessionKeeping, since_ms: int, now_ms: int, lease: Lease) -> None:
+    def _enlist(self, keeping: SessionKeeping, since_ms: int, now_ms: int, lease: JobLease) -> None:
         for found in keeping.strangers(since_ms):
             lease.check()
             keeping.enlist(found, now_ms)
@@ -241,7 +241,7 @@ ROUND = 20_000
 class TrimRules(msgspec.Struct, frozen=True):
     """What is kept, and where sessions are."""
 
-    limits: Limits
+    limits: StreamLimits
     options: SessionOptions
     ledger_ms: int = 86_400_000
     """How long it is remembered which records the entries of a stream were made from, when they are trimmed."""
@@ -251,7 +251,7 @@ class TrimRules(msgspec.Struct, frozen=True):
         """Return the rules of the configuration."""
         given = settings.sessions
         kept = milliseconds(given.keep_time)
-        limits = Limits(given.keep_entries, given.keep_bytes, kept, given.stream_bytes)
+        limits = StreamLimits(given.keep_entries, given.keep_bytes, kept, given.stream_bytes)
         return cls(limits, SessionOptions.of(settings), milliseconds(given.keep_ledger))
 
 
@@ -291,7 +291,7 @@ class Trimming:
         """What was taken out of streams."""
         return {"entries": self._entries, "bytes": self._bytes}
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Trim every stream.
 
         Raises:
@@ -311,7 +311,7 @@ class Trimming:
             if self._scope.stopped():
                 return
 
-    def _weigh(self, keeping: SessionKeeping, stream: str, weights: Weights, lease: Lease) -> bool:
+    def _weigh(self, keeping: SessionKeeping, stream: str, weights: Weights, lease: JobLease) -> bool:
         """Weigh what is new; return whether there may be more of it."""
         for _ in range(ROUND // WEIGHED[0]):
             lease.check()
@@ -322,7 +322,7 @@ class Trimming:
                 return False
         return True
 
-    def _shed(self, keeping: SessionKeeping, stream: str, weights: Weights, now_ms: int, lease: Lease) -> None:
+    def _shed(self, keeping: SessionKeeping, stream: str, weights: Weights, now_ms: int, lease: JobLease) -> None:
         for number, count in weights.surplus(self._rules.limits, now_ms).items():
             for at in range(0, count, SHED):
                 lease.check()

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tailrace.driver.slice import Place, Slice, View, Window, dead_letter
-from tailrace.log.event import Source, home_of
+from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer, dead_letter
+from tailrace.log.event import Partition, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import TopicFilter
 from tailrace.views.sessions.model import Session, bindings_in, identifiers
-from tailrace.views.sessions.recording import STORED, Catalogue, Outcome, Recorder, dead
+from tailrace.views.sessions.recording import STORED, Catalogue, Recorder, RecordOutcome, dead
 from tailrace.views.sessions.store import (
-    Change,
-    Draft,
     Known,
+    SessionChange,
     SessionOptions,
     SessionStore,
+    StreamDraft,
     learn_configs,
     state_of,
     write_drafts,
 )
-from tailrace.views.sessions.telemetry import Config, Open, Record, Refused, Update, head, identity_of, parse
+from tailrace.views.sessions.telemetry import Config, OpenSession, Record, Refused, Update, head, identity_of, parse
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Settings
@@ -65,7 +65,7 @@ class SessionPlan(msgspec.Struct, frozen=True):
         return self.stream.replace("{topic}", topic).replace("{partition}", str(partition))
 
 
-def held_back(shards: Shards, plan: SessionPlan, marks: Mapping[Source, int]) -> dict[Source, int]:
+def held_back(shards: Shards, plan: SessionPlan, marks: Mapping[Partition, int]) -> dict[Partition, int]:
     """Return how far sources are applied by the shards and in their streams: whichever is less."""
     topics = TopicFilter(plan.topics)
     streams = {s: plan.stream_of(s.topic, s.partition) for s in marks if s.topic in topics}
@@ -95,11 +95,11 @@ class _Begin(NamedTuple):
 
     stream: str
     mark: int
-    notes: dict[int, Outcome]
+    notes: dict[int, RecordOutcome]
     """What became of records up to the mark, if they were not simply stored."""
 
 
-class SessionView(View):
+class SessionsWriter(Writer):
     """Sessions in the streams of their partitions."""
 
     name = VIEW
@@ -117,7 +117,7 @@ class SessionView(View):
         self._begins: dict[int, _Begin] = {}
         self._streams: dict[str, Known] = {}
 
-    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Read marks, notes, sessions, who has their names elsewhere, and configurations."""
         self._store = store = SessionStore(shards, self._plan.store, self._clock)
         looked_at, self._looked, self._begins, self._streams = self._looked, {}, {}, {}
@@ -163,7 +163,7 @@ class SessionView(View):
         floor = marks[home] if begin.mark == NOTHING else begin.mark
         for i in range(bisect_right(records.offsets, min(marks[home], floor)), len(records)):
             offset, record = records.offsets[i], _read(records, i)
-            if isinstance(record, Outcome):
+            if isinstance(record, RecordOutcome):
                 sheet.add(i, record)
             elif offset <= floor:
                 sheet.add(i, begin.notes.get(offset, STORED))
@@ -192,14 +192,14 @@ class SessionView(View):
     def _window(self, sheet: _Sheet, recorder: Recorder, known: Known) -> Window:
         """End a window: what the home shard counts of it, and what goes into the stream."""
         stream, writer, end = sheet.begin.stream, str(sheet.records.source), sheet.end
-        drafts: list[Draft] = []
+        drafts: list[StreamDraft] = []
         if end > sheet.mark:
             draft = known.draft(stream, writer, sheet.mark, end, recorder.write())
             if sheet.notes:
                 name = _notes_of(writer)
                 seen, version = known.renew(name)
                 value = _noted(name, stream, writer, sheet.kept())
-                draft = draft._replace(notes=Change(name, 0, seen, value, (0, 0, 0), {}, version))
+                draft = draft._replace(notes=SessionChange(name, 0, seen, value, (0, 0, 0), {}, version))
             drafts.append(draft)
         return Window(sheet.home, end, sheet.items(), rows=drafts)
 
@@ -213,9 +213,9 @@ class _Sheet:
         self.mark, self.rows = begin.mark, 0
         """Where the stream will be when this window comes; records of the window."""
         self.end = begin.mark
-        self.notes: dict[int, Outcome] = {}
+        self.notes: dict[int, RecordOutcome] = {}
         older = sum(offset <= counted for offset in begin.notes)
-        self._all: dict[int, Outcome] = dict(sorted(begin.notes.items())[max(0, older - OLDER) :])
+        self._all: dict[int, RecordOutcome] = dict(sorted(begin.notes.items())[max(0, older - OLDER) :])
         self._clear()
 
     def _clear(self) -> None:
@@ -223,7 +223,7 @@ class _Sheet:
         self._letters: list[Arg] = []
         self._newest, self.size = 0, 0
 
-    def add(self, i: int, outcome: Outcome, *, noted: bool = False) -> None:
+    def add(self, i: int, outcome: RecordOutcome, *, noted: bool = False) -> None:
         """Add a record, with what became of it."""
         self.end, self.rows = self.records.offsets[i], self.rows + 1
         if noted and outcome is not STORED:
@@ -240,7 +240,7 @@ class _Sheet:
             self._letters += letter
             self.size += sum(len(part) for part in letter if isinstance(part, bytes))
 
-    def kept(self) -> dict[int, Outcome]:
+    def kept(self) -> dict[int, RecordOutcome]:
         """Return all notes of records that the home shard has not counted yet."""
         self._all |= self.notes
         return self._all
@@ -279,17 +279,17 @@ def _look(records: Slice) -> _Looked:
 
 def _named(record: Record) -> set[str]:
     """Return the configurations that a record names, or has."""
-    found = identifiers(bindings_in(record.json)) if isinstance(record, Open | Update) else set()
-    return found | set(record.configs) if isinstance(record, Open) else found
+    found = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
+    return found | set(record.configs) if isinstance(record, OpenSession) else found
 
 
-def _read(records: Slice, i: int) -> Outcome | tuple[str, Record, Sequence[Any]]:
+def _read(records: Slice, i: int) -> RecordOutcome | tuple[str, Record, Sequence[Any]]:
     """Return a record with the name of its session, or what becomes of it whatever the session is."""
     value = records.values[i]
     if value is None:
-        return Outcome("skipped", "tombstone")
+        return RecordOutcome("skipped", "tombstone")
     if i in records.poison:
-        return Outcome("dead", records.poison[i])
+        return RecordOutcome("dead", records.poison[i])
     try:
         record, faults = parse(value)
         return "" if isinstance(record, Config) else identity_of(record.session, records.keys[i]), record, faults
@@ -319,15 +319,15 @@ def _notes_of(writer: str) -> str:
     return f"\0{writer}"
 
 
-def _noted(name: str, stream: str, writer: str, notes: Mapping[int, Outcome]) -> bytes:
+def _noted(name: str, stream: str, writer: str, notes: Mapping[int, RecordOutcome]) -> bytes:
     text = msgspec.json.encode(list(notes.items())).decode()
     return Session(name, stream, 0, "0-0", "closed", "{}", text, writer, max(notes), 0).encode()
 
 
-def _notes(value: bytes) -> dict[int, Outcome]:
+def _notes(value: bytes) -> dict[int, RecordOutcome]:
     if not value:
         return {}
     return dict(_decode_notes(Session.decode(state_of(value)).merged))
 
 
-_decode_notes = msgspec.json.Decoder(list[tuple[int, Outcome]]).decode
+_decode_notes = msgspec.json.Decoder(list[tuple[int, RecordOutcome]]).decode

@@ -29,7 +29,7 @@ from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavail
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions
 from tailrace.views.sessions.message_builder import Times, Values, bytes_of, channel_of, times_of, type_of, values_of
 from tailrace.views.sessions.model import PROGRAM, bindings_in, checked, identifiers
-from tailrace.views.sessions.recording import STORED, Catalogue, Outcome, Recorder
+from tailrace.views.sessions.recording import STORED, Catalogue, Recorder, RecordOutcome
 from tailrace.views.sessions.store import (
     Known,
     Numbers,
@@ -45,14 +45,14 @@ from tailrace.views.sessions.telemetry import (
     Closed,
     Config,
     Data,
-    Event,
     Fault,
-    Open,
+    OpenSession,
     Periodic,
-    Range,
     Record,
     Refused,
-    Row,
+    SampleRow,
+    TelemetryEvent,
+    TimeRange,
     Timestamped,
     Type,
     Update,
@@ -168,7 +168,7 @@ class SessionWriter:
         """
         for identifier, config in (configs or {}).items():
             self.config(identifier, config)
-        self._say(identity, Open(json=self._checked(identity, json)))
+        self._say(identity, OpenSession(json=self._checked(identity, json)))
         self._current = identity
 
     def update(self, json: Mapping[str, Any], session: str | None = None) -> None:
@@ -243,7 +243,7 @@ class SessionWriter:
         self._part(
             session,
             "rows",
-            lambda: Row(
+            lambda: SampleRow(
                 channels=[channel_of(channel) for channel in channels],
                 time=index(time),
                 values=None if values is None else list(values),
@@ -266,12 +266,12 @@ class SessionWriter:
         self._part(
             session,
             "events",
-            lambda: Event(index(definition), index(time), app, text, [float(value) for value in values]),
+            lambda: TelemetryEvent(index(definition), index(time), app, text, [float(value) for value in values]),
         )
 
     def range(self, start: int, end: int, session: str | None = None) -> None:
         """Let the session span these times, whether it has samples of them or not."""
-        self._part(session, "range", lambda: Range(index(start), index(end)))
+        self._part(session, "range", lambda: TimeRange(index(start), index(end)))
 
     def close_session(
         self, state: Closed = "closed", json: Mapping[str, Any] | None = None, session: str | None = None
@@ -279,7 +279,9 @@ class SessionWriter:
         """End a session, and send all that there is of it."""
         identity = self._of(session)
         if state not in CLOSED:
-            raise _refused(identity, Outcome("dead", "bad-record", (Fault("state", f"{state!r} ends no session"),)))
+            raise _refused(
+                identity, RecordOutcome("dead", "bad-record", (Fault("state", f"{state!r} ends no session"),))
+            )
         self._say(identity, Close(state=state, json=self._checked(identity, json)))
         self.flush()
 
@@ -302,7 +304,7 @@ class SessionWriter:
         except (TypeError, ValueError) as error:
             faults = [Fault("json", str(error))]
         if faults:
-            raise _refused(identity, Outcome("dead", "bad-part", tuple(faults)))
+            raise _refused(identity, RecordOutcome("dead", "bad-part", tuple(faults)))
         return update
 
     def _part(self, session: str | None, name: str, make: Callable[[], Any]) -> None:
@@ -310,11 +312,11 @@ class SessionWriter:
         try:
             part = make()
         except (TypeError, ValueError) as error:
-            raise _refused(identity, Outcome("dead", "bad-part", (Fault(name, str(error)),))) from None
+            raise _refused(identity, RecordOutcome("dead", "bad-part", (Fault(name, str(error)),))) from None
         self._say(identity, msgspec.structs.replace(_NOTHING, **{name: part if name == "range" else [part]}))
 
     def _say(self, identity: str, record: Record) -> None:
-        named = identifiers(bindings_in(record.json)) if isinstance(record, Open | Update) else set()
+        named = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
         if not isinstance(record, Config):
             try:
                 identity = identity_of(identity, None)
@@ -418,6 +420,6 @@ class SessionWriter:
             raise refused[0]
 
 
-def _refused(identity: str, outcome: Outcome) -> EventRefused:
+def _refused(identity: str, outcome: RecordOutcome) -> EventRefused:
     what = "; ".join(f"{fault.part}: {fault.what}" if fault.part else fault.what for fault in outcome.faults)
     return EventRefused(f"session {identity[:40]!r}: {outcome.reason}{f' ({what})' if what else ''}")

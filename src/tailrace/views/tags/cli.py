@@ -50,7 +50,7 @@ def tagged(
     from tailrace.cli import follow
     from tailrace.views.tags import commands as tagged
 
-    asked = follow.Request(names, start, after, limit, not ends, until, missing, on_gap, url)
+    asked = follow.FollowOptions(names, start, after, limit, not ends, until, missing, on_gap, url)
     raise typer.Exit(tagged.tagged(asked, query, every=every, client=client, json=json))
 
 

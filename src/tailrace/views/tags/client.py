@@ -9,12 +9,12 @@ import msgspec
 
 from tailrace.api import Tag, TaggedSource
 from tailrace.client.connection import Connection
-from tailrace.client.following import Asked, Feed, Query
+from tailrace.client.following import Feed, FeedParameters, Query
 from tailrace.client.request_encoding import as_segment, document_of
 from tailrace.errors import BadRequest
 
 
-class Tags(Connection):
+class TagsClient(Connection):
     """What a ``River`` does with tags."""
 
     def tagged(
@@ -23,7 +23,7 @@ class Tags(Connection):
         mode: str = "any",
         query: Mapping[str, object] | None = None,
         client: str | None = None,
-        **asked: Unpack[Asked],
+        **asked: Unpack[FeedParameters],
     ) -> Feed:
         """Follow the events of some tags. Takes what ``tail`` takes, and more.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tailrace.cli.follow import Printer, Request, ask, follow, lines, plain, size, table, text, visible
+from tailrace.cli.follow import FollowOptions, Printer, ask, follow, lines, plain, size, table, text, visible
 from tailrace.client.following import Feed
 from tailrace.client.river import River
 from tailrace.views.grep.commands import read_query
@@ -79,7 +79,7 @@ async def _readers(river: River) -> list[dict[str, Any]]:
     return found
 
 
-def tagged(asked: Request, query: str | None, *, every: bool, client: str | None, json: bool) -> int:
+def tagged(asked: FollowOptions, query: str | None, *, every: bool, client: str | None, json: bool) -> int:
     """Print events until the feed ends or Ctrl-C, and then how to go on."""
     found, text = read_query([] if query is None else [query])
     printer = TagPrinter(asked, lines=json or not sys.stdout.isatty())

@@ -23,15 +23,15 @@ from tailrace.log.cursor import (
 from tailrace.log.feed import LogFeeds, end_of, last_events, latest
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed
-from tailrace.log.run import Entry
+from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Segment, key_of
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.tags.merge import MergedTags, TagFeed
-from tailrace.views.tags.request import TagRequest, Wanted, look
+from tailrace.views.tags.request import TagFilter, TagRequest, look
 
 
-class Held(msgspec.Struct, frozen=True):
+class TagSummary(msgspec.Struct, frozen=True):
     """What a store has of a tag."""
 
     tag: str
@@ -57,7 +57,7 @@ class OpensTags(Protocol):
         """Open a feed. Raises before anything is sent."""
         ...
 
-    async def tags(self, prefix: str, after: str, limit: int) -> list[Held]:
+    async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
         """Return up to ``limit`` tags that begin with ``prefix`` and come after ``after``, in order of their bytes."""
         ...
 
@@ -97,7 +97,7 @@ class ValkeyTags(LogFeeds):
             for tag in request.names:
                 if await end_of(self._logs, tag) == Position.START:
                     raise StreamNotFound(tag)
-        wanted = [Wanted(request, at) for at in range(len(request.names))]
+        wanted = [TagFilter(request, at) for at in range(len(request.names))]
         if request.mode == "all":
             request, wanted = msgspec.structs.replace(request, names=request.names[:1]), wanted[:1]
         ends = [await end_of(self._logs, tag) for tag in request.names]
@@ -110,8 +110,8 @@ class ValkeyTags(LogFeeds):
         await feed.begin()
         return feed
 
-    async def tags(self, prefix: str, after: str, limit: int) -> list[Held]:
-        found: list[Held] = []
+    async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
+        found: list[TagSummary] = []
         while len(found) < limit and (names := await self._logs.names(after, prefix, min(limit - len(found), PAGE))):
             after = names[-1]
             for name, log in zip(names, await self._logs.logs_of(names), strict=True):
@@ -131,13 +131,13 @@ class ValkeyTags(LogFeeds):
         return
 
     async def _last(
-        self, request: TagRequest, wanted: Sequence[Wanted], ends: Sequence[Position], count: int
+        self, request: TagRequest, wanted: Sequence[TagFilter], ends: Sequence[Position], count: int
     ) -> list[Position]:
         """Return where the last events begin that the request shows."""
         tails = []
         for tag, shown in zip(request.names, wanted, strict=True):
 
-            def times(entry: Entry, shown: Wanted = shown) -> list[int | None]:
+            def times(entry: NumberedRun, shown: TagFilter = shown) -> list[int | None]:
                 stamped = look(entry.run, request, shown)
                 return [ms if is_shown else None for ms, is_shown in stamped]
 
@@ -145,8 +145,8 @@ class ValkeyTags(LogFeeds):
         return latest(tails, ends, count)
 
 
-def _held(tag: str, segments: Sequence[Segment]) -> Held:
-    return Held(
+def _held(tag: str, segments: Sequence[Segment]) -> TagSummary:
+    return TagSummary(
         tag,
         len({segment.start_ms for segment in segments}),
         segments[0].start_ms,

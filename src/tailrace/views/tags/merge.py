@@ -27,21 +27,21 @@ from tailrace.log.cursor import (
     Position,
     Ranges,
 )
-from tailrace.log.event import Source
-from tailrace.log.feed import BATCH_BYTES, Feed, Item, Line, Reader
-from tailrace.log.hub import Hub, Piece
+from tailrace.log.event import Partition
+from tailrace.log.feed import BATCH_BYTES, LogFeed, LogReader, MergeItem, MergeLine
+from tailrace.log.hub import Hub, SegmentEntry
 from tailrace.log.name import shard_of
-from tailrace.log.request import AnyFrame, Frame, Moved
+from tailrace.log.request import AnyFrame, EventFrame, Moved
 from tailrace.log.segment import Gap, Key
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import NOTHING, SCANNED, parse_mark_time
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
-from tailrace.views.tags.request import TagRequest, Wanted, look
+from tailrace.views.tags.request import TagFilter, TagRequest, look
 from tailrace.views.tags.store import VIEW
 
 
-class TagFeed(Feed):
+class TagFeed(LogFeed):
     """An open feed over the log of one tag."""
 
     def __init__(
@@ -49,7 +49,7 @@ class TagFeed(Feed):
         hub: Hub,
         logs: Logs,
         request: TagRequest,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[TagFilter],
         starts: Sequence[Position],
         ends: Sequence[Position],
         clock: Callable[[], int],
@@ -60,7 +60,7 @@ class TagFeed(Feed):
         bounded = request.since_ms is not None or request.until_ms is not None
         self._shows_all = not bounded and all(each.is_everything for each in wanted)
 
-    def _take(self, line: Line, piece: Piece) -> None:
+    def _take(self, line: MergeLine, piece: SegmentEntry) -> None:
         """Turn a stored run into items, leaving out what was seen before and what is not shown."""
         segment, entry = piece.segment, piece.entry
         skip = self._seen(line, piece)
@@ -68,23 +68,23 @@ class TagFeed(Feed):
         first, add = entry.first + skip, line.ahead.append
         if self._shows_all:
             for number, data in enumerate(frames, first):
-                add(Item(0, Position(segment.epoch, number), segment.index, data))
+                add(MergeItem(0, Position(segment.epoch, number), segment.index, data))
             return
         stamped = look(entry.run, self._asked, self._wanted[line.at], skip)
         if not any(is_shown for _, is_shown in stamped):
             # Nothing has to be written out: one place stands for all of them.
             if stamped:
-                add(Item(0, Position(segment.epoch, entry.last), segment.index, None))
+                add(MergeItem(0, Position(segment.epoch, entry.last), segment.index, None))
             return
         for number, ((_, is_shown), data) in enumerate(zip(stamped, frames, strict=True), first):
-            add(Item(0, Position(segment.epoch, number), segment.index, data if is_shown else None))
+            add(MergeItem(0, Position(segment.epoch, number), segment.index, data if is_shown else None))
 
 
 class Levels(msgspec.Struct, frozen=True):
     """The marks and the floors of one shard, as ``views.tags.rows.reading`` takes them."""
 
-    marks: dict[Source, int]
-    floors: dict[Source, int]
+    marks: dict[Partition, int]
+    floors: dict[Partition, int]
 
 
 class Floors:
@@ -116,8 +116,8 @@ class Floors:
 
 
 @lru_cache(10_000)
-def _place(field: bytes) -> Source:
-    return Source.parse(field.decode())
+def _place(field: bytes) -> Partition:
+    return Partition.parse(field.decode())
 
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class _Event:
     def __init__(
         self,
         ms: int,
-        place: Source,
+        place: Partition,
         offset: int,
         position: Position,
         index: int,
@@ -158,25 +158,25 @@ class _Event:
         self.read_s = read_s
 
 
-class _Line(Line):
+class _Line(MergeLine):
     """The log of one tag."""
 
     ahead: deque[_Event | Gap]  # type: ignore[assignment]
 
-    def __init__(self, reader: Reader, target: Position, at: int, early: Ranges) -> None:
+    def __init__(self, reader: LogReader, target: Position, at: int, early: Ranges) -> None:
         super().__init__(reader, target, at)
-        self.places: dict[Source, deque[_Event]] = {}
+        self.places: dict[Partition, deque[_Event]] = {}
         """What is still to be sent, by partition, in the order of offsets."""
         self.size = 0
-        self.reached: dict[Source, int] = {}
+        self.reached: dict[Partition, int] = {}
         """The last offset that was read of each partition."""
-        self.marks: dict[Source, int] = {}
+        self.marks: dict[Partition, int] = {}
         """Offsets up to which everything is read, since the log was read to its end after they were."""
         self.early: list[list[int]] = [list(both) for both in early]
         """Numbers, from and to, that were sent before their turn."""
         self.shown = 0
 
-    def complete(self, place: Source, is_full: bool) -> int:
+    def complete(self, place: Partition, is_full: bool) -> int:
         """Return the offset up to which everything of a partition is read here."""
         if self.done or (is_full and not self.reader.is_at_end):
             return ALL
@@ -208,7 +208,7 @@ class MergedTags(TagFeed):
         """Take what a ``TagFeed`` takes."""
         super().__init__(*given)
         self._most = max(BATCH_BYTES, MOST_BYTES // len(self._asked.names))
-        self._known: dict[Source, int] = {}
+        self._known: dict[Partition, int] = {}
         """Offsets up to which all logs are read; emptied when one is read on."""
         self._is_held = False
         self._is_news = True
@@ -216,7 +216,7 @@ class MergedTags(TagFeed):
         self._moved = False
         self._warn_s = 0.0
 
-    def _line(self, reader: Reader, end: Position, at: int) -> Line:
+    def _line(self, reader: LogReader, end: Position, at: int) -> MergeLine:
         start = self._asked.start
         early = start.cursor.ahead[at] if isinstance(start, FromCursor) and start.cursor.ahead else ()
         return _Line(reader, end, at, early)
@@ -258,7 +258,7 @@ class MergedTags(TagFeed):
         self._moved |= line.trim()
         return bool(pieces)
 
-    def _take(self, line: Line, piece: Piece) -> None:
+    def _take(self, line: MergeLine, piece: SegmentEntry) -> None:
         assert isinstance(line, _Line)
         segment, entry = piece.segment, piece.entry
         skip = self._seen(line, piece)
@@ -358,7 +358,7 @@ class MergedTags(TagFeed):
             data = self._send(line, event)
             self._sent += 1
             self._moved = False
-            frames.append(Frame(self.cursor, data))
+            frames.append(EventFrame(self.cursor, data))
             size += len(data)
         if self._moved:
             self._moved = False
@@ -402,13 +402,13 @@ class MergedTags(TagFeed):
         heads.sort(key=lambda each: (each[1].ms, each[1].offset))
         return heads
 
-    def _earliest(self, place: Source) -> tuple[_Line, _Event]:
+    def _earliest(self, place: Partition) -> tuple[_Line, _Event]:
         """Return the first event of a partition in all logs."""
         waiting = [line for line in self._lines if place in line.places and not line.done]
         line = min(waiting, key=lambda line: line.places[place][0].offset)
         return line, line.places[place][0]
 
-    def _complete(self, place: Source) -> int:
+    def _complete(self, place: Partition) -> int:
         """Return the offset up to which everything of a partition is read, or as much as there is room for."""
         known = self._known.get(place)
         if known is None:

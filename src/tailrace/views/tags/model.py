@@ -31,7 +31,7 @@ import msgspec
 
 from tailrace.log.columns import Note, Notes
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
-from tailrace.log.run import Entry, Run
+from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Segment
 from tailrace.query import Record
 from tailrace.query.filters import Sieve
@@ -247,7 +247,7 @@ Cleanings: TypeAlias = Mapping[str, Cleaned]
 """Those of one tag, by source."""
 
 
-def without(entry: Entry, gone: Cleanings) -> list[Entry]:
+def without(entry: NumberedRun, gone: Cleanings) -> list[NumberedRun]:
     """Return what is left of an entry without the events that are covered; each keeps its number in the log."""
     run, notes = entry.run, entry.run.notes
     if notes is None or not gone.keys() & set(notes.pids):
@@ -260,14 +260,14 @@ def without(entry: Entry, gone: Cleanings) -> list[Entry]:
     ]
     if all(kept):
         return [entry]
-    found: list[Entry] = []
+    found: list[NumberedRun] = []
     for is_kept, group in groupby(range(len(rows)), key=kept.__getitem__):
         if is_kept:
             found.append(_part(entry, rows, offsets, times, list(group)))
     return found
 
 
-def _part(entry: Entry, rows: list[Note], offsets: list[int], times: list[int], at: list[int]) -> Entry:
+def _part(entry: NumberedRun, rows: list[Note], offsets: list[int], times: list[int], at: list[int]) -> NumberedRun:
     run = entry.run
     begin, end = at[0], at[-1] + 1
     part = Run.of(
@@ -280,7 +280,7 @@ def _part(entry: Entry, rows: list[Note], offsets: list[int], times: list[int], 
         Notes.of(rows[begin:end], offsets[begin:end], times[begin:end]),
     )
     size = entry.size * (end - begin) // len(rows)
-    return Entry(entry.first + begin, entry.first + end - 1, entry.newest_ms, part, size)
+    return NumberedRun(entry.first + begin, entry.first + end - 1, entry.newest_ms, part, size)
 
 
 def thinned(segment: Segment, first: int, last: int, events: int) -> Segment:

@@ -16,7 +16,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import TailraceError
-from tailrace.log.request import AnyFeed, AnyFrame, Frame
+from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.timeuuid import ms_of
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
@@ -24,7 +24,7 @@ from tailrace.valkey.shards import mapping
 _encode = msgspec.json.Encoder().encode
 
 
-class Reader(msgspec.Struct, frozen=True):
+class ReaderIdentity(msgspec.Struct, frozen=True):
     """Who reads: a name, and what it reads under it. The same name with other tags is another reader."""
 
     name: str
@@ -37,13 +37,13 @@ class Reader(msgspec.Struct, frozen=True):
         return f"{self.name} {self.mode} {_encode(self.tags).decode()}"
 
     @classmethod
-    def parse(cls, field: bytes) -> Reader:
+    def parse(cls, field: bytes) -> ReaderIdentity:
         """Read a field."""
         name, mode, tags = field.decode().split(" ", 2)
         return cls(name, mode, msgspec.json.decode(tags, type=tuple[str, ...]))
 
 
-class Kept(msgspec.Struct, frozen=True):
+class ReaderPosition(msgspec.Struct, frozen=True):
     """Where a reader is."""
 
     store: str
@@ -58,7 +58,7 @@ class Kept(msgspec.Struct, frozen=True):
     """When it was last there."""
 
 
-_read = msgspec.json.Decoder(Kept).decode
+_read = msgspec.json.Decoder(ReaderPosition).decode
 
 
 class Readers:
@@ -67,21 +67,21 @@ class Readers:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes, self._key = nodes, nodes.keys.readers()
 
-    async def find(self, reader: Reader) -> Kept | None:
+    async def find(self, reader: ReaderIdentity) -> ReaderPosition | None:
         """Return where a reader was."""
         stored = await self._nodes.read(0, "HGET", self._key, reader.field)
         return None if stored is None else _read(stored)
 
-    async def keep(self, reader: Reader, place: Kept) -> None:
+    async def keep(self, reader: ReaderIdentity, place: ReaderPosition) -> None:
         """Keep where a reader is."""
         await self._nodes.read(0, "HSET", self._key, reader.field, _encode(place))
 
-    async def all(self) -> dict[Reader, Kept]:
+    async def all(self) -> dict[ReaderIdentity, ReaderPosition]:
         """Return all readers, in the order of their names."""
         stored = mapping(await self._nodes.read(0, "HGETALL", self._key))
-        return {Reader.parse(field): _read(stored[field]) for field in sorted(stored)}
+        return {ReaderIdentity.parse(field): _read(stored[field]) for field in sorted(stored)}
 
-    async def forget(self, readers: Iterable[Reader]) -> int:
+    async def forget(self, readers: Iterable[ReaderIdentity]) -> int:
         """Forget readers; return how many were known."""
         fields = [reader.field for reader in readers]
         return int(await self._nodes.read(0, "HDEL", self._key, *fields)) if fields else 0
@@ -105,9 +105,9 @@ class NamedFeed:
         self,
         feed: AnyFeed,
         readers: Readers,
-        reader: Reader,
+        reader: ReaderIdentity,
         store: str,
-        before: Kept | None,
+        before: ReaderPosition | None,
         clock: Callable[[], int],
     ) -> None:
         self._feed, self._readers, self._reader, self._store, self._clock = feed, readers, reader, store, clock
@@ -140,7 +140,7 @@ class NamedFeed:
             # Whoever asks for more has taken this batch, but has perhaps not sent it all: who comes back by his name
             # gets it again rather than not at all.
             self._behind, self._reached = self._reached, self._feed.cursor
-            self._last = next((f.data for f in reversed(frames) if isinstance(f, Frame)), self._last)
+            self._last = next((f.data for f in reversed(frames) if isinstance(f, EventFrame)), self._last)
             await self._keep()
         # It has ended, and its end was taken: who comes back, right after the last byte, does not get it again.
         self._behind = self._reached
@@ -154,7 +154,7 @@ class NamedFeed:
         self._kept_ms = now
         if self._last is not None:
             self._event_ms, self._last = ms_of(_stamp(self._last).timeuuid), None
-        place = Kept(self._store, self._behind, self._reached, self._event_ms, now)
+        place = ReaderPosition(self._store, self._behind, self._reached, self._event_ms, now)
         await self._readers.keep(self._reader, place)
 
 

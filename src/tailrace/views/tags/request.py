@@ -21,11 +21,11 @@ from tailrace.log.cursor import (
     parse_state,
     parse_time,
 )
-from tailrace.log.event import Headers, Source, headers_json, key_json
+from tailrace.log.event import Headers, Partition, headers_json, key_json
 from tailrace.log.name import MAX_TAG_BYTES, is_tag
-from tailrace.log.request import Request, make_request
+from tailrace.log.request import FeedRequest, make_request
 from tailrace.log.run import Run
-from tailrace.query import Limits, Record
+from tailrace.query import QueryLimits, Record
 from tailrace.query.filters import Sieve
 
 CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
@@ -43,7 +43,7 @@ class FromText(msgspec.Struct, frozen=True):
     text: str
 
 
-class TagRequest(Request, frozen=True, kw_only=True):
+class TagRequest(FeedRequest, frozen=True, kw_only=True):
     """A feed over one or several tags, which are its names, in the order of the request."""
 
     start: Start | FromText  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def make_tag_request(
     now_ms: int,
     mode: str = "any",
     query: dict[str, Any] | None = None,
-    limits: Limits | None = None,
+    limits: QueryLimits | None = None,
     client: str | None = None,
     own_cursors: bool = False,
     start: str | None = None,
@@ -81,7 +81,7 @@ def make_tag_request(
         raise BadRequest(f"a feed is over at most {MAX_NAMES} tags, each named once")
     if client is not None and not CLIENT.fullmatch(client):
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
-    sieve = None if query is None or query == {} else Sieve(query, limits=limits or Limits())
+    sieve = None if query is None or query == {} else Sieve(query, limits=limits or QueryLimits())
     place = None
     if own_cursors:
         place = last_event_id or after or (start if start and _OWN.match(start) else None)
@@ -98,7 +98,7 @@ def make_tag_request(
     )
     if plain is None:
         return None
-    found = {name: getattr(plain, name) for name in Request.__struct_fields__}
+    found = {name: getattr(plain, name) for name in FeedRequest.__struct_fields__}
     found["names"] = tags
     if place is not None:
         body, sent, since_ms, ended = _own(place)
@@ -120,7 +120,7 @@ def _own(text: str) -> tuple[str, int | None, int | None, bool]:
     return body, *(parse_state(tail, text) if tilde else (None, None, False))
 
 
-class Wanted:
+class TagFilter:
     """Which events the log of one of the requested tags shows."""
 
     __slots__ = ("_before", "_query", "all_of", "asks_record", "is_everything")
@@ -150,7 +150,7 @@ Stamped = tuple[int, bool]
 """The millisecond of an event's stamp, and whether it is shown."""
 
 
-def look(run: Run, request: TagRequest, wanted: Wanted, skip: int = 0) -> list[Stamped]:
+def look(run: Run, request: TagRequest, wanted: TagFilter, skip: int = 0) -> list[Stamped]:
     """Return for each event of a run, from the one at ``skip``, its stamp and whether it is shown."""
     if run.notes is None:
         raise StoreError("a stored run of a tag has no numbers: rebuild the view of tags")
@@ -171,7 +171,7 @@ def look(run: Run, request: TagRequest, wanted: Wanted, skip: int = 0) -> list[S
     return found
 
 
-def record_of(place: Source, offset: int, time_ms: int, key: bytes | None, headers: Headers | None) -> Record:
+def record_of(place: Partition, offset: int, time_ms: int, key: bytes | None, headers: Headers | None) -> Record:
     """Return what queries may ask of a record beside its value, as every frame shows it."""
     shown = _plain(key_json(key)), _plain(headers_json(headers))
     return Record(place.topic, place.partition, offset, time_ms, *shown)

@@ -23,7 +23,7 @@ from tailrace.metrics import ReaderFigures
 from tailrace.valkey.shards import mapping
 from tailrace.views.grep.routes import limits_of
 from tailrace.views.tags.model import Numbered
-from tailrace.views.tags.readers import Kept, NamedFeed, Reader, logger
+from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderPosition, logger
 from tailrace.views.tags.request import FromText, TagRequest, make_tag_request
 
 _decode = msgspec.json.Decoder().decode
@@ -212,7 +212,7 @@ async def _open(service: Service, wanted: TagRequest, query: TagQuery) -> AnyFee
     if wanted.client is None:
         return await service.tags.open(wanted)
     store, tags, mode = service.settings.tags.store, wanted.names, wanted.mode
-    reader = Reader(wanted.client, mode, tags)
+    reader = ReaderIdentity(wanted.client, mode, tags)
     known = await service.readers.find(reader)
     if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromText):
         wanted = query.tag_request(service, tags, mode, None, known.cursor) or wanted
@@ -254,7 +254,7 @@ async def list_readers(service: Service) -> ReadersPage:
     """Return the readers. Those that have not been there for very long are forgotten."""
     _ = service.tags
     found: list[NamedReader] = []
-    old: list[Reader] = []
+    old: list[ReaderIdentity] = []
     now = now_ms()
     keep = service.settings.tags.keep
     forget_ms = (max(FORGET, 2 * keep) if keep is not None else FORGET).total_seconds() * 1000
@@ -289,7 +289,7 @@ async def watch(service: Service) -> None:
             logger.debug("readers of tags: %s", error)
 
 
-async def _look(service: Service, reader: Reader, kept: Kept, now: int) -> NamedReader:
+async def _look(service: Service, reader: ReaderIdentity, kept: ReaderPosition, now: int) -> NamedReader:
     lag_s = 0.0
     warning = None
     if kept.event_ms is not None and not await _is_at_end(service, reader, kept):
@@ -311,7 +311,7 @@ async def _look(service: Service, reader: Reader, kept: Kept, now: int) -> Named
     )
 
 
-async def _is_at_end(service: Service, reader: Reader, kept: Kept) -> bool:
+async def _is_at_end(service: Service, reader: ReaderIdentity, kept: ReaderPosition) -> bool:
     if kept.store != service.tags.store or not kept.reached:
         return False
     try:

@@ -81,7 +81,7 @@ class TagRules(Table[Where]):
         return cls(value)
 
 
-class Tags(Section):
+class TagsSettings(Section):
     """The view of tags: whose events they are, which tags they get, where they rest, and how they are read."""
 
     topics: Pattern | tuple[Topic, ...] = ".*"
@@ -146,7 +146,7 @@ class Tags(Section):
         return self.keep
 
 
-class Cassandra(Section):
+class CassandraSettings(Section):
     """Where large views of tags rest, if ``tags.store`` says so."""
 
     hosts: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1",)

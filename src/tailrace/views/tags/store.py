@@ -19,9 +19,9 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import StaleDriver
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
-from tailrace.log.store import Registry
+from tailrace.log.store import LogRegistry
 from tailrace.valkey.shards import Command, Shards, mapping
 from tailrace.views.tags.model import Cleaned, Numbered, Tagging
 
@@ -87,7 +87,7 @@ def introduce(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[s
     return [[int(ms) for ms in answer[1:]] for answer in answers]
 
 
-def lift(shards: Shards, epoch: int, times: Mapping[Source, int]) -> None:
+def lift(shards: Shards, epoch: int, times: Mapping[Partition, int]) -> None:
     """Raise the floors of partitions of which everything up to these times is applied, in every shard."""
     if not times:
         return
@@ -128,7 +128,7 @@ def read_cleaned(shards: Shards, tags: Iterable[str] | None = None) -> dict[str,
 
 def tags_of(shards: Shards, source: str) -> Iterator[str]:
     """Yield the tags with a log that a source has come somewhere in."""
-    logs = Registry(shards, VIEW).walk()
+    logs = LogRegistry(shards, VIEW).walk()
     while page := list(islice(logs, PAGE)):
         commands: list[Command] = [(s.shard, ("HEXISTS", shards.keys.numbers(s.shard, s.name), source)) for s in page]
         yield from (seen.name for seen, has in zip(page, shards.run_all(commands), strict=True) if has)

@@ -31,15 +31,15 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, StoreError
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.pack import digest, pack, pieces
-from tailrace.log.run import Entry, Run
+from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
-from tailrace.log.store import Piece, Rebuilt, Staging
+from tailrace.log.store import PackedPiece, Rebuilt, Staging
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.examine import Held, look, read_held
-from tailrace.upkeep.job import Lease, milliseconds, now_ms, require_copy
-from tailrace.upkeep.replacement import Event
+from tailrace.upkeep.examine import ExaminedEntry, look, read_held
+from tailrace.upkeep.job import JobLease, milliseconds, now_ms, require_copy
+from tailrace.upkeep.replacement import RestoredEvent
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.model import Cleaned, Numbered, beside, stamp_ms, thinned, without
 from tailrace.views.tags.store import VIEW, encode, read_cleaned, tags_of
@@ -119,7 +119,7 @@ class _Found(msgspec.Struct):
 
     segments: dict[int, int]
     """Events, by the index of their segment."""
-    places: dict[Source, int]
+    places: dict[Partition, int]
     """The last offset of each partition."""
     number: int = 0
     unreadable: int = 0
@@ -166,7 +166,7 @@ class Cleaning(TakingOut):
             self._note(Cleanup(tag, CLEANED, found.events, len(found.segments)), "would be taken out")
         return self.facts()
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Take the source out.
 
         Raises:
@@ -245,7 +245,7 @@ class Cleaning(TakingOut):
         for part in pieces(self._left(shards, tag, segment, gone), self._piece_bytes):
             stored, end = pack(part), part[-1]
             n = sum(len(entry.run) for entry in part)
-            piece = Piece(tag, segment.index, end.last, n, end.newest_ms, stored, count == 0, len(stored))
+            piece = PackedPiece(tag, segment.index, end.last, n, end.newest_ms, stored, count == 0, len(stored))
             staging.stage([piece])
             if digest(staging.staged([piece])[0]) != digest(part):
                 raise StoreError(f"what was staged for {tag!r} is not what was written: is the store sound?")
@@ -256,7 +256,7 @@ class Cleaning(TakingOut):
         left = msgspec.structs.replace(thinned(segment, first, last, events), bytes=size, raw_bytes=raw)
         return Rebuilt(left, segment.index, count)
 
-    def _left(self, shards: Shards, tag: str, segment: Segment, gone: Cleaned) -> Iterator[Entry]:
+    def _left(self, shards: Shards, tag: str, segment: Segment, gone: Cleaned) -> Iterator[NumberedRun]:
         for held in read_held(shards, VIEW, tag, segment):
             if held.damage:
                 raise _Unreadable(held.damage)
@@ -273,7 +273,7 @@ class Ends(msgspec.Struct, frozen=True):
 
     numbers: Mapping[str, int]
     """For each source the number of its last rebuilt event; 0 where nothing is said."""
-    stamps: Mapping[Source, int]
+    stamps: Mapping[Partition, int]
     """For each partition that has live events the stamp of its first one, in milliseconds: none before it is later."""
 
     def fits(self, counts: Mapping[str, int], front: Mapping[str, Numbered]) -> bool:
@@ -281,7 +281,7 @@ class Ends(msgspec.Struct, frozen=True):
         return all(known.number == self.numbers.get(pid, 0) - counts.get(pid, 0) for pid, known in front.items())
 
 
-def counted(events: Iterable[Event]) -> dict[str, int]:
+def counted(events: Iterable[RestoredEvent]) -> dict[str, int]:
     """Return how many events each source has."""
     found: dict[str, int] = {}
     for event in events:
@@ -291,12 +291,12 @@ def counted(events: Iterable[Event]) -> dict[str, int]:
 
 
 def renumbered(
-    events: Iterable[Event],
+    events: Iterable[RestoredEvent],
     ends: Ends,
     counts: Mapping[str, int],
     front: Mapping[str, Numbered],
     latest_ms: int,
-) -> Iterator[Event]:
+) -> Iterator[RestoredEvent]:
     """Yield events, in their order, with their numbers and stamps.
 
     The stamp that an event asks for, its own from before or its time, is raised by the rule that it was made by.
@@ -328,10 +328,10 @@ def renumbered(
 PAGE = 1000
 
 
-class Record(msgspec.Struct, frozen=True, gc=False):
+class SpooledRecord(msgspec.Struct, frozen=True, gc=False):
     """A record of Kafka on its way to its log."""
 
-    source: Source
+    source: Partition
     offset: int
     time_ms: int
     newest_ms: int
@@ -348,11 +348,11 @@ class Anchor:
         self._numbers = {pid: each.number for pid, each in known.items()}
         self._top_ms = max((each.ms for each in known.values()), default=Numbered().ms)
         """No event of the tag had a later stamp by then."""
-        self._stamps: dict[Source, int] = {}
+        self._stamps: dict[Partition, int] = {}
         self._passed: set[str] = set()
         self._front: dict[str, Numbered] = {}
         self._segment: dict[str, Numbered] = {}
-        self._ahead: dict[Source, dict[int, int]] = {}
+        self._ahead: dict[Partition, dict[int, int]] = {}
         self._counts: dict[str, int] = {}
         self._known = known.keys()
         self.new: dict[str, Numbered] = {}
@@ -382,7 +382,7 @@ class Anchor:
                 if offset >= retained and note.ms != time_ms:
                     self._ahead.setdefault(source, {})[offset] = note.ms
 
-    def pass_live(self, held: Iterable[Held]) -> None:
+    def pass_live(self, held: Iterable[ExaminedEntry]) -> None:
         """Take note of live events behind what is replaced, in their order."""
         for each in held:
             for entry in each.entries:
@@ -390,7 +390,7 @@ class Anchor:
                 for note in run.notes.rows(run.offsets, run.times) if run.notes is not None else ():
                     self._pass(run.source, note.pid, note.number, note.ms)
 
-    def _pass(self, source: Source, pid: str, number: int, ms: int) -> None:
+    def _pass(self, source: Partition, pid: str, number: int, ms: int) -> None:
         if pid not in self._passed:
             self._passed.add(pid)
             self._numbers[pid] = number - 1
@@ -398,7 +398,7 @@ class Anchor:
 
     # What comes in its place.
 
-    def stamp_of(self, record: Record) -> int:
+    def stamp_of(self, record: SpooledRecord) -> int:
         """Return the millisecond of the stamp that an event has in the log, or its time if it is not there.
 
         A time that is after all stamps, and that none of the next records comes near, is one from the future.
@@ -408,17 +408,17 @@ class Anchor:
             time_ms = max(self._top_ms, min(time_ms, record.newest_ms))
         return self._ahead.get(record.source, {}).get(record.offset, time_ms)
 
-    def fits(self, events: Iterable[Event]) -> bool:
+    def fits(self, events: Iterable[RestoredEvent]) -> bool:
         """Count what is to be numbered; return whether it follows what stands in front of it without a gap."""
         self._counts = counted(events)
         return self._ends().fits(self._counts, self._front)
 
-    def begin_anew(self, events: Iterable[Event]) -> None:
+    def begin_anew(self, events: Iterable[RestoredEvent]) -> None:
         """Count what is to be numbered when nothing stands in front of it."""
         self._front = {}
         self._counts = counted(events)
 
-    def numbered(self, events: Iterable[Event], latest_ms: int) -> Iterator[Event]:
+    def numbered(self, events: Iterable[RestoredEvent], latest_ms: int) -> Iterator[RestoredEvent]:
         """Yield the events that were counted, with numbers and stamps."""
         for event in renumbered(events, self._ends(), self._counts, self._front, latest_ms):
             note = event.note
@@ -447,7 +447,7 @@ class Spool:
 
     _head = Layout("<I")
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, records: Iterable[SpooledRecord]) -> None:
         self._file: IO[bytes] = TemporaryFile(buffering=1 << 20)  # noqa: SIM115 it is closed with us
         encode = msgspec.msgpack.Encoder().encode
         for record in records:
@@ -460,9 +460,9 @@ class Spool:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[SpooledRecord]:
         """Yield the records from the first one on. One iteration at a time."""
-        decode = msgspec.msgpack.Decoder(Record).decode
+        decode = msgspec.msgpack.Decoder(SpooledRecord).decode
         self._file.seek(0)
         while head := self._file.read(self._head.size):
             yield decode(self._file.read(*self._head.unpack(head)))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tailrace.driver.slice import Place, Slice, View, Window
+from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
 from tailrace.log.columns import Notes
-from tailrace.log.event import Source, event_id, home_of
+from tailrace.log.event import Partition, event_id, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import bucket_start
@@ -28,7 +28,7 @@ from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, stamp_ms
 from tailrace.views.tags.store import VIEW, TagOptions, introduce, read_numbers
 
 if TYPE_CHECKING:
-    from tailrace.views.tags.rows.store import Row
+    from tailrace.views.tags.rows.store import StoredRow
 
 NUMBERS = 2_000
 """Numbers that one call compares and writes, about; each is that of one source in one tag."""
@@ -53,7 +53,7 @@ class _Copies(NamedTuple):
     """The milliseconds; they never fall."""
 
 
-class TagView(View):
+class TagsWriter(Writer):
     """One log per tag, in Valkey or in Cassandra."""
 
     name = VIEW
@@ -81,10 +81,10 @@ class TagView(View):
         """How far each source has come, by tag."""
         self._floors: dict[int, list[int]] = {}
         self._homes: dict[tuple[str, ...], tuple[tuple[int, tuple[str, ...]], ...]] = {}
-        self._doubtful: dict[tuple[str, str, int], Row] = {}
+        self._doubtful: dict[tuple[str, str, int], StoredRow] = {}
         """Rows that were written for windows which were refused, by tag, partition and offset."""
 
-    def load(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Look into the slices, and read how far their sources have come."""
         known, self._looked = self._looked, {}
         self._floors = {}
@@ -108,7 +108,7 @@ class TagView(View):
             for (_, tag, pids), found in zip(asked, read_numbers(shards, asked), strict=True)
         }
 
-    def _introduce(self, shards: Shards, work: Sequence[tuple[Slice, Place]]) -> None:
+    def _introduce(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Let readers know of partitions that are new, before anything of them is written."""
         new = [
             (shard, records)
@@ -152,7 +152,7 @@ class TagView(View):
         """Write the rows of windows to Cassandra, and take back those that an earlier attempt wrote otherwise."""
         if self._options.cassandra is None:
             return
-        rows: list[Row] = [row for window in windows for row in window.rows]
+        rows: list[StoredRow] = [row for window in windows for row in window.rows]
         if not rows:
             return
         from tailrace.views.tags.rows.store import writer
@@ -244,7 +244,7 @@ class TagView(View):
                 items += ["C", "in", copies, *share.conflicts]
             if shard == home:
                 items += self._books(looked, max(begin, bisect_right(records.offsets, marks[home])), end)
-            rows: list[Row] = []
+            rows: list[StoredRow] = []
             for tag, copies_of in share.copies.items() if share else ():
                 if self._options.cassandra is None:
                     items += self._runs_of(looked, tag, copies_of)
@@ -314,13 +314,13 @@ class TagView(View):
         newest = copies.stamps[-1]
         return ["A", tag, bucket_start(newest, self.span_ms), len(rows), newest, encode(run)]
 
-    def _rows_of(self, looked: _Looked, tag: str, copies: _Copies) -> Iterator[Row]:
-        from tailrace.views.tags.rows.store import Row
+    def _rows_of(self, looked: _Looked, tag: str, copies: _Copies) -> Iterator[StoredRow]:
+        from tailrace.views.tags.rows.store import StoredRow
 
         records, span, headers = looked.records, self.span_ms, looked.records.headers
         for i, number, ms in zip(*copies, strict=True):
             event = looked.tagged[i]
-            yield Row(
+            yield StoredRow(
                 tag=tag,
                 bucket_ms=bucket_start(ms, span),
                 span_ms=span,
@@ -341,7 +341,7 @@ class TagView(View):
 class _Share:
     """What one shard gets of a window: the events of its tags, numbered."""
 
-    def __init__(self, place: Source, floor: int) -> None:
+    def __init__(self, place: Partition, floor: int) -> None:
         self.place, self._label, self.floor, self._was = place, str(place), floor, floor
         self.copies: dict[str, _Copies] = {}
         self.conflicts: list[Arg] = []

@@ -35,8 +35,8 @@ from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import NOTHING, Subscription, pack, session_json, time_range, unpack
 from tailrace.views.sessions.hub import StreamHub, Tap
 from tailrace.views.sessions.rta import StreamData, StreamDataBurst, StreamRequest
-from tailrace.views.sessions.settings import Sessions
-from tailrace.views.sessions.streams import Entry, Located, state_of
+from tailrace.views.sessions.settings import SessionsSettings
+from tailrace.views.sessions.streams import Located, StreamEntry, state_of
 from tailrace.views.sessions.telemetry import CLOSED
 
 _UPDATES = ("session_json", "time_range")
@@ -60,7 +60,7 @@ class Form(msgspec.Struct, frozen=True, gc=False):
         return len(self.block or b"")
 
 
-def live_form(entry: Entry, wanted: Subscription, container: str = "auto") -> Form:
+def live_form(entry: StreamEntry, wanted: Subscription, container: str = "auto") -> Form:
     """Return what is sent of an entry when it comes: updates of the session, and what was subscribed to."""
     try:
         data = unpack(entry.data, container)
@@ -81,7 +81,7 @@ def live_form(entry: Entry, wanted: Subscription, container: str = "auto") -> Fo
     return Form(block, span, state_of(said[-1]) if said else "")
 
 
-def past_form(entry: Entry, had: Subscription, wanted: Subscription, container: str = "auto") -> Form:
+def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, container: str = "auto") -> Form:
     """Return what is sent of an entry from before: what ``wanted`` adds to ``had``, and no updates.
 
     The session has been described since then, and an older description must not come after a newer one.
@@ -145,7 +145,7 @@ class ViewerOptions(msgspec.Struct, frozen=True):
     container: str = "auto"
 
     @classmethod
-    def of(cls, settings: Sessions) -> ViewerOptions:
+    def of(cls, settings: SessionsSettings) -> ViewerOptions:
         """Return what the settings say."""
         backfill_ms = round(settings.backfill.total_seconds() * 1000)
         return cls(backfill_ms, settings.client_bytes, settings.slow == "drop", settings.container)
@@ -166,7 +166,7 @@ class _Past(msgspec.Struct):
     had: Subscription
     wanted: Subscription
     begun: bool = False
-    page: deque[Entry] = msgspec.field(default_factory=deque)
+    page: deque[StreamEntry] = msgspec.field(default_factory=deque)
     held: bool = False
     """Whether the entries of the page are those that all viewers share."""
 
@@ -333,7 +333,7 @@ class Viewer:
         last = await self._live.newest(tap.stream, located.number, self._edge)
         return last is None or live_form(last, NOTHING, self._options.container).state in CLOSED
 
-    async def _next(self, tap: Tap, number: int) -> tuple[list[tuple[Entry, bool]], EntryId]:
+    async def _next(self, tap: Tap, number: int) -> tuple[list[tuple[StreamEntry, bool]], EntryId]:
         """Return the next entries, whether each is held for all, and the place up to which they are all."""
         head = tap.head
         held = tap.after(self._edge, number, AT_ONCE + 1)
@@ -343,7 +343,7 @@ class Viewer:
         read, reached = await self._live.scan(tap.stream, self._edge, OWN_AT_ONCE, number, head)
         return [(entry, False) for entry in read], reached
 
-    def _live_form(self, entry: Entry, held: bool) -> Form:
+    def _live_form(self, entry: StreamEntry, held: bool) -> Form:
         wanted, container = self._given, self._options.container
         if not held:
             return live_form(entry, wanted, container)
@@ -387,7 +387,7 @@ class Viewer:
         self.unread += bool(form.unread)
         return form.block
 
-    def _past_form(self, job: _Past, entry: Entry) -> Form:
+    def _past_form(self, job: _Past, entry: StreamEntry) -> Form:
         had, wanted, container = job.had, job.wanted, self._options.container
         if not job.held:
             return past_form(entry, had, wanted, container)

@@ -41,7 +41,7 @@ from cassandra.query import tuple_factory
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
 
 if TYPE_CHECKING:
-    from tailrace.views.tags.settings import Cassandra
+    from tailrace.views.tags.settings import CassandraSettings
 
 
 PROTOCOL: Final = 4
@@ -73,7 +73,7 @@ class CassandraOptions(msgspec.Struct, frozen=True):
     timeout_s: float = 10.0
 
     @classmethod
-    def of(cls, settings: Cassandra) -> CassandraOptions:
+    def of(cls, settings: CassandraSettings) -> CassandraOptions:
         """Return the options that the configuration gives."""
         return cls(
             hosts=tuple(settings.hosts),
@@ -88,7 +88,7 @@ class CassandraOptions(msgspec.Struct, frozen=True):
         )
 
 
-class Connection:
+class CassandraConnection:
     """The connections of one process to the cluster; safe for threads, and lost on a fork (see ``connected``)."""
 
     def __init__(self, options: CassandraOptions) -> None:
@@ -98,7 +98,7 @@ class Connection:
         self._prepared: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def open(self) -> Connection:
+    def open(self) -> CassandraConnection:
         """Connect, unless that was done; blocks."""
         with self._lock:
             if self.session is None:
@@ -166,14 +166,14 @@ class Connection:
         self._cluster = cluster
 
 
-_connections: dict[tuple[int, CassandraOptions], Connection] = {}
+_connections: dict[tuple[int, CassandraOptions], CassandraConnection] = {}
 
 
-def connected(options: CassandraOptions) -> Connection:
+def connected(options: CassandraOptions) -> CassandraConnection:
     """Return the connection of this process, made on first use; a forked process gets one of its own."""
     mine = os.getpid(), options
     if mine not in _connections:
-        _connections[mine] = Connection(options)
+        _connections[mine] = CassandraConnection(options)
     return _connections[mine].open()
 
 
@@ -230,7 +230,7 @@ def prepare(options: CassandraOptions, keep: timedelta | None = None) -> None:
     Raises:
         StoreMismatch: A table is there with other columns; nothing was changed.
     """
-    connection = Connection(options).open()
+    connection = CassandraConnection(options).open()
     try:
         if not connection.execute(
             "SELECT keyspace_name FROM system_schema.keyspaces WHERE keyspace_name = %s", (options.keyspace,)
@@ -257,7 +257,7 @@ def check(options: CassandraOptions) -> None:
         StoreMismatch: A table has other columns.
         StoreUnavailable: There is none yet.
     """
-    connection = Connection(options).open()
+    connection = CassandraConnection(options).open()
     try:
         missing = _compare(connection)
     finally:
@@ -288,7 +288,7 @@ def _columns(statement: str) -> dict[str, str]:
     return {name: f"{kind} {kinds.get(name, 'regular -1')}" for name, kind in pairs}
 
 
-def _compare(connection: Connection) -> list[str]:
+def _compare(connection: CassandraConnection) -> list[str]:
     """Return the tables that are missing."""
     missing = []
     for table, statement in _schema().items():
@@ -312,7 +312,7 @@ def _compare(connection: Connection) -> list[str]:
     return missing
 
 
-def _expire(connection: Connection, table: str, keep: timedelta | None) -> None:
+def _expire(connection: CassandraConnection, table: str, keep: timedelta | None) -> None:
     """Set how long new rows of a table live, with as many files as there are windows, if that has changed."""
     (row,) = connection.execute(
         "SELECT default_time_to_live, compaction FROM system_schema.tables "

@@ -32,7 +32,7 @@ import msgspec
 
 from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, ms_of
 
@@ -62,7 +62,7 @@ class Reached(msgspec.Struct, frozen=True):
     """No stamp of that is later than this millisecond."""
 
 
-class Open(msgspec.Struct, frozen=True):
+class OpenSource(msgspec.Struct, frozen=True):
     """A source of which something is missing below what was seen, or of which more is delivered than the stamp says."""
 
     pid: str
@@ -75,12 +75,12 @@ class Open(msgspec.Struct, frozen=True):
     """When it was seen for the first time with this number, numbers below it need not exist; 0 = it was known."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class TagPosition(msgspec.Struct, frozen=True):
     """A place in the rows of one tag."""
 
     low: UUID
     reached: tuple[Reached, ...] = ()
-    open: tuple[Open, ...] = ()
+    open: tuple[OpenSource, ...] = ()
 
     def __str__(self) -> str:
         text = _packed(self.low.bytes)
@@ -95,7 +95,7 @@ class Part(msgspec.Struct, frozen=True):
         return text
 
     @classmethod
-    def parse(cls, text: str) -> Part:
+    def parse(cls, text: str) -> TagPosition:
         """Read what ``str`` wrote; anything else is a ValueError."""
         if not _PART.fullmatch(text):
             raise ValueError
@@ -103,13 +103,13 @@ class Part(msgspec.Struct, frozen=True):
         low = UUID(bytes=urlsafe_b64decode(stamp + "=="))
         low_ms = ms_of(low)
         reached: list[Reached] = []
-        sources: list[Open] = []
+        sources: list[OpenSource] = []
         for entry in entries:
             if found := _REACHED.fullmatch(entry):
                 reached.append(Reached(found[1], int(found[2], 36), low_ms + int(found[3], 36)))
             elif found := _OPEN.fullmatch(entry):
                 since_ms = low_ms + int(found[3], 36)
-                sources.append(Open(found[1], int(found[2], 36), since_ms, int(found[4], 36)))
+                sources.append(OpenSource(found[1], int(found[2], 36), since_ms, int(found[4], 36)))
             else:
                 raise ValueError
         part = cls(low, tuple(reached), tuple(sources))
@@ -121,7 +121,7 @@ class Part(msgspec.Struct, frozen=True):
 class TagCursor(msgspec.Struct, frozen=True):
     """A place in a feed over one or several tags, and the state of its request."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TagPosition, ...]
     sent: int | None = None
     since_ms: int | None = None
     ended: bool = False
@@ -143,7 +143,7 @@ class TagCursor(msgspec.Struct, frozen=True):
         if not is_tag_cursor(body):
             raise CursorError(f"cannot read cursor {text[:80]!r}: expected the id of an event of a feed over tags")
         try:
-            parts = tuple(Part.parse(part) for part in body[1:].split(","))
+            parts = tuple(TagPosition.parse(part) for part in body[1:].split(","))
         except (ValueError, OverflowError):
             raise CursorError(
                 f"cannot read cursor {text[:80]!r}: it is damaged; take the id of an event as it was sent"
@@ -176,7 +176,7 @@ def hashed(name: str) -> str:
 
 
 @lru_cache(10_000)
-def hashed_place(place: Source) -> str:
+def hashed_place(place: Partition) -> str:
     """Return the hash under which a cursor names a place."""
     return hashed(str(place))
 
@@ -205,7 +205,7 @@ class TagRow(Protocol):
     @property
     def stamp(self) -> UUID: ...
     @property
-    def place(self) -> Source: ...
+    def place(self) -> Partition: ...
     @property
     def offset(self) -> int: ...
 

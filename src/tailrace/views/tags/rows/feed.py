@@ -25,15 +25,15 @@ from tailrace.log.columns import Note
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.log.feed import BATCH_BYTES
 from tailrace.log.hub import Hub
-from tailrace.log.request import AnyFrame, Control, Frame, Moved
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.log.run import tagged_frame
 from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.views.tags.merge import Floors, Levels
-from tailrace.views.tags.request import TagRequest, Wanted, record_of
-from tailrace.views.tags.rows.cursor import Part, Reads, TagRow, written
+from tailrace.views.tags.request import TagFilter, TagRequest, record_of
+from tailrace.views.tags.rows.cursor import Reads, TagPosition, TagRow, written
 from tailrace.views.tags.rows.reader import RowReader
-from tailrace.views.tags.rows.reading import Emitted, Lost, Reading
-from tailrace.views.tags.rows.store import Row
+from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading
+from tailrace.views.tags.rows.store import StoredRow
 
 APART_MS = 60_000
 """Rows that were missed and lie further apart than this are read apart."""
@@ -50,7 +50,7 @@ class TagLine:
         at: int,
         rows: RowReader,
         floors: Floors,
-        start: Part,
+        start: TagPosition,
         reads: Reads,
         clock: Callable[[], int],
         *,
@@ -58,13 +58,13 @@ class TagLine:
     ) -> None:
         """``at`` is the tag's place in the request."""
         self.tag, self.at, self.shard = tag, at, floors.shard_of(tag)
-        self.ahead: deque[Emitted[Row] | Lost] = deque()
-        self.reading: Reading[Row] = Reading(start, reads, from_beginning=from_beginning, now_ms=clock())
+        self.ahead: deque[Emitted[StoredRow] | LostNumbers] = deque()
+        self.reading: Reading[StoredRow] = Reading(start, reads, from_beginning=from_beginning, now_ms=clock())
         self.read_to: UUID = start.low
         """Up to where everything was read that is written."""
         self._rows, self._floors, self._clock = rows, floors, clock
         self._part, self._text = start, str(start)
-        self._pages: AsyncGenerator[list[Row], None] | None = None
+        self._pages: AsyncGenerator[list[StoredRow], None] | None = None
         self._to = start.low
 
     @property
@@ -107,7 +107,7 @@ class TagLine:
             self.read_to = self._to
         self.ahead += self.reading.expire(now_ms)
 
-    def pop(self) -> Emitted[Row] | Lost:
+    def pop(self) -> Emitted[StoredRow] | LostNumbers:
         """Take out what goes out next; the cursor moves behind it."""
         found = self.ahead.popleft()
         self._part, self._text = found.part, str(found.part)
@@ -198,7 +198,7 @@ class TagRowsFeed:
         floors: Floors,
         request: TagRequest,
         lines: Sequence[TagLine],
-        wanted: Sequence[Wanted],
+        wanted: Sequence[TagFilter],
         pace: Pace,
         clock: Callable[[], int],
         target: UUID,
@@ -342,20 +342,20 @@ class TagRowsFeed:
             line = await self._turn()
             if line is None:
                 break
-            if isinstance(line.ahead[0], Lost):
+            if isinstance(line.ahead[0], LostNumbers):
                 if self._fails() and frames:
                     break  # what precedes it goes out first
                 frames.append(self._lost(line))
                 continue
             found = line.pop()
-            assert not isinstance(found, Lost)
+            assert not isinstance(found, LostNumbers)
             if not self._shows(line, found.row):
                 self._moved = True
                 continue
             self._moved = False
             self._sent += 1
             data = frame_of(found.row)
-            frames.append(Frame(self.cursor, data))
+            frames.append(EventFrame(self.cursor, data))
             size += len(data)
         if self._moved:
             self._moved = False
@@ -372,7 +372,7 @@ class TagRowsFeed:
             if not line.ahead:
                 continue
             head = line.ahead[0]
-            if alone or isinstance(head, Lost):
+            if alone or isinstance(head, LostNumbers):
                 return line
             place = order(head.row.stamp)
             if best is None or place < best_order:
@@ -386,7 +386,7 @@ class TagRowsFeed:
                 self._told.popleft()
         return best
 
-    def _shows(self, line: TagLine, row: Row) -> bool:
+    def _shows(self, line: TagLine, row: StoredRow) -> bool:
         since_ms, wanted = self._request.since_ms, self._wanted[line.at]
         if since_ms is not None and ms_of(row.stamp) < since_ms:
             return False
@@ -404,19 +404,19 @@ class TagRowsFeed:
 
     def _lost(self, line: TagLine) -> AnyFrame:
         if self._fails():
-            lost = [each for each in line.ahead if isinstance(each, Lost)]
+            lost = [each for each in line.ahead if isinstance(each, LostNumbers)]
             after = min((each.after for each in lost), key=order)
             to = max((each.to for each in lost), key=order)
             raise RowsMissing(line.tag, {each.pid: (each.first, each.last) for each in lost}, str(after), str(to))
         found = line.pop()
-        assert isinstance(found, Lost)
+        assert isinstance(found, LostNumbers)
         logger.warning(
             "tag %r: %r %d to %d were not found between %s and %s, and are passed over",
             *(line.tag, found.pid, found.first, found.last, found.after, found.to),
         )
         facts = {"tag": line.tag, "source": found.pid, "missing": [found.first, found.last]}
         where = {"from": str(found.after), "to": str(found.to), "reason": "missing"}
-        return Control("gap", self.cursor, _encode(facts | where))
+        return ControlFrame("gap", self.cursor, _encode(facts | where))
 
     def _controls(self) -> list[AnyFrame]:
         """Say that the feed has caught up, or that it has ended."""
@@ -426,14 +426,14 @@ class TagRowsFeed:
             return frames
         if not self._announced and self._has_read(self._target):
             self._announced = True
-            frames.append(Control("caught-up", self.cursor))
+            frames.append(ControlFrame("caught-up", self.cursor))
         over = self._until is not None and self._has_read(self._until)
         if full or over:
             self._ended = True
             reason = "limit" if full else "until" if request.until_ms is not None else "caught-up"
             parts = [line.text for line in self._lines]
             ended = written(parts, Cursor((), ended=True).suffix)
-            frames.append(Control("end", ended, _encode({"reason": reason, "events": self._sent})))
+            frames.append(ControlFrame("end", ended, _encode({"reason": reason, "events": self._sent})))
         return frames
 
     def _has_read(self, target: UUID) -> bool:
@@ -441,7 +441,7 @@ class TagRowsFeed:
         return all(order(line.read_to) >= order(goal) and not line.reading.is_waiting for line in self._lines)
 
 
-def frame_of(row: Row) -> bytes:
+def frame_of(row: StoredRow) -> bytes:
     """Return the JSON form of an event: what every feed sends as data."""
     note = Note(row.pid, row.seq, row.tag_seq, ms_of(row.stamp), row.tags)
     value = b"null" if row.value is None else row.value

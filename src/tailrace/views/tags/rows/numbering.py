@@ -26,7 +26,7 @@ Event: TypeAlias = tuple[str, int]
 """A partition, as text, and an offset."""
 
 
-class Gap(NamedTuple):
+class MissingNumbers(NamedTuple):
     """Numbers of a source that are missing."""
 
     pid: str
@@ -57,7 +57,7 @@ class RowNumbers:
     def __init__(self, most_missing: int = 100_000) -> None:
         self._sources: dict[str, _Come] = {}
         self._room = most_missing
-        self._wide: list[Gap] = []
+        self._wide: list[MissingNumbers] = []
         self._doubtful: dict[tuple[str, int], set[Event]] = {}
         self.late: set[str] = set()
         """Sources of which a number came after a higher one, and is there once."""
@@ -84,7 +84,7 @@ class RowNumbers:
     def _pass(self, pid: str, come: _Come, number: int, ms: int) -> None:
         first, n = come.last + 1, number - come.last - 1
         if n > self._room:
-            self._wide.append(Gap(pid, first, number - 1, come.ms, ms))
+            self._wide.append(MissingNumbers(pid, first, number - 1, come.ms, ms))
             return
         self._room -= n
         come.missing = come.missing or {}
@@ -119,7 +119,7 @@ class RowNumbers:
         repeated = {pid for pid, _ in self._doubtful}
         return sorted(self.late - repeated)
 
-    def gaps(self) -> Iterator[Gap]:
+    def gaps(self) -> Iterator[MissingNumbers]:
         """Yield the numbers that are missing."""
         yield from self._wide
         for pid, come in self._sources.items():
@@ -128,7 +128,7 @@ class RowNumbers:
             for number in missing:
                 begin = number if begin is None else begin
                 if number + 1 not in missing or missing[number + 1] != missing[begin]:
-                    yield Gap(pid, begin, number, *missing[begin])
+                    yield MissingNumbers(pid, begin, number, *missing[begin])
                     begin = None
 
     def ends(self) -> dict[str, int]:

@@ -26,11 +26,11 @@ from uuid import UUID
 import msgspec
 from cassandra.cluster import ResultSet
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
-from tailrace.views.tags.rows.cassandra import CassandraOptions, Connection, translated
-from tailrace.views.tags.rows.store import Narrow, Row
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, translated
+from tailrace.views.tags.rows.store import Narrow, StoredRow
 
 _MOST_AHEAD: Final = 32
 
@@ -46,7 +46,7 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
     span_ms: int
 
 
-class Partition(Generic[R]):
+class CassandraPartition(Generic[R]):
     """One partition, read page by page, one page ahead of whoever takes them.
 
     Args:
@@ -87,7 +87,11 @@ class Partition(Generic[R]):
 
 
 async def in_order(
-    days: AsyncIterator[list[Bucket]], opened: Callable[[Bucket], Partition[R]], size: int, *, down: bool = False
+    days: AsyncIterator[list[Bucket]],
+    opened: Callable[[Bucket], CassandraPartition[R]],
+    size: int,
+    *,
+    down: bool = False,
 ) -> AsyncGenerator[list[R], None]:
     """Read the rows of buckets, those of each day given together, in order; no page is empty.
 
@@ -97,7 +101,7 @@ async def in_order(
         size: How many rows make a page of merged partitions.
         down: The newest first.
     """
-    ahead: deque[list[Partition[R]]] = deque()
+    ahead: deque[list[CassandraPartition[R]]] = deque()
     wanted, more = 1, True
     try:
         while more or ahead:
@@ -124,12 +128,12 @@ async def in_order(
                 partition.drop()
 
 
-async def _alone(partition: Partition[R]) -> AsyncGenerator[list[R], None]:
+async def _alone(partition: CassandraPartition[R]) -> AsyncGenerator[list[R], None]:
     while rows := await partition.page():
         yield rows
 
 
-async def _merged(partitions: Sequence[Partition[R]], size: int, down: bool) -> AsyncGenerator[list[R], None]:
+async def _merged(partitions: Sequence[CassandraPartition[R]], size: int, down: bool) -> AsyncGenerator[list[R], None]:
     """Read partitions that overlap as if they were one; each is begun only when its first row may be the next."""
     heads: list[tuple[list[R], int]] = [([], 0)] * len(partitions)
     heap = [(_Place(_edge(partition.bucket, down), "", 0, down), i) for i, partition in enumerate(partitions)]
@@ -222,7 +226,7 @@ class RowReader:
 
     def __init__(self, options: CassandraOptions, *, page: int = 500) -> None:
         self.page = page
-        self._connection = Connection(options)
+        self._connection = CassandraConnection(options)
         self._opened = False
 
     async def open(self) -> RowReader:
@@ -249,7 +253,9 @@ class RowReader:
         """Return the listed buckets of a tag that have any of these milliseconds, in order."""
         return [bucket async for day in self._days(tag, from_ms, to_ms) for bucket in day]
 
-    def rows(self, tag: str, after: After, to: UUID, *, page: int | None = None) -> AsyncGenerator[list[Row], None]:
+    def rows(
+        self, tag: str, after: After, to: UUID, *, page: int | None = None
+    ) -> AsyncGenerator[list[StoredRow], None]:
         """Read the rows after a stamp, or after a row, up to a stamp, in order, page by page; no page is empty.
 
         Pages are read ahead of whoever takes them: close the iterator if it is left before its end.
@@ -262,15 +268,15 @@ class RowReader:
         """Read the same rows without what they carry."""
         return self._read(_NARROW, tag, after, to, _narrow, _Pace(page or self.page, page or self.page))
 
-    async def back(self, tag: str, upto: UUID, *, page: int | None = None) -> AsyncGenerator[list[Row], None]:
+    async def back(self, tag: str, upto: UUID, *, page: int | None = None) -> AsyncGenerator[list[StoredRow], None]:
         """Read the rows up to a stamp, the newest first, page by page; for whoever wants some of the newest."""
         text, pace = f"SELECT {_WIDE} {_FROM} {_DOWN}", _Pace(page or self.page)
 
         def ask(bucket: Bucket, place: Any) -> asyncio.Future[Page]:
             return self._ask(text, (tag, bucket.start_ms, upto), pace.size, place)
 
-        def opened(bucket: Bucket) -> Partition[Row]:
-            return Partition(bucket, ask, lambda bucket, raw: _row(tag, bucket, raw))
+        def opened(bucket: Bucket) -> CassandraPartition[StoredRow]:
+            return CassandraPartition(bucket, ask, lambda bucket, raw: _row(tag, bucket, raw))
 
         days = self._days(tag, _FIRST_MS, ms_of(upto), down=True)
         async with aclosing(days), aclosing(in_order(days, opened, pace.most, down=True)) as pages:
@@ -287,8 +293,8 @@ class RowReader:
         def ask(bucket: Bucket, state: Any) -> asyncio.Future[Page]:
             return self._ask(text, (tag, bucket.start_ms, *place, to), pace.size, state)
 
-        def opened(bucket: Bucket) -> Partition[R]:
-            return Partition(bucket, ask, lambda bucket, raw: made(tag, bucket, raw))
+        def opened(bucket: Bucket) -> CassandraPartition[R]:
+            return CassandraPartition(bucket, ask, lambda bucket, raw: made(tag, bucket, raw))
 
         days = self._days(tag, ms_of(place[0]), ms_of(to))
         async with aclosing(days), aclosing(in_order(days, opened, pace.most)) as pages:
@@ -366,15 +372,15 @@ class _Pace:
 
     def notice(self, rows: Sequence[Narrow]) -> None:
         """Look at the rows of a page."""
-        held = sum(len(row.value or b"") for row in rows if isinstance(row, Row))
+        held = sum(len(row.value or b"") for row in rows if isinstance(row, StoredRow))
         fitting = max(_LEAST_PAGE, PAGE_BYTES * len(rows) // (held + 1))
         self.size = min(self.most, fitting, 4 * self.size)
 
 
 @lru_cache(10_000)
-def _place(topic: str | None, generation: int | None, partition: int | None) -> Source:
+def _place(topic: str | None, generation: int | None, partition: int | None) -> Partition:
     """Return the place that a row names; somebody else's rows may have none."""
-    return Source(topic or "", partition or 0, generation or 0)
+    return Partition(topic or "", partition or 0, generation or 0)
 
 
 def _narrow(tag: str, bucket: Bucket, raw: Any) -> Narrow:
@@ -390,9 +396,9 @@ def _narrow(tag: str, bucket: Bucket, raw: Any) -> Narrow:
     )
 
 
-def _row(tag: str, bucket: Bucket, raw: Any) -> Row:
+def _row(tag: str, bucket: Bucket, raw: Any) -> StoredRow:
     stamp, pid, tag_seq, topic, generation, partition, offset, seq, time, key, headers, value, tags = raw
-    return Row(
+    return StoredRow(
         tag=tag,
         bucket_ms=bucket.start_ms,
         span_ms=bucket.span_ms,

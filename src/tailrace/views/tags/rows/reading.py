@@ -37,26 +37,37 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
-from tailrace.views.tags.rows.cursor import Hold, Open, Part, R, Reached, Reads, TagRow, Turns, hashed, hashed_place
+from tailrace.views.tags.rows.cursor import (
+    Hold,
+    OpenSource,
+    R,
+    Reached,
+    Reads,
+    TagPosition,
+    TagRow,
+    Turns,
+    hashed,
+    hashed_place,
+)
 
 
 class Places:
     """What was read last of marks and floors."""
 
     def __init__(self) -> None:
-        self._marks: Mapping[Source, int] | None = None
-        self.floors: Mapping[Source, int] = {}
-        self.others: set[Source] = set()
+        self._marks: Mapping[Partition, int] | None = None
+        self.floors: Mapping[Partition, int] = {}
+        self.others: set[Partition] = set()
         """Those that are known to have no marks: somebody else writes there."""
 
-    def renew(self, marks: Mapping[Source, int], floors: Mapping[Source, int]) -> None:
+    def renew(self, marks: Mapping[Partition, int], floors: Mapping[Partition, int]) -> None:
         """Take what was read anew."""
         self._marks, self.floors = marks, floors
 
-    def again_from(self, marks: Mapping[Source, int], position: UUID, start: UUID) -> UUID:
+    def again_from(self, marks: Mapping[Partition, int], position: UUID, start: UUID) -> UUID:
         """Return after which stamp something may have been added: at the floors noted of places that have moved since.
 
         A place that is new has nothing below the lowest of all floors: whoever writes sees to that.
@@ -81,7 +92,7 @@ class Places:
         lowest = min(self.floors.values(), default=None)
         return None if lowest is None else last_of(lowest - 1)
 
-    def is_marked(self, place: Source) -> bool:
+    def is_marked(self, place: Partition) -> bool:
         """Whether a place has marks."""
         return place in self.floors or (self._marks is not None and place in self._marks)
 
@@ -92,34 +103,34 @@ class Places:
             return row.offset <= mark
         return row.place in self.others and row.place not in self.floors
 
-    def strangers(self, rows: Iterable[TagRow]) -> set[Source]:
+    def strangers(self, rows: Iterable[TagRow]) -> set[Partition]:
         """Return the places of some rows of which it is not known whether they have marks."""
         return {row.place for row in rows if row.place not in self.others and not self.is_marked(row.place)}
 
 
-class Last(msgspec.Struct, frozen=True, gc=False):
+class LastDelivered(msgspec.Struct, frozen=True, gc=False):
     """The last event of a source that was delivered."""
 
     number: int
     stamp: UUID
-    place: Source
+    place: Partition
     offset: int
 
 
 class KnownSources:
     """What is known of sources."""
 
-    def __init__(self, start: Part, most: int) -> None:
+    def __init__(self, start: TagPosition, most: int) -> None:
         """``most``: how many are remembered."""
         self._most = most
-        self._last: OrderedDict[str, Last] = OrderedDict()
+        self._last: OrderedDict[str, LastDelivered] = OrderedDict()
         self._resumed = {each.place: each.offset for each in start.reached}
         """Up to which offset what belongs to sources that are not known was delivered before."""
 
     def __contains__(self, pid: str) -> bool:
         return pid in self._last
 
-    def get(self, pid: str) -> Last | None:
+    def get(self, pid: str) -> LastDelivered | None:
         """Return the last event of a source; None if it is not known."""
         return self._last.get(pid)
 
@@ -129,11 +140,11 @@ class KnownSources:
 
     def expect(self, row: TagRow, after: UUID) -> None:
         """Know a source by the event that it will begin with, after a stamp."""
-        self._last[row.pid] = Last(row.tag_seq - 1, after, row.place, -1)
+        self._last[row.pid] = LastDelivered(row.tag_seq - 1, after, row.place, -1)
 
     def meet(self, row: TagRow) -> None:
         """Know a source by an event that was delivered before."""
-        self._last[row.pid] = Last(row.tag_seq, row.stamp, row.place, row.offset)
+        self._last[row.pid] = LastDelivered(row.tag_seq, row.stamp, row.place, row.offset)
 
     def deliver(self, row: TagRow) -> None:
         """Note that an event is delivered; if they get too many, the source is forgotten that was silent longest."""
@@ -145,7 +156,7 @@ class KnownSources:
         if len(self._last) > self._most:
             self._resume_after(self._last.popitem(last=False)[1])
 
-    def _resume_after(self, last: Last) -> None:
+    def _resume_after(self, last: LastDelivered) -> None:
         key = hashed_place(last.place)
         self._resumed[key] = max(self._resumed.get(key, -1), last.offset)
 
@@ -153,7 +164,7 @@ class KnownSources:
 class LowWater:
     """Where a reader that begins now would have to begin."""
 
-    def __init__(self, start: Part) -> None:
+    def __init__(self, start: TagPosition) -> None:
         self.stamp, self.order = start.low, order(start.low)
         self._reached = {each.place: (each.offset, last_of(each.ms)) for each in start.reached}
         self._beyond: dict[str, tuple[int, UUID]] = {}
@@ -164,7 +175,7 @@ class LowWater:
         """How much is named."""
         return len(self._reached) + len(self._beyond) + len(self.open)
 
-    def opened(self, pid: str) -> Open | None:
+    def opened(self, pid: str) -> OpenSource | None:
         """Return what the start said of a source that was open."""
         return self.open.get(hashed(pid)) if self.open else None
 
@@ -212,19 +223,19 @@ class LowWater:
         if self.open:
             self.open = {pid: each for pid, each in self.open.items() if order(last_of(each.since_ms)) > self.order}
 
-    def part(self, holds: Collection[Hold[Any]]) -> Part:
+    def part(self, holds: Collection[Hold[Any]]) -> TagPosition:
         """Return the cursor's part, with what is held."""
         if not (self._reached or self._beyond or self.open or holds):
-            return Part(self.stamp)
+            return TagPosition(self.stamp)
         reached = (Reached(key, offset, ms_of(stamp)) for key, (offset, stamp) in self._reached.items())
         named = dict(self.open)
         for pid, (number, stamp) in self._beyond.items():
-            named[hashed(pid)] = Open(hashed(pid), number, ms_of(stamp))
+            named[hashed(pid)] = OpenSource(hashed(pid), number, ms_of(stamp))
         for hold in holds:
             # Where no number says what was delivered, nothing of a millisecond in which something was is looked for.
             since_ms = ms_of(hold.after) + (1 if hold.first and not hold.number else 0)
-            named[hashed(hold.pid)] = Open(hashed(hold.pid), hold.number, since_ms, hold.first)
-        return Part(self.stamp, tuple(reached), tuple(named.values()))
+            named[hashed(hold.pid)] = OpenSource(hashed(hold.pid), hold.number, since_ms, hold.first)
+        return TagPosition(self.stamp, tuple(reached), tuple(named.values()))
 
 
 FOR_HOLDS = 2
@@ -235,10 +246,10 @@ class Emitted(msgspec.Struct, Generic[R], frozen=True, gc=False):
     """An event whose turn it is, and the place after it."""
 
     row: R
-    part: Part
+    part: TagPosition
 
 
-class Lost(msgspec.Struct, frozen=True):
+class LostNumbers(msgspec.Struct, frozen=True):
     """Numbers of a source that were not found in time between two stamps, and the place after them."""
 
     pid: str
@@ -246,10 +257,10 @@ class Lost(msgspec.Struct, frozen=True):
     last: int
     after: UUID
     to: UUID
-    part: Part
+    part: TagPosition
 
 
-class Look(msgspec.Struct, frozen=True):
+class SearchBack(msgspec.Struct, frozen=True):
     """A stretch to look through for what was missed: after one stamp, up to another."""
 
     after: UUID
@@ -259,7 +270,7 @@ class Look(msgspec.Struct, frozen=True):
 class Reading(Generic[R]):
     """Where a reader of one tag is, and what it knows."""
 
-    def __init__(self, start: Part, reads: Reads, *, from_beginning: bool = False, now_ms: int) -> None:
+    def __init__(self, start: TagPosition, reads: Reads, *, from_beginning: bool = False, now_ms: int) -> None:
         """``from_beginning``: that there is nothing before the start, so that a source begins with its number 1."""
         self._reads = reads
         self._start, self._start_order = start.low, order(start.low)
@@ -290,7 +301,7 @@ class Reading(Generic[R]):
     # Reading on.
 
     def begin(
-        self, marks: Mapping[Source, int], floors: Mapping[Source, int], now_ms: int, until: UUID | None = None
+        self, marks: Mapping[Partition, int], floors: Mapping[Partition, int], now_ms: int, until: UUID | None = None
     ) -> tuple[UUID, UUID]:
         """Begin to read on: return after which stamp, and up to which.
 
@@ -316,7 +327,7 @@ class Reading(Generic[R]):
             self._rise()
         return after, self._to
 
-    def page(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | Lost]:
+    def page(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | LostNumbers]:
         """Take rows that were read, which follow those before; return what goes out."""
         if self.is_full:
             return []
@@ -328,7 +339,7 @@ class Reading(Generic[R]):
         self._carry = rows[whole:]
         return self._pass(rows[:whole], now_ms)
 
-    def finish(self, now_ms: int) -> list[Emitted[R] | Lost]:
+    def finish(self, now_ms: int) -> list[Emitted[R] | LostNumbers]:
         """Note that everything was read up to where it was to be."""
         if self.is_full:
             return []
@@ -341,8 +352,8 @@ class Reading(Generic[R]):
                 self._rise()
         return out
 
-    def _pass(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | Lost]:
-        out: list[Emitted[R] | Lost] = []
+    def _pass(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | LostNumbers]:
+        out: list[Emitted[R] | LostNumbers] = []
         for i, row in enumerate(rows):
             is_last = i + 1 == len(rows) or rows[i + 1].stamp != row.stamp
             committed = self._places.is_committed(row)
@@ -359,7 +370,7 @@ class Reading(Generic[R]):
                 self._take(row, now_ms, out)
         return out
 
-    def strangers(self, rows: Iterable[TagRow]) -> set[Source]:
+    def strangers(self, rows: Iterable[TagRow]) -> set[Partition]:
         """Return the places of some rows of which it is not known whether they have marks.
 
         A place is made known to the shard before the first row of it is written; so whoever looks there after the row
@@ -367,27 +378,27 @@ class Reading(Generic[R]):
         """
         return self._places.strangers(rows)
 
-    def admit(self, places: Iterable[Source]) -> None:
+    def admit(self, places: Iterable[Partition]) -> None:
         """Note that places have no marks: what is seen of them is there, and more may come at any stamp."""
         self._places.others.update(places)
 
     # What is missing.
 
-    def looks(self, now_ms: int) -> list[Look]:
+    def looks(self, now_ms: int) -> list[SearchBack]:
         """Return where to look for what was missed, if it is time; the rows there are given to ``spot``."""
-        found: list[Look] = []
+        found: list[SearchBack] = []
         if not self._looked:
             since_ms = min(each.since_ms for each in self._water.open.values())
             if order(first_of(since_ms)) <= self._start_order:
-                found.append(Look(last_of(since_ms - 1), self._start))
+                found.append(SearchBack(last_of(since_ms - 1), self._start))
         if self._holds:
             after = min((hold.after for hold in self._holds.values()), key=order)
-            found.append(Look(after, max((hold.lowest.stamp for hold in self._holds.values()), key=order)))
+            found.append(SearchBack(after, max((hold.lowest.stamp for hold in self._holds.values()), key=order)))
         back_to_ms = self._turns.since_ms(ms_of(self._position), now_ms)
         if back_to_ms is not None:
             after = max(last_of(back_to_ms - 1), self._start, key=order)
             if order(after) < order(self._position):
-                found.append(Look(after, self._position))
+                found.append(SearchBack(after, self._position))
         return found
 
     def spot(self, rows: Iterable[TagRow]) -> list[TagRow]:
@@ -418,17 +429,17 @@ class Reading(Generic[R]):
         self._looked = self._searched = True
         self._water.settle()
 
-    def late(self, rows: Iterable[R], now_ms: int) -> list[Emitted[R] | Lost]:
+    def late(self, rows: Iterable[R], now_ms: int) -> list[Emitted[R] | LostNumbers]:
         """Take rows that were spotted; return what goes out."""
-        out: list[Emitted[R] | Lost] = []
+        out: list[Emitted[R] | LostNumbers] = []
         for row in rows:
             if self._is_missed(row) and self._fits(row):
                 self._take(row, now_ms, out)
         return out
 
-    def expire(self, now_ms: int) -> list[Emitted[R] | Lost]:
+    def expire(self, now_ms: int) -> list[Emitted[R] | LostNumbers]:
         """Wait no longer for what was waited for long enough; return what goes out."""
-        out: list[Emitted[R] | Lost] = []
+        out: list[Emitted[R] | LostNumbers] = []
         for hold in list(self._holds.values()):
             hold.set_back(now_ms)
             while hold and now_ms >= hold.deadline_ms(self._reads.waits):
@@ -436,7 +447,7 @@ class Reading(Generic[R]):
                 to = hold.lowest.stamp
                 hold.pass_over()
                 if not lenient:
-                    out.append(Lost(hold.pid, first, last, after, to, self.part()))
+                    out.append(LostNumbers(hold.pid, first, last, after, to, self.part()))
                 self._release(hold, out)
         return out
 
@@ -493,7 +504,7 @@ class Reading(Generic[R]):
         before = self._water.opened(pid)
         return None if before is None else before.number
 
-    def _take(self, row: R, now_ms: int, out: list[Emitted[R] | Lost]) -> None:
+    def _take(self, row: R, now_ms: int, out: list[Emitted[R] | LostNumbers]) -> None:
         if self._places.is_marked(row.place):
             self._water.take(row)
         if not self._is_missed(row):
@@ -547,7 +558,7 @@ class Reading(Generic[R]):
             return True
         return not self._from_beginning and bucket_start(ms_of(row.stamp), reads.span_ms) + reads.span_ms <= now_ms
 
-    def _release(self, hold: Hold[R], out: list[Emitted[R] | Lost]) -> None:
+    def _release(self, hold: Hold[R], out: list[Emitted[R] | LostNumbers]) -> None:
         """Give out what is held as far as nothing is missing."""
         while (row := hold.next()) is not None:
             self._held -= 1
@@ -560,7 +571,7 @@ class Reading(Generic[R]):
         else:
             self._holds.pop(hold.pid, None)
 
-    def _emit(self, row: R, out: list[Emitted[R] | Lost]) -> None:
+    def _emit(self, row: R, out: list[Emitted[R] | LostNumbers]) -> None:
         self._sources.deliver(row)
         if not self._places.is_marked(row.place):
             self._water.give(row)
@@ -568,7 +579,7 @@ class Reading(Generic[R]):
 
     # The cursor.
 
-    def part(self) -> Part:
+    def part(self) -> TagPosition:
         """Return the place at which it is."""
         return self._water.part(self._holds.values())
 

@@ -25,23 +25,23 @@ import pyarrow as pa
 
 from tailrace.config.settings import Settings
 from tailrace.errors import PipelineError, StaleDriver, StaleUpkeep
-from tailrace.log.event import Headers, Source
+from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import ms_of, stamp
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.examine import fingerprint, noted
-from tailrace.upkeep.job import WHAT, Lease, milliseconds
+from tailrace.upkeep.job import WHAT, JobLease, milliseconds
 from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, Rebuilding, listed, routed
 from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
-from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, Wanted, collect, spark_for
+from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, WantedNames, collect, spark_for
 from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.model import Cleanings
 from tailrace.views.tags.rows.cassandra import connected
 from tailrace.views.tags.rows.numbering import Countdown, End, end_of
-from tailrace.views.tags.rows.store import Narrow, Row, RowWriter
+from tailrace.views.tags.rows.store import Narrow, RowWriter, StoredRow
 from tailrace.views.tags.rows.upkeep import RowAuditor, Rows, rests_in, tags_of
 from tailrace.views.tags.store import VIEW, lift, tag_options
 from tailrace.views.tags.upkeep import read_all_numbers
@@ -55,11 +55,11 @@ END, CEILING, ROW, RECORD = range(4)
 """What an item is: what comes behind a source, or a partition; a row that is there; a record of Kafka."""
 
 
-class Orders(msgspec.Struct, frozen=True):
+class RowRebuildPlan(msgspec.Struct, frozen=True):
     """What a rebuild of rows is to do."""
 
     work: Assignment
-    marks: tuple[dict[Source, int], ...]
+    marks: tuple[dict[Partition, int], ...]
     """Of each shard, up to where its rows are rebuilt: read before anything else."""
     token: int
     dry_run: bool
@@ -72,7 +72,7 @@ class Orders(msgspec.Struct, frozen=True):
         return -(1 << 62) if self.keep_ms is None else self.now_ms - self.keep_ms
 
 
-class Item(NamedTuple):
+class RestoreItem(NamedTuple):
     """What is known of a tag, in the order in which it is restored."""
 
     kind: int
@@ -84,7 +84,7 @@ class Item(NamedTuple):
     body: bytes
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
+class ExistingRow(msgspec.Struct, frozen=True, array_like=True):
     """A row that is there."""
 
     pid: str
@@ -106,12 +106,14 @@ class RestoredRows(Restored, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _body = msgspec.msgpack.Decoder(Body).decode
-_standing = msgspec.msgpack.Decoder(Standing).decode
+_standing = msgspec.msgpack.Decoder(ExistingRow).decode
 _end = msgspec.msgpack.Decoder(tuple[str, End]).decode
 _ceiling = msgspec.msgpack.Decoder(tuple[str, int]).decode
 
 
-def survey(orders: Orders, shards: Shards, rows: Rows, tag: str) -> Iterator[tuple[int, str, int, int | None, bytes]]:
+def survey(
+    orders: RowRebuildPlan, shards: Shards, rows: Rows, tag: str
+) -> Iterator[tuple[int, str, int, int | None, bytes]]:
     """Yield kind, partition, offset, stamp and body of what is there of a tag: its rows, and what comes behind them.
 
     How far sources have come is read first: what was given out by then has its rows.
@@ -136,7 +138,7 @@ def survey(orders: Orders, shards: Shards, rows: Rows, tag: str) -> Iterator[tup
         carried = None
         if row.offset < bounds.get(row.place, (1 << 62, 0))[0]:
             carried = row.time_ms, Body(row.key, head, value, row.pid, row.seq, row.tags)
-        standing = Standing(row.pid, row.tag_seq, row.stamp, row.bucket_ms, prints, carried)
+        standing = ExistingRow(row.pid, row.tag_seq, row.stamp, row.bucket_ms, prints, carried)
         yield ROW, place, row.offset, ms, _encode(standing)
     for pid in given.keys() | live.keys():
         yield END, "", NOTHING, None, _encode((pid, end_of(given.get(pid, 0), live.get(pid))))
@@ -160,16 +162,18 @@ class _Wanted(NamedTuple):
 class RowRestorer:
     """Restores tags in one task."""
 
-    def __init__(self, orders: Orders, shards: Shards, reached: Callable[[str], None] = failpoint.reached) -> None:
+    def __init__(
+        self, orders: RowRebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint.reached
+    ) -> None:
         self._orders, self._shards, self._reached = orders, shards, reached
         self._span_ms = orders.work.plan.tags.span_ms
         # Not the writer of this process: it believes buckets to be listed, and the listing may be what was lost.
         self._writer = (
             None if orders.dry_run else RowWriter(connected(rests_in(orders.work)), orders.work.plan.tags.batch)
         )
-        self._places: dict[str, Source] = {}
+        self._places: dict[str, Partition] = {}
 
-    def restore(self, tag: str, items: Iterable[Item]) -> RestoredRows:
+    def restore(self, tag: str, items: Iterable[RestoreItem]) -> RestoredRows:
         """Restore a tag, given what comes behind it, and then what there is of each event, the last first."""
         gone = self._orders.work.cleaned.get(tag, {})
         ends: dict[str, End] = {}
@@ -177,7 +181,7 @@ class RowRestorer:
         countdown: Countdown | None = None
         events = before = added = written = deleted = 0
         buckets: set[int] = set()
-        new: list[Row] = []
+        new: list[StoredRow] = []
         old: list[Narrow] = []
         for (source, offset), group in groupby(items, key=lambda item: (item.source, item.offset)):
             if not source:
@@ -217,13 +221,13 @@ class RowRestorer:
 
     def _row(
         self, tag: str, source: str, offset: int, ms: int, event: _Wanted, is_there: bool, countdown: Countdown
-    ) -> Row | None:
+    ) -> StoredRow | None:
         """Return the row that an event is to have; None if it has expired."""
         if not is_there and countdown.stamped(event.pid, source, ms) < self._orders.since_ms:
             return None
         number, ms = countdown.give(event.pid, source, ms)
         place = self._place(source)
-        return Row(
+        return StoredRow(
             tag=tag,
             bucket_ms=bucket_start(ms, self._span_ms),
             span_ms=self._span_ms,
@@ -240,7 +244,7 @@ class RowRestorer:
             tags=event.tags,
         )
 
-    def _change(self, tag: str, new: Sequence[Row], old: Sequence[Narrow]) -> None:
+    def _change(self, tag: str, new: Sequence[StoredRow], old: Sequence[Narrow]) -> None:
         """Write what is right, then delete what is not."""
         if self._writer is None or not (new or old):
             return
@@ -253,18 +257,18 @@ class RowRestorer:
         self._writer.delete(old)
         self._reached("rows-deleted")
 
-    def _place(self, source: str) -> Source:
-        return self._places.get(source) or self._places.setdefault(source, Source.parse(source))
+    def _place(self, source: str) -> Partition:
+        return self._places.get(source) or self._places.setdefault(source, Partition.parse(source))
 
 
 def _sorted_out(
-    source: str, offset: int, group: Iterable[Item], gone: Cleanings
-) -> tuple[list[Standing], _Wanted | None, int]:
+    source: str, offset: int, group: Iterable[RestoreItem], gone: Cleanings
+) -> tuple[list[ExistingRow], _Wanted | None, int]:
     """Return an event's rows, the event if the tag is to have it, and the stamp that it asks for.
 
     It has it if Kafka's record is there, or if Kafka no longer has it, and nobody took it out.
     """
-    there: list[Standing] = []
+    there: list[ExistingRow] = []
     event: _Wanted | None = None
     asked = 0
     for item in group:
@@ -288,11 +292,11 @@ def _wanted(source: str, offset: int, time_ms: int, body: Body) -> _Wanted:
     return _Wanted(body.pid, body.seq, time_ms, body.key, body.headers, body.value, body.tags, prints)
 
 
-def _is(there: Standing, row: Row) -> bool:
+def _is(there: ExistingRow, row: StoredRow) -> bool:
     return (there.stamp, there.pid, there.number) == (row.stamp, row.pid, row.tag_seq)
 
 
-def _narrow(tag: str, place: Source, offset: int, row: Standing) -> Narrow:
+def _narrow(tag: str, place: Partition, offset: int, row: ExistingRow) -> Narrow:
     return Narrow(
         tag=tag,
         bucket_ms=row.bucket_ms,
@@ -348,7 +352,7 @@ class RowRebuilding(Rebuilding):
                 self._restore_rows(spark, shards, names, None)
         return self.facts()
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Restore what something is wrong with.
 
         Raises:
@@ -384,8 +388,8 @@ class RowRebuilding(Rebuilding):
         keep = self._settings.tags.keep
         for attempt in range(ATTEMPTS):
             extent = history.extent(shards, marks)
-            orders = Orders(
-                work=history.assign(shards, extent, Wanted(names=names)),
+            orders = RowRebuildPlan(
+                work=history.assign(shards, extent, WantedNames(names=names)),
                 marks=tuple(marks),
                 token=token or 0,
                 dry_run=token is None,
@@ -402,7 +406,7 @@ class RowRebuilding(Rebuilding):
             self.restored |= {row.name: RestoredRows(*row) for row in rows}
             return
 
-    def _rows_job(self, spark: Any, history: History, orders: Orders) -> Any:
+    def _rows_job(self, spark: Any, history: History, orders: RowRebuildPlan) -> Any:
         from pyspark.sql import Window
         from pyspark.sql.functions import coalesce, col, least, lit, when
         from pyspark.sql.functions import max as highest
@@ -458,10 +462,10 @@ def _level(shards: Shards) -> None:
     Rebuilt rows get no stamp after the floor of their partition in the tag's shard, since rows that are still to come
     may get that one; but a shard that had nothing of a partition for long may have a floor that is long past.
     """
-    times: dict[Source, int] = {}
+    times: dict[Partition, int] = {}
     for answer in shards.run_all([(s, ("HGETALL", shards.keys.times(s, VIEW))) for s in range(shards.options.shards)]):
         for place, stored in mapping(answer).items():
-            source, ms = Source.parse(place.decode()), parse_mark_time(stored)[0]
+            source, ms = Partition.parse(place.decode()), parse_mark_time(stored)[0]
             times[source] = max(ms, times.get(source, ms))
     epoch = 0
     for _ in range(ATTEMPTS):
@@ -476,7 +480,7 @@ def _level(shards: Shards) -> None:
 # What tasks do.
 
 
-def _surveyed(orders: Orders, tags: list[str]) -> Iterator[pa.RecordBatch]:
+def _surveyed(orders: RowRebuildPlan, tags: list[str]) -> Iterator[pa.RecordBatch]:
     """Yield what is there of tags."""
     types = [pa.string(), pa.int32(), pa.string(), pa.int64(), pa.int64(), pa.int64(), pa.binary()]
     names = [field.partition(" ")[0] for field in _ITEMS.split(", ")]
@@ -508,7 +512,7 @@ def _some(items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
             return
 
 
-def _restored(orders: Orders, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _restored(orders: RowRebuildPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Restore the tags whose items come, one after the other; yield what became of each."""
     shards = orders.work.open()
     try:
@@ -521,7 +525,7 @@ def _restored(orders: Orders, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.
         shards.close()
 
 
-def _items(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, Item]]:
+def _items(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, RestoreItem]]:
     for batch in batches:
         for tag, *item in zip(*map(listed, batch.columns), strict=True):
-            yield tag, Item(*item)
+            yield tag, RestoreItem(*item)

@@ -22,8 +22,8 @@ from cassandra.cluster import NoHostAvailable
 from cassandra.connection import ConnectionBusy
 from cassandra.query import UNSET_VALUE, BatchStatement, BatchType, BoundStatement
 
-from tailrace.log.event import Headers, Source
-from tailrace.views.tags.rows.cassandra import PROTOCOL, CassandraOptions, Connection, connected, translated
+from tailrace.log.event import Headers, Partition
+from tailrace.views.tags.rows.cassandra import PROTOCOL, CassandraConnection, CassandraOptions, connected, translated
 
 BATCH_BYTES: Final = 1 << 20
 """About how large a batch may get; one row may be larger."""
@@ -54,11 +54,11 @@ class Narrow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stamp: UUID
     pid: str
     tag_seq: int
-    place: Source
+    place: Partition
     offset: int
 
 
-class Row(Narrow, frozen=True, kw_only=True, gc=False):
+class StoredRow(Narrow, frozen=True, kw_only=True, gc=False):
     """A row: an event in one of its tags."""
 
     span_ms: int
@@ -83,12 +83,12 @@ class RowWriter:
         in_flight: How many batches are under way at most.
     """
 
-    def __init__(self, connection: Connection, batch: int = 150, in_flight: int = 32) -> None:
+    def __init__(self, connection: CassandraConnection, batch: int = 150, in_flight: int = 32) -> None:
         self._connection = connection
         self._batch, self._in_flight = batch, in_flight
         self._listed: dict[tuple[str, int, int], float] = {}
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Iterable[StoredRow]) -> None:
         """Write rows; those that are there are written over with the same.
 
         Raises:
@@ -195,7 +195,7 @@ def writer(options: CassandraOptions, batch: int = 150) -> RowWriter:
 _writers: dict[tuple[int, CassandraOptions, int], RowWriter] = {}
 
 
-def _size(row: Row) -> int:
+def _size(row: StoredRow) -> int:
     """Return about how many bytes a row has."""
     carried = _ROW_BYTES + len(row.value or b"") + len(row.key or b"")
     return carried + sum(len(name) + len(value or b"") for name, value in row.headers) if row.headers else carried
@@ -211,7 +211,7 @@ def _key(row: Narrow) -> list[Any]:
     return [row.tag.encode(), _long(row.bucket_ms), row.stamp.bytes, row.pid.encode(), _long(row.tag_seq)]
 
 
-def _values(row: Row, headers: Any) -> list[Any]:
+def _values(row: StoredRow, headers: Any) -> list[Any]:
     """Return what is bound; what there is not is left out, since a null would be a tombstone."""
     return [
         *_key(row),
@@ -227,7 +227,7 @@ def _values(row: Row, headers: Any) -> list[Any]:
 
 
 @lru_cache(10_000)
-def _place(place: Source) -> tuple[bytes, bytes, bytes]:
+def _place(place: Partition) -> tuple[bytes, bytes, bytes]:
     return place.topic.encode(), _int(place.generation), _int(place.partition)
 
 

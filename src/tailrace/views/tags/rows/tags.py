@@ -17,22 +17,22 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, CursorError, StreamNotFound
 from tailrace.log.cursor import FromCursor, FromEnd, FromLast, FromTime
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.hub import Hub
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.valkey.nodes import Nodes
-from tailrace.views.tags.feed import Held
+from tailrace.views.tags.feed import TagSummary
 from tailrace.views.tags.merge import Floors, Levels
-from tailrace.views.tags.request import FromText, TagRequest, Wanted, record_of
+from tailrace.views.tags.request import FromText, TagFilter, TagRequest, record_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import (
     BEGIN,
     MAX_TAGS,
-    Part,
     Reached,
     Reads,
     TagCursor,
+    TagPosition,
     Waits,
     hashed_place,
     room_for,
@@ -40,7 +40,7 @@ from tailrace.views.tags.rows.cursor import (
 from tailrace.views.tags.rows.feed import Pace, TagLine, TagRowsFeed
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import FOR_HOLDS
-from tailrace.views.tags.rows.store import Narrow, Row
+from tailrace.views.tags.rows.store import Narrow, StoredRow
 
 MOST_LOOKED = 1_000_000
 """Rows of one tag that are looked at for the last N that a request shows."""
@@ -88,7 +88,7 @@ class CassandraTags:
             for tag in request.names:
                 if not await self._rows.buckets(tag):
                     raise StreamNotFound(tag)
-        wanted = [Wanted(request, at) for at in range(len(request.names))]
+        wanted = [TagFilter(request, at) for at in range(len(request.names))]
         if request.mode == "all":
             request, wanted = msgspec.structs.replace(request, names=request.names[:1]), wanted[:1]
         levels = await self._floors.read(map(self._floors.shard_of, request.names))
@@ -131,18 +131,18 @@ class CassandraTags:
                 await line.close()
         return True
 
-    async def tags(self, prefix: str, after: str, limit: int) -> list[Held]:
+    async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
         """Return a page of tags, with their buckets; rows are not counted."""
         listed = sorted((tag for tag in await self._rows.tags() if tag.startswith(prefix)), key=str.encode)
         page = [tag for tag in listed if not after or tag.encode() > after.encode()][:limit]
-        found: list[Held] = []
+        found: list[TagSummary] = []
         for tag in page:
             if buckets := await self._rows.buckets(tag):
                 last = max(bucket.start_ms + bucket.span_ms for bucket in buckets)
-                found.append(Held(tag, len(buckets), buckets[0].start_ms, last))
+                found.append(TagSummary(tag, len(buckets), buckets[0].start_ms, last))
         return found
 
-    async def _expect(self, line: TagLine, start: Part, levels: Levels) -> None:
+    async def _expect(self, line: TagLine, start: TagPosition, levels: Levels) -> None:
         """Look ahead, where no marks say what is complete and the start lies in the bucket that is written now."""
         now_ms, span_ms = self._clock(), self._reads.span_ms
         if levels.floors or not self._scan_ms or ms_of(start.low) < bucket_start(now_ms, span_ms):
@@ -152,7 +152,9 @@ class CassandraTags:
 
     # Where a feed begins.
 
-    async def _starts(self, request: TagRequest, wanted: Sequence[Wanted], levels: dict[int, Levels]) -> list[Part]:
+    async def _starts(
+        self, request: TagRequest, wanted: Sequence[TagFilter], levels: dict[int, Levels]
+    ) -> list[TagPosition]:
         start, tags = request.start, request.names
         by_tag = [levels[self._floors.shard_of(tag)] for tag in tags]
         if isinstance(start, FromText):
@@ -165,21 +167,21 @@ class CassandraTags:
             room = room_for(len(tags))
             return [await self._end(tag, each, room) for tag, each in zip(tags, by_tag, strict=True)]
         if isinstance(start, FromTime):
-            return [Part(last_of(start.time_ms - 1))] * len(tags)
+            return [TagPosition(last_of(start.time_ms - 1))] * len(tags)
         if isinstance(start, FromLast):
             return await self._last(request, wanted, by_tag, start.count)
-        return [Part(self._first)] * len(tags)
+        return [TagPosition(self._first)] * len(tags)
 
     def _settled(self, levels: Levels) -> UUID:
         """Return the stamp up to which nothing more will be written."""
         now_ms = self._clock()
         return last_of(min(*levels.floors.values(), now_ms) - 1 if levels.floors else now_ms)
 
-    async def _end(self, tag: str, levels: Levels, room: int) -> Part:
+    async def _end(self, tag: str, levels: Levels, room: int) -> TagPosition:
         """Return the place after everything that is written: what follows it may have earlier stamps."""
         low = last = self._settled(levels)
         if not levels.floors:
-            return Part(low)
+            return TagPosition(low)
         reached: dict[str, Reached] = {}
         is_written = _Written(self._floors, tag, levels)
         async with aclosing(self._rows.narrow(tag, low, self._latest())) as pages:
@@ -195,8 +197,8 @@ class CassandraTags:
         return last_of(self._clock() + self._future_ms)
 
     async def _last(
-        self, request: TagRequest, wanted: Sequence[Wanted], levels: Sequence[Levels], count: int
-    ) -> list[Part]:
+        self, request: TagRequest, wanted: Sequence[TagFilter], levels: Sequence[Levels], count: int
+    ) -> list[TagPosition]:
         """Return where the last events begin that the request shows: the latest of all tags."""
         tags, room = request.names, room_for(len(request.names))
         lows = [self._settled(each) for each in levels]
@@ -211,13 +213,13 @@ class CassandraTags:
         ]
 
     async def _newest(
-        self, request: TagRequest, tag: str, levels: Levels, low: UUID, wanted: Wanted, count: int
-    ) -> tuple[list[Row], list[int]]:
+        self, request: TagRequest, tag: str, levels: Levels, low: UUID, wanted: TagFilter, count: int
+    ) -> tuple[list[StoredRow], list[int]]:
         """Return the newest rows of a tag, the newest first, and which of them are shown: ``count``, and one more row.
 
         It goes back at least to where nothing more will be written.
         """
-        rows: list[Row] = []
+        rows: list[StoredRow] = []
         shown: list[int] = []
         is_written = _Written(self._floors, tag, levels)
         async with aclosing(self._rows.back(tag, self._latest())) as pages:
@@ -240,7 +242,7 @@ class _Written:
 
     def __init__(self, floors: Floors, tag: str, levels: Levels) -> None:
         self._floors, self._shard, self._levels = floors, floors.shard_of(tag), levels
-        self._others: set[Source] = set()
+        self._others: set[Partition] = set()
 
     async def __call__(self, row: Narrow) -> bool:
         place, levels = row.place, self._levels
@@ -254,7 +256,7 @@ class _Written:
         return True
 
 
-def _before(rows: Sequence[Row], first: int, low: UUID, room: int) -> Part:
+def _before(rows: Sequence[StoredRow], first: int, low: UUID, room: int) -> TagPosition:
     """Return the place before one of the rows, which are in order from the newest down.
 
     ``low`` is the stamp up to which nothing more will be written; it is below them all, or the last of them is.
@@ -263,10 +265,10 @@ def _before(rows: Sequence[Row], first: int, low: UUID, room: int) -> Part:
     while at < len(rows) and rows[at].stamp == rows[first].stamp:
         at += 1
     if at == len(rows):
-        return Part(BEGIN)
+        return TagPosition(BEGIN)
     last = rows[at].stamp
     if order(last) <= order(low):
-        return Part(last)
+        return TagPosition(last)
     reached: dict[str, Reached] = {}
     for row in rows[at:]:
         if order(row.stamp) > order(low):
@@ -275,12 +277,12 @@ def _before(rows: Sequence[Row], first: int, low: UUID, room: int) -> Part:
     return _after(low, reached, last, room)
 
 
-def _after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> Part:
+def _after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> TagPosition:
     """Return the place after what has come from places above a stamp; after the last of it, if those are too many."""
-    return Part(low, tuple(reached.values())) if len(reached) <= room - FOR_HOLDS else Part(last)
+    return TagPosition(low, tuple(reached.values())) if len(reached) <= room - FOR_HOLDS else TagPosition(last)
 
 
-def _is_shown(request: TagRequest, wanted: Wanted, row: Row) -> bool:
+def _is_shown(request: TagRequest, wanted: TagFilter, row: StoredRow) -> bool:
     if request.until_ms is not None and ms_of(row.stamp) > request.until_ms:
         return False
     if wanted.is_everything:

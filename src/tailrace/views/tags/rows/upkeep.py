@@ -28,7 +28,7 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config.settings import Settings
-from tailrace.log.event import Source
+from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.log.store import Staging
@@ -36,15 +36,15 @@ from tailrace.log.timeuuid import first_of, last_of, ms_of
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import JUDGED, SUMS, TOTALS, Audit, Auditing, Auditor, batch_of, kafka_places, sums_of
 from tailrace.upkeep.examine import MOST_ODD, Finding, Tally, fingerprint, noted
-from tailrace.upkeep.job import Lease, milliseconds
-from tailrace.upkeep.spark import Assignment, Wanted
+from tailrace.upkeep.job import JobLease, milliseconds
+from tailrace.upkeep.spark import Assignment, WantedNames
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Command, Shards
 from tailrace.views.tags.model import Cleaned, Cleanings
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.numbering import AGAIN, RowNumbers
 from tailrace.views.tags.rows.reader import Bucket, RowReader
-from tailrace.views.tags.rows.store import Narrow, Row, writer
+from tailrace.views.tags.rows.store import Narrow, StoredRow, writer
 from tailrace.views.tags.store import VIEW, encode, read_cleaned, read_numbers, tag_options
 from tailrace.views.tags.upkeep import CLEANED, Cleanup, TakingOut, read_all_numbers
 
@@ -82,7 +82,7 @@ class Rows:
         """Return the buckets of a tag, in order."""
         return self._runner.run(self._reader.buckets(tag))
 
-    def rows(self, tag: str) -> Iterator[Row]:
+    def rows(self, tag: str) -> Iterator[StoredRow]:
         """Yield all rows of a tag."""
         return self._each(self._reader.rows(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
 
@@ -150,12 +150,12 @@ class RowAuditor(Auditor):
 
     _repeats = 0
 
-    def _look(self, shards: Shards, wanted: Wanted) -> Audit:
+    def _look(self, shards: Shards, wanted: WantedNames) -> Audit:
         found = super()._look(shards, wanted)
         fields = {name: getattr(found, name) for name in Audit.__struct_fields__}
         return RowAudit(**fields, repeats=self._repeats)
 
-    def _rows(self, shards: Shards, wanted: Wanted, most: int | None) -> tuple[list[Any], Assignment]:
+    def _rows(self, shards: Shards, wanted: WantedNames, most: int | None) -> tuple[list[Any], Assignment]:
         rows, work = super()._rows(shards, wanted, most)
         totals = (msgspec.json.decode(row.detail) for row in rows if row.kind == TOTALS)
         self._repeats = sum(each["repeats"] for each in totals)
@@ -241,7 +241,7 @@ def _examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: i
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
     marks, bounds, gone = parse_marks(answer), work.extent.shards[shard], work.cleaned.get(tag, {})
     numbers, tally = RowNumbers(), RowTally()
-    late: list[tuple[Row, tuple[int, int]]] = []
+    late: list[tuple[StoredRow, tuple[int, int]]] = []
     for row in rows.rows(tag):
         if not _is_told(row, marks, gone):
             continue
@@ -272,7 +272,7 @@ def _examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: i
     return tally
 
 
-def _is_told(row: Narrow, marks: Mapping[Source, int], gone: Cleanings) -> bool:
+def _is_told(row: Narrow, marks: Mapping[Partition, int], gone: Cleanings) -> bool:
     """Whether readers are shown a row: its partition's mark has passed it, and its source was not taken out."""
     if row.offset > marks.get(row.place, row.offset):
         return False
@@ -358,7 +358,7 @@ class _Found(msgspec.Struct):
     number: int = 0
     """The highest."""
     buckets: set[int] = msgspec.field(default_factory=set)
-    places: set[Source] = msgspec.field(default_factory=set)
+    places: set[Partition] = msgspec.field(default_factory=set)
 
 
 class RowCleaning(TakingOut):
@@ -398,7 +398,7 @@ class RowCleaning(TakingOut):
                 self._note(Cleanup(tag, CLEANED, found.events, len(found.buckets)), "would be taken out")
         return self.facts()
 
-    def run(self, shards: Shards, lease: Lease) -> None:
+    def run(self, shards: Shards, lease: JobLease) -> None:
         """Take the source out.
 
         Raises:
@@ -422,7 +422,7 @@ class RowCleaning(TakingOut):
                     self._delete(rows, tag, marks, lease)
                 self._note(Cleanup(tag, CLEANED, found.events, len(found.buckets)), "taken out")
 
-    def _delete(self, rows: Rows, tag: str, marks: dict[Source, int], lease: Lease) -> None:
+    def _delete(self, rows: Rows, tag: str, marks: dict[Partition, int], lease: JobLease) -> None:
         store = writer(self._options, self._batch)
         covered = self._covered(rows, tag, marks)
         while some := list(islice(covered, AT_ONCE)):
@@ -430,7 +430,7 @@ class RowCleaning(TakingOut):
             store.delete(some)
             self._reached("rows-deleted")
 
-    def _covered(self, rows: Rows, tag: str, marks: dict[Source, int]) -> Iterator[Narrow]:
+    def _covered(self, rows: Rows, tag: str, marks: dict[Partition, int]) -> Iterator[Narrow]:
         """Yield the source's rows up to the marks."""
         for row in rows.narrow(tag):
             if row.pid == self._source and row.offset <= marks.get(row.place, NOTHING):
