@@ -1,4 +1,4 @@
-"""The table of views: a folder each, with the same file names in each; the layers inside are in ``docs/architecture.md``.
+"""The table of views: a folder each, with the same file names in each (layers: ``docs/architecture.md``).
 
 A sixth view is one new folder and one line here.
 """
