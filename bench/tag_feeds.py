@@ -26,7 +26,7 @@ from tailrace.log.hub import Hub
 from tailrace.log.request import EventFrame
 from tailrace.log.segment import bucket_start
 from tailrace.log.store import Logs
-from tailrace.log.timeuuid import stamp
+from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
@@ -258,11 +258,11 @@ def _row(tag: str, number: int, ms: int) -> StoredRow:
         tag=tag,
         bucket_ms=bucket_start(ms, HOUR_MS),
         span_ms=HOUR_MS,
-        stamp=stamp(ms, number, place),
-        pid="source",
+        timeuuid=make_timeuuid(ms, number, place),
+        source="source",
         tag_seq=number,
         seq=number,
-        place=place,
+        partition=place,
         offset=number,
         time_ms=ms,
         key=b"source",

@@ -99,8 +99,8 @@ async def _in_cassandra(options: CassandraOptions) -> dict[str, Events]:
             async for page in reader.rows(tag, first_of(0), last_of(1 << 42)):
                 found.setdefault(tag, []).extend(
                     {
-                        "id": f"{row.place}:{row.offset}",
-                        "source": row.pid,
+                        "id": f"{row.partition}:{row.offset}",
+                        "source": row.source,
                         "tag_seq": row.tag_seq,
                         "offset": row.offset,
                         "n": json.loads(row.value or b"{}")["n"],

@@ -8,8 +8,8 @@ from uuid import UUID
 import msgspec
 
 from tailrace.log.event import Partition
-from tailrace.log.timeuuid import order, stamp
-from tailrace.views.tags.model import Numbered, stamp_ms
+from tailrace.log.timeuuid import order, make_timeuuid
+from tailrace.views.tags.model import Numbered, timeuuid_ms
 from tailrace.views.tags.rows.cursor import Reads, TagPosition, Waits
 from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading
 
@@ -21,21 +21,21 @@ HOUR = 3_600_000
 class Row(msgspec.Struct, frozen=True):
     """An event in the tag."""
 
-    pid: str
+    source: str
     tag_seq: int
-    stamp: UUID
-    place: Partition
+    timeuuid: UUID
+    partition: Partition
     offset: int
 
     @property
     def id(self) -> tuple[Partition, int]:
-        return self.place, self.offset
+        return self.partition, self.offset
 
 
 def row(pid: str, number: int, ms: int, place: str = "theirs") -> Row:
     """An event that somebody else wrote, at a moment after T0."""
     source = Partition(place, 0)
-    return Row(pid, number, stamp(T0 + ms, number, source), source, number)
+    return Row(pid, number, make_timeuuid(T0 + ms, number, source), source, number)
 
 
 class Store:
@@ -53,7 +53,7 @@ class Store:
 
     def put(self, *rows: Row) -> None:
         for each in rows:
-            self.rows[order(each.stamp), each.pid, each.tag_seq] = each
+            self.rows[order(each.timeuuid), each.source, each.tag_seq] = each
 
     def produce(self, place: Partition, pid: str, age_ms: int, step: int) -> None:
         records = self._records.setdefault(place, [])
@@ -75,7 +75,7 @@ class Store:
         self.put(*window)
         for left in self._written.pop(place, []):
             if left.offset <= window[-1].offset and left not in window:
-                self.rows.pop((order(left.stamp), left.pid, left.tag_seq), None)
+                self.rows.pop((order(left.timeuuid), left.source, left.tag_seq), None)
             elif left.offset > window[-1].offset:
                 self._written.setdefault(place, []).append(left)
         self._numbers |= numbers
@@ -91,8 +91,8 @@ class Store:
         ms, rows = self.times.get(place, NEVER), []
         for offset, pid, time_ms in window:
             known = numbers.get(pid) or self._numbers.get(pid) or Numbered()
-            ms = stamp_ms(time_ms, ms, [known], str(place), self.now + 1000)
-            rows.append(Row(pid, known.number + 1, stamp(ms, offset, place), place, offset))
+            ms = timeuuid_ms(time_ms, ms, [known], str(place), self.now + 1000)
+            rows.append(Row(pid, known.number + 1, make_timeuuid(ms, offset, place), place, offset))
             numbers[pid] = Numbered(known.number + 1, offset, ms, str(place))
         return rows, numbers, ms
 
@@ -139,7 +139,7 @@ class Reader:
     @property
     def names(self) -> list[str]:
         """What was delivered, as p1:2."""
-        return [f"{each.pid}:{each.tag_seq}" for each in self.rows]
+        return [f"{each.source}:{each.tag_seq}" for each in self.rows]
 
     def begin(self, until: UUID | None = None, between: Partition | None = None) -> None:
         """Begin to read on; a window of a place may be applied after the floors are read, and before the marks are."""
@@ -167,7 +167,7 @@ class Reader:
             return True
         self._meet(rows)
         self.out += self.reading.page(rows, store.now)
-        self._next = order(rows[-1].stamp), rows[-1].pid, rows[-1].tag_seq
+        self._next = order(rows[-1].timeuuid), rows[-1].source, rows[-1].tag_seq
         return False
 
     def _meet(self, rows: list[Row]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.columns import Note, Notes
+from tailrace.log.columns import TagFields, TagColumns
 from tailrace.log.event import Partition
 from tailrace.log.pack import digest, pack, unpack
 from tailrace.log.run import NumberedRun, Run, decode, encode
 from tests.writing import NOON
 
 _note = st.builds(
-    Note,
+    TagFields,
     st.sampled_from(["cart-1", "cart-2", 'a "name"']),
     st.integers(-5, 1 << 40),
     st.integers(1, 1 << 40),
@@ -31,13 +31,15 @@ def _runs(draw: st.DrawFn) -> list[Run]:
         if draw(st.booleans()):
             notes = [note._replace(seq=offset) for note, offset in zip(notes, offsets, strict=True)]
         values = [b"{}"] * len(notes)
-        runs.append(Run.of(Partition("t", 0), offsets, times, [None], None, values, Notes.of(notes, offsets, times)))
+        runs.append(
+            Run.of(Partition("t", 0), offsets, times, [None], None, values, TagColumns.of(notes, offsets, times))
+        )
         offset += len(notes) + draw(st.integers(0, 2))
     return runs
 
 
-def _notes(runs: list[Run]) -> list[Note]:
-    return [note for run in runs if run.notes for note in run.notes.rows(run.offsets, run.times)]
+def _notes(runs: list[Run]) -> list[TagFields]:
+    return [note for run in runs if run.tag_columns for note in run.tag_columns.rows(run.offsets, run.times)]
 
 
 @given(_runs())
@@ -58,6 +60,6 @@ def test_a_changed_number_changes_the_digest(runs: list[Run]) -> None:
     rows = _notes([run])
     rows[0] = rows[0]._replace(number=rows[0].number + 1)
     other = Run.of(
-        run.source, run.offsets, run.times, run.keys, None, run.values, Notes.of(rows, run.offsets, run.times)
+        run.source, run.offsets, run.times, run.keys, None, run.values, TagColumns.of(rows, run.offsets, run.times)
     )
     assert digest([NumberedRun(1, len(run), NOON, run, 1)]) != digest([NumberedRun(1, len(run), NOON, other, 1)])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
-from tailrace.log.timeuuid import first_of, last_of, ms_of, order, stamp
+from tailrace.log.timeuuid import first_of, last_of, ms_of, order, make_timeuuid
 
 _ms = st.integers(0, 4_000_000_000_000)
 _offset = st.integers(0, (1 << 44) - 1)
@@ -24,7 +24,7 @@ def _as_cassandra_compares(given: UUID) -> tuple[int, list[int]]:
 def test_stamps_sort_here_as_they_do_in_cassandra(
     one: tuple[int, int, Partition], two: tuple[int, int, Partition]
 ) -> None:
-    a, b = stamp(*one), stamp(*two)
+    a, b = make_timeuuid(*one), make_timeuuid(*two)
     assert (order(a) < order(b)) == (_as_cassandra_compares(a) < _as_cassandra_compares(b))
     assert (order(a) == order(b)) == (a == b)
 
@@ -34,12 +34,12 @@ def test_along_a_partition_stamps_rise_with_the_offsets(
     one: int, two: int, low: int, high: int, place: Partition
 ) -> None:
     (one, two), (low, high) = sorted((one, two)), sorted((low, high))
-    assert low == high or order(stamp(one, low, place)) < order(stamp(two, high, place))
+    assert low == high or order(make_timeuuid(one, low, place)) < order(make_timeuuid(two, high, place))
 
 
 @given(_ms, _offset, _place)
 def test_a_stamp_lies_inside_its_millisecond_and_is_a_time_uuid(ms: int, offset: int, place: Partition) -> None:
-    given = stamp(ms, offset, place)
+    given = make_timeuuid(ms, offset, place)
     assert ms_of(given) == ms
     assert given.version == 1
     assert order(first_of(ms)) <= order(given) <= order(last_of(ms)) < order(first_of(ms + 1))

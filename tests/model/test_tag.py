@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.views.tags.model import Numbered, Tagged, Tagger, Tagging, stamp_ms
+from tailrace.views.tags.model import Numbered, Tagged, Tagger, Tagging, timeuuid_ms
 
 PLACE = "carts:0"
 
@@ -66,8 +66,8 @@ def test_a_source_written_from_two_places_is_a_conflict() -> None:
 
 def test_stamps_do_not_fall_back_and_not_run_ahead() -> None:
     here, there = Numbered(1, 1, 500, "carts:0"), Numbered(1, 1, 500, "carts:1")
-    assert stamp_ms(100, 0, [], PLACE, 10_000) == 100
-    assert stamp_ms(100, 300, [], PLACE, 10_000) == 300
-    assert stamp_ms(20_000, 300, [], PLACE, 10_000) == 10_000
-    assert stamp_ms(100, 300, [here], PLACE, 10_000) == 500
-    assert stamp_ms(100, 300, [there], PLACE, 10_000) == 501
+    assert timeuuid_ms(100, 0, [], PLACE, 10_000) == 100
+    assert timeuuid_ms(100, 300, [], PLACE, 10_000) == 300
+    assert timeuuid_ms(20_000, 300, [], PLACE, 10_000) == 10_000
+    assert timeuuid_ms(100, 300, [here], PLACE, 10_000) == 500
+    assert timeuuid_ms(100, 300, [there], PLACE, 10_000) == 501

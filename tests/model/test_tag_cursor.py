@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tailrace.errors import CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES
 from tailrace.log.event import Partition
-from tailrace.log.timeuuid import first_of, last_of, stamp
+from tailrace.log.timeuuid import first_of, last_of, make_timeuuid
 from tailrace.views.tags.rows.cursor import (
     BEGIN,
     MAX_TAGS,
@@ -20,7 +20,7 @@ from tailrace.views.tags.rows.cursor import (
     TagCursor,
     TagPosition,
     hashed,
-    hashed_place,
+    hashed_partition,
     is_tag_cursor,
     room_for,
 )
@@ -28,7 +28,9 @@ from tailrace.views.tags.rows.cursor import (
 NOW = 1_800_000_000_000
 PLACE = Partition("jobs", 3)
 _ms = st.integers(0, 1 << 42)
-_stamps = st.builds(stamp, _ms, st.integers(0, 1 << 44), st.just(PLACE)) | st.builds(last_of, _ms) | st.just(BEGIN)
+_stamps = (
+    st.builds(make_timeuuid, _ms, st.integers(0, 1 << 44), st.just(PLACE)) | st.builds(last_of, _ms) | st.just(BEGIN)
+)
 _reached = st.builds(Reached, st.text().map(hashed), st.integers(0, 1 << 44), _ms)
 _open = st.builds(OpenSource, st.text().map(hashed), st.integers(-(1 << 20), 1 << 40), _ms, st.integers(0, 1 << 40))
 _parts = st.builds(
@@ -50,15 +52,15 @@ def test_a_cursor_is_read_back_as_it_was_written(cursor: TagCursor) -> None:
 
 @pytest.mark.parametrize("tags", [1, 2, 7, MAX_TAGS])
 def test_as_much_as_there_is_room_for_has_its_size(tags: int) -> None:
-    ahead = tuple(Reached(hashed_place(PLACE), 1 << 43, NOW + 1_000_000_000) for _ in range(room_for(tags) // 2))
+    ahead = tuple(Reached(hashed_partition(PLACE), 1 << 43, NOW + 1_000_000_000) for _ in range(room_for(tags) // 2))
     held = tuple(OpenSource(hashed("x"), 1 << 40, 0, 1 << 40) for _ in range(room_for(tags) - len(ahead)))
-    cursor = TagCursor((TagPosition(stamp(NOW, 1 << 43, PLACE), ahead, held),) * tags, 10**15, NOW)
+    cursor = TagCursor((TagPosition(make_timeuuid(NOW, 1 << 43, PLACE), ahead, held),) * tags, 10**15, NOW)
     assert room_for(tags) >= 4
     assert len(str(cursor)) <= MAX_CURSOR_BYTES
 
 
 def test_a_cursor_with_nothing_ahead_is_one_stamp() -> None:
-    assert len(str(TagCursor((TagPosition(stamp(NOW, 41, PLACE)),)))) == 23
+    assert len(str(TagCursor((TagPosition(make_timeuuid(NOW, 41, PLACE)),)))) == 23
 
 
 @given(st.text(max_size=60) | st.text("uAQg.ro_-~,0129abc", max_size=60).map(lambda text: "u" + text))
@@ -67,7 +69,7 @@ def test_any_text_is_a_cursor_or_a_cursor_error(text: str) -> None:
         assert str(TagCursor.parse(text, 1)) == text.strip()
 
 
-GOOD = str(TagCursor((TagPosition(stamp(NOW, 41, PLACE), (Reached(hashed("p"), 5, NOW + 1),)),)))
+GOOD = str(TagCursor((TagPosition(make_timeuuid(NOW, 41, PLACE), (Reached(hashed("p"), 5, NOW + 1),)),)))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.log.timeuuid import last_of, ms_of, stamp
+from tailrace.log.timeuuid import last_of, ms_of, make_timeuuid
 from tailrace.views.tags.rows.cursor import BEGIN, TagPosition, Waits
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
@@ -100,7 +100,7 @@ def test_g_07_too_many_missing_numbers_are_not_waited_for() -> None:
     live.put(("p1", 1, 10), ("p1", 10_000, 20))
     live.poll()
     (lost,) = live.reader.lost
-    assert (lost.pid, lost.last - lost.first + 1) == ("p1", 9_998)
+    assert (lost.source, lost.last - lost.first + 1) == ("p1", 9_998)
 
 
 def test_g_09_a_number_that_was_delivered_is_not_delivered_again() -> None:
@@ -131,7 +131,7 @@ def test_c_12_what_is_not_found_in_time_is_named_with_where_it_was_searched(buck
     assert live.poll(9_999) == []
     assert live.poll(1) == ["p1:3", "p1:4", "p1:7"]
     first, second = live.reader.lost
-    assert (first.pid, first.first, first.last) == ("p1", 2, 2)
+    assert (first.source, first.first, first.last) == ("p1", 2, 2)
     assert (ms_of(first.after), ms_of(first.to)) == (T0 + 10, T0 + 30)
     assert (second.first, second.last) == (5, 6)
 
@@ -282,9 +282,12 @@ def test_a_source_may_begin_with_any_number_where_its_place_has_marks() -> None:
     """Events that were tagged later than they were written are numbered downwards from those that follow."""
     store = Store()
     store.now = T0 + 1_000
-    place = row("a", -2, 0).place
+    place = row("a", -2, 0).partition
     store.put(
-        *(Row("a", number, stamp(T0 + 10 + number, number + 2, place), place, number + 2) for number in range(-2, 3))
+        *(
+            Row("a", number, make_timeuuid(T0 + 10 + number, number + 2, place), place, number + 2)
+            for number in range(-2, 3)
+        )
     )
     store.marks[place], store.times[place] = 4, T0 + 1_000
     reader = Reader(store, TagPosition(BEGIN), quiet(), from_beginning=True)
@@ -293,7 +296,7 @@ def test_a_source_may_begin_with_any_number_where_its_place_has_marks() -> None:
 
 def test_events_that_share_a_stamp_are_all_delivered_also_from_the_cursor_between_them() -> None:
     live = Live()
-    same = [Row(pid, 1, row("x", 1, 10).stamp, row("x", 1, 10).place, 1) for pid in "abc"]
+    same = [Row(pid, 1, row("x", 1, 10).timeuuid, row("x", 1, 10).partition, 1) for pid in "abc"]
     live.store.put(*same)
     assert live.poll() == ["a:1", "b:1", "c:1"]
     for i, each in enumerate(live.reader.out):

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
-from tailrace.log.timeuuid import stamp
+from tailrace.log.timeuuid import make_timeuuid
 from tailrace.views.tags.rows.cursor import BEGIN, Reads, TagCursor, TagPosition, Waits, hashed
 from tailrace.views.tags.rows.reading import Emitted, Reading
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
@@ -120,18 +120,18 @@ def _drain(store: Store, reader: Reader) -> None:
 
 
 def _check(rows: list[Row], store: Store) -> None:
-    ours = [each for each in rows if each.pid != "theirs"]
-    assert sorted(map(str, ours)) == sorted(str(each) for each in store.rows.values() if each.pid != "theirs")
+    ours = [each for each in rows if each.source != "theirs"]
+    assert sorted(map(str, ours)) == sorted(str(each) for each in store.rows.values() if each.source != "theirs")
     _in_order(ours)
-    theirs = [each.tag_seq for each in rows if each.pid == "theirs"]
+    theirs = [each.tag_seq for each in rows if each.source == "theirs"]
     assert theirs == sorted(set(theirs))
 
 
 def _in_order(rows: list[Row]) -> None:
     numbers: dict[str, int] = {}
     for each in rows:
-        assert each.tag_seq == numbers.get(each.pid, 0) + 1, f"{each.pid} out of order"
-        numbers[each.pid] = each.tag_seq
+        assert each.tag_seq == numbers.get(each.source, 0) + 1, f"{each.source} out of order"
+        numbers[each.source] = each.tag_seq
 
 
 @settings(max_examples=150, deadline=None)
@@ -184,10 +184,10 @@ def test_what_somebody_else_writes_in_any_order_comes_once_in_its_source_s_order
     reader.poll()
     reader.poll()
     assert not reader.lost
-    present = {(each.pid, each.tag_seq) for each in store.rows.values()}
+    present = {(each.source, each.tag_seq) for each in store.rows.values()}
     gapless = {(p, n) for p, n in present if all((p, m) in present for m in range(1, n))}
     _in_order(reader.rows)
-    assert {(each.pid, each.tag_seq) for each in reader.rows} <= gapless
+    assert {(each.source, each.tag_seq) for each in reader.rows} <= gapless
     got = [each for each in reader.out if isinstance(each, Emitted)]
     for i, each in enumerate(got):
         resumed = Reader(store, _again(each.part), reads)
@@ -195,21 +195,21 @@ def test_what_somebody_else_writes_in_any_order_comes_once_in_its_source_s_order
         resumed.poll()
         again = [e.row for e in got[: i + 1]] + resumed.rows
         for pid in "ab":
-            numbers = [e.tag_seq for e in again if e.pid == pid]
+            numbers = [e.tag_seq for e in again if e.source == pid]
             assert numbers == sorted(set(numbers))
-            if hashed(pid) in {o.pid for o in each.part.open}:
+            if hashed(pid) in {o.source for o in each.part.open}:
                 event("was open")
-                _in_order([e for e in again if e.pid == pid])
+                _in_order([e for e in again if e.source == pid])
                 assert {(pid, n) for n in numbers} == {each for each in gapless if each[0] == pid}
 
 
 def test_two_events_that_got_one_number_both_go_out_and_not_again() -> None:
     p, q = PLACES[:2]
     rows = [
-        Row("a", 1, stamp(T0, 0, p), p, 0),
-        Row("a", 2, stamp(T0 + 1, 1, p), p, 1),
-        Row("a", 2, stamp(T0 + 2, 0, q), q, 0),
-        Row("a", 3, stamp(T0 + 3, 1, p), p, 1),
+        Row("a", 1, make_timeuuid(T0, 0, p), p, 0),
+        Row("a", 2, make_timeuuid(T0 + 1, 1, p), p, 1),
+        Row("a", 2, make_timeuuid(T0 + 2, 0, q), q, 0),
+        Row("a", 3, make_timeuuid(T0 + 3, 1, p), p, 1),
     ]
     reading: Reading[Row] = Reading(START, Reads(delay_ms=0), now_ms=T0 + 10)
     marks, floors = {p: 1, q: 0}, {p: T0 + 5, q: T0 + 5}

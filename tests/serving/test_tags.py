@@ -150,7 +150,7 @@ def test_the_sources_of_a_tag_are_listed_with_how_far_they_are(tagger: Tagger, c
     assert {name: source["tag_seq"] for name, source in found.items()} == {
         f"p{i}": 4 if i < 400 else 3 for i in range(1200)
     }
-    last = {sent.pid: sent for sent in tagger.sent}
+    last = {sent.source: sent for sent in tagger.sent}
     assert all(source["seq"] == last[name].offset for name, source in found.items())
     assert found["p7"]["partition"] == "jobs:3"
     assert found["p7"]["time"] == iso_time(NOON + last["p7"].n * 1000)

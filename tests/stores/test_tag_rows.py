@@ -18,11 +18,11 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import first_of, last_of, ms_of, order, stamp
+from tailrace.log.timeuuid import first_of, last_of, ms_of, order, make_timeuuid
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.reader import Bucket, RowReader, overlapping
-from tailrace.views.tags.rows.store import Narrow, RowWriter, StoredRow, writer
+from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow, writer
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
 NOON = 1_700_049_600_000
@@ -37,8 +37,8 @@ def row(ms: int, offset: int, *, span: int = HOUR, value: bytes | None = b"{}", 
         "tag": "green",
         "bucket_ms": bucket_start(ms, span),
         "span_ms": span,
-        "stamp": stamp(ms, offset, PLACE),
-        "pid": f"cart-{offset % 7}",
+        "timeuuid": make_timeuuid(ms, offset, PLACE),
+        "source": f"cart-{offset % 7}",
         "tag_seq": offset + 1,
         "seq": offset,
         "place": PLACE,
@@ -52,12 +52,12 @@ def row(ms: int, offset: int, *, span: int = HOUR, value: bytes | None = b"{}", 
     return StoredRow(**given | other)
 
 
-def narrow(of: StoredRow) -> Narrow:
-    return Narrow(**{name: getattr(of, name) for name in Narrow.__struct_fields__})
+def narrow(of: StoredRow) -> RowKey:
+    return RowKey(**{name: getattr(of, name) for name in RowKey.__struct_fields__})
 
 
 def in_order(rows: Iterable[StoredRow]) -> list[StoredRow]:
-    return sorted(rows, key=lambda r: (order(r.stamp), r.pid, r.tag_seq))
+    return sorted(rows, key=lambda r: (order(r.timeuuid), r.source, r.tag_seq))
 
 
 async def all_of(pages: AsyncIterator[list[T]]) -> list[T]:
@@ -78,7 +78,7 @@ async def reader(rows_store: CassandraOptions) -> AsyncIterator[RowReader]:
 async def test_a_row_is_read_as_it_was_written(rows_store: CassandraOptions, reader: RowReader) -> None:
     rows = [
         row(NOON, 1, key=None, value=b"\x00\xff" * 10, headers=[("a", b"1"), ("a", None), ("ü", b"")]),
-        row(NOON + 1, 2, value=None, pid="ünï ✓", tags=("green",)),
+        row(NOON + 1, 2, value=None, source="ünï ✓", tags=("green",)),
         row(NOON + 2, (1 << 44) - 1, key=b"", value=b"", seq=-(1 << 62), tag_seq=1 << 62, time_ms=-5),
         row(NOON - HOUR, 3),
     ]
@@ -98,9 +98,9 @@ async def test_a_range_leaves_its_beginning_out_and_has_its_end(
     writer(rows_store).write(rows)
     for low in range(9):
         for high in range(low, 9):
-            found = await all_of(reader.rows("green", rows[low].stamp, rows[high].stamp))
+            found = await all_of(reader.rows("green", rows[low].timeuuid, rows[high].timeuuid))
             assert found == rows[low + 1 : high + 1]
-    assert await all_of(reader.rows("green", rows[5].stamp, rows[2].stamp)) == []
+    assert await all_of(reader.rows("green", rows[5].timeuuid, rows[2].timeuuid)) == []
     assert [b.start_ms for b in await reader.buckets("green", NOON + HOUR, NOON + HOUR)] == [NOON + HOUR]
 
 
@@ -108,15 +108,15 @@ async def test_stamps_order_as_they_do_in_cassandra(reader: RowReader, rows_stor
     chance = random.Random(7)
     places = [Partition(f"t{i}", i, i % 3) for i in range(5)]
     made = {
-        (ms, offset, i): stamp(NOON + ms, offset, places[i])
+        (ms, offset, i): make_timeuuid(NOON + ms, offset, places[i])
         for ms in (0, 1)
         for offset in (0, 1, 127, 128, 255, 256, 1 << 31, (1 << 44) - 1, *(chance.getrandbits(40) for _ in range(20)))
         for i in range(5)
     }
-    rows = [row(NOON + ms, offset, stamp=made[ms, offset, i], tag_seq=1) for ms, offset, i in made]
+    rows = [row(NOON + ms, offset, timeuuid=made[ms, offset, i], tag_seq=1) for ms, offset, i in made]
     chance.shuffle(rows)
     writer(rows_store).write(rows)
-    found = [r.stamp for r in await all_of(reader.rows("green", *ALL))]
+    found = [r.timeuuid for r in await all_of(reader.rows("green", *ALL))]
     assert found == sorted(made.values(), key=order)
     by_place = [(ms, offset) for ms, offset, i in sorted(made, key=lambda k: order(made[k])) if i == 0]
     assert by_place == sorted(by_place), "along a place, stamps rise with the offsets"
@@ -174,7 +174,7 @@ async def test_rows_that_were_taken_back_are_gone_and_the_others_stay(
 @pytest.mark.parametrize("page", [1, 2, 3, 5, 7, 50, 100, 499, 500])
 async def test_every_page_size_gives_the_same_rows(page: int, reader: RowReader, rows_store: CassandraOptions) -> None:
     rows = [row(NOON + i * 3 * MINUTE, i) for i in range(100)]
-    same = [row(NOON + HOUR, 20, pid=f"p{i}", tag_seq=1) for i in range(10)]
+    same = [row(NOON + HOUR, 20, source=f"p{i}", tag_seq=1) for i in range(10)]
     writer(rows_store).write(rows + same)
     wanted = in_order(rows + same)
     pages = [len(p) async for p in reader.rows("green", *ALL, page=page)]
@@ -188,11 +188,11 @@ async def test_one_goes_on_after_any_row_also_among_those_of_one_stamp(
     reader: RowReader, rows_store: CassandraOptions
 ) -> None:
     rows = in_order(
-        [row(NOON, 1, pid=pid, tag_seq=n) for pid in ("a", "b", "ü", "z") for n in (1, 2)] + [row(NOON + HOUR, 2)]
+        [row(NOON, 1, source=pid, tag_seq=n) for pid in ("a", "b", "ü", "z") for n in (1, 2)] + [row(NOON + HOUR, 2)]
     )
     writer(rows_store).write(rows)
     for i, at in enumerate(rows):
-        found = await all_of(reader.rows("green", (at.stamp, at.pid, at.tag_seq), ALL[1], page=2))
+        found = await all_of(reader.rows("green", (at.timeuuid, at.source, at.tag_seq), ALL[1], page=2))
         assert found == rows[i + 1 :]
 
 
@@ -204,10 +204,10 @@ async def test_buckets_whose_length_was_changed_are_merged(reader: RowReader, ro
         rows.append(row(ms, offset, span=chance.choice([MINUTE, HOUR, DAY]), time_ms=ms))
     rows += [row(bucket_start(NOON, DAY), 1_000 + i, span=span) for i, span in enumerate((MINUTE, HOUR, DAY))]
     writer(rows_store).write(rows)
-    wanted = [(r.stamp, r.pid, r.tag_seq) for r in in_order(rows)]
+    wanted = [(r.timeuuid, r.source, r.tag_seq) for r in in_order(rows)]
 
     def keys(found: Sequence[Any]) -> list[tuple[UUID, str, int]]:
-        return [(r.stamp, r.pid, r.tag_seq) for r in found]
+        return [(r.timeuuid, r.source, r.tag_seq) for r in found]
 
     for page in (3, 500):
         assert keys(await all_of(reader.rows("green", *ALL, page=page))) == wanted
@@ -370,5 +370,5 @@ def test_what_is_not_there_or_refused_is_said(rows_store: CassandraOptions) -> N
     with pytest.raises(StoreUnavailable, match=r"'nowhere' has no tag_views, tag_buckets"):
         schema.check(other)
     with pytest.raises(StoreError, match="cassandra refused a call"):
-        writer(rows_store).write([row(NOON, 1, pid="x" * 70_000)])
-    assert ms_of(row(NOON, 1).stamp) == NOON
+        writer(rows_store).write([row(NOON, 1, source="x" * 70_000)])
+    assert ms_of(row(NOON, 1).timeuuid) == NOON

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
-from tailrace.log.timeuuid import stamp
+from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
@@ -97,7 +97,7 @@ class World:
         made: list[StoredRow] = []
         for pid, number, when in rows:
             place = Partition(f"of-{pid}", 0)
-            given = when if isinstance(when, UUID) else stamp(when, number, place)
+            given = when if isinstance(when, UUID) else make_timeuuid(when, number, place)
             made.append(their_row(tag, pid, number, given, place, self.span_ms))
         writer(self.rows).write(made)
 

@@ -9,7 +9,7 @@ from tailrace.upkeep.backends import auditing, cleaning, rebuilding
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import Narrow, RowWriter, StoredRow, writer
+from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow, writer
 from tailrace.views.tags.rows.upkeep import RowAudit, RowCleaning, Rows
 from tests.upkeep.tagged import Seen, TagPast
 
@@ -36,11 +36,11 @@ class RowPast(TagPast):
 
     def events(self, tag: str) -> list[Seen]:
         return [
-            Seen(f"{row.place}:{row.offset}", row.pid, row.tag_seq, ms_of(row.stamp), row.tags)
+            Seen(f"{row.partition}:{row.offset}", row.source, row.tag_seq, ms_of(row.timeuuid), row.tags)
             for row in self.rows(tag)
         ]
 
-    def lose(self, *rows: Narrow) -> None:
+    def lose(self, *rows: RowKey) -> None:
         """Delete rows behind everybody's back."""
         self.rows_writer.delete(rows)
 

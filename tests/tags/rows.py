@@ -10,7 +10,7 @@ from uuid import UUID
 from tailrace.errors import StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import ms_of, stamp
+from tailrace.log.timeuuid import ms_of, make_timeuuid
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
@@ -29,10 +29,10 @@ def their_row(tag: str, pid: str, number: int, at: UUID, place: Partition, span_
         tag=tag,
         bucket_ms=bucket_start(ms_of(at), span_ms),
         span_ms=span_ms,
-        stamp=at,
-        pid=pid,
+        timeuuid=at,
+        source=pid,
         tag_seq=number,
-        place=place,
+        partition=place,
         offset=number,
         seq=number,
         time_ms=ms_of(at),
@@ -78,7 +78,7 @@ class Rows:
 
     def put(self, tag: str, *rows: tuple[str, int, int], span_ms: int = HOUR) -> None:
         """Write rows of somebody else: source, number, and the millisecond of the stamp."""
-        stamps = [stamp(ms, number, Partition(pid, 0)) for pid, number, ms in rows]
+        stamps = [make_timeuuid(ms, number, Partition(pid, 0)) for pid, number, ms in rows]
         made = [their_row(tag, *row[:2], at, THEIRS, span_ms) for row, at in zip(rows, stamps, strict=True)]
         writer(self.options).write(made)
 

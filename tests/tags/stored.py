@@ -13,7 +13,7 @@ from tailrace.driver.slice import Window
 from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.store import LogRegistry
-from tailrace.log.timeuuid import ms_of, order, stamp
+from tailrace.log.timeuuid import ms_of, order, make_timeuuid
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.valkey.shards import Call, Shards, StoreOptions
 from tailrace.views.tags.model import Numbered, Tagging
@@ -38,10 +38,10 @@ class Held(NamedTuple):
     """An event as a tag has it."""
 
     id: str
-    pid: str
+    source: str
     seq: int
     number: int
-    stamp: UUID
+    timeuuid: UUID
     bucket_ms: int
     tags: tuple[str, ...]
     value: bytes
@@ -114,7 +114,7 @@ class Stored:
         """Return the numbers of each source in a tag, in the tag's order."""
         found: dict[str, list[int]] = {}
         for each in self.tag(tag):
-            found.setdefault(each.pid, []).append(each.number)
+            found.setdefault(each.source, []).append(each.number)
         return found
 
     def batches(self, tag: str) -> list[list[str]]:
@@ -154,11 +154,11 @@ class Stored:
             assert len(held) == len(wanted[tag]), tag
             last: dict[str, Held] = {}
             for each in held:
-                before = last.get(each.pid)
+                before = last.get(each.source)
                 assert each.number == (before.number + 1 if before else 1), (tag, each)
-                assert before is None or order(before.stamp) < order(each.stamp), (tag, each)
+                assert before is None or order(before.timeuuid) < order(each.timeuuid), (tag, each)
                 assert tag in each.tags
-                last[each.pid] = each
+                last[each.source] = each
             for pid, each in last.items():
                 assert self.progress(tag, pid).number == each.number, (tag, pid)
         counts = read_counts(self.driver.shards, VIEW)
@@ -172,13 +172,13 @@ class Stored:
             for segment in named.log.segments:
                 for entry in registry.entries(named.name, segment):
                     run = entry.run
-                    assert run.notes is not None
-                    notes = run.notes.rows(run.offsets, run.times)
+                    assert run.tag_columns is not None
+                    notes = run.tag_columns.rows(run.offsets, run.times)
                     for offset, value, note in zip(run.offsets, run.values, notes, strict=True):
-                        made = stamp(note.ms, offset, run.source)
+                        made = make_timeuuid(note.ms, offset, run.source)
                         event = f"{run.source}:{offset}"
                         held.append(
-                            Held(event, note.pid, note.seq, note.number, made, segment.start_ms, note.tags, value)
+                            Held(event, note.source, note.seq, note.number, made, segment.start_ms, note.tags, value)
                         )
         return found
 

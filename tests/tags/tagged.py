@@ -20,7 +20,7 @@ class Sent(NamedTuple):
     """An event as it was written."""
 
     id: str
-    pid: str
+    source: str
     tags: tuple[str, ...]
     partition: int
     offset: int

@@ -12,7 +12,7 @@ import pytest
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.request import EventFrame, Moved
-from tailrace.log.timeuuid import ms_of, stamp
+from tailrace.log.timeuuid import ms_of, make_timeuuid
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags import merge as tag_merge
@@ -43,7 +43,7 @@ async def test_a_frame_says_what_the_tag_knows_of_the_event(any_store: StoreOpti
     ]
     assert {f["tag"] for f in frames} == {"gpu"}
     assert (red["tag"], red["id"], red["data"]["n"]) == ("red", "jobs:0:0", 0)
-    first = stamp(NOON, 0, Partition("jobs", 0))
+    first = make_timeuuid(NOON, 0, Partition("jobs", 0))
     assert frames[0]["timeuuid"] == str(first)
     assert ms_of(first) == NOON
     assert "late" not in frames[0]
@@ -174,7 +174,7 @@ async def test_a_query_narrows_what_is_shown_and_the_last_n_are_those_it_shows(s
             assert await feeds.ids(*names, query=rare) == wanted
             assert await feeds.ids(*names, query=rare, start="-1") == wanted[-1:]
             assert await feeds.ids(*names, query=rare, start="-3") == wanted[-3:]
-            by_key = [sent.id for sent in mine if sent.pid == "p2"]
+            by_key = [sent.id for sent in mine if sent.source == "p2"]
             assert await feeds.ids(*names, query={"$key": "p2"}) == by_key
             assert await feeds.ids(*names, query={"$key": "p2"}, start="-2") == by_key[-2:]
         both = [sent.id for sent in tagger.sent if len(sent.tags) == 2 and sent.n % 50 >= 40]

@@ -17,7 +17,7 @@ import pytest
 from tailrace.errors import RowsMissing
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import ms_of, stamp
+from tailrace.log.timeuuid import ms_of, make_timeuuid
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import HOUR, SECOND, World, in_turn, run
 from tests.tags.reading import events, names
@@ -197,8 +197,8 @@ async def test_G_12_a_failed_feed_says_what_was_missing_and_where_it_was_searche
         error = caught.value
         assert error.tag == "green"
         assert error.missing == {"p1": (2, 3), "p2": (2, 2)}
-        assert UUID(error.after) == stamp(at, 1, Partition("of-p1", 0))
-        assert UUID(error.to) == stamp(at + 6, 3, Partition("of-p2", 0))
+        assert UUID(error.after) == make_timeuuid(at, 1, Partition("of-p1", 0))
+        assert UUID(error.to) == make_timeuuid(at + 6, 3, Partition("of-p2", 0))
         assert sorted(follower.names) == ["p1:1", "p2:1", "p3:1"]
         # The last cursor is what a caller goes on from: all that was found by then, and all that was missing.
         theirs.put("green", ("p1", 2, at + 2), ("p1", 3, at + 3), ("p2", 2, at + 5))

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import last_of, ms_of, stamp
+from tailrace.log.timeuuid import last_of, ms_of, make_timeuuid
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import BEGIN, Reads, TagPosition, TagRow
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import Reading
-from tailrace.views.tags.rows.store import Narrow
+from tailrace.views.tags.rows.store import RowKey
 from tailrace.views.tags.settings import TagsSettings
 from tests.feeds.rig import now_ms
 from tests.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
@@ -237,7 +237,7 @@ def _stands_at(ms: int, reads: Reads, start: TagPosition | None = None) -> Readi
     """Return a reading that has passed an event of this millisecond."""
     reading: Reading[TagRow] = Reading(start or TagPosition(BEGIN), reads, from_beginning=start is None, now_ms=ms)
     place = Partition("theirs", 0)
-    row = Narrow(tag="green", bucket_ms=0, stamp=stamp(ms, 0, place), pid="p", tag_seq=1, place=place, offset=0)
+    row = RowKey(tag="green", bucket_ms=0, timeuuid=make_timeuuid(ms, 0, place), source="p", tag_seq=1, partition=place, offset=0)
     reading.begin({}, {}, ms)
     reading.admit({place})
     assert len([*reading.page([row], ms), *reading.finish(ms)]) == 1
@@ -276,12 +276,12 @@ async def test_S_03_what_is_scanned_is_after_the_start_and_up_to_the_end(
     put: list[tuple[str, int, int | UUID]] = [("p1", n, at + n) for n in range(1, 9)]
     theirs.put("green", *put, ("p2", 1, at + 3), ("p2", 2, at + 8))
     reader = RowReader(rows_store, page=2)
-    after, to = stamp(at + 2, 2, Partition("of-p1", 0)), stamp(at + 6, 6, Partition("of-p1", 0))
+    after, to = make_timeuuid(at + 2, 2, Partition("of-p1", 0)), make_timeuuid(at + 6, 6, Partition("of-p1", 0))
     highest: dict[str, int] = {}
     async for rows in reader.narrow("green", after, to):
         for row in rows:
-            assert row.tag_seq > 2 or row.pid == "p2"
-            highest[row.pid] = max(highest.get(row.pid, 0), row.tag_seq)
+            assert row.tag_seq > 2 or row.source == "p2"
+            highest[row.source] = max(highest.get(row.source, 0), row.tag_seq)
     await reader.close()
     assert highest == {"p1": 6, "p2": 1}
 
@@ -294,7 +294,7 @@ async def test_S_04_every_bucket_from_the_start_is_read(theirs: World, rows_stor
     lowest: dict[str, int] = {}
     async for rows in reader.narrow("green", last_of(at - 4 * MINUTE), last_of(at)):
         for row in rows:
-            lowest[row.pid] = min(lowest.get(row.pid, row.tag_seq), row.tag_seq)
+            lowest[row.source] = min(lowest.get(row.source, row.tag_seq), row.tag_seq)
     await reader.close()
     assert lowest == {"p1": 5, "p2": 9}
     async with theirs.reading(**SCAN) as read:

@@ -41,7 +41,7 @@ class Share(msgspec.Struct, frozen=True):
     """What one writer writes: a partition with sources of its own, in turns, with pauses."""
 
     partition: int
-    pids: tuple[str, ...]
+    sources: tuple[str, ...]
     each: int
     tags: tuple[str, ...]
     at_once: int = 25
@@ -49,20 +49,20 @@ class Share(msgspec.Struct, frozen=True):
 
     @property
     def ids(self) -> list[str]:
-        return [f"{TOPIC}:{self.partition}:{offset}" for offset in range(len(self.pids) * self.each)]
+        return [f"{TOPIC}:{self.partition}:{offset}" for offset in range(len(self.sources) * self.each)]
 
 
 def write(plan: Plan, share: Share) -> None:
     """Write a share, as a task of its own does; and raise the floor of what is written to its end, as the driver."""
     host, chance = Host(plan), random.Random(share.partition)
-    total, place = len(share.pids) * share.each, Partition(TOPIC, share.partition)
+    total, place = len(share.sources) * share.each, Partition(TOPIC, share.partition)
     begin, at = round(time.time() * 1000) - SPREAD, 0
     while at < total:
         end = min(total, at + chance.randint(1, share.at_once))
         records = [
             Record(
                 offset,
-                share.pids[offset % len(share.pids)].encode(),
+                share.sources[offset % len(share.sources)].encode(),
                 msgspec.json.encode({"tags": share.tags, "n": offset}),
                 begin + SPREAD * offset // total,
                 share.partition,

@@ -15,7 +15,7 @@ from tailrace.cli import upkeep as repair
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
-from tailrace.log.timeuuid import ms_of, order, stamp
+from tailrace.log.timeuuid import ms_of, order, make_timeuuid
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
@@ -57,10 +57,10 @@ def assert_in_order(rows: list[StoredRow]) -> None:
     """Numbers have no gap along a source, and stamps rise along sources and partitions."""
     numbers: dict[str, int] = {}
     offsets: dict[Any, int] = {}
-    for row in sorted(rows, key=lambda row: order(row.stamp)):
-        assert row.tag_seq == numbers.get(row.pid, row.tag_seq - 1) + 1, row
-        assert row.offset > offsets.get(row.place, -1), row
-        numbers[row.pid], offsets[row.place] = row.tag_seq, row.offset
+    for row in sorted(rows, key=lambda row: order(row.timeuuid)):
+        assert row.tag_seq == numbers.get(row.source, row.tag_seq - 1) + 1, row
+        assert row.offset > offsets.get(row.partition, -1), row
+        numbers[row.source], offsets[row.partition] = row.tag_seq, row.offset
 
 
 def test_an_audit_finds_rows_whole_and_names_what_is_lost_misnumbered_stale_or_twice(past: Make) -> None:
@@ -68,14 +68,16 @@ def test_an_audit_finds_rows_whole_and_names_what_is_lost_misnumbered_stale_or_t
     here.put([*here.history(["p", "q", "r"], "red", "blue", hours=2), here.event("p"), here.event("s", "red")])
     found = here.audit()
     assert (found.clean, found.names, found.events, found.repeats) == (True, 2, 3 * 2 * 4 * 2 + 1, 0), found.findings
-    red = {(row.pid, row.tag_seq): row for row in here.rows("red")}
+    red = {(row.source, row.tag_seq): row for row in here.rows("red")}
     again = red["q", 8]
     here.rows_writer.write(
         [
             # Written, not told of, and written again, since its time was cut by the clock.
-            msgspec.structs.replace(again, stamp=stamp(ms_of(again.stamp) + 7, again.offset, again.place)),
+            msgspec.structs.replace(again, timeuuid=make_timeuuid(ms_of(again.timeuuid) + 7, again.offset, again.partition)),
             # Written by a task that does not exist yet.
-            msgspec.structs.replace(again, offset=10_000, tag_seq=9, stamp=stamp(NOON + HOUR, 10_000, again.place)),
+            msgspec.structs.replace(
+                again, offset=10_000, tag_seq=9, timeuuid=make_timeuuid(NOON + HOUR, 10_000, again.partition)
+            ),
         ]
     )
     found = here.audit()
@@ -115,8 +117,8 @@ def test_lost_rows_come_back_under_their_numbers_and_right_ones_are_not_touched(
     code, (red, summary) = rebuild(dry_run=False)
     assert (code, red["verdict"], red["written"], red["replaced"]) == (0, "rebuilt", len(lost), 0)
     now = here.rows("red")
-    assert {(row.pid, row.tag_seq, row.offset, row.value) for row in now} == {
-        (row.pid, row.tag_seq, row.offset, row.value) for row in before["red"]
+    assert {(row.source, row.tag_seq, row.offset, row.value) for row in now} == {
+        (row.source, row.tag_seq, row.offset, row.value) for row in before["red"]
     }
     assert [row for row in now if row.offset % 5] == [row for row in before["red"] if row.offset % 5]
     assert here.rows("blue") == before["blue"]
@@ -143,7 +145,7 @@ def test_history_is_tagged_while_the_pipeline_writes_and_a_run_that_died_is_begu
         rows = here.rows(tag)
         assert_in_order(rows)
         for pid in pids:
-            numbers = [row.tag_seq for row in rows if row.pid == pid]
+            numbers = [row.tag_seq for row in rows if row.source == pid]
             begin = 1 - history if tag == "big" else 1
             assert numbers == list(range(begin, begin + len(numbers))), (tag, pid)
     assert {row.tags for row in here.rows("big")} == {("red", "big")}
@@ -152,12 +154,12 @@ def test_history_is_tagged_while_the_pipeline_writes_and_a_run_that_died_is_begu
     assert here.numbers("big")["p3"] == [-5, -4, -3, -2, -1, 0, 1]
     # A rule is narrowed: rows go, and those before them are renumbered. Whatever a run had done when it died, the next
     # comes to the same.
-    before = {row.offset: row for row in here.rows("big") if row.pid == "p0"}
+    before = {row.offset: row for row in here.rows("big") if row.source == "p0"}
     here.restart(rules=TagRules({"big": Where({"n": 3}), "red": Where({"n": 100})}))
     here.rebuild("big")
     after = here.rows("big")
     assert_in_order(after)
-    new = {row.offset: row for row in after if row.pid == "p0"}
+    new = {row.offset: row for row in after if row.source == "p0"}
     assert set(new) < set(before)
     assert max(row.tag_seq for row in new.values()) == max(row.tag_seq for row in before.values())
     chance = random.Random(1)
@@ -213,7 +215,7 @@ def test_a_source_is_taken_out_for_good_and_comes_back_when_it_is_asked_for(past
     assert here.audit().clean
     done = here.clean_rows("gone")
     assert done.facts()["left"] == {}
-    left = {tag: [row for row in rows if row.pid != "gone"] for tag, rows in before.items()}
+    left = {tag: [row for row in rows if row.source != "gone"] for tag, rows in before.items()}
     assert {tag: here.rows(tag) for tag in before} == left
     assert here.audit().clean
     assert here.rebuild()["rebuilt"] == 0

@@ -47,16 +47,16 @@ def check(records: list[Record], found: dict[str, list[StoredRow]]) -> None:
     for record in records:
         for tag in msgspec.json.decode(record.value or b"")["tags"]:
             expected.setdefault(tag, set()).add(record.id)
-    assert {tag: sorted(f"{row.place}:{row.offset}" for row in rows) for tag, rows in found.items()} == {
+    assert {tag: sorted(f"{row.partition}:{row.offset}" for row in rows) for tag, rows in found.items()} == {
         tag: sorted(ids) for tag, ids in expected.items()
     }
     for rows in found.values():
-        assert [order(row.stamp) for row in rows] == sorted(order(row.stamp) for row in rows)
+        assert [order(row.timeuuid) for row in rows] == sorted(order(row.timeuuid) for row in rows)
         numbers, offsets = dict[str, int](), dict[Partition, int]()
         for row in rows:
-            assert row.tag_seq == numbers.get(row.pid, 0) + 1
-            assert row.offset > offsets.get(row.place, -1)
-            numbers[row.pid], offsets[row.place] = row.tag_seq, row.offset
+            assert row.tag_seq == numbers.get(row.source, 0) + 1
+            assert row.offset > offsets.get(row.partition, -1)
+            numbers[row.source], offsets[row.partition] = row.tag_seq, row.offset
 
 
 def die_before_the_mark(writer: Writer, records: list[Record], most: int) -> None:
@@ -144,5 +144,5 @@ async def test_a_new_partition_has_a_floor_before_its_first_row(
     lowest = min(ms for ms, _ in read_times(writer.shards, "tags").values())
     die_before_the_mark(writer, [tagged(0, "cart-2", "red", time=NOON - HOUR, partition=1)], 100)
     assert Partition("carts", 1) in read_times(writer.shards, "tags")
-    late = [row for row in (await read_rows(rows_store))["red"] if row.place.partition == 1]
-    assert [order(row.stamp) >= order(first_of(lowest)) for row in late] == [True]
+    late = [row for row in (await read_rows(rows_store))["red"] if row.partition.partition == 1]
+    assert [order(row.timeuuid) >= order(first_of(lowest)) for row in late] == [True]

@@ -92,7 +92,7 @@ def truncate(here: TagPast) -> None:
 
 def of(events: list[Seen], *pids: str) -> list[Seen]:
     """Return the events of some sources, one after the other."""
-    return [each for pid in pids for each in events if each.pid == pid]
+    return [each for pid in pids for each in events if each.source == pid]
 
 
 def bounds(here: TagPast) -> dict[Any, Any]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
-from tailrace.log.timeuuid import order, stamp
+from tailrace.log.timeuuid import order, make_timeuuid
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
@@ -77,7 +77,7 @@ def check(records: list[Record], found: dict[str, list[dict[str, Any]]]) -> None
             stamps[partition] = stamps[pid] = place
 
 
-_uuid = type(stamp(0, 0, Partition("a", 0)))
+_uuid = type(make_timeuuid(0, 0, Partition("a", 0)))
 
 
 def _history(chance: random.Random, n: int) -> list[Record]:

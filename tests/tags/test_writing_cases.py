@@ -26,7 +26,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreError, StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.log.segment import DAY_MS, bucket_start
-from tailrace.log.timeuuid import ms_of, stamp
+from tailrace.log.timeuuid import ms_of, make_timeuuid
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Numbered
@@ -72,7 +72,7 @@ def test_W_01_one_event_is_written_at_once_with_its_number_its_progress_and_the_
     stored.driver.write([stored.event("p1", "red", at=7)])
     (held,) = stored.tag("red")
     assert (held.id, held.number, held.seq) == (f"{PLACE}:0", 1, 0)
-    assert held.stamp == stamp(NOON + 7, 0, Partition(TOPIC, 0))
+    assert held.timeuuid == make_timeuuid(NOON + 7, 0, Partition(TOPIC, 0))
     assert stored.progress("red", "p1") == Numbered(1, 0, NOON + 7, PLACE)
     assert stored.mark("red") == 0
 
@@ -155,11 +155,11 @@ def test_W_29_nothing_is_no_write_what_is_larger_than_a_batch_is_split_and_many_
         tag="red",
         bucket_ms=NOON,
         span_ms=HOUR,
-        stamp=stamp(NOON, 0, Partition(TOPIC, 0)),
-        pid="p",
+        timeuuid=make_timeuuid(NOON, 0, Partition(TOPIC, 0)),
+        source="p",
         tag_seq=1,
         seq=1,
-        place=Partition(TOPIC, 0),
+        partition=Partition(TOPIC, 0),
         offset=0,
         time_ms=NOON,
         key=None,
@@ -187,11 +187,11 @@ def test_W_16_what_is_of_an_earlier_bucket_and_comes_later_is_stamped_after_what
     late = [stored.event("p1", "red", at=at) for at in (HOUR, 0, 1)]
     other = stored.event("p2", "red", at=5, partition=1)
     stored.driver.write([*late, other])
-    assert [(held.id, ms_of(held.stamp) - NOON) for held in stored.tag("red") if held.pid == "p1"] == [
+    assert [(held.id, ms_of(held.timeuuid) - NOON) for held in stored.tag("red") if held.source == "p1"] == [
         (record.id, HOUR) for record in late
     ]
-    (first,) = (held for held in stored.tag("red") if held.pid == "p2")
-    assert ms_of(first.stamp) == NOON + 5, "another partition has a clock of its own"
+    (first,) = (held for held in stored.tag("red") if held.source == "p2")
+    assert ms_of(first.timeuuid) == NOON + 5, "another partition has a clock of its own"
     stored.check()
 
 

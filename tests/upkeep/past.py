@@ -200,7 +200,7 @@ class Restoring:
         bounds = self.orders.work.extent.shards[shard_of(name, self._shards.options.shards)]
         newest: dict[Partition, int] = {}
         found: list[KafkaRecord] = []
-        cleaned = self.orders.work.cleaned.get(name, {})
+        cleaned = self.orders.work.erasures.get(name, {})
         for r, more in sorted(self._past.named(name), key=lambda each: each[0].offset):
             source = Partition(r.topic, r.partition)
             first, last = bounds.get(source, (1, 0))

@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     """An event as its tag has it."""
 
     id: str
-    pid: str
+    source: str
     number: int
     ms: int
     tags: tuple[str, ...]
@@ -60,7 +60,7 @@ class TagPast(Past):
         for r in self.produced:
             event = tagger.read(r.key, r.value or b"", r.offset)
             if not isinstance(event, str) and name in event.tags:
-                found.append((r, (event.pid, event.seq, event.tags)))
+                found.append((r, (event.source, event.seq, event.tags)))
         return found
 
     def event(self, pid: str, *tags: str, at: int = 0, **more: object) -> Record:
@@ -84,17 +84,17 @@ class TagPast(Past):
         for segment in named.log.segments:
             for entry in self.registry.entries(tag, segment):
                 run = entry.run
-                assert run.notes is not None
-                rows = run.notes.rows(run.offsets, run.times)
+                assert run.tag_columns is not None
+                rows = run.tag_columns.rows(run.offsets, run.times)
                 for offset, note in zip(run.offsets, rows, strict=True):
-                    found.append(Seen(f"{run.source}:{offset}", note.pid, note.number, note.ms, note.tags))
+                    found.append(Seen(f"{run.source}:{offset}", note.source, note.number, note.ms, note.tags))
         return found
 
     def numbers(self, tag: str) -> dict[str, list[int]]:
         """Return the numbers of each source in a tag, in the tag's order."""
         found: dict[str, list[int]] = {}
         for each in self.events(tag):
-            found.setdefault(each.pid, []).append(each.number)
+            found.setdefault(each.source, []).append(each.number)
         return found
 
     def cleanup(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> Cleaning:

@@ -8,13 +8,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.columns import Note, Notes
+from tailrace.log.columns import TagFields, TagColumns
 from tailrace.log.cursor import Position
 from tailrace.log.event import Partition
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep.replacement import RestoredEvent, replaced
-from tailrace.views.tags.model import Cleaned, Numbered, beside, thinned, without
+from tailrace.views.tags.model import Erasure, Numbered, beside, thinned, without
 from tailrace.views.tags.upkeep import Ends, counted, renumbered
 
 LATEST = 1_000
@@ -22,7 +22,7 @@ _events = st.lists(st.tuples(st.sampled_from("pqr"), st.integers(0, 1), st.integ
 
 
 def _event(pid: str, partition: int, offset: int, ms: int) -> RestoredEvent:
-    note = Note(pid, offset, 0, ms, ("red",))
+    note = TagFields(pid, offset, 0, ms, ("red",))
     return RestoredEvent(Partition("jobs", partition), offset, ms, None, [], b"", ms, 0, 1, note)
 
 
@@ -34,17 +34,17 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
     counts = counted(events)
     made = list(renumbered(events, Ends(ends, {}), counts, {}, LATEST))
     for pid in counts:
-        numbers = [e.note.number for e in made if e.note is not None and e.note.pid == pid]
+        numbers = [e.note.number for e in made if e.note is not None and e.note.source == pid]
         end = ends.get(pid, 0)
         assert numbers == list(range(end - len(numbers) + 1, end + 1))
     for partition in range(2):
         stamps = [e.note.ms for e in made if e.note is not None and e.source.partition == partition]
         assert stamps == sorted(stamps)
     for pid in counts:
-        mine = [(e.note.ms, e.source) for e in made if e.note is not None and e.note.pid == pid]
+        mine = [(e.note.ms, e.source) for e in made if e.note is not None and e.note.source == pid]
         assert all(a[0] < b[0] if a[1] != b[1] else a[0] <= b[0] for a, b in pairwise(mine))
     # What was made once is made the same again, also from the middle: stamps and numbers are those that are there.
-    known = {e.note.pid: Numbered(e.note.number, e.note.seq, e.note.ms, str(e.source)) for e in made[:split] if e.note}
+    known = {e.note.source: Numbered(e.note.number, e.note.seq, e.note.ms, str(e.source)) for e in made[:split] if e.note}
     rest = made[split:]
     assert Ends(ends, {}).fits(counted(rest), known)
     assert list(renumbered(rest, Ends(ends, {}), counted(rest), known, 10**9)) == rest
@@ -53,24 +53,24 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
 @given(st.lists(st.sampled_from("pqr"), min_size=1, max_size=12), st.integers(0, 12))
 def test_what_is_left_of_a_run_has_the_numbers_and_notes_that_it_had(pids: list[str], mark: int) -> None:
     source, n = Partition("jobs", 0), len(pids)
-    notes = [Note(pid, i, i + 1, 100 + i, ("red", pid)) for i, pid in enumerate(pids)]
+    notes = [TagFields(pid, i, i + 1, 100 + i, ("red", pid)) for i, pid in enumerate(pids)]
     offsets, times = list(range(10, 10 + n)), list(range(100, 100 + n))
     keys: list[bytes | None] = [pid.encode() for pid in pids]
     values = [str(i).encode() for i in range(n)]
-    run = Run.of(source, offsets, times, keys, None, values, Notes.of(notes, offsets, times))
-    left = without(NumberedRun(51, 50 + n, 7, run, 100 * n), {"p": Cleaned(9, {str(source): 10 + mark})})
+    run = Run.of(source, offsets, times, keys, None, values, TagColumns.of(notes, offsets, times))
+    left = without(NumberedRun(51, 50 + n, 7, run, 100 * n), {"p": Erasure(9, {str(source): 10 + mark})})
     found = [
         (number, offset, note, value)
         for entry in left
         for number, offset, note, value in zip(
             range(entry.first, entry.last + 1),
             entry.run.offsets,
-            entry.run.notes.rows(entry.run.offsets, entry.run.times) if entry.run.notes else (),
+            entry.run.tag_columns.rows(entry.run.offsets, entry.run.times) if entry.run.tag_columns else (),
             entry.run.values,
             strict=True,
         )
     ]
-    wanted = [(51 + i, 10 + i, note, values[i]) for i, note in enumerate(notes) if note.pid != "p" or i > mark]
+    wanted = [(51 + i, 10 + i, note, values[i]) for i, note in enumerate(notes) if note.source != "p" or i > mark]
     assert found == wanted
 
 

@@ -80,7 +80,7 @@ class Life:
         for tag in TAGS:
             wanted = {r.id for r, _ in self.here.named(tag) if self._is_retained(r.id)}
             gone = {r.id for r, more in self.here.named(tag) if self._is_cleaned(tag, more[0], r.id)}
-            kept = {i for i, e in carried[tag].items() if not self._is_cleaned(tag, e.pid, i)}
+            kept = {i for i, e in carried[tag].items() if not self._is_cleaned(tag, e.source, i)}
             assert {e.id for e in self.here.events(tag)} == (wanted - gone) | kept, tag
         self.damaged = False
 
@@ -93,7 +93,7 @@ class Life:
         before = {tag: self.here.events(tag) for tag in TAGS}
         self.here.cleanup(pid)
         for tag, events in before.items():
-            left = [e for e in events if e.pid != pid]
+            left = [e for e in events if e.source != pid]
             assert self.here.events(tag) == left
             if len(left) < len(events):
                 self.marks[tag, pid] = tuple(self.here._ends)

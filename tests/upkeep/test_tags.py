@@ -48,7 +48,7 @@ def by_source(events: list[Seen]) -> dict[str, list[Seen]]:
     """Return the events of each source, in their order."""
     found: dict[str, list[Seen]] = {}
     for each in events:
-        found.setdefault(each.pid, []).append(each)
+        found.setdefault(each.source, []).append(each)
     return found
 
 
@@ -107,13 +107,13 @@ def test_an_audit_finds_tags_whole_as_they_came_and_packed_and_names_what_was_lo
     client.delete(key)
     for entry, fields in entries:
         run = decode(fields[b"r"])
-        if run.notes is not None and run.notes.numbers == [3] and run.notes.pids == ["q"]:
-            wrong = msgspec.structs.replace(run.notes, numbers=[7])
+        if run.tag_columns is not None and run.tag_columns.numbers == [3] and run.tag_columns.sources == ["q"]:
+            wrong = msgspec.structs.replace(run.tag_columns, numbers=[7])
             fields = {**fields, b"r": encode(msgspec.structs.replace(run, notes=wrong))}
         client.xadd(key, fields, entry)
     found = here.audit()
     told = {(f.name, f.kind, f.source, f.expected, f.found) for f in found.findings}
-    pid = lost.notes.pids[0] if lost.notes is not None else ""
+    pid = lost.tag_columns.sources[0] if lost.tag_columns is not None else ""
     assert ("red", "numbers", pid, 14, 15) in told
     assert {f.kind for f in found.findings if f.name == "red"} == {"numbers", "count", "missing"}
     assert ("green", "numbers", "q", 3, 7) in told
@@ -275,7 +275,7 @@ async def test_a_source_is_taken_out_for_good_and_nobody_else_notices(past: Make
             "red": ("cleaned", 20),
             "alone": ("cleaned", 4),
         }
-        left = {tag: [each for each in events if each.pid != "gone"] for tag, events in before.items()}
+        left = {tag: [each for each in events if each.source != "gone"] for tag, events in before.items()}
         assert {tag: here.events(tag) for tag in before} == left
         assert here.audit(keys=True).clean
         here.put(here.history(["p", "gone"], "red", hours=1, each=1, first=6))
@@ -313,7 +313,7 @@ def test_a_source_that_was_taken_out_comes_back_when_it_is_asked_for(past: Make)
 def test_a_cleanup_that_dies_is_completed_by_the_next(past: Make, step: str) -> None:
     here = past(1)
     here.put(here.history(["p", "gone"], "red", hours=3))
-    left = [each for each in here.events("red") if each.pid == "p"]
+    left = [each for each in here.events("red") if each.source == "p"]
 
     def die(reached: str) -> None:
         if reached == step:
@@ -356,10 +356,10 @@ def test_the_command_says_what_it_would_take_out_and_one_that_is_killed_is_compl
         assert not examined.findings
         assert keeper.unowned() == []
         left = [
-            note.pid
+            note.source
             for segment in keeper.log("red").segments
             for entry in keeper.registry.entries("red", segment)
-            for note in (entry.run.notes.rows(entry.run.offsets, entry.run.times) if entry.run.notes else ())
+            for note in (entry.run.tag_columns.rows(entry.run.offsets, entry.run.times) if entry.run.tag_columns else ())
         ]
         assert left == ["p"] * 8
     assert clean("--tag", "green")[0] == 1

@@ -11,10 +11,10 @@ from uuid import UUID
 import msgspec
 
 
-class Note(NamedTuple):
+class TagFields(NamedTuple):
     """What a tag knows of one of its events."""
 
-    pid: str
+    source: str
     """The event's source: whose history it belongs to."""
     seq: int
     """Its number in that history."""
@@ -26,11 +26,11 @@ class Note(NamedTuple):
     """All tags that it has."""
 
 
-class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TagColumns(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The notes of a run. A column that says nothing new is empty."""
 
-    pids: list[str]
-    pid_of: list[int]
+    sources: list[str]
+    source_of: list[int]
     """For each event its source; nothing when there is one."""
     seqs: list[int]
     """Nothing when they are the offsets."""
@@ -42,7 +42,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """For each event its tags; nothing when all have the same."""
 
     @classmethod
-    def of(cls, rows: Sequence[Note], offsets: Sequence[int], times: Sequence[int]) -> Notes:
+    def of(cls, rows: Sequence[TagFields], offsets: Sequence[int], times: Sequence[int]) -> TagColumns:
         """Make the columns for events at these offsets and times."""
         pids, seqs, numbers, stamps, tags = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [], [])
         return cls.of_columns(pids, seqs, numbers, stamps, tags, offsets, times)
@@ -57,7 +57,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
         tags: Sequence[tuple[str, ...]],
         offsets: Sequence[int],
         times: Sequence[int],
-    ) -> Notes:
+    ) -> TagColumns:
         """Make them from what is known of the events, column by column."""
         pid_at = {pid: i for i, pid in enumerate(dict.fromkeys(pids))}
         set_at = {each: i for i, each in enumerate(dict.fromkeys(tags))}
@@ -72,20 +72,20 @@ class Notes(msgspec.Struct, frozen=True, array_like=True, gc=False):
             [set_at[each] for each in tags] if len(set_at) > 1 else [],
         )
 
-    def rows(self, offsets: Sequence[int], times: Sequence[int]) -> list[Note]:
+    def rows(self, offsets: Sequence[int], times: Sequence[int]) -> list[TagFields]:
         """Return the notes of the events, which have these offsets and times."""
-        pids = [self.pids[i] for i in self.pid_of] if self.pid_of else self.pids * len(offsets)
+        pids = [self.sources[i] for i in self.source_of] if self.source_of else self.sources * len(offsets)
         sets = [self.sets[i] for i in self.set_of] if self.set_of else self.sets * len(offsets)
         ahead = self.ahead or [0] * len(offsets)
         stamps = [time_ms + more for time_ms, more in zip(times, ahead, strict=True)]
-        return list(map(Note, pids, self.seqs or offsets, self.numbers, stamps, sets))
+        return list(map(TagFields, pids, self.seqs or offsets, self.numbers, stamps, sets))
 
 
-def note_json(note: Note, tag: str, timeuuid: UUID) -> bytes:
+def tag_fields_json(note: TagFields, tag: str, timeuuid: UUID) -> bytes:
     """Return what a frame says of an event beside what every frame does: members of an object, and a comma."""
     return b'%b%b,"seq":%d,"tag_seq":%d,"timeuuid":"%b",' % (
         _tag_columns(tag, note.tags),
-        _text(note.pid),
+        _text(note.source),
         note.seq,
         note.number,
         str(timeuuid).encode(),

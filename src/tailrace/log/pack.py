@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 import zstandard
 
-from tailrace.log.columns import Notes
+from tailrace.log.columns import TagColumns
 from tailrace.log.event import Headers
 from tailrace.log.run import MAX_RAW_BYTES, NumberedRun, Run
 
@@ -50,7 +50,7 @@ class _Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
     headers: list[list[Headers] | None]
     """For each run; nothing when no run has any."""
     values: list[bytes]
-    notes: list[Notes] = []
+    tag_columns: list[TagColumns] = []
     """For each run; nothing when they have none."""
 
 
@@ -83,7 +83,7 @@ def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
     key_of: list[int] = []
     headers: list[list[Headers] | None] = []
     values: list[bytes] = []
-    notes: list[Notes] = []
+    tag_columns: list[TagColumns] = []
     number, newest, time_ms = 0, 0, 0
     reached: dict[tuple[str, int, int], int] = {}
     for entry in _merged(entries):
@@ -112,8 +112,8 @@ def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
             key_of += [table.setdefault(key, len(table)) for key in run.keys]
         headers.append(run.headers)
         values += run.values
-        if run.notes is not None:
-            notes.append(run.notes)
+        if run.tag_columns is not None:
+            tag_columns.append(run.tag_columns)
     source_of, counts, skipped, offsets, rose, began_at = (list(column) for column in zip(*runs, strict=True))
     body = _encode(
         _Pack(
@@ -130,7 +130,7 @@ def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
             key_of if len(table) > 1 else [],
             headers if any(h is not None for h in headers) else [],
             values,
-            notes,
+            tag_columns,
         )
     )
     return CODEC + zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=True).compress(body)
@@ -164,7 +164,7 @@ def unpack(stored: bytes) -> Iterator[NumberedRun]:
             _narrow([whole.keys[k] for k in whole.key_of[at : at + count]]) if whole.key_of else whole.keys,
             whole.headers[i] if whole.headers else None,
             values,
-            whole.notes[i] if whole.notes else None,
+            whole.tag_columns[i] if whole.tag_columns else None,
         )
         yield NumberedRun(first, number, newest, run, _size(run))
         at, rest = at + count, rest + count - 1
@@ -178,8 +178,8 @@ def digest(entries: Iterable[NumberedRun]) -> tuple[int, bytes]:
     for entry in entries:
         run = entry.run
         source, held = (run.topic, run.partition, run.generation), run.headers
-        if run.notes is not None:
-            notes += run.notes.rows(run.offsets, run.times)
+        if run.tag_columns is not None:
+            notes += run.tag_columns.rows(run.offsets, run.times)
         if entry.first == entry.last:
             numbers.append(entry.first)
             sources.append(source)
@@ -224,7 +224,7 @@ def _follows(one: NumberedRun, two: NumberedRun) -> bool:
     return (
         (a.topic, a.partition, a.generation) == (b.topic, b.partition, b.generation)
         and (a.headers is None) == (b.headers is None)
-        and (a.notes is None) == (b.notes is None)
+        and (a.tag_columns is None) == (b.tag_columns is None)
         and sum(a.steps) < b.steps[0]
     )
 
@@ -238,7 +238,7 @@ def _join(group: list[NumberedRun]) -> NumberedRun:
         list(chain.from_iterable(run.offsets for run in runs)),
         list(chain.from_iterable(run.times for run in runs)),
     )
-    notes = [run.notes.rows(run.offsets, run.times) for run in runs if run.notes is not None]
+    notes = [run.tag_columns.rows(run.offsets, run.times) for run in runs if run.tag_columns is not None]
     joined = Run.of(
         runs[0].source,
         offsets,
@@ -246,7 +246,7 @@ def _join(group: list[NumberedRun]) -> NumberedRun:
         _narrow(list(chain.from_iterable(map(_each, runs)))),
         None if runs[0].headers is None else list(chain.from_iterable(headers)),
         list(chain.from_iterable(run.values for run in runs)),
-        Notes.of(list(chain.from_iterable(notes)), offsets, times) if notes else None,
+        TagColumns.of(list(chain.from_iterable(notes)), offsets, times) if notes else None,
     )
     return NumberedRun(group[0].first, group[-1].last, group[-1].newest_ms, joined, sum(entry.size for entry in group))
 

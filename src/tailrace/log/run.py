@@ -16,9 +16,9 @@ from uuid import UUID
 import msgspec
 import zstandard
 
-from tailrace.log.columns import Note, Notes, note_json
+from tailrace.log.columns import TagFields, TagColumns, tag_fields_json
 from tailrace.log.event import Headers, Partition, headers_json, iso_time, key_json
-from tailrace.log.timeuuid import stamp
+from tailrace.log.timeuuid import make_timeuuid
 
 COMPRESS_FROM = 1024
 """A smaller run is stored as it is: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""
@@ -44,7 +44,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
     headers: list[Headers] | None
     """None when no record has any."""
     values: list[bytes]
-    notes: Notes | None = None
+    tag_columns: TagColumns | None = None
     """What the view of tags knows of them; other views have none."""
 
     @classmethod
@@ -56,7 +56,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         keys: list[bytes | None],
         headers: list[Headers] | None,
         values: list[bytes],
-        notes: Notes | None = None,
+        tag_columns: TagColumns | None = None,
     ) -> Run:
         """Make a run from plain columns."""
         first = times[0]
@@ -69,7 +69,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
             keys,
             headers,
             values,
-            notes,
+            tag_columns,
         )
 
     def __len__(self) -> int:
@@ -104,12 +104,12 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         shared = key_json(keys[0]) if len(keys) == 1 else None
         source = self.source
         head = _head(source)
-        notes = self.notes.rows(offsets, times) if self.notes is not None else None
+        notes = self.tag_columns.rows(offsets, times) if self.tag_columns is not None else None
         for i in range(skip, len(values)):
             offset, time_ms = offsets[i], times[i]
             key = shared if shared is not None else key_json(keys[i])
             if notes is not None:
-                more = b"," + note_json(notes[i], tag, stamp(notes[i].ms, offset, source))
+                more = b"," + tag_fields_json(notes[i], tag, make_timeuuid(notes[i].ms, offset, source))
             else:
                 more = b',"late":true,' if time_ms < start_ms else b","
             shown = headers_json(headers[i]) if headers is not None else b"{}"
@@ -118,7 +118,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def tagged_frame(
     tag: str,
-    note: Note,
+    note: TagFields,
     timeuuid: UUID,
     source: Partition,
     offset: int,
@@ -128,7 +128,7 @@ def tagged_frame(
     value: bytes,
 ) -> bytes:
     """Return the JSON form of one event of a tag, as ``Run.frames`` yields it."""
-    more = b"," + note_json(note, tag, timeuuid)
+    more = b"," + tag_fields_json(note, tag, timeuuid)
     return _frame(_head(source), offset, time_ms, key_json(key), headers_json(headers), more, value)
 
 

@@ -25,7 +25,7 @@ _LOW = (1 << 62) - 1
 _MOST_TIME = (1 << 60) - 1
 
 
-def stamp(ms: int, offset: int, place: Partition) -> UUID:
+def make_timeuuid(ms: int, offset: int, place: Partition) -> UUID:
     """Return the stamp of a record that has this time among those of its place."""
     low = (offset & ((1 << OFFSET_BITS) - 1)) << PLACE_BITS | _hash(place)
     return _uuid(ms * PER_MS + GREGORIAN, low)

@@ -270,7 +270,7 @@ def kafka_places(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterato
         for i, _, name in found.rows:
             head = headers[i] if headers is not None else None
             event = found.tagged.get(i)
-            note = () if event is None else noted(event.pid, event.seq, event.tags)
+            note = () if event is None else noted(event.source, event.seq, event.tags)
             mark = fingerprint(source, offsets[i], times[i], keys[i], head, values[i] or b"", note)
             tally.add((name, source, times[i] // DAY_MS), *mark)
         if len(tally.rows) > MOST_PLACES:
@@ -292,7 +292,7 @@ def _view_places(work: Assignment, parts: Sequence[tuple[int, int]], of: int) ->
                 return crc32(name.encode()) // count % of == part and wanted(name)
 
             logs = walk(shards, work.view, shard, mine)
-            for examined in examine(shards, work.view, logs, work.extent.shards[shard], work.cleaned):
+            for examined in examine(shards, work.view, logs, work.extent.shards[shard], work.erasures):
                 names += 1
                 days += len({segment.start_ms // DAY_MS for segment in examined.log.segments})
                 for (source, day), (n, low, high) in examined.tally.rows.items():

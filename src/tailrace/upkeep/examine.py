@@ -21,14 +21,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.log.columns import Notes
+from tailrace.log.columns import TagColumns
 from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
-from tailrace.views.tags.model import Cleanings
+from tailrace.views.tags.model import Erasures
 from tailrace.views.tags.store import read_numbers
 
 Bounds: TypeAlias = Mapping[Partition, tuple[int, int]]
@@ -108,7 +108,7 @@ class Tally(Generic[K]):
 
 
 def prints(
-    run: Run, first: int = -1, last: int | None = None, *, numbered: bool = False, gone: Cleanings | None = None
+    run: Run, first: int = -1, last: int | None = None, *, numbered: bool = False, gone: Erasures | None = None
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield offset, time and fingerprint of a run's events whose offsets lie between two, both included.
 
@@ -119,7 +119,7 @@ def prints(
     label, keys, headers, offsets, times = str(run.source), run.keys, run.headers, run.offsets, run.times
     every_key = keys * len(run) if len(keys) == 1 else keys
     heads: Sequence[Headers | None] = [None] * len(run) if headers is None else headers
-    more = _noted(run.notes, offsets, times, numbered) if run.notes is not None else [()] * len(run)
+    more = _noted(run.tag_columns, offsets, times, numbered) if run.tag_columns is not None else [()] * len(run)
     for offset, time_ms, key, head, value, note in zip(offsets, times, every_key, heads, run.values, more, strict=True):
         if offset < first or (last is not None and offset > last):
             continue
@@ -128,9 +128,9 @@ def prints(
         yield offset, time_ms, *fingerprint(label, offset, time_ms, key, head, value, note)
 
 
-def _noted(notes: Notes, offsets: list[int], times: list[int], numbered: bool) -> list[tuple[object, ...]]:
+def _noted(notes: TagColumns, offsets: list[int], times: list[int], numbered: bool) -> list[tuple[object, ...]]:
     return [
-        noted(note.pid, note.seq, note.tags, note.number if numbered else None) for note in notes.rows(offsets, times)
+        noted(note.source, note.seq, note.tags, note.number if numbered else None) for note in notes.rows(offsets, times)
     ]
 
 
@@ -202,8 +202,8 @@ class Checker:
                 self._numbered.append(f"{entry.first}–{entry.last} after {self._last}, {len(entry.run)} event(s)")
             self._last = max(self._last, entry.last)
             self._check_offsets(entry.run)
-            if entry.run.notes is not None:
-                self._check_notes(entry.run.notes)
+            if entry.run.tag_columns is not None:
+                self._check_notes(entry.run.tag_columns)
             yield entry
 
     def _check_offsets(self, run: Run) -> None:
@@ -214,11 +214,11 @@ class Checker:
             self._ordered.append(f"{source}:{offset} comes after {source}:{reached}, twice or too late")
         self.reached[source] = max(reached, max(run.offsets))
 
-    def _check_notes(self, notes: Notes) -> None:
+    def _check_notes(self, notes: TagColumns) -> None:
         """Note sources of events whose numbers in the tag have a gap, or go back."""
-        pids, counted = notes.pids, self.counted
-        for at, number in zip(notes.pid_of or [0] * len(notes.numbers), notes.numbers, strict=True):
-            pid = pids[at]
+        sources, counted = notes.sources, self.counted
+        for at, number in zip(notes.source_of or [0] * len(notes.numbers), notes.numbers, strict=True):
+            pid = sources[at]
             last = counted.get(pid)
             if last is not None and number != last + 1:
                 self._odd.setdefault(pid, (last, number))
@@ -346,7 +346,7 @@ def examine(
     view: str,
     logs: Iterable[ExaminedLog],
     bounds: Bounds,
-    cleaned: Mapping[str, Cleanings] | None = None,
+    cleaned: Mapping[str, Erasures] | None = None,
 ) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
     for seen, held in _prefetched(shards, view, logs):
@@ -368,7 +368,7 @@ def _examine(
     seen: ExaminedLog,
     held: dict[int, list[ExaminedEntry]],
     bounds: Bounds,
-    gone: Cleanings | None,
+    gone: Erasures | None,
 ) -> Examined:
     checker, tally = Checker(seen.name), Tally[tuple[str, int]]()
     for segment in seen.log.segments:
@@ -419,9 +419,9 @@ def _count_on(counted: dict[str, int], given: Mapping[str, int], held: Iterable[
     for each in held:
         for entry in each.entries:
             run = entry.run
-            for note in run.notes.rows(run.offsets, run.times) if run.notes is not None else ():
-                if note.pid in given and counted[note.pid] < note.number <= given[note.pid]:
-                    counted[note.pid] = note.number
+            for note in run.tag_columns.rows(run.offsets, run.times) if run.tag_columns is not None else ():
+                if note.source in given and counted[note.source] < note.number <= given[note.source]:
+                    counted[note.source] = note.number
 
 
 def _prefetched(

@@ -28,7 +28,7 @@ from tailrace.upkeep.restore import MOVED, REBUILT, Body, RebuildPlan, Restored,
 from tailrace.upkeep.spark import ATTEMPTS, Assignment, Extent, History, WantedNames, collect, kept, spark_for
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.views.tags.store import read_cleaned, tags_of
+from tailrace.views.tags.store import read_erasures, tags_of
 from tailrace.views.tags.upkeep import SpooledRecord
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class Rebuilding:
             return frozenset([self._name])
         if self._source is None:
             return None
-        cleaned = [tag for tag, sources in read_cleaned(shards).items() if self._source in sources]
+        cleaned = [tag for tag, sources in read_erasures(shards).items() if self._source in sources]
         if not (tags := frozenset([*cleaned, *self._tags_of(shards, self._source)])):
             raise BadRequest(f"no tag has, or had, events of the source {self._source!r}")
         return tags
@@ -257,7 +257,7 @@ def routed(work: Assignment, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
         for i in at:
             if i not in bodies:
                 event = found.tagged.get(i)
-                more = () if event is None else (event.pid, event.seq, event.tags)
+                more = () if event is None else (event.source, event.seq, event.tags)
                 head = heads[i] if heads is not None else []
                 bodies[i] = encode_body(Body(records.keys[i], head, records.values[i] or b"", *more))
         columns: list[list[object]] = [

@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 
 import msgspec
 
-from tailrace.log.columns import Note, Notes
+from tailrace.log.columns import TagFields, TagColumns
 from tailrace.log.cursor import Position
 from tailrace.log.event import Headers, Partition
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
@@ -36,7 +36,7 @@ class RestoredEvent(msgspec.Struct, frozen=True, gc=False):
     start_ms: int
     """When the bucket that it asks for began."""
     span_ms: int
-    note: Note | None = None
+    note: TagFields | None = None
     """What a tag knows of it."""
 
 
@@ -350,7 +350,7 @@ class SegmentDraft:
     def _entry(self, source: Partition, events: Sequence[RestoredEvent], size: int) -> NumberedRun:
         label, first = str(source), self.events + 1
         for e in events:
-            note = () if e.note is None else noted(e.note.pid, e.note.seq, e.note.tags, e.note.number)
+            note = () if e.note is None else noted(e.note.source, e.note.seq, e.note.tags, e.note.number)
             low, high = fingerprint(label, e.offset, e.time_ms, e.key, e.headers, e.value, note)
             self.low, self.high = self.low + low, self.high + high
         self.events += len(events)
@@ -365,6 +365,6 @@ class SegmentDraft:
             keys[:1] if keys.count(keys[0]) == len(keys) else keys,
             [e.headers for e in events] if any(e.headers for e in events) else None,
             [e.value for e in events],
-            Notes.of(notes, offsets, times) if notes else None,
+            TagColumns.of(notes, offsets, times) if notes else None,
         )
         return NumberedRun(first, self.events, self._newest_ms, run, size)

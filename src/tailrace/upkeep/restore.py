@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from tailrace.log.columns import Note
+from tailrace.log.columns import TagFields
 from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.pack import digest
@@ -230,7 +230,7 @@ class Restorer:
     def _survey(
         self, name: str, shard: int, segments: Sequence[Segment], due: int, anchor: Anchor | None
     ) -> list[Survey]:
-        bounds, gone = self._orders.work.extent.shards[shard], self._orders.work.cleaned.get(name)
+        bounds, gone = self._orders.work.extent.shards[shard], self._orders.work.erasures.get(name)
         checker, found = Checker(name), list[Survey]()
         reached: dict[Partition, int] = {}
         in_front = True
@@ -265,7 +265,7 @@ class Restorer:
         self, name: str, shard: int, surveys: Sequence[Survey], stretch: ReplacedSegments
     ) -> Iterator[RestoredEvent]:
         """Yield the events of a stretch that Kafka no longer has."""
-        bounds, gone = self._orders.work.extent.shards[shard], self._orders.work.cleaned.get(name, {})
+        bounds, gone = self._orders.work.extent.shards[shard], self._orders.work.erasures.get(name, {})
         reached = {s: high for survey in surveys[: stretch.begin] for s, (_, high) in survey.bounds.items()}
         newest_ms = 0
         for survey in surveys[stretch.begin : stretch.end]:
@@ -275,7 +275,7 @@ class Restorer:
                 for entry in (part for whole in held.entries for part in without(whole, gone)):
                     run, source = entry.run, entry.run.source
                     times, keys = run.times, run.keys
-                    notes = run.notes.rows(run.offsets, times) if run.notes is not None else None
+                    notes = run.tag_columns.rows(run.offsets, times) if run.tag_columns is not None else None
                     for i, offset in enumerate(run.offsets):
                         if offset <= reached.get(source, -1):
                             continue
@@ -303,7 +303,7 @@ class Restorer:
             body, note = _body(r.body), None
             if anchor is not None:
                 ms = anchor.stamp_of(r)
-                note, start = Note(body.pid, body.seq, 0, ms, body.tags), bucket_start(max(r.newest_ms, ms), span)
+                note, start = TagFields(body.pid, body.seq, 0, ms, body.tags), bucket_start(max(r.newest_ms, ms), span)
             content = body.key, body.headers, body.value
             yield RestoredEvent(r.source, r.offset, r.time_ms, *content, r.newest_ms, start, span, note)
 

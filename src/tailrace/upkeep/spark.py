@@ -49,9 +49,9 @@ from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, DueSegment, Packer
 from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.days.write import DaysWriter
-from tailrace.views.tags.model import Cleanings, Tagged
+from tailrace.views.tags.model import Erasures, Tagged
 from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.views.tags.store import read_cleaned
+from tailrace.views.tags.store import read_erasures
 from tailrace.views.tags.write import TagsWriter
 
 logger = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ class Assignment(msgspec.Struct, frozen=True):
     view: str
     extent: Extent
     wanted: WantedNames
-    cleaned: dict[str, Cleanings] = {}
+    erasures: dict[str, Erasures] = {}
     """Of tags, the sources whose events are not expected there."""
 
     def make_view(self) -> Writer:
@@ -391,9 +391,9 @@ class History:
         """Return what the tasks of a job must know."""
         generations = {source.topic: source.generation for source in extent.ranges}
         plan = make_plan(self._settings, shards, (self.view,), 0, generations)
-        cleaned: dict[str, Cleanings] = {}
+        cleaned: dict[str, Erasures] = {}
         if self.view == TAGS:
-            for tag, sources in read_cleaned(shards, wanted.names).items():
+            for tag, sources in read_erasures(shards, wanted.names).items():
                 cleaned[tag] = {pid: each for pid, each in sources.items() if pid != self._brought_back}
         return Assignment(plan, self.view, extent, wanted, cleaned)
 
@@ -464,7 +464,7 @@ def kept(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[Histor
             offsets = records.offsets
             tagged = view.tagged(records) if isinstance(view, TagsWriter) else {}
             rows = [row for row in _named(view, records, tagged) if offsets[row[0]] <= last[row[1]] and wanted(row[2])]
-            if work.cleaned:
+            if work.erasures:
                 rows = [row for row in rows if not _is_cleaned(work, records, row, tagged)]
             if rows:
                 yield HistorySlice(records, rows, tagged)
@@ -481,7 +481,7 @@ def _named(view: Writer, records: Slice, tagged: Mapping[int, Tagged]) -> Iterat
 def _is_cleaned(work: Assignment, records: Slice, row: tuple[int, int, str], tagged: Mapping[int, Tagged]) -> bool:
     """Whether an event is of a source that was taken out of the tag, up to where it was."""
     at, _, tag = row
-    gone = work.cleaned.get(tag, {}).get(tagged[at].pid)
+    gone = work.erasures.get(tag, {}).get(tagged[at].source)
     return gone is not None and gone.covers(str(records.source), records.offsets[at])
 
 

@@ -152,10 +152,10 @@ class Keys(msgspec.Struct, frozen=True):
     def numbers(self, shard: int, tag: str) -> str:
         return f"{self.tag(shard)}:numbers:{tag}"
 
-    def cleaned(self, shard: int, tag: str) -> str:
+    def erasures(self, shard: int, tag: str) -> str:
         return f"{self.tag(shard)}:cleaned:{tag}"
 
-    def cleaned_tags(self, shard: int) -> str:
+    def erased_tags(self, shard: int) -> str:
         return f"{self.tag(shard)}:cleaned"
 
     def conflicts(self, shard: int) -> str:

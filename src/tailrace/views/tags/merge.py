@@ -137,7 +137,7 @@ ALL = 1 << 62
 class _Event:
     """An event of one log that is to be sent."""
 
-    __slots__ = ("before", "data", "index", "is_sent", "ms", "offset", "place", "position", "read_s")
+    __slots__ = ("before", "data", "index", "is_sent", "ms", "offset", "partition", "position", "read_s")
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Event:
         before: int,
         read_s: float,
     ) -> None:
-        self.ms, self.place, self.offset, self.position, self.index = ms, place, offset, position, index
+        self.ms, self.partition, self.offset, self.position, self.index = ms, place, offset, position, index
         self.data = data
         self.is_sent = data is None
         self.before = before
@@ -388,8 +388,8 @@ class MergedTags(TagFeed):
 
     def _first(self, line: _Line, head: _Event) -> tuple[_Line, _Event] | None:
         """Return the first event of the partition of one whose turn it is; None if another may be before it."""
-        first, event = self._earliest(head.place)
-        if event.offset > self._complete(head.place):
+        first, event = self._earliest(head.partition)
+        if event.offset > self._complete(head.partition):
             return None
         return (first, event) if event is first.ahead[0] or self._may_precede(first, event) else (line, head)
 
@@ -429,13 +429,13 @@ class MergedTags(TagFeed):
     def _send(self, line: _Line, event: _Event) -> bytes:
         """Take an event out, and move the place of its log, or note that it went before its turn."""
         data = event.data or b""
-        waiting = line.places[event.place]
+        waiting = line.places[event.partition]
         if waiting[0] is event:
             waiting.popleft()
         else:
             waiting.remove(event)
         if not waiting:
-            del line.places[event.place]
+            del line.places[event.partition]
         line.size -= len(data)
         event.is_sent, event.data = True, None
         number = event.position.number
@@ -452,10 +452,10 @@ class MergedTags(TagFeed):
     def _behind(self) -> _Line | None:
         """Return a log that has to be read on before the next event can go out."""
         for line, head in self._heads()[:1]:
-            _, event = self._earliest(head.place)
+            _, event = self._earliest(head.partition)
             for other in self._lines:
                 unread = other is not line and not other.done and not other.reader.is_at_end
-                if unread and other.size < self._most and other.complete(head.place, False) < event.offset:
+                if unread and other.size < self._most and other.complete(head.partition, False) < event.offset:
                     return other
         return None
 
@@ -468,9 +468,9 @@ class MergedTags(TagFeed):
                     self._warn_s = now + HELD_S
                     logger.warning(
                         "tag %r: %s:%d waited %g s for the marks of the other tags' shards, and goes out without them",
-                        *(line.reader.name, head.place, head.offset, HELD_S),
+                        *(line.reader.name, head.partition, head.offset, HELD_S),
                     )
-                return self._earliest(head.place) if self._may_precede(*self._earliest(head.place)) else (line, head)
+                return self._earliest(head.partition) if self._may_precede(*self._earliest(head.partition)) else (line, head)
         return None
 
 

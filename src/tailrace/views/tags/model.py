@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from tailrace.log.columns import Note, Notes
+from tailrace.log.columns import TagFields, TagColumns
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Segment
@@ -63,7 +63,7 @@ class Tagging(msgspec.Struct, frozen=True):
 class Tagged(NamedTuple):
     """An event with tags."""
 
-    pid: str
+    source: str
     seq: int
     tags: tuple[str, ...]
     """At least one, each once."""
@@ -187,12 +187,12 @@ class Numbered(msgspec.Struct, frozen=True):
     seq: int = 0
     ms: int = -(1 << 53)
     """The millisecond of that event's stamp."""
-    place: str = ""
+    partition: str = ""
     """Where it came from: a source of Kafka, as text."""
 
     def stored(self) -> bytes:
         """Return the stored form."""
-        return f"{self.number} {self.seq} {self.ms} {self.place}".encode()
+        return f"{self.number} {self.seq} {self.ms} {self.partition}".encode()
 
     @classmethod
     def parse(cls, stored: bytes | None) -> Numbered:
@@ -206,12 +206,12 @@ class Numbered(msgspec.Struct, frozen=True):
         """Return the word for what is wrong with the next event of the source, if it is written from two places."""
         if not self.number:
             return ""
-        if self.place != place:
+        if self.partition != place:
             return "place"
         return "sequence" if seq <= self.seq else ""
 
 
-def stamp_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: str, latest_ms: int) -> int:
+def timeuuid_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: str, latest_ms: int) -> int:
     """Return the millisecond of the stamp of an event, for the tags of one shard.
 
     Args:
@@ -224,13 +224,13 @@ def stamp_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: str,
     ms = max(floor_ms, min(time_ms, latest_ms))
     for each in known:
         # Stamps of one millisecond are in the order of offsets, which says nothing between two places.
-        least = each.ms if each.place == place else each.ms + 1
+        least = each.ms if each.partition == place else each.ms + 1
         if least > ms:
             ms = least
     return ms
 
 
-class Cleaned(msgspec.Struct, frozen=True):
+class Erasure(msgspec.Struct, frozen=True):
     """Up to where the events of one source were taken out of one tag."""
 
     number: int
@@ -243,19 +243,19 @@ class Cleaned(msgspec.Struct, frozen=True):
         return offset <= self.marks.get(place, -1)
 
 
-Cleanings: TypeAlias = Mapping[str, Cleaned]
+Erasures: TypeAlias = Mapping[str, Erasure]
 """Those of one tag, by source."""
 
 
-def without(entry: NumberedRun, gone: Cleanings) -> list[NumberedRun]:
+def without(entry: NumberedRun, gone: Erasures) -> list[NumberedRun]:
     """Return what is left of an entry without the events that are covered; each keeps its number in the log."""
-    run, notes = entry.run, entry.run.notes
-    if notes is None or not gone.keys() & set(notes.pids):
+    run, notes = entry.run, entry.run.tag_columns
+    if notes is None or not gone.keys() & set(notes.sources):
         return [entry]
     offsets, times, place = run.offsets, run.times, str(run.source)
     rows = notes.rows(offsets, times)
     kept = [
-        row.pid not in gone or not gone[row.pid].covers(place, offset)
+        row.source not in gone or not gone[row.source].covers(place, offset)
         for row, offset in zip(rows, offsets, strict=True)
     ]
     if all(kept):
@@ -267,7 +267,9 @@ def without(entry: NumberedRun, gone: Cleanings) -> list[NumberedRun]:
     return found
 
 
-def _part(entry: NumberedRun, rows: list[Note], offsets: list[int], times: list[int], at: list[int]) -> NumberedRun:
+def _part(
+    entry: NumberedRun, rows: list[TagFields], offsets: list[int], times: list[int], at: list[int]
+) -> NumberedRun:
     run = entry.run
     begin, end = at[0], at[-1] + 1
     part = Run.of(
@@ -277,7 +279,7 @@ def _part(entry: NumberedRun, rows: list[Note], offsets: list[int], times: list[
         run.keys if len(run.keys) == 1 else run.keys[begin:end],
         None if run.headers is None else run.headers[begin:end],
         run.values[begin:end],
-        Notes.of(rows[begin:end], offsets[begin:end], times[begin:end]),
+        TagColumns.of(rows[begin:end], offsets[begin:end], times[begin:end]),
     )
     size = entry.size * (end - begin) // len(rows)
     return NumberedRun(entry.first + begin, entry.first + end - 1, entry.newest_ms, part, size)

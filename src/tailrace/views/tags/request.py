@@ -152,10 +152,10 @@ Stamped = tuple[int, bool]
 
 def look(run: Run, request: TagRequest, wanted: TagFilter, skip: int = 0) -> list[Stamped]:
     """Return for each event of a run, from the one at ``skip``, its stamp and whether it is shown."""
-    if run.notes is None:
+    if run.tag_columns is None:
         raise StoreError("a stored run of a tag has no numbers: rebuild the view of tags")
     offsets, times, values = run.offsets, run.times, run.values
-    rows = run.notes.rows(offsets, times)
+    rows = run.tag_columns.rows(offsets, times)
     least = request.since_ms if request.since_ms is not None else -(1 << 62)
     most = request.until_ms if request.until_ms is not None else 1 << 62
     found: list[Stamped] = []

@@ -23,7 +23,7 @@ from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.store import LogRegistry
 from tailrace.valkey.shards import Command, Shards, mapping
-from tailrace.views.tags.model import Cleaned, Numbered, Tagging
+from tailrace.views.tags.model import Erasure, Numbered, Tagging
 
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.cassandra import CassandraOptions
@@ -108,18 +108,18 @@ def read_conflicts(shards: Shards, most: int) -> list[dict[str, Any]]:
 
 PAGE = 500
 
-_decode = msgspec.json.Decoder(Cleaned).decode
+_decode = msgspec.json.Decoder(Erasure).decode
 encode = msgspec.json.Encoder().encode
 
 
-def read_cleaned(shards: Shards, tags: Iterable[str] | None = None) -> dict[str, dict[str, Cleaned]]:
+def read_erasures(shards: Shards, tags: Iterable[str] | None = None) -> dict[str, dict[str, Erasure]]:
     """Return the cleaned sources of tags that have some; of all of them, unless tags are given."""
     keys, count = shards.keys, shards.options.shards
-    listed = shards.run_all([(s, ("SMEMBERS", keys.cleaned_tags(s))) for s in range(count)])
+    listed = shards.run_all([(s, ("SMEMBERS", keys.erased_tags(s))) for s in range(count)])
     known = {tag.decode() for members in listed for tag in members}
     wanted = sorted(known if tags is None else known.intersection(tags))
     places = [shard_of(tag, count) for tag in wanted]
-    commands: list[Command] = [(s, ("HGETALL", keys.cleaned(s, tag))) for s, tag in zip(places, wanted, strict=True)]
+    commands: list[Command] = [(s, ("HGETALL", keys.erasures(s, tag))) for s, tag in zip(places, wanted, strict=True)]
     return {
         tag: {pid.decode(): _decode(stored) for pid, stored in mapping(answer).items()}
         for tag, answer in zip(wanted, shards.run_all(commands), strict=True)

@@ -41,8 +41,8 @@ from tailrace.upkeep.examine import ExaminedEntry, look, read_held
 from tailrace.upkeep.job import JobLease, milliseconds, now_ms, require_copy
 from tailrace.upkeep.replacement import RestoredEvent
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.model import Cleaned, Numbered, beside, stamp_ms, thinned, without
-from tailrace.views.tags.store import VIEW, encode, read_cleaned, tags_of
+from tailrace.views.tags.model import Erasure, Numbered, beside, timeuuid_ms, thinned, without
+from tailrace.views.tags.store import VIEW, encode, read_erasures, tags_of
 
 logger = logging.getLogger(__name__)
 
@@ -183,9 +183,9 @@ class Cleaning(TakingOut):
             old = [segment for segment in seen.log.segments if segment.epoch < epoch]
             found = self._find(shards, tag, old)
             if found.events:
-                before = read_cleaned(shards, [tag]).get(tag, {}).get(self._source, Cleaned(0, {}))
+                before = read_erasures(shards, [tag]).get(tag, {}).get(self._source, Erasure(0, {}))
                 places = {str(place): max(last, marks.get(place, last)) for place, last in found.places.items()}
-                gone = Cleaned(max(before.number, found.number), {**before.marks, **places})
+                gone = Erasure(max(before.number, found.number), {**before.marks, **places})
                 staging.clean(tag, self._source, encode(gone))
                 self._reached("cleaned")
                 verdict = self._clean(shards, staging, tag, old, found, gone)
@@ -203,10 +203,10 @@ class Cleaning(TakingOut):
                 found.unreadable += bool(held.damage)
                 for entry in held.entries:
                     run = entry.run
-                    if run.notes is None or self._source not in run.notes.pids:
+                    if run.tag_columns is None or self._source not in run.tag_columns.sources:
                         continue
-                    for offset, note in zip(run.offsets, run.notes.rows(run.offsets, run.times), strict=True):
-                        if note.pid == self._source:
+                    for offset, note in zip(run.offsets, run.tag_columns.rows(run.offsets, run.times), strict=True):
+                        if note.source == self._source:
                             found.segments[segment.index] = found.segments.get(segment.index, 0) + 1
                             found.places[run.source] = max(offset, found.places.get(run.source, offset))
                             found.number = note.number
@@ -215,7 +215,7 @@ class Cleaning(TakingOut):
     # What becomes of it.
 
     def _clean(
-        self, shards: Shards, staging: Staging, tag: str, old: Sequence[Segment], found: _Found, gone: Cleaned
+        self, shards: Shards, staging: Staging, tag: str, old: Sequence[Segment], found: _Found, gone: Erasure
     ) -> str:
         """Write the segments that have some anew, the oldest first."""
         segments = list(old)
@@ -239,7 +239,7 @@ class Cleaning(TakingOut):
                 segments = [s if neighbour is None or s.index != neighbour.index else neighbour for s in segments]
         return CLEANED
 
-    def _stage(self, shards: Shards, staging: Staging, tag: str, segment: Segment, gone: Cleaned) -> Rebuilt | None:
+    def _stage(self, shards: Shards, staging: Staging, tag: str, segment: Segment, gone: Erasure) -> Rebuilt | None:
         """Write what is left of a segment aside; None if nothing is."""
         first = last = events = size = raw = count = 0
         for part in pieces(self._left(shards, tag, segment, gone), self._piece_bytes):
@@ -256,7 +256,7 @@ class Cleaning(TakingOut):
         left = msgspec.structs.replace(thinned(segment, first, last, events), bytes=size, raw_bytes=raw)
         return Rebuilt(left, segment.index, count)
 
-    def _left(self, shards: Shards, tag: str, segment: Segment, gone: Cleaned) -> Iterator[NumberedRun]:
+    def _left(self, shards: Shards, tag: str, segment: Segment, gone: Erasure) -> Iterator[NumberedRun]:
         for held in read_held(shards, VIEW, tag, segment):
             if held.damage:
                 raise _Unreadable(held.damage)
@@ -286,7 +286,7 @@ def counted(events: Iterable[RestoredEvent]) -> dict[str, int]:
     found: dict[str, int] = {}
     for event in events:
         assert event.note is not None
-        found[event.note.pid] = found.get(event.note.pid, 0) + 1
+        found[event.note.source] = found.get(event.note.source, 0) + 1
     return found
 
 
@@ -309,17 +309,17 @@ def renumbered(
     known = dict(front)
     floors: dict[str, int] = {}
     for each in front.values():
-        floors[each.place] = max(each.ms, floors.get(each.place, each.ms))
+        floors[each.partition] = max(each.ms, floors.get(each.partition, each.ms))
     begun: set[str] = set()
     for event in events:
         note, label = event.note, str(event.source)
         assert note is not None
-        pid = note.pid
+        pid = note.source
         before = known.get(pid, Numbered())
         number = before.number + 1 if pid in begun else ends.numbers.get(pid, 0) - counts[pid] + 1
         begun.add(pid)
         latest = min(latest_ms, ends.stamps.get(event.source, latest_ms))
-        ms = stamp_ms(note.ms, floors.get(label, before.ms), [before], label, latest)
+        ms = timeuuid_ms(note.ms, floors.get(label, before.ms), [before], label, latest)
         floors[label] = ms
         known[pid] = Numbered(number, note.seq, ms, label)
         yield msgspec.structs.replace(event, note=note._replace(number=number, ms=ms))
@@ -372,13 +372,13 @@ class Anchor:
         Args:
             retained: The first offset that Kafka has.
         """
-        assert run.notes is not None
+        assert run.tag_columns is not None
         source, label, offsets, times = run.source, str(run.source), run.offsets, run.times
-        for offset, time_ms, note in zip(offsets, times, run.notes.rows(offsets, times), strict=True):
+        for offset, time_ms, note in zip(offsets, times, run.tag_columns.rows(offsets, times), strict=True):
             if last is not None and offset > last:
-                self._pass(source, note.pid, note.number, note.ms)
+                self._pass(source, note.source, note.number, note.ms)
             elif offset > after:
-                self._segment[note.pid] = Numbered(note.number, note.seq, note.ms, label)
+                self._segment[note.source] = Numbered(note.number, note.seq, note.ms, label)
                 if offset >= retained and note.ms != time_ms:
                     self._ahead.setdefault(source, {})[offset] = note.ms
 
@@ -387,8 +387,8 @@ class Anchor:
         for each in held:
             for entry in each.entries:
                 run = entry.run
-                for note in run.notes.rows(run.offsets, run.times) if run.notes is not None else ():
-                    self._pass(run.source, note.pid, note.number, note.ms)
+                for note in run.tag_columns.rows(run.offsets, run.times) if run.tag_columns is not None else ():
+                    self._pass(run.source, note.source, note.number, note.ms)
 
     def _pass(self, source: Partition, pid: str, number: int, ms: int) -> None:
         if pid not in self._passed:
@@ -422,8 +422,8 @@ class Anchor:
         """Yield the events that were counted, with numbers and stamps."""
         for event in renumbered(events, self._ends(), self._counts, self._front, latest_ms):
             note = event.note
-            if note is not None and note.pid not in self._known:
-                self.new[note.pid] = Numbered(note.number, note.seq, note.ms, str(event.source))
+            if note is not None and note.source not in self._known:
+                self.new[note.source] = Numbered(note.number, note.seq, note.ms, str(event.source))
             yield event
 
     def _ends(self) -> Ends:

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
-from tailrace.log.columns import Notes
+from tailrace.log.columns import TagColumns
 from tailrace.log.event import Partition, event_id, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import stamp
+from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, stamp_ms
+from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, timeuuid_ms
 from tailrace.views.tags.store import VIEW, TagOptions, introduce, read_numbers
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class TagsWriter(Writer):
                 for shard, tags in self._at_home(event.tags):
                     if records.offsets[i] > place.marks[shard]:
                         for tag in tags:
-                            wanted.setdefault(tag, {})[event.pid] = None
+                            wanted.setdefault(tag, {})[event.source] = None
         if self._options.cassandra is not None:
             self._introduce(shards, work)
         asked = [(shard_of(tag, self._shards), tag, list(pids)) for tag, pids in wanted.items()]
@@ -160,16 +160,16 @@ class TagsWriter(Writer):
         store = writer(self._options.cassandra, self._options.batch)
         store.write(rows)
         if self._doubtful:
-            keys = {(row.tag, row.stamp, row.pid, row.tag_seq) for row in rows}
-            again = [self._doubtful.pop((row.tag, str(row.place), row.offset), None) for row in rows]
-            stale = [r for r in again if r is not None and (r.tag, r.stamp, r.pid, r.tag_seq) not in keys]
+            keys = {(row.tag, row.timeuuid, row.source, row.tag_seq) for row in rows}
+            again = [self._doubtful.pop((row.tag, str(row.partition), row.offset), None) for row in rows]
+            stale = [r for r in again if r is not None and (r.tag, r.timeuuid, r.source, r.tag_seq) not in keys]
             store.delete(stale)
 
     def refused(self, window: Window, mark: int) -> None:
         """Remember the rows of a window that nobody has applied: the next attempt may number them otherwise."""
         for row in window.rows:
             if row.offset > mark:
-                self._doubtful[row.tag, str(row.place), row.offset] = row
+                self._doubtful[row.tag, str(row.partition), row.offset] = row
 
     # What is in a slice.
 
@@ -301,8 +301,8 @@ class TagsWriter(Writer):
             keys[:1] if keys.count(keys[0]) == len(keys) else keys,
             None if records.headers is None else [records.headers[i] for i in rows],
             [records.values[i] or b"" for i in rows],
-            Notes.of_columns(
-                [event.pid for event in events],
+            TagColumns.of_columns(
+                [event.source for event in events],
                 [event.seq for event in events],
                 copies.numbers,
                 copies.stamps,
@@ -324,11 +324,11 @@ class TagsWriter(Writer):
                 tag=tag,
                 bucket_ms=bucket_start(ms, span),
                 span_ms=span,
-                stamp=stamp(ms, records.offsets[i], records.source),
-                pid=event.pid,
+                timeuuid=make_timeuuid(ms, records.offsets[i], records.source),
+                source=event.source,
                 tag_seq=number,
                 seq=event.seq,
-                place=records.source,
+                partition=records.source,
                 offset=records.offsets[i],
                 time_ms=records.times[i],
                 key=records.keys[i],
@@ -342,7 +342,7 @@ class _Share:
     """What one shard gets of a window: the events of its tags, numbered."""
 
     def __init__(self, place: Partition, floor: int) -> None:
-        self.place, self._label, self.floor, self._was = place, str(place), floor, floor
+        self.partition, self._label, self.floor, self._was = place, str(place), floor, floor
         self.copies: dict[str, _Copies] = {}
         self.conflicts: list[Arg] = []
         self.changed = 0
@@ -362,9 +362,9 @@ class _Share:
         latest_ms: int,
     ) -> None:
         """Number an event in the tags that it has here."""
-        pid, seq, label = event.pid, event.seq, self._label
+        pid, seq, label = event.source, event.seq, self._label
         known = [numbers[tag][pid] for tag in tags]
-        self.floor = ms = stamp_ms(time_ms, self.floor, known, label, latest_ms)
+        self.floor = ms = timeuuid_ms(time_ms, self.floor, known, label, latest_ms)
         for tag, before in zip(tags, known, strict=True):
             if wrong := before.conflict(seq, label):
                 self.conflicts += ["C", f"conflict:{wrong}", 1, "K", self._told(wrong, tag, event, offset, before)]
@@ -387,7 +387,7 @@ class _Share:
             items += (tag, len(sources))
             found = now[tag]
             for pid, before in sources.items():
-                items += (pid, before.stored() if before.place else b"", found[pid].stored())
+                items += (pid, before.stored() if before.partition else b"", found[pid].stored())
         return items
 
     def _told(self, wrong: str, tag: str, event: Tagged, offset: int, before: Numbered) -> bytes:
@@ -395,9 +395,9 @@ class _Share:
             {
                 "conflict": wrong,
                 "tag": tag,
-                "source": event.pid,
+                "source": event.source,
                 "seq": event.seq,
-                "id": event_id(self.place, offset),
-                "before": {"seq": before.seq, "partition": before.place},
+                "id": event_id(self.partition, offset),
+                "before": {"seq": before.seq, "partition": before.partition},
             }
         )

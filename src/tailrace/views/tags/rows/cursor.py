@@ -55,7 +55,7 @@ _OPEN = re.compile(r"o([A-Za-z0-9_-]{11})(-?[0-9a-z]{1,10})_(-?[0-9a-z]{1,10})_(
 class Reached(msgspec.Struct, frozen=True):
     """Everything of a place up to an offset is delivered, or belongs to a source that is open."""
 
-    place: str
+    partition: str
     """The hash of its name."""
     offset: int
     ms: int
@@ -65,7 +65,7 @@ class Reached(msgspec.Struct, frozen=True):
 class OpenSource(msgspec.Struct, frozen=True):
     """A source of which something is missing below what was seen, or of which more is delivered than the stamp says."""
 
-    pid: str
+    source: str
     """The hash of its name."""
     number: int
     """Of its last event that was delivered; what follows is wanted. With ``first`` 0 says that nothing was."""
@@ -88,10 +88,10 @@ class TagPosition(msgspec.Struct, frozen=True):
             return text
         low_ms = ms_of(self.low)
         for place in self.reached:
-            text += f".r{place.place}{_written(place.offset)}_{_written(place.ms - low_ms)}"
+            text += f".r{place.partition}{_written(place.offset)}_{_written(place.ms - low_ms)}"
         for pid in self.open:
             since = _written(pid.since_ms - low_ms)
-            text += f".o{pid.pid}{_written(pid.number)}_{since}_{_written(pid.first)}"
+            text += f".o{pid.source}{_written(pid.number)}_{since}_{_written(pid.first)}"
         return text
 
     @classmethod
@@ -176,7 +176,7 @@ def hashed(name: str) -> str:
 
 
 @lru_cache(10_000)
-def hashed_place(place: Partition) -> str:
+def hashed_partition(place: Partition) -> str:
     """Return the hash under which a cursor names a place."""
     return hashed(str(place))
 
@@ -199,13 +199,13 @@ class TagRow(Protocol):
     """An event in a tag, as it lies in the store; what else it has is its reader's matter."""
 
     @property
-    def pid(self) -> str: ...
+    def source(self) -> str: ...
     @property
     def tag_seq(self) -> int: ...
     @property
-    def stamp(self) -> UUID: ...
+    def timeuuid(self) -> UUID: ...
     @property
-    def place(self) -> Partition: ...
+    def partition(self) -> Partition: ...
     @property
     def offset(self) -> int: ...
 
@@ -227,7 +227,7 @@ class Hold(Generic[R]):
     """What is held of one source."""
 
     def __init__(self, pid: str, number: int, after: UUID, first: int, now_ms: int) -> None:
-        self.pid = pid
+        self.source = pid
         self.number = number
         """Of its last event that was given out; 0 = none."""
         self.after = after
@@ -268,7 +268,7 @@ class Hold(Generic[R]):
         if found is None:
             return None
         self.number += 1
-        self.after = found[0].stamp
+        self.after = found[0].timeuuid
         return found[0]
 
     def wait_again(self) -> None:

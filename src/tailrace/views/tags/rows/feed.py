@@ -21,7 +21,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import RowsMissing, Unavailable
-from tailrace.log.columns import Note
+from tailrace.log.columns import TagFields
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
 from tailrace.log.feed import BATCH_BYTES
 from tailrace.log.hub import Hub
@@ -135,7 +135,7 @@ class TagLine:
                 async for rows in pages:
                     await self._meet(rows)
                     wanted |= {_key(row): row for row in self.reading.spot(rows)}
-        for first, last in _stretches(sorted((row.stamp for row in wanted.values()), key=order)):
+        for first, last in _stretches(sorted((row.timeuuid for row in wanted.values()), key=order)):
             async with aclosing(self._rows.rows(self.tag, last_of(ms_of(first) - 1), last)) as found:
                 async for full in found:
                     self.ahead += self.reading.late([row for row in full if _key(row) in wanted], now_ms)
@@ -149,7 +149,7 @@ class TagLine:
 
 
 def _key(row: TagRow) -> _Key:
-    return row.stamp, row.pid, row.tag_seq
+    return row.timeuuid, row.source, row.tag_seq
 
 
 def _stretches(stamps: Sequence[UUID]) -> list[tuple[UUID, UUID]]:
@@ -374,7 +374,7 @@ class TagRowsFeed:
             head = line.ahead[0]
             if alone or isinstance(head, LostNumbers):
                 return line
-            place = order(head.row.stamp)
+            place = order(head.row.timeuuid)
             if best is None or place < best_order:
                 best, best_order = line, place
         if best is None:
@@ -388,15 +388,15 @@ class TagRowsFeed:
 
     def _shows(self, line: TagLine, row: StoredRow) -> bool:
         since_ms, wanted = self._request.since_ms, self._wanted[line.at]
-        if since_ms is not None and ms_of(row.stamp) < since_ms:
+        if since_ms is not None and ms_of(row.timeuuid) < since_ms:
             return False
-        if self._until is not None and order(row.stamp) > order(self._until):
+        if self._until is not None and order(row.timeuuid) > order(self._until):
             return False
         if wanted.is_everything:
             return True
         record = None
         if wanted.asks_record:
-            record = record_of(row.place, row.offset, row.time_ms, row.key, row.headers)
+            record = record_of(row.partition, row.offset, row.time_ms, row.key, row.headers)
         return wanted.shows(row.tags, row.value or b"null", record)
 
     def _fails(self) -> bool:
@@ -407,14 +407,14 @@ class TagRowsFeed:
             lost = [each for each in line.ahead if isinstance(each, LostNumbers)]
             after = min((each.after for each in lost), key=order)
             to = max((each.to for each in lost), key=order)
-            raise RowsMissing(line.tag, {each.pid: (each.first, each.last) for each in lost}, str(after), str(to))
+            raise RowsMissing(line.tag, {each.source: (each.first, each.last) for each in lost}, str(after), str(to))
         found = line.pop()
         assert isinstance(found, LostNumbers)
         logger.warning(
             "tag %r: %r %d to %d were not found between %s and %s, and are passed over",
-            *(line.tag, found.pid, found.first, found.last, found.after, found.to),
+            *(line.tag, found.source, found.first, found.last, found.after, found.to),
         )
-        facts = {"tag": line.tag, "source": found.pid, "missing": [found.first, found.last]}
+        facts = {"tag": line.tag, "source": found.source, "missing": [found.first, found.last]}
         where = {"from": str(found.after), "to": str(found.to), "reason": "missing"}
         return ControlFrame("gap", self.cursor, _encode(facts | where))
 
@@ -443,7 +443,7 @@ class TagRowsFeed:
 
 def frame_of(row: StoredRow) -> bytes:
     """Return the JSON form of an event: what every feed sends as data."""
-    note = Note(row.pid, row.seq, row.tag_seq, ms_of(row.stamp), row.tags)
+    note = TagFields(row.source, row.seq, row.tag_seq, ms_of(row.timeuuid), row.tags)
     value = b"null" if row.value is None else row.value
-    record = row.place, row.offset, row.time_ms, row.key, row.headers, value
-    return tagged_frame(row.tag, note, row.stamp, *record)
+    record = row.partition, row.offset, row.time_ms, row.key, row.headers, value
+    return tagged_frame(row.tag, note, row.timeuuid, *record)

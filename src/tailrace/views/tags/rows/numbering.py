@@ -29,7 +29,7 @@ Event: TypeAlias = tuple[str, int]
 class MissingNumbers(NamedTuple):
     """Numbers of a source that are missing."""
 
-    pid: str
+    source: str
     first: int
     last: int
     before_ms: int
@@ -143,7 +143,7 @@ class End(msgspec.Struct, frozen=True):
     """That of the last rebuilt one."""
     ms: int | None = None
     """The stamp of its first live event, if there is one, and its partition, as text."""
-    place: str = ""
+    partition: str = ""
 
 
 def end_of(given: int, live: End | None) -> End:
@@ -157,7 +157,7 @@ def end_of(given: int, live: End | None) -> End:
     """
     if live is None:
         return End(given)
-    return End(min(given, live.number - 1), live.ms, live.place)
+    return End(min(given, live.number - 1), live.ms, live.partition)
 
 
 class Countdown:
@@ -176,7 +176,7 @@ class Countdown:
         end = self._ends.get(pid, End())
         ms = min(ms, self._ceilings.get(place, ms))
         if end.ms is not None:
-            ms = min(ms, end.ms if end.place == place else end.ms - 1)
+            ms = min(ms, end.ms if end.partition == place else end.ms - 1)
         return ms
 
     def give(self, pid: str, place: str, ms: int) -> tuple[int, int]:

@@ -30,13 +30,13 @@ from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, translated
-from tailrace.views.tags.rows.store import Narrow, StoredRow
+from tailrace.views.tags.rows.store import RowKey, StoredRow
 
 _MOST_AHEAD: Final = 32
 
 Page: TypeAlias = tuple[list[Any], Any]
 """Rows, as the driver hands them over, and where the next page begins, if there is one."""
-R = TypeVar("R", bound=Narrow)
+R = TypeVar("R", bound=RowKey)
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
@@ -150,7 +150,7 @@ async def _merged(partitions: Sequence[CassandraPartition[R]], size: int, down: 
         if rows:
             heads[i] = rows, at
             row = rows[at]
-            heapq.heappush(heap, (_Place(order(row.stamp), row.pid, row.tag_seq, down), i))
+            heapq.heappush(heap, (_Place(order(row.timeuuid), row.source, row.tag_seq, down), i))
         if len(out) >= size:
             yield out
             out = []
@@ -264,7 +264,7 @@ class RowReader:
 
     def narrow(
         self, tag: str, after: After, to: UUID, *, page: int | None = None
-    ) -> AsyncGenerator[list[Narrow], None]:
+    ) -> AsyncGenerator[list[RowKey], None]:
         """Read the same rows without what they carry."""
         return self._read(_NARROW, tag, after, to, _narrow, _Pace(page or self.page, page or self.page))
 
@@ -370,7 +370,7 @@ class _Pace:
         self.most = most
         self.size = min(most, first)
 
-    def notice(self, rows: Sequence[Narrow]) -> None:
+    def notice(self, rows: Sequence[RowKey]) -> None:
         """Look at the rows of a page."""
         held = sum(len(row.value or b"") for row in rows if isinstance(row, StoredRow))
         fitting = max(_LEAST_PAGE, PAGE_BYTES * len(rows) // (held + 1))
@@ -383,15 +383,15 @@ def _place(topic: str | None, generation: int | None, partition: int | None) -> 
     return Partition(topic or "", partition or 0, generation or 0)
 
 
-def _narrow(tag: str, bucket: Bucket, raw: Any) -> Narrow:
+def _narrow(tag: str, bucket: Bucket, raw: Any) -> RowKey:
     stamp, pid, tag_seq, topic, generation, partition, offset = raw
-    return Narrow(
+    return RowKey(
         tag=tag,
         bucket_ms=bucket.start_ms,
-        stamp=stamp,
-        pid=pid,
+        timeuuid=stamp,
+        source=pid,
         tag_seq=tag_seq,
-        place=_place(topic, generation, partition),
+        partition=_place(topic, generation, partition),
         offset=offset or 0,
     )
 
@@ -402,11 +402,11 @@ def _row(tag: str, bucket: Bucket, raw: Any) -> StoredRow:
         tag=tag,
         bucket_ms=bucket.start_ms,
         span_ms=bucket.span_ms,
-        stamp=stamp,
-        pid=pid,
+        timeuuid=stamp,
+        source=pid,
         tag_seq=tag_seq,
         seq=seq or 0,
-        place=_place(topic, generation, partition),
+        partition=_place(topic, generation, partition),
         offset=offset or 0,
         time_ms=ms_of(stamp) if time is None else time,
         key=key,

@@ -50,7 +50,7 @@ from tailrace.views.tags.rows.cursor import (
     TagRow,
     Turns,
     hashed,
-    hashed_place,
+    hashed_partition,
 )
 
 
@@ -98,22 +98,22 @@ class Places:
 
     def is_committed(self, row: TagRow) -> bool:
         """Whether a row is there for good."""
-        mark = self._marks.get(row.place) if self._marks else None
+        mark = self._marks.get(row.partition) if self._marks else None
         if mark is not None:
             return row.offset <= mark
-        return row.place in self.others and row.place not in self.floors
+        return row.partition in self.others and row.partition not in self.floors
 
     def strangers(self, rows: Iterable[TagRow]) -> set[Partition]:
         """Return the places of some rows of which it is not known whether they have marks."""
-        return {row.place for row in rows if row.place not in self.others and not self.is_marked(row.place)}
+        return {row.partition for row in rows if row.partition not in self.others and not self.is_marked(row.partition)}
 
 
 class LastDelivered(msgspec.Struct, frozen=True, gc=False):
     """The last event of a source that was delivered."""
 
     number: int
-    stamp: UUID
-    place: Partition
+    timeuuid: UUID
+    partition: Partition
     offset: int
 
 
@@ -124,7 +124,7 @@ class KnownSources:
         """``most``: how many are remembered."""
         self._most = most
         self._last: OrderedDict[str, LastDelivered] = OrderedDict()
-        self._resumed = {each.place: each.offset for each in start.reached}
+        self._resumed = {each.partition: each.offset for each in start.reached}
         """Up to which offset what belongs to sources that are not known was delivered before."""
 
     def __contains__(self, pid: str) -> bool:
@@ -136,28 +136,28 @@ class KnownSources:
 
     def is_new(self, row: TagRow) -> bool:
         """Whether a row of a source that is not known was not delivered before."""
-        return row.offset > self._resumed.get(hashed_place(row.place), -1)
+        return row.offset > self._resumed.get(hashed_partition(row.partition), -1)
 
     def expect(self, row: TagRow, after: UUID) -> None:
         """Know a source by the event that it will begin with, after a stamp."""
-        self._last[row.pid] = LastDelivered(row.tag_seq - 1, after, row.place, -1)
+        self._last[row.source] = LastDelivered(row.tag_seq - 1, after, row.partition, -1)
 
     def meet(self, row: TagRow) -> None:
         """Know a source by an event that was delivered before."""
-        self._last[row.pid] = LastDelivered(row.tag_seq, row.stamp, row.place, row.offset)
+        self._last[row.source] = LastDelivered(row.tag_seq, row.timeuuid, row.partition, row.offset)
 
     def deliver(self, row: TagRow) -> None:
         """Note that an event is delivered; if they get too many, the source is forgotten that was silent longest."""
-        last = self._last.get(row.pid)
-        if last is not None and last.place != row.place:
+        last = self._last.get(row.source)
+        if last is not None and last.partition != row.partition:
             self._resume_after(last)
         self.meet(row)
-        self._last.move_to_end(row.pid)
+        self._last.move_to_end(row.source)
         if len(self._last) > self._most:
             self._resume_after(self._last.popitem(last=False)[1])
 
     def _resume_after(self, last: LastDelivered) -> None:
-        key = hashed_place(last.place)
+        key = hashed_partition(last.partition)
         self._resumed[key] = max(self._resumed.get(key, -1), last.offset)
 
 
@@ -165,10 +165,10 @@ class LowWater:
     """Where a reader that begins now would have to begin."""
 
     def __init__(self, start: TagPosition) -> None:
-        self.stamp, self.order = start.low, order(start.low)
-        self._reached = {each.place: (each.offset, last_of(each.ms)) for each in start.reached}
+        self.timeuuid, self.order = start.low, order(start.low)
+        self._reached = {each.partition: (each.offset, last_of(each.ms)) for each in start.reached}
         self._beyond: dict[str, tuple[int, UUID]] = {}
-        self.open = {each.pid: each for each in start.open}
+        self.open = {each.source: each for each in start.open}
         """Sources that were open at the start, and were not seen since; by the hash of their name."""
 
     def __len__(self) -> int:
@@ -185,32 +185,32 @@ class LowWater:
 
     def names(self, row: TagRow, marked: bool) -> bool:
         """Whether an event's place, or its source where places have no marks, is named."""
-        return hashed_place(row.place) in self._reached if marked else row.pid in self._beyond
+        return hashed_partition(row.partition) in self._reached if marked else row.source in self._beyond
 
     def take(self, row: TagRow) -> None:
         """Name the place of an event that was taken, if it has marks."""
-        if row.stamp == self.stamp or order(row.stamp) <= self.order:
+        if row.timeuuid == self.timeuuid or order(row.timeuuid) <= self.order:
             return
-        key = hashed_place(row.place)
+        key = hashed_partition(row.partition)
         before = self._reached.get(key)
         if before is None or row.offset >= before[0]:
-            self._reached[key] = row.offset, row.stamp
+            self._reached[key] = row.offset, row.timeuuid
 
     def give(self, row: TagRow) -> None:
         """Name the source of an event that goes out, where its place has no marks."""
-        stamp = row.stamp
-        before = self._beyond.get(row.pid)
+        stamp = row.timeuuid
+        before = self._beyond.get(row.source)
         if before is not None:
             stamp = max(stamp, before[1], key=order)
         if order(stamp) > self.order:
-            self._beyond[row.pid] = row.tag_seq, stamp
+            self._beyond[row.source] = row.tag_seq, stamp
 
     def rise(self, stamp: UUID, looked: bool) -> None:
         """Raise it, and name no longer what lies below; what was open at the start not before that was looked for."""
         place = order(stamp)
         if place <= self.order:
             return
-        self.stamp, self.order = stamp, place
+        self.timeuuid, self.order = stamp, place
         if self._reached:
             self._reached = {key: each for key, each in self._reached.items() if order(each[1]) > place}
         if self._beyond:
@@ -226,7 +226,7 @@ class LowWater:
     def part(self, holds: Collection[Hold[Any]]) -> TagPosition:
         """Return the cursor's part, with what is held."""
         if not (self._reached or self._beyond or self.open or holds):
-            return TagPosition(self.stamp)
+            return TagPosition(self.timeuuid)
         reached = (Reached(key, offset, ms_of(stamp)) for key, (offset, stamp) in self._reached.items())
         named = dict(self.open)
         for pid, (number, stamp) in self._beyond.items():
@@ -234,8 +234,8 @@ class LowWater:
         for hold in holds:
             # Where no number says what was delivered, nothing of a millisecond in which something was is looked for.
             since_ms = ms_of(hold.after) + (1 if hold.first and not hold.number else 0)
-            named[hashed(hold.pid)] = OpenSource(hashed(hold.pid), hold.number, since_ms, hold.first)
-        return TagPosition(self.stamp, tuple(reached), tuple(named.values()))
+            named[hashed(hold.source)] = OpenSource(hashed(hold.source), hold.number, since_ms, hold.first)
+        return TagPosition(self.timeuuid, tuple(reached), tuple(named.values()))
 
 
 FOR_HOLDS = 2
@@ -252,7 +252,7 @@ class Emitted(msgspec.Struct, Generic[R], frozen=True, gc=False):
 class LostNumbers(msgspec.Struct, frozen=True):
     """Numbers of a source that were not found in time between two stamps, and the place after them."""
 
-    pid: str
+    source: str
     first: int
     last: int
     after: UUID
@@ -334,7 +334,7 @@ class Reading(Generic[R]):
         rows = [*self._carry, *rows]
         # Rows with the same stamp are passed together, and the next page may begin with one.
         whole = len(rows)
-        while whole and rows[whole - 1].stamp == rows[-1].stamp:
+        while whole and rows[whole - 1].timeuuid == rows[-1].timeuuid:
             whole -= 1
         self._carry = rows[whole:]
         return self._pass(rows[:whole], now_ms)
@@ -355,16 +355,16 @@ class Reading(Generic[R]):
     def _pass(self, rows: Sequence[R], now_ms: int) -> list[Emitted[R] | LostNumbers]:
         out: list[Emitted[R] | LostNumbers] = []
         for i, row in enumerate(rows):
-            is_last = i + 1 == len(rows) or rows[i + 1].stamp != row.stamp
+            is_last = i + 1 == len(rows) or rows[i + 1].timeuuid != row.timeuuid
             committed = self._places.is_committed(row)
             if committed and not self._fits(row):
                 self.is_full = True
                 self._carry = []
                 break
             if not committed and not self._places.floors:
-                self._low = self._water.stamp  # the first place of all was made known just now; its floor was not read
+                self._low = self._water.timeuuid  # the first place of all was made known just now; its floor was not read
             if is_last:
-                self._position = row.stamp
+                self._position = row.timeuuid
                 self._rise()
             if committed:
                 self._take(row, now_ms, out)
@@ -393,7 +393,7 @@ class Reading(Generic[R]):
                 found.append(SearchBack(last_of(since_ms - 1), self._start))
         if self._holds:
             after = min((hold.after for hold in self._holds.values()), key=order)
-            found.append(SearchBack(after, max((hold.lowest.stamp for hold in self._holds.values()), key=order)))
+            found.append(SearchBack(after, max((hold.lowest.timeuuid for hold in self._holds.values()), key=order)))
         back_to_ms = self._turns.since_ms(ms_of(self._position), now_ms)
         if back_to_ms is not None:
             after = max(last_of(back_to_ms - 1), self._start, key=order)
@@ -405,24 +405,24 @@ class Reading(Generic[R]):
         """Return those of some rows, up to the position, that were missed: they are wanted, in order, by ``late``."""
         limit = order(self._position)
         return [
-            row for row in rows if self._places.is_committed(row) and order(row.stamp) <= limit and self._is_missed(row)
+            row for row in rows if self._places.is_committed(row) and order(row.timeuuid) <= limit and self._is_missed(row)
         ]
 
     def _is_missed(self, row: TagRow) -> bool:
         number = row.tag_seq
-        if (hold := self._holds.get(row.pid)) is not None:
-            if number <= hold.number or number in hold or order(row.stamp) <= order(hold.after):
+        if (hold := self._holds.get(row.source)) is not None:
+            if number <= hold.number or number in hold or order(row.timeuuid) <= order(hold.after):
                 return False
             return number >= hold.first or self._sources.is_new(row)
-        known = self._number_of(row.pid)
-        if known == number and (last := self._sources.get(row.pid)) is not None:
+        known = self._number_of(row.source)
+        if known == number and (last := self._sources.get(row.source)) is not None:
             # A source that comes by two places, and a driver that died between rows and mark: one of two events with
             # this number was left by it. Both go out.
-            is_other = row.place != last.place and self._places.is_marked(row.place)
-            return is_other and order(row.stamp) > order(last.stamp)
+            is_other = row.partition != last.partition and self._places.is_marked(row.partition)
+            return is_other and order(row.timeuuid) > order(last.timeuuid)
         if known is not None:
             return number > known
-        return order(row.stamp) > self._start_order and self._sources.is_new(row)
+        return order(row.timeuuid) > self._start_order and self._sources.is_new(row)
 
     def looked(self) -> None:
         """Note that everything was looked through that ``looks`` had asked for."""
@@ -444,10 +444,10 @@ class Reading(Generic[R]):
             hold.set_back(now_ms)
             while hold and now_ms >= hold.deadline_ms(self._reads.waits):
                 lenient, (first, last), after = hold.is_lenient, hold.missing, hold.after
-                to = hold.lowest.stamp
+                to = hold.lowest.timeuuid
                 hold.pass_over()
                 if not lenient:
-                    out.append(LostNumbers(hold.pid, first, last, after, to, self.part()))
+                    out.append(LostNumbers(hold.source, first, last, after, to, self.part()))
                 self._release(hold, out)
         return out
 
@@ -464,12 +464,12 @@ class Reading(Generic[R]):
         """Note with which number sources begin after the start, where no marks say that what is seen is complete."""
         lowest: dict[str, TagRow] = {}
         for row in rows:
-            if self._places.is_marked(row.place) or self._water.opened(row.pid) is not None:
+            if self._places.is_marked(row.partition) or self._water.opened(row.source) is not None:
                 continue
-            if order(row.stamp) > self._start_order and (
-                row.pid not in lowest or row.tag_seq < lowest[row.pid].tag_seq
+            if order(row.timeuuid) > self._start_order and (
+                row.source not in lowest or row.tag_seq < lowest[row.source].tag_seq
             ):
-                lowest[row.pid] = row
+                lowest[row.source] = row
         for pid, row in lowest.items():
             if pid not in self._sources:
                 self._sources.expect(row, self._start)
@@ -484,11 +484,11 @@ class Reading(Generic[R]):
             return True
         if not self._is_missed(row):
             return True
-        pid, number, marked = row.pid, self._number_of(row.pid), self._places.is_marked(row.place)
-        in_turn = row.tag_seq == number + 1 if number is not None else self._is_first(row, ms_of(row.stamp))
+        pid, number, marked = row.source, self._number_of(row.source), self._places.is_marked(row.partition)
+        in_turn = row.tag_seq == number + 1 if number is not None else self._is_first(row, ms_of(row.timeuuid))
         is_open = pid in self._holds or self._water.opened(pid) is not None
         more = 0
-        if self._low is not None and order(row.stamp) > order(self._low) and not self._water.names(row, marked):
+        if self._low is not None and order(row.timeuuid) > order(self._low) and not self._water.names(row, marked):
             more += marked or (in_turn and not is_open)
         if in_turn:
             return not more or (ahead + more <= reads.room - FOR_HOLDS and ahead + held + more <= reads.room)
@@ -505,75 +505,75 @@ class Reading(Generic[R]):
         return None if before is None else before.number
 
     def _take(self, row: R, now_ms: int, out: list[Emitted[R] | LostNumbers]) -> None:
-        if self._places.is_marked(row.place):
+        if self._places.is_marked(row.partition):
             self._water.take(row)
         if not self._is_missed(row):
             self._meet(row)
             return
-        hold = self._holds.get(row.pid) or self._hold(row, now_ms)
+        hold = self._holds.get(row.source) or self._hold(row, now_ms)
         if hold is None:
             self._emit(row, out)
             return
         if row.tag_seq == hold.number + 1:
-            hold.number, hold.after = row.tag_seq, row.stamp
+            hold.number, hold.after = row.tag_seq, row.timeuuid
             self._emit(row, out)
             self._release(hold, out)
             return
         if not hold:
-            self._holds[row.pid] = hold
+            self._holds[row.source] = hold
             self._searched = False
         self._held += 1
         hold.add(row, now_ms)
 
     def _meet(self, row: TagRow) -> None:
         """Know a source that was open at the start again, by its last event that was delivered."""
-        before = self._water.opened(row.pid)
+        before = self._water.opened(row.source)
         if before is None or before.number != row.tag_seq:
             return
-        del self._water.open[before.pid]
+        del self._water.open[before.source]
         self._sources.meet(row)
-        if not self._places.is_marked(row.place):
+        if not self._places.is_marked(row.partition):
             self._water.give(row)
 
     def _hold(self, row: TagRow, now_ms: int) -> Hold[R] | None:
         """Return with what a row that is out of turn is held; None if it is its turn."""
-        pid = row.pid
+        pid = row.source
         if (known := self._sources.get(pid)) is not None:
-            return Hold(pid, known.number, known.stamp, 0, now_ms) if row.tag_seq > known.number + 1 else None
+            return Hold(pid, known.number, known.timeuuid, 0, now_ms) if row.tag_seq > known.number + 1 else None
         if (given := self._water.given(pid)) is not None:
             return Hold(pid, *given, 0, now_ms)
         if (before := self._water.open.pop(hashed(pid), None)) is not None:
             return Hold(pid, before.number, last_of(before.since_ms - 1), before.first, now_ms)
         if self._is_first(row, now_ms):
             return None
-        since_ms = bucket_start(ms_of(row.stamp), self._reads.span_ms) - self._reads.span_ms
+        since_ms = bucket_start(ms_of(row.timeuuid), self._reads.span_ms) - self._reads.span_ms
         return Hold(pid, 0, max(last_of(since_ms - 1), self._start, key=order), row.tag_seq, now_ms)
 
     def _is_first(self, row: TagRow, now_ms: int) -> bool:
         """Whether the first event seen of a source is taken for its first."""
         reads = self._reads
-        if row.tag_seq == 1 or self._places.is_marked(row.place):
+        if row.tag_seq == 1 or self._places.is_marked(row.partition):
             return True
         if reads.waits.first_ms == 0 or row.tag_seq > reads.waits.most:
             return True
-        return not self._from_beginning and bucket_start(ms_of(row.stamp), reads.span_ms) + reads.span_ms <= now_ms
+        return not self._from_beginning and bucket_start(ms_of(row.timeuuid), reads.span_ms) + reads.span_ms <= now_ms
 
     def _release(self, hold: Hold[R], out: list[Emitted[R] | LostNumbers]) -> None:
         """Give out what is held as far as nothing is missing."""
         while (row := hold.next()) is not None:
             self._held -= 1
             if not hold:
-                self._holds.pop(hold.pid, None)
+                self._holds.pop(hold.source, None)
             self._emit(row, out)
         if hold:
             hold.wait_again()
-            self._holds[hold.pid] = hold
+            self._holds[hold.source] = hold
         else:
-            self._holds.pop(hold.pid, None)
+            self._holds.pop(hold.source, None)
 
     def _emit(self, row: R, out: list[Emitted[R] | LostNumbers]) -> None:
         self._sources.deliver(row)
-        if not self._places.is_marked(row.place):
+        if not self._places.is_marked(row.partition):
             self._water.give(row)
         out.append(Emitted(row, self.part()))
 

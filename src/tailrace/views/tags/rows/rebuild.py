@@ -28,7 +28,7 @@ from tailrace.errors import PipelineError, StaleDriver, StaleUpkeep
 from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import ms_of, stamp
+from tailrace.log.timeuuid import ms_of, make_timeuuid
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.examine import fingerprint, noted
@@ -38,10 +38,10 @@ from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
 from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, WantedNames, collect, spark_for
 from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.model import Cleanings
+from tailrace.views.tags.model import Erasures
 from tailrace.views.tags.rows.cassandra import connected
 from tailrace.views.tags.rows.numbering import Countdown, End, end_of
-from tailrace.views.tags.rows.store import Narrow, RowWriter, StoredRow
+from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow
 from tailrace.views.tags.rows.upkeep import RowAuditor, Rows, rests_in, tags_of
 from tailrace.views.tags.store import VIEW, lift, tag_options
 from tailrace.views.tags.upkeep import read_all_numbers
@@ -87,9 +87,9 @@ class RestoreItem(NamedTuple):
 class ExistingRow(msgspec.Struct, frozen=True, array_like=True):
     """A row that is there."""
 
-    pid: str
+    source: str
     number: int
-    stamp: UUID
+    timeuuid: UUID
     bucket_ms: int
     prints: tuple[int, int]
     carried: tuple[int, Body] | None = None
@@ -125,20 +125,20 @@ def survey(
     marks, bounds = orders.marks[shard], orders.work.extent.shards[shard]
     live: dict[str, End] = {}
     for row in rows.rows(tag):
-        place, ms = str(row.place), ms_of(row.stamp)
-        if row.offset > marks.get(row.place, NOTHING):
-            first = live.get(row.pid)
+        place, ms = str(row.partition), ms_of(row.timeuuid)
+        if row.offset > marks.get(row.partition, NOTHING):
+            first = live.get(row.source)
             if first is None or row.tag_seq < first.number:
-                live[row.pid] = End(row.tag_seq, ms, place)
+                live[row.source] = End(row.tag_seq, ms, place)
             ceilings[place] = min(ms, ceilings.get(place, ms))
             continue
         head, value = row.headers, row.value or b""
-        note = noted(row.pid, row.seq, row.tags)
+        note = noted(row.source, row.seq, row.tags)
         prints = fingerprint(place, row.offset, row.time_ms, row.key, head, value, note)
         carried = None
-        if row.offset < bounds.get(row.place, (1 << 62, 0))[0]:
-            carried = row.time_ms, Body(row.key, head, value, row.pid, row.seq, row.tags)
-        standing = ExistingRow(row.pid, row.tag_seq, row.stamp, row.bucket_ms, prints, carried)
+        if row.offset < bounds.get(row.partition, (1 << 62, 0))[0]:
+            carried = row.time_ms, Body(row.key, head, value, row.source, row.seq, row.tags)
+        standing = ExistingRow(row.source, row.tag_seq, row.timeuuid, row.bucket_ms, prints, carried)
         yield ROW, place, row.offset, ms, _encode(standing)
     for pid in given.keys() | live.keys():
         yield END, "", NOTHING, None, _encode((pid, end_of(given.get(pid, 0), live.get(pid))))
@@ -149,7 +149,7 @@ def survey(
 class _Wanted(NamedTuple):
     """An event that a tag is to have."""
 
-    pid: str
+    source: str
     seq: int
     time_ms: int
     key: bytes | None
@@ -175,14 +175,14 @@ class RowRestorer:
 
     def restore(self, tag: str, items: Iterable[RestoreItem]) -> RestoredRows:
         """Restore a tag, given what comes behind it, and then what there is of each event, the last first."""
-        gone = self._orders.work.cleaned.get(tag, {})
+        gone = self._orders.work.erasures.get(tag, {})
         ends: dict[str, End] = {}
         ceilings: dict[str, int] = {}
         countdown: Countdown | None = None
         events = before = added = written = deleted = 0
         buckets: set[int] = set()
         new: list[StoredRow] = []
-        old: list[Narrow] = []
+        old: list[RowKey] = []
         for (source, offset), group in groupby(items, key=lambda item: (item.source, item.offset)):
             if not source:
                 for item in group:
@@ -223,19 +223,19 @@ class RowRestorer:
         self, tag: str, source: str, offset: int, ms: int, event: _Wanted, is_there: bool, countdown: Countdown
     ) -> StoredRow | None:
         """Return the row that an event is to have; None if it has expired."""
-        if not is_there and countdown.stamped(event.pid, source, ms) < self._orders.since_ms:
+        if not is_there and countdown.stamped(event.source, source, ms) < self._orders.since_ms:
             return None
-        number, ms = countdown.give(event.pid, source, ms)
+        number, ms = countdown.give(event.source, source, ms)
         place = self._place(source)
         return StoredRow(
             tag=tag,
             bucket_ms=bucket_start(ms, self._span_ms),
             span_ms=self._span_ms,
-            stamp=stamp(ms, offset, place),
-            pid=event.pid,
+            timeuuid=make_timeuuid(ms, offset, place),
+            source=event.source,
             tag_seq=number,
             seq=event.seq,
-            place=place,
+            partition=place,
             offset=offset,
             time_ms=event.time_ms,
             key=event.key,
@@ -244,7 +244,7 @@ class RowRestorer:
             tags=event.tags,
         )
 
-    def _change(self, tag: str, new: Sequence[StoredRow], old: Sequence[Narrow]) -> None:
+    def _change(self, tag: str, new: Sequence[StoredRow], old: Sequence[RowKey]) -> None:
         """Write what is right, then delete what is not."""
         if self._writer is None or not (new or old):
             return
@@ -262,7 +262,7 @@ class RowRestorer:
 
 
 def _sorted_out(
-    source: str, offset: int, group: Iterable[RestoreItem], gone: Cleanings
+    source: str, offset: int, group: Iterable[RestoreItem], gone: Erasures
 ) -> tuple[list[ExistingRow], _Wanted | None, int]:
     """Return an event's rows, the event if the tag is to have it, and the stamp that it asks for.
 
@@ -280,7 +280,7 @@ def _sorted_out(
             event = _wanted(source, offset, item.time_ms, body)
     if event is None:
         for each in sorted(there, key=lambda row: row.number):
-            is_gone = each.pid in gone and gone[each.pid].covers(source, offset)
+            is_gone = each.source in gone and gone[each.source].covers(source, offset)
             if each.carried is not None and not is_gone:
                 event = _wanted(source, offset, *each.carried)
     return there, event, asked
@@ -293,17 +293,17 @@ def _wanted(source: str, offset: int, time_ms: int, body: Body) -> _Wanted:
 
 
 def _is(there: ExistingRow, row: StoredRow) -> bool:
-    return (there.stamp, there.pid, there.number) == (row.stamp, row.pid, row.tag_seq)
+    return (there.timeuuid, there.source, there.number) == (row.timeuuid, row.source, row.tag_seq)
 
 
-def _narrow(tag: str, place: Partition, offset: int, row: ExistingRow) -> Narrow:
-    return Narrow(
+def _narrow(tag: str, place: Partition, offset: int, row: ExistingRow) -> RowKey:
+    return RowKey(
         tag=tag,
         bucket_ms=row.bucket_ms,
-        stamp=row.stamp,
-        pid=row.pid,
+        timeuuid=row.timeuuid,
+        source=row.source,
         tag_seq=row.number,
-        place=place,
+        partition=place,
         offset=offset,
     )
 

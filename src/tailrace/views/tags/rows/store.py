@@ -46,19 +46,19 @@ _DELETE: Final = (
 _LIST: Final = "INSERT INTO $keyspace.tag_buckets (tag_name, start, span) VALUES (?, ?, ?)"
 
 
-class Narrow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RowKey(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A row without what it carries: its key, and the record that it was made of."""
 
     tag: str
     bucket_ms: int
-    stamp: UUID
-    pid: str
+    timeuuid: UUID
+    source: str
     tag_seq: int
-    place: Partition
+    partition: Partition
     offset: int
 
 
-class StoredRow(Narrow, frozen=True, kw_only=True, gc=False):
+class StoredRow(RowKey, frozen=True, kw_only=True, gc=False):
     """A row: an event in one of its tags."""
 
     span_ms: int
@@ -71,7 +71,7 @@ class StoredRow(Narrow, frozen=True, kw_only=True, gc=False):
     tags: tuple[str, ...]
 
 
-_Any = TypeVar("_Any", bound=Narrow)
+_Any = TypeVar("_Any", bound=RowKey)
 
 
 class RowWriter:
@@ -100,7 +100,7 @@ class RowWriter:
         headers = insert.column_metadata[_HEADERS].type
         self._send(insert, self._batches(wanted, _size), lambda row: _values(row, headers))
 
-    def delete(self, rows: Iterable[Narrow]) -> None:
+    def delete(self, rows: Iterable[RowKey]) -> None:
         """Take rows back. One that is to stay under the same key must not be among them, also if it is written later.
 
         Raises:
@@ -207,8 +207,8 @@ _long = struct.Struct(">q").pack
 _int = struct.Struct(">i").pack
 
 
-def _key(row: Narrow) -> list[Any]:
-    return [row.tag.encode(), _long(row.bucket_ms), row.stamp.bytes, row.pid.encode(), _long(row.tag_seq)]
+def _key(row: RowKey) -> list[Any]:
+    return [row.tag.encode(), _long(row.bucket_ms), row.timeuuid.bytes, row.source.encode(), _long(row.tag_seq)]
 
 
 def _values(row: StoredRow, headers: Any) -> list[Any]:
@@ -216,7 +216,7 @@ def _values(row: StoredRow, headers: Any) -> list[Any]:
     return [
         *_key(row),
         _long(row.seq),
-        *_place(row.place),
+        *_place(row.partition),
         _long(row.offset),
         _long(row.time_ms),
         UNSET_VALUE if row.key is None else row.key,

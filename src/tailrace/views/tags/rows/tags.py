@@ -34,13 +34,13 @@ from tailrace.views.tags.rows.cursor import (
     TagCursor,
     TagPosition,
     Waits,
-    hashed_place,
+    hashed_partition,
     room_for,
 )
 from tailrace.views.tags.rows.feed import Pace, TagLine, TagRowsFeed
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import FOR_HOLDS
-from tailrace.views.tags.rows.store import Narrow, StoredRow
+from tailrace.views.tags.rows.store import RowKey, StoredRow
 
 MOST_LOOKED = 1_000_000
 """Rows of one tag that are looked at for the last N that a request shows."""
@@ -188,9 +188,9 @@ class CassandraTags:
             async for rows in pages:
                 for row in rows:
                     if await is_written(row):
-                        last = row.stamp
-                        key = hashed_place(row.place)
-                        reached[key] = Reached(key, row.offset, ms_of(row.stamp))
+                        last = row.timeuuid
+                        key = hashed_partition(row.partition)
+                        reached[key] = Reached(key, row.offset, ms_of(row.timeuuid))
         return _after(low, reached, last, room)
 
     def _latest(self) -> UUID:
@@ -203,7 +203,7 @@ class CassandraTags:
         tags, room = request.names, room_for(len(request.names))
         lows = [self._settled(each) for each in levels]
         found = [await self._newest(request, *each, count) for each in zip(tags, levels, lows, wanted, strict=True)]
-        places = [(order(rows[i].stamp), at, i) for at, (rows, shown) in enumerate(found) for i in shown]
+        places = [(order(rows[i].timeuuid), at, i) for at, (rows, shown) in enumerate(found) for i in shown]
         first: dict[int, int] = {}
         for _, at, i in nlargest(count, places):
             first[at] = max(first.get(at, -1), i)
@@ -225,7 +225,7 @@ class CassandraTags:
         async with aclosing(self._rows.back(tag, self._latest())) as pages:
             async for page in pages:
                 for row in page:
-                    if len(shown) >= count and order(row.stamp) <= order(low) and rows[-1].stamp != row.stamp:
+                    if len(shown) >= count and order(row.timeuuid) <= order(low) and rows[-1].timeuuid != row.timeuuid:
                         return [*rows, row], shown
                     if not await is_written(row):
                         continue
@@ -244,8 +244,8 @@ class _Written:
         self._floors, self._shard, self._levels = floors, floors.shard_of(tag), levels
         self._others: set[Partition] = set()
 
-    async def __call__(self, row: Narrow) -> bool:
-        place, levels = row.place, self._levels
+    async def __call__(self, row: RowKey) -> bool:
+        place, levels = row.partition, self._levels
         if place in levels.marks or place in levels.floors:
             return row.offset <= levels.marks.get(place, -1)
         if place not in self._others:
@@ -262,18 +262,18 @@ def _before(rows: Sequence[StoredRow], first: int, low: UUID, room: int) -> TagP
     ``low`` is the stamp up to which nothing more will be written; it is below them all, or the last of them is.
     """
     at = first + 1
-    while at < len(rows) and rows[at].stamp == rows[first].stamp:
+    while at < len(rows) and rows[at].timeuuid == rows[first].timeuuid:
         at += 1
     if at == len(rows):
         return TagPosition(BEGIN)
-    last = rows[at].stamp
+    last = rows[at].timeuuid
     if order(last) <= order(low):
         return TagPosition(last)
     reached: dict[str, Reached] = {}
     for row in rows[at:]:
-        if order(row.stamp) > order(low):
-            key = hashed_place(row.place)
-            reached.setdefault(key, Reached(key, row.offset, ms_of(row.stamp)))
+        if order(row.timeuuid) > order(low):
+            key = hashed_partition(row.partition)
+            reached.setdefault(key, Reached(key, row.offset, ms_of(row.timeuuid)))
     return _after(low, reached, last, room)
 
 
@@ -283,11 +283,11 @@ def _after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> Tag
 
 
 def _is_shown(request: TagRequest, wanted: TagFilter, row: StoredRow) -> bool:
-    if request.until_ms is not None and ms_of(row.stamp) > request.until_ms:
+    if request.until_ms is not None and ms_of(row.timeuuid) > request.until_ms:
         return False
     if wanted.is_everything:
         return True
-    record = record_of(row.place, row.offset, row.time_ms, row.key, row.headers) if wanted.asks_record else None
+    record = record_of(row.partition, row.offset, row.time_ms, row.key, row.headers) if wanted.asks_record else None
     return wanted.shows(row.tags, row.value or b"null", record)
 
 

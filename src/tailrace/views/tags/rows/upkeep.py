@@ -40,18 +40,18 @@ from tailrace.upkeep.job import JobLease, milliseconds
 from tailrace.upkeep.spark import Assignment, WantedNames
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Command, Shards
-from tailrace.views.tags.model import Cleaned, Cleanings
+from tailrace.views.tags.model import Erasure, Erasures
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.numbering import AGAIN, RowNumbers
 from tailrace.views.tags.rows.reader import Bucket, RowReader
-from tailrace.views.tags.rows.store import Narrow, StoredRow, writer
-from tailrace.views.tags.store import VIEW, encode, read_cleaned, read_numbers, tag_options
+from tailrace.views.tags.rows.store import RowKey, StoredRow, writer
+from tailrace.views.tags.store import VIEW, encode, read_erasures, read_numbers, tag_options
 from tailrace.views.tags.upkeep import CLEANED, Cleanup, TakingOut, read_all_numbers
 
 WALK_PAGE: Final = 2_000
 _FAR_MS: Final = 1 << 50
 
-R = TypeVar("R", bound=Narrow)
+R = TypeVar("R", bound=RowKey)
 
 
 class Rows:
@@ -86,7 +86,7 @@ class Rows:
         """Yield all rows of a tag."""
         return self._each(self._reader.rows(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
 
-    def narrow(self, tag: str) -> Iterator[Narrow]:
+    def narrow(self, tag: str) -> Iterator[RowKey]:
         """Yield the same rows without what they carry."""
         return self._each(self._reader.narrow(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
 
@@ -239,19 +239,19 @@ def _examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: i
     shard = shard_of(tag, shards.options.shards)
     given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
-    marks, bounds, gone = parse_marks(answer), work.extent.shards[shard], work.cleaned.get(tag, {})
+    marks, bounds, gone = parse_marks(answer), work.extent.shards[shard], work.erasures.get(tag, {})
     numbers, tally = RowNumbers(), RowTally()
     late: list[tuple[StoredRow, tuple[int, int]]] = []
     for row in rows.rows(tag):
         if not _is_told(row, marks, gone):
             continue
-        place = str(row.place)
-        first, last = bounds.get(row.place, (0, NOTHING))
-        note = noted(row.pid, row.seq, row.tags)
+        place = str(row.partition)
+        first, last = bounds.get(row.partition, (0, NOTHING))
+        note = noted(row.source, row.seq, row.tags)
         sums = (0, 0)
         if first <= row.offset <= last:
             sums = fingerprint(place, row.offset, row.time_ms, row.key, row.headers, row.value or b"", note)
-        what = numbers.take(row.pid, row.tag_seq, ms_of(row.stamp), (place, row.offset))
+        what = numbers.take(row.source, row.tag_seq, ms_of(row.timeuuid), (place, row.offset))
         if what == AGAIN and len(late) < MOST_LATE:
             late.append((msgspec.structs.replace(row, value=None, headers=[]), sums))
         elif first <= row.offset <= last:
@@ -260,23 +260,23 @@ def _examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: i
     if numbers.is_doubtful:
         for each in rows.narrow(tag):
             if _is_told(each, marks, gone):
-                numbers.recall(each.pid, each.tag_seq, (str(each.place), each.offset))
+                numbers.recall(each.source, each.tag_seq, (str(each.partition), each.offset))
     for row, sums in late:
-        if numbers.is_repeat(row.pid, row.tag_seq):
+        if numbers.is_repeat(row.source, row.tag_seq):
             tally.repeats += 1
         elif any(sums):
-            tally.add((str(row.place), row.time_ms // DAY_MS), *sums)
+            tally.add((str(row.partition), row.time_ms // DAY_MS), *sums)
             tally.events += 1
     tally.findings += islice(_misnumbered(tag, numbers, since_ms), MOST_ODD)
     tally.findings += islice(_miscounted(shards, shard, tag, numbers.ends(), given, since_ms), MOST_ODD)
     return tally
 
 
-def _is_told(row: Narrow, marks: Mapping[Partition, int], gone: Cleanings) -> bool:
+def _is_told(row: RowKey, marks: Mapping[Partition, int], gone: Erasures) -> bool:
     """Whether readers are shown a row: its partition's mark has passed it, and its source was not taken out."""
-    if row.offset > marks.get(row.place, row.offset):
+    if row.offset > marks.get(row.partition, row.offset):
         return False
-    return row.pid not in gone or not gone[row.pid].covers(str(row.place), row.offset)
+    return row.source not in gone or not gone[row.source].covers(str(row.partition), row.offset)
 
 
 def _misnumbered(tag: str, numbers: RowNumbers, since_ms: int) -> Iterator[Finding]:
@@ -288,7 +288,7 @@ def _misnumbered(tag: str, numbers: RowNumbers, since_ms: int) -> Iterator[Findi
         if gap.before_ms < since_ms:
             continue  # they may have expired
         told = f"number {gap.last + 1} comes after {gap.first - 1}"
-        yield Finding("numbers", tag, day_text(gap.ms), gap.pid, gap.first, gap.last + 1, told)
+        yield Finding("numbers", tag, day_text(gap.ms), gap.source, gap.first, gap.last + 1, told)
     for pid in numbers.disordered():
         yield Finding("order", tag, "", pid, detail="its numbers are not in the order of their stamps")
 
@@ -306,7 +306,7 @@ def _miscounted(
             # The shard may have gone on since its numbers were read, and the rows with it.
             if before <= last <= now.number or (last < before and now.ms < since_ms):
                 continue
-            if not now.place:
+            if not now.partition:
                 continue  # somebody else wrote it: nothing was given out
             told = f"the last row has number {last}, and the shard has given out {now.number}"
             yield Finding("numbers", tag, "", pid, now.number, last, told)
@@ -414,9 +414,9 @@ class RowCleaning(TakingOut):
                 for row in self._covered(rows, tag, marks):
                     _count(found, row)
                 if found.events:
-                    before = read_cleaned(shards, [tag]).get(tag, {}).get(self._source, Cleaned(0, {}))
+                    before = read_erasures(shards, [tag]).get(tag, {}).get(self._source, Erasure(0, {}))
                     places = {str(place): marks[place] for place in found.places}
-                    gone = Cleaned(max(before.number, found.number), {**before.marks, **places})
+                    gone = Erasure(max(before.number, found.number), {**before.marks, **places})
                     staging.clean(tag, self._source, encode(gone))
                     self._reached("cleaned")
                     self._delete(rows, tag, marks, lease)
@@ -430,10 +430,10 @@ class RowCleaning(TakingOut):
             store.delete(some)
             self._reached("rows-deleted")
 
-    def _covered(self, rows: Rows, tag: str, marks: dict[Partition, int]) -> Iterator[Narrow]:
+    def _covered(self, rows: Rows, tag: str, marks: dict[Partition, int]) -> Iterator[RowKey]:
         """Yield the source's rows up to the marks."""
         for row in rows.narrow(tag):
-            if row.pid == self._source and row.offset <= marks.get(row.place, NOTHING):
+            if row.source == self._source and row.offset <= marks.get(row.partition, NOTHING):
                 yield row
 
 
@@ -449,8 +449,8 @@ def tags_of(shards: Shards, rows: Rows, source: str) -> Iterator[str]:
         yield from (tag for tag, has in zip(page, shards.run_all(commands), strict=True) if has)
 
 
-def _count(found: _Found, row: Narrow) -> None:
+def _count(found: _Found, row: RowKey) -> None:
     found.events += 1
     found.number = max(found.number, row.tag_seq)
     found.buckets.add(row.bucket_ms)
-    found.places.add(row.place)
+    found.places.add(row.partition)
