@@ -8,7 +8,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.log.event import Partition
-from tailrace.log.timeuuid import order, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, order
 from tailrace.views.tags.model import Numbered, timeuuid_ms
 from tailrace.views.tags.rows.cursor import Reads, TagPosition, Waits
 from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
-from tailrace.log.timeuuid import first_of, last_of, ms_of, order, make_timeuuid
+from tailrace.log.timeuuid import first_of, last_of, make_timeuuid, ms_of, order
 
 _ms = st.integers(0, 4_000_000_000_000)
 _offset = st.integers(0, (1 << 44) - 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.log.timeuuid import last_of, ms_of, make_timeuuid
+from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
 from tailrace.views.tags.rows.cursor import BEGIN, TagPosition, Waits
 from tests.model.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 

@@ -18,7 +18,7 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import first_of, last_of, ms_of, order, make_timeuuid
+from tailrace.log.timeuuid import first_of, last_of, make_timeuuid, ms_of, order
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.reader import Bucket, RowReader, overlapping

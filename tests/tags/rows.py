@@ -10,7 +10,7 @@ from uuid import UUID
 from tailrace.errors import StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import ms_of, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions

@@ -13,7 +13,7 @@ from tailrace.driver.slice import Window
 from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.store import LogRegistry
-from tailrace.log.timeuuid import ms_of, order, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, ms_of, order
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.valkey.shards import Call, Shards, StoreOptions
 from tailrace.views.tags.model import Numbered, Tagging

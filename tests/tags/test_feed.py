@@ -12,7 +12,7 @@ import pytest
 from tailrace.errors import BadRequest, CursorError, QueryError, StreamNotFound
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.request import EventFrame, Moved
-from tailrace.log.timeuuid import ms_of, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags import merge as tag_merge

@@ -17,7 +17,7 @@ import pytest
 from tailrace.errors import RowsMissing
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import ms_of, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tests.feeds.rig import controls, now_ms
 from tests.tags.cases import HOUR, SECOND, World, in_turn, run
 from tests.tags.reading import events, names

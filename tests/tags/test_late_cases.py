@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import last_of, ms_of, make_timeuuid
+from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import BEGIN, Reads, TagPosition, TagRow
 from tailrace.views.tags.rows.reader import RowReader
@@ -237,7 +237,9 @@ def _stands_at(ms: int, reads: Reads, start: TagPosition | None = None) -> Readi
     """Return a reading that has passed an event of this millisecond."""
     reading: Reading[TagRow] = Reading(start or TagPosition(BEGIN), reads, from_beginning=start is None, now_ms=ms)
     place = Partition("theirs", 0)
-    row = RowKey(tag="green", bucket_ms=0, timeuuid=make_timeuuid(ms, 0, place), source="p", tag_seq=1, partition=place, offset=0)
+    row = RowKey(
+        tag="green", bucket_ms=0, timeuuid=make_timeuuid(ms, 0, place), source="p", tag_seq=1, partition=place, offset=0
+    )
     reading.begin({}, {}, ms)
     reading.admit({place})
     assert len([*reading.page([row], ms), *reading.finish(ms)]) == 1

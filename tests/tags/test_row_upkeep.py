@@ -15,7 +15,7 @@ from tailrace.cli import upkeep as repair
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
-from tailrace.log.timeuuid import ms_of, order, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, ms_of, order
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
@@ -73,7 +73,9 @@ def test_an_audit_finds_rows_whole_and_names_what_is_lost_misnumbered_stale_or_t
     here.rows_writer.write(
         [
             # Written, not told of, and written again, since its time was cut by the clock.
-            msgspec.structs.replace(again, timeuuid=make_timeuuid(ms_of(again.timeuuid) + 7, again.offset, again.partition)),
+            msgspec.structs.replace(
+                again, timeuuid=make_timeuuid(ms_of(again.timeuuid) + 7, again.offset, again.partition)
+            ),
             # Written by a task that does not exist yet.
             msgspec.structs.replace(
                 again, offset=10_000, tag_seq=9, timeuuid=make_timeuuid(NOON + HOUR, 10_000, again.partition)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
-from tailrace.log.timeuuid import order, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, order
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions

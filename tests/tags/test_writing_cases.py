@@ -26,7 +26,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreError, StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.log.segment import DAY_MS, bucket_start
-from tailrace.log.timeuuid import ms_of, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Numbered

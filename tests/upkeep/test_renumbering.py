@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.columns import TagFields, TagColumns
+from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.cursor import Position
 from tailrace.log.event import Partition
 from tailrace.log.run import NumberedRun, Run
@@ -44,7 +44,9 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
         mine = [(e.note.ms, e.source) for e in made if e.note is not None and e.note.source == pid]
         assert all(a[0] < b[0] if a[1] != b[1] else a[0] <= b[0] for a, b in pairwise(mine))
     # What was made once is made the same again, also from the middle: stamps and numbers are those that are there.
-    known = {e.note.source: Numbered(e.note.number, e.note.seq, e.note.ms, str(e.source)) for e in made[:split] if e.note}
+    known = {
+        e.note.source: Numbered(e.note.number, e.note.seq, e.note.ms, str(e.source)) for e in made[:split] if e.note
+    }
     rest = made[split:]
     assert Ends(ends, {}).fits(counted(rest), known)
     assert list(renumbered(rest, Ends(ends, {}), counted(rest), known, 10**9)) == rest

@@ -359,7 +359,9 @@ def test_the_command_says_what_it_would_take_out_and_one_that_is_killed_is_compl
             note.source
             for segment in keeper.log("red").segments
             for entry in keeper.registry.entries("red", segment)
-            for note in (entry.run.tag_columns.rows(entry.run.offsets, entry.run.times) if entry.run.tag_columns else ())
+            for note in (
+                entry.run.tag_columns.rows(entry.run.offsets, entry.run.times) if entry.run.tag_columns else ()
+            )
         ]
         assert left == ["p"] * 8
     assert clean("--tag", "green")[0] == 1

@@ -16,7 +16,7 @@ from uuid import UUID
 import msgspec
 import zstandard
 
-from tailrace.log.columns import TagFields, TagColumns, tag_fields_json
+from tailrace.log.columns import TagColumns, TagFields, tag_fields_json
 from tailrace.log.event import Headers, Partition, headers_json, iso_time, key_json
 from tailrace.log.timeuuid import make_timeuuid
 

@@ -130,7 +130,8 @@ def prints(
 
 def _noted(notes: TagColumns, offsets: list[int], times: list[int], numbered: bool) -> list[tuple[object, ...]]:
     return [
-        noted(note.source, note.seq, note.tags, note.number if numbered else None) for note in notes.rows(offsets, times)
+        noted(note.source, note.seq, note.tags, note.number if numbered else None)
+        for note in notes.rows(offsets, times)
     ]
 
 

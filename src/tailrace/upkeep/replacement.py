@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 
 import msgspec
 
-from tailrace.log.columns import TagFields, TagColumns
+from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.cursor import Position
 from tailrace.log.event import Headers, Partition
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces

@@ -470,7 +470,11 @@ class MergedTags(TagFeed):
                         "tag %r: %s:%d waited %g s for the marks of the other tags' shards, and goes out without them",
                         *(line.reader.name, head.partition, head.offset, HELD_S),
                     )
-                return self._earliest(head.partition) if self._may_precede(*self._earliest(head.partition)) else (line, head)
+                return (
+                    self._earliest(head.partition)
+                    if self._may_precede(*self._earliest(head.partition))
+                    else (line, head)
+                )
         return None
 
 

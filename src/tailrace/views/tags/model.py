@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from tailrace.log.columns import TagFields, TagColumns
+from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Segment

@@ -188,7 +188,9 @@ async def tag_readers(service: Here, query: Annotated[NoQuery, Query()]) -> Read
 
 
 def _source(pid: str, known: Numbered) -> TaggedSource:
-    return TaggedSource(source=pid, tag_seq=known.number, seq=known.seq, time=iso_time(known.ms), partition=known.partition)
+    return TaggedSource(
+        source=pid, tag_seq=known.number, seq=known.seq, time=iso_time(known.ms), partition=known.partition
+    )
 
 
 def _feed(

@@ -41,7 +41,7 @@ from tailrace.upkeep.examine import ExaminedEntry, look, read_held
 from tailrace.upkeep.job import JobLease, milliseconds, now_ms, require_copy
 from tailrace.upkeep.replacement import RestoredEvent
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.model import Erasure, Numbered, beside, timeuuid_ms, thinned, without
+from tailrace.views.tags.model import Erasure, Numbered, beside, thinned, timeuuid_ms, without
 from tailrace.views.tags.store import VIEW, encode, read_erasures, tags_of
 
 logger = logging.getLogger(__name__)

@@ -362,7 +362,9 @@ class Reading(Generic[R]):
                 self._carry = []
                 break
             if not committed and not self._places.floors:
-                self._low = self._water.timeuuid  # the first place of all was made known just now; its floor was not read
+                self._low = (
+                    self._water.timeuuid
+                )  # the first place of all was made known just now; its floor was not read
             if is_last:
                 self._position = row.timeuuid
                 self._rise()
@@ -405,7 +407,9 @@ class Reading(Generic[R]):
         """Return those of some rows, up to the position, that were missed: they are wanted, in order, by ``late``."""
         limit = order(self._position)
         return [
-            row for row in rows if self._places.is_committed(row) and order(row.timeuuid) <= limit and self._is_missed(row)
+            row
+            for row in rows
+            if self._places.is_committed(row) and order(row.timeuuid) <= limit and self._is_missed(row)
         ]
 
     def _is_missed(self, row: TagRow) -> bool:

@@ -28,7 +28,7 @@ from tailrace.errors import PipelineError, StaleDriver, StaleUpkeep
 from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.segment import bucket_start
-from tailrace.log.timeuuid import ms_of, make_timeuuid
+from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.examine import fingerprint, noted
