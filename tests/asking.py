@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.model.query.generators import queries
+from tests.query.generators import queries
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _names = _texts.filter(lambda text: not text.startswith("$"))

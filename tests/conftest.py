@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from tailrace.config.load import load
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
+from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
+from tests.http.parts import NO_BROKER, Running, Serve, Streams
 from tests.spark_classes import keep_spark_classes
+from tests.upkeep.past import Past, settings_for
+from tests.views.folds.holding import Holder
+from tests.writing import Writer
 
 _prefixes = count()
 
@@ -119,3 +128,68 @@ def own_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
     server.start(30)
     yield server
     server.stop()
+
+
+@pytest.fixture
+def streams(store: StoreOptions) -> Iterator[Streams]:
+    made = Streams(store)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def holder(store: StoreOptions) -> Iterator[Holder]:
+    made = Holder(store)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def serve(store: StoreOptions, tmp_path: Path) -> Iterator[Serve]:
+    """Start a service with these settings on top."""
+    with ExitStack() as stack:
+
+        def start(**flags: object) -> Running:
+            empty = tmp_path / "tailrace.toml"
+            empty.touch()
+            given: dict[str, object] = {"valkey.url": store.url, "valkey.prefix": store.prefix}
+            given["kafka.bootstrap"] = NO_BROKER
+            running = Running(load(empty, given | {key.replace("__", "."): value for key, value in flags.items()}))
+            stack.callback(running.stop)
+            return running
+
+        yield start
+
+
+@pytest.fixture
+def service(serve: Serve) -> Running:
+    return serve()
+
+
+@pytest.fixture
+def client(service: Running) -> Iterator[httpx.Client]:
+    with service.client() as made:
+        yield made
+
+
+@pytest.fixture
+def broker_client(serve: Serve, kafka: EmbeddedKafka) -> Iterator[httpx.Client]:
+    """A client of a service that has a broker."""
+    with serve(kafka__bootstrap=kafka.address, kafka__new_topic_partitions=2).client() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def spark(kafka: EmbeddedKafka) -> Iterator[Any]:
+    with spark_for(settings_for(kafka.address, StoreOptions("valkey://127.0.0.1:1/0"), [])) as session:
+        yield session
+
+
+@pytest.fixture
+def past(kafka: EmbeddedKafka, store: StoreOptions, spark: Any) -> Callable[..., Past]:
+    """Makes a topic and its view; ``past(2, days__keep="7d")`` has two partitions and a setting of its own."""
+
+    def make(partitions: int = 2, writer: Writer | None = None, **flags: object) -> Past:
+        return Past(kafka.address, store, spark, partitions, writer, **flags)
+
+    return make

@@ -29,7 +29,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.model import Clump, Finished, Input
 from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded, stream_of
 from tailrace.views.folds.store import rules_of
-from tests.serving.parts import NO_BROKER, Running, Streams
+from tests.http.parts import NO_BROKER, Running, Streams
 from tests.writing import NOON
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

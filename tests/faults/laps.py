@@ -11,7 +11,7 @@ from tailrace.valkey.marks import conserved
 from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import state_of
 from tests.faults.rig import Installation, wait_for
-from tests.sessions.recorded import MS, T0, doubles, read_stream
+from tests.views.sessions.recorded import MS, T0, doubles, read_stream
 
 PARTITIONS = 2
 SAMPLES = 20

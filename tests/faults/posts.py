@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 from tailrace.valkey.marks import conserved
 from tests.faults.rig import Installation, wait_for
-from tests.folds.rig import Fold, FoldRig
+from tests.views.folds.rig import Fold, FoldRig
 from tests.writing import Record
 
 PARTITIONS = 3

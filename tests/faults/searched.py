@@ -17,8 +17,8 @@ from tailrace.views.grep.model import Search, make_search
 from tailrace.views.grep.request import make_grep_request
 from tailrace.views.grep.store import VIEW, scanning
 from tests.faults.rig import Installation, assert_ordered, wait_for
-from tests.grep.rig import finds
-from tests.grep.site import consume
+from tests.views.grep.rig import finds
+from tests.views.grep.site import consume
 
 PARTITIONS = 3
 PAST = 20_000

@@ -13,7 +13,7 @@ from tailrace.valkey.marks import conserved, read_marks
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.reader import RowReader
 from tests.faults.rig import Installation, Load, wait_for
-from tests.tags.test_view import read_tags
+from tests.views.tags.test_view import read_tags
 
 RULES = {"all": {"n": {"$gte": 0}}, "third": {"n": {"$mod": [3, 0]}}, "long": {"pad": {"$regex": "x{100}"}}}
 

@@ -20,7 +20,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.views.folds.model import Windows
 from tests.faults.posts import PARTITIONS, QUIET_MS, Posts, folds_of
 from tests.faults.rig import Installation, Pipeline, wait_for
-from tests.folds.rig import expected
+from tests.views.folds.rig import expected
 from tests.writing import NOON
 
 Published = list[dict[str, Any]]

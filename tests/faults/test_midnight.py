@@ -17,7 +17,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tests.faults.follower import Follower
 from tests.faults.rig import wait_for
-from tests.feeds.rig import rig
+from tests.log.rig import rig
 from tests.writing import NOON, Record, Writer
 
 MIDNIGHT = NOON + DAY_MS // 2

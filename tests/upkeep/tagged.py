@@ -15,7 +15,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagger
 from tailrace.views.tags.store import tag_options
 from tailrace.views.tags.upkeep import Cleaning
-from tests.feeds.rig import Rig, rig
+from tests.log.rig import Rig, rig
 from tests.upkeep.past import Past
 from tests.writing import NOON, Record, Writer
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.upkeep.packer import STEPS
 from tailrace.valkey.shards import StoreOptions
-from tests.feeds.rig import Follower, rig
+from tests.log.rig import Follower, rig
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer
 

@@ -15,7 +15,7 @@ from tailrace.log.run import NumberedRun
 from tailrace.log.segment import PACKED, Segment
 from tailrace.log.store import PackedPiece, Rebuilt
 from tailrace.valkey.shards import StoreOptions
-from tests.feeds.rig import Follower, Rig, ids, rig
+from tests.log.rig import Follower, Rig, ids, rig
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer
 

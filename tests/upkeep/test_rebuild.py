@@ -28,7 +28,7 @@ from tailrace.upkeep.replacement import Buckets, RestoredEvent, merged, replaced
 from tailrace.upkeep.restore import STEPS, RebuildPlan, Restorer
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
-from tests.feeds.rig import ids, rig
+from tests.log.rig import ids, rig
 from tests.meanwhile import meanwhile
 from tests.upkeep.past import Past, by_name
 from tests.upkeep.rig import Keeper

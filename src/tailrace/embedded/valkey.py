@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 import valkey
-
 from tailrace.embedded.process import HOST, EmbeddedServer, Part, free_port
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 

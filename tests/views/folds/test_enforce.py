@@ -1,0 +1,72 @@
+"""Rules that change while folds are open: nothing is lost, and what is pending is due by the rule in force."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tailrace.errors import StaleDriver
+from tailrace.valkey.shards import StoreOptions, enlist
+from tailrace.views.folds.collect import Collect
+from tailrace.views.folds.driver import Emitter, enforce
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.store import FoldStore, in_force
+from tests.views.folds.rig import RULE, FoldRig, post
+from tests.writing import NOON
+
+
+def _with_quiet(quiet_ms: int) -> Rule:
+    return msgspec.structs.replace(RULE, windows=msgspec.structs.replace(RULE.windows, quiet_ms=quiet_ms))
+
+
+def test_other_windows_give_pending_folds_their_new_due_time(any_store: StoreOptions) -> None:
+    rig = FoldRig(any_store)
+    enforce(rig.shards, {"accounts": RULE}, NOON)
+    rig.writer.write([post(i, f"account_{i}", 0) for i in range(300)])
+    store = FoldStore(rig.shards)
+    for quiet_ms in (4_000, 200):
+        enforce(rig.shards, {"accounts": _with_quiet(quiet_ms)}, NOON)
+        assert store.earliest([RULE]) == {"accounts": NOON + quiet_ms}
+        assert in_force(rig.shards)["accounts"].rule.windows.quiet_ms == quiet_ms
+    assert in_force(rig.shards)["accounts"].counts["input"] == 300
+    assert rig.folds() == []
+    rig.rules = (_with_quiet(200),)
+    rig.settle(200)
+    assert len(rig.folds()) == 300
+
+
+def test_the_same_rules_again_change_nothing(store: StoreOptions) -> None:
+    rig = FoldRig(store)
+    enforce(rig.shards, {"accounts": RULE}, NOON)
+    before = in_force(rig.shards)
+    enforce(rig.shards, {"accounts": RULE}, NOON + 1)
+    assert in_force(rig.shards) == before
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_rule_that_gathers_something_else_or_is_gone_gives_out_what_it_held(
+    any_store: StoreOptions, gathers: bool
+) -> None:
+    rig = FoldRig(any_store)
+    enforce(rig.shards, {"accounts": RULE}, NOON)
+    rig.writer.write([post(i, f"account_{i}", 0) for i in range(50)])
+    other = msgspec.structs.replace(RULE, collect=(Collect("n", "count", ("id",)),))
+    enforce(rig.shards, {"accounts": other} if gathers else {}, NOON)
+    values = [value for _, value in rig.outbox()]
+    assert len(values) == 50
+    assert {value["reason"] for value in values} == {"flush"}
+    assert all(value["values"]["metrics"] == ["likes"] for value in values)
+    assert rig.left() == []
+    assert list(in_force(rig.shards)) == (["accounts"] if gathers else [])
+
+
+def test_the_emitter_of_a_driver_that_was_overtaken_gives_nothing_out(store: StoreOptions) -> None:
+    rig = FoldRig(store)
+    rig.writer.write([post(0, "account_1", 0)])
+    old = Emitter(rig.shards, (RULE,), lambda rules: {"accounts": NOON + 10**6}, epoch=rig.writer.epoch)
+    enlist(rig.shards, ("folds",), now=lambda: rig.writer.epoch + 1)
+    with pytest.raises(StaleDriver):
+        old.turn()
+    assert rig.folds() == []
+    rig.settle(10**6)
+    assert len(rig.folds()) == 1
