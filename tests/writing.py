@@ -122,7 +122,7 @@ async def read_view(options: StoreOptions) -> dict[str, list[str]]:
                 while entries := await logs.read(name, segment, after, 100):
                     for entry in entries:
                         assert entry.first > after
-                        ids += [f"{entry.run.source}:{offset}" for offset in entry.run.offsets]
+                        ids += [f"{entry.run.partition}:{offset}" for offset in entry.run.offsets]
                         after = entry.last
             found[name] = ids
         return found

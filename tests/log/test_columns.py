@@ -60,6 +60,6 @@ def test_a_changed_number_changes_the_digest(runs: list[Run]) -> None:
     rows = _notes([run])
     rows[0] = rows[0]._replace(number=rows[0].number + 1)
     other = Run.of(
-        run.source, run.offsets, run.times, run.keys, None, run.values, TagColumns.of(rows, run.offsets, run.times)
+        run.partition, run.offsets, run.times, run.keys, None, run.values, TagColumns.of(rows, run.offsets, run.times)
     )
     assert digest([NumberedRun(1, len(run), NOON, run, 1)]) != digest([NumberedRun(1, len(run), NOON, other, 1)])

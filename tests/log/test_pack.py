@@ -52,7 +52,9 @@ def _events(entries: list[NumberedRun]) -> list[object]:
         keys = run.keys * len(run) if len(run.keys) == 1 else run.keys
         headers = run.headers or [[]] * len(run)
         numbers = range(entry.first, entry.last + 1)
-        found += zip(numbers, [run.source] * len(run), run.offsets, run.times, keys, headers, run.values, strict=True)
+        found += zip(
+            numbers, [run.partition] * len(run), run.offsets, run.times, keys, headers, run.values, strict=True
+        )
     return found
 
 
@@ -82,7 +84,7 @@ def test_a_change_in_any_event_changes_the_digest(entries: list[NumberedRun], da
         entries[at].first,
         entries[at].last,
         entries[at].newest_ms,
-        Run(run.topic, run.partition, run.generation, run.steps, run.ticks, run.keys, run.headers, values),
+        Run(run.topic, run.partition_id, run.generation, run.steps, run.ticks, run.keys, run.headers, values),
         1,
     )
     assert digest(changed) != digest(entries)

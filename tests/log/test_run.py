@@ -46,7 +46,7 @@ def test_a_stored_run_has_the_same_records_with_the_same_bytes(
     assert run == _run(rows)
     assert run.times == [row[1] for row in rows]
     assert run.values == [row[4] for row in rows]
-    assert run.source == Partition("topic", 3, 1)
+    assert run.partition == Partition("topic", 3, 1)
     assert run.offsets[0] == rows[0][0]
 
 

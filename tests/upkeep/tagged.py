@@ -87,7 +87,7 @@ class TagPast(Past):
                 assert run.tag_columns is not None
                 rows = run.tag_columns.rows(run.offsets, run.times)
                 for offset, note in zip(run.offsets, rows, strict=True):
-                    found.append(Seen(f"{run.source}:{offset}", note.source, note.number, note.ms, note.tags))
+                    found.append(Seen(f"{run.partition}:{offset}", note.source, note.number, note.ms, note.tags))
         return found
 
     def numbers(self, tag: str) -> dict[str, list[int]]:

@@ -1,1 +1,1 @@
-"""The log: events in order, in runs and segments; its cursors, store, hub and feed, which all views share."""
+"""The log that all views share: events in order, stored in runs and segments, with cursors, a hub and feeds."""

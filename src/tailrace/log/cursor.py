@@ -1,14 +1,14 @@
-"""Cursors: where a reader stopped, as one short text, for every feed.
+"""Cursors: the text with which a reader of any feed resumes. Starts: the text that says where a request begins.
 
     1789200000.42              one log: epoch and number of the last event seen
     1789200000.42,.57,0.0      several logs in request order; an epoch equal to the one before is left out
-    1789200000.42+3-9,.57      of the first log the events 45 to 51 were seen, too, though not those between
-    1789200000.42~7            seven events were sent before (a request with a limit)
-    1789200000.42~@1789200000  the request began at a time, in milliseconds: what is older is left out
-    1789200000.42~end          the request has ended; whoever comes back with it gets nothing more
+    1789200000.42+3-9,.57      in the first log the events 45 to 51 were seen too, those between were not
+    1789200000.42~7            the request has a limit and has sent seven events
+    1789200000.42~@1789200000  the request began at a time, in milliseconds: older events are left out
+    1789200000.42~end          the request has ended: resuming with it returns nothing more
 
-Invariant: ``parse(str(cursor)) == cursor`` for every cursor, and a cursor means the same place for ever, or a place
-that is known to be gone. ``0.0`` is the place before everything.
+Invariant: ``parse(str(cursor)) == cursor`` for every cursor, and a cursor means the same position for ever, or one that
+is known to be gone. ``0.0`` is the position before everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE = re.compile(r"(?=.)(\d{1,16})?(?:@(-?\d{1,16}))?", re.ASCII)
 
 
 class Position(msgspec.Struct, frozen=True):
-    """A place in one log: after the event with this number, in this epoch."""
+    """A position in one log: after the event with this number, in this epoch."""
 
     epoch: int = 0
     number: int = 0
@@ -44,20 +44,20 @@ class Position(msgspec.Struct, frozen=True):
 Position.START = Position()
 
 Ranges = tuple[tuple[int, int], ...]
-"""Numbers of events, from and to, that rise and do not touch."""
+"""Ranges of numbers, first and last, in order and apart from each other."""
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """A place in a feed over one or several logs."""
+    """A position in a feed over one or several logs."""
 
     positions: tuple[Position, ...]
     sent: int | None = None
-    """How many events the request had sent, when it has a limit."""
+    """Number of events that a request with a limit has sent."""
     since_ms: int | None = None
-    """The time at which the request began, when it began at one."""
+    """Time at which the request began, if it began at one."""
     ended: bool = False
     ahead: tuple[Ranges, ...] = ()
-    """For each log what was seen beyond its place, in the same epoch; empty if there is nothing of the kind."""
+    """For each log the events seen beyond its position, in the same epoch; empty if no log has any."""
 
     def __str__(self) -> str:
         parts: list[str] = []
@@ -68,12 +68,11 @@ class Cursor(msgspec.Struct, frozen=True):
                 text += "".join(f"+{low - position.number}-{high - position.number}" for low, high in self.ahead[at])
             parts.append(text)
             before = position.epoch
-        text = ",".join(parts)
-        return text + self.suffix
+        return ",".join(parts) + self.suffix
 
     @property
     def suffix(self) -> str:
-        """What follows the positions: the state of the request."""
+        """State of the request, which follows the positions."""
         if self.ended:
             return "~end"
         if self.sent is None and self.since_ms is None:
@@ -83,7 +82,7 @@ class Cursor(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, names: int) -> Cursor:
-        """Read a cursor of a feed over ``names`` logs; anything else is a CursorError."""
+        """Read a cursor of a feed over ``names`` logs, or raise CursorError."""
         if len(text) > MAX_CURSOR_BYTES:
             raise CursorError(f"a cursor has at most {MAX_CURSOR_BYTES} bytes; this one has {len(text)}")
         body, tilde, tail = text.strip().partition("~")
@@ -100,7 +99,7 @@ class Cursor(msgspec.Struct, frozen=True):
             ranges = tuple((number + int(low), number + int(high)) for low, high in _RANGE.findall(match[3]))
             ends = [number, *(end for both in ranges for end in both)]
             if ends != sorted(ends):
-                raise CursorError(f"cannot read cursor {text[:80]!r}: what was seen ahead is in no order")
+                raise CursorError(f"cannot read cursor {text[:80]!r}: its ranges are not in order")
             ahead.append(ranges)
         if len(positions) != names:
             raise CursorError(f"the cursor is of a feed over {len(positions)} stream(s), the request is for {names}")
@@ -108,7 +107,7 @@ class Cursor(msgspec.Struct, frozen=True):
 
 
 def parse_state(tail: str, cursor: str) -> tuple[int | None, int | None, bool]:
-    """Read what follows ``~`` in a cursor: how many were sent, since when, and whether the request has ended."""
+    """Read the part of a cursor after ``~``; return events sent, start time, and whether the request has ended."""
     if tail == "end":
         return None, None, True
     state = _STATE.fullmatch(tail)
@@ -118,31 +117,28 @@ def parse_state(tail: str, cursor: str) -> tuple[int | None, int | None, bool]:
     return None if sent is None else int(sent), None if since is None else int(since), False
 
 
-# Where a request begins.
-
-
 class FromStart(msgspec.Struct, frozen=True):
-    """Before everything that exists."""
+    """Begin before everything that exists."""
 
 
 class FromEnd(msgspec.Struct, frozen=True):
-    """After everything that exists now."""
+    """Begin after everything that exists now."""
 
 
 class FromLast(msgspec.Struct, frozen=True):
-    """The last ``count`` events that exist now."""
+    """Begin with the last ``count`` events that exist now."""
 
     count: int
 
 
 class FromTime(msgspec.Struct, frozen=True):
-    """The first event at or after a time."""
+    """Begin with the first event at or after a time."""
 
     time_ms: int
 
 
 class FromCursor(msgspec.Struct, frozen=True):
-    """After a cursor."""
+    """Begin after a cursor."""
 
     cursor: Cursor
 
@@ -156,7 +152,7 @@ _ISO = re.compile(
     r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+-]\d\d:?\d\d)?|(Z))?", re.ASCII | re.IGNORECASE
 )
 MAX_LAST = 100_000
-"""Events that ``-N`` may ask for, over all names: their places are all looked up before the first is sent."""
+"""Most events that ``-N`` may ask for, over all names: all their positions are looked up before the first is sent."""
 
 
 def parse_start(text: str, names: int, now_ms: int) -> Start:

@@ -1,12 +1,10 @@
-"""Events: the identity of a Kafka record and the JSON form in which every feed shows it.
+"""Events: the identity of a Kafka record, its JSON form in every feed, and the check that it has one.
 
 Invariant: an event's id is a pure function of its coordinates in Kafka, so it is the same in every view, in every
 delivery, and after a rebuild. A topic that was deleted and created again has a higher generation, which its ids carry.
 
-Poison: which records cannot be shown to anyone as JSON, and why.
-
-Invariant: a value that passes is valid JSON text (RFC 8259) in valid UTF-8, no deeper than the limit, whose escapes
-name characters that exist; so every reader downstream may parse it. Long numbers and repeated keys are normal.
+Invariant of ``poison``: a value that passes is valid JSON (RFC 8259) in valid UTF-8, no deeper than the limit, and its
+escapes name characters that exist, so every reader may parse it. Long numbers and repeated keys pass.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ import msgspec
 from tailrace.log.name import Literal, key_elements
 
 Headers: TypeAlias = list[tuple[str, bytes | None]]
-"""Kafka's headers of one record, in order; a name may occur several times."""
+"""Headers of one Kafka record, in order; a name may occur several times."""
 
 SHORT_KEY = 64
-"""Bytes up to which what a key is shown as is remembered: keys come again, and to read one costs more than all else."""
+"""Longest key, in bytes, whose JSON form is cached: keys recur, and parsing one is the dearest part of a frame."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Partition(msgspec.Struct, frozen=True):
-    """One generation of one partition of a topic: where an offset means one record for ever."""
+    """One generation of one partition of a topic: within it an offset means one record for ever."""
 
     topic: str
     partition: int
@@ -42,25 +40,25 @@ class Partition(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The topic, with its generation if it was created more than once (``@`` is not allowed in topic names)."""
+        """Topic, with its generation if it was created more than once (``@`` is not allowed in topic names)."""
         return f"{self.topic}@{self.generation}" if self.generation else self.topic
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """Read what ``str`` wrote."""
+        """Read the text that ``str`` returns."""
         label, _, partition = text.rpartition(":")
         topic, _, generation = label.partition("@")
         return cls(topic, int(partition), int(generation or 0))
 
 
-def home_of(source: Partition, shards: int) -> int:
-    """Return the shard that keeps what has no name of its own: dead letters, skips, counts, matched records."""
-    return crc32(str(source).encode()) % shards
+def home_of(partition: Partition, shards: int) -> int:
+    """Return the shard that keeps a partition's data that has no name: dead letters, skips, counts, matched records."""
+    return crc32(str(partition).encode()) % shards
 
 
-def event_id(source: Partition, offset: int) -> str:
+def event_id(partition: Partition, offset: int) -> str:
     """Return the stable id of a record: ``topic:partition:offset``."""
-    return f"{source}:{offset}"
+    return f"{partition}:{offset}"
 
 
 def iso_time(time_ms: int) -> str:
@@ -79,7 +77,7 @@ def _second(seconds: int) -> str:
 
 
 def key_json(key: bytes | None) -> bytes:
-    """Return the key as a JSON array of its elements, ``null`` without one; bytes that are no text as base64."""
+    """Return a key as a JSON array of its elements; ``null`` without a key, ``{"base64": …}`` for bytes not UTF-8."""
     if key is None:
         return b"null"
     return _short_key(key) if len(key) <= SHORT_KEY else _key_json(key)
@@ -99,7 +97,7 @@ _short_key = lru_cache(10_000)(_key_json)
 
 
 def headers_json(headers: Headers | None) -> bytes:
-    """Return headers as a JSON object; a repeated name becomes a list, bytes that are no text ``{"base64": …}``."""
+    """Return headers as a JSON object; a repeated name becomes a list, bytes not UTF-8 ``{"base64": …}``."""
     if not headers:
         return b"{}"
     shown: dict[str, object] = {}
@@ -130,7 +128,7 @@ _OPEN, _CLOSE = b"[{", b"]}"
 
 
 def poison(value: bytes, max_bytes: int, max_depth: int) -> str | None:
-    """Return the reason why a value is poison, or None. Tombstones (no value at all) are not for this function."""
+    """Return why a value cannot be shown as JSON, or None if it can. Do not call it for tombstones (no value)."""
     if not value:
         return "empty"
     if len(value) > max_bytes:
@@ -139,7 +137,7 @@ def poison(value: bytes, max_bytes: int, max_depth: int) -> str | None:
         value.decode()
     except UnicodeDecodeError:
         return "invalid-utf8"
-    # A document of depth d has at least 2 d bytes, so most values need no count at all.
+    # A document of depth d has at least 2 d bytes, so most values need no count.
     if len(value) >= 2 * max_depth and too_deep(value, max_depth):
         return "too-deep"
     try:

@@ -1,8 +1,8 @@
-"""Stream names: how the key of a record becomes the name of its stream, and back to a shard.
+"""Names: the name of a log from the key of its records, and the shard of a name.
 
 Invariant: two different keys never share a name. A key is a list of elements; a plain string is a list of one. String
-elements are joined by ``/`` with ``/`` and ``%`` inside them escaped; an element that is no string is written as ``=``
-and its JSON, so that ``["42"]`` and ``[42]`` differ.
+elements are joined by ``/``, with ``/`` and ``%`` inside them escaped; any other element is written as ``=`` and its
+JSON, so that ``["42"]`` and ``[42]`` differ.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from zlib import crc32
 import msgspec
 
 MAX_NAME_BYTES = 4096
-"""A longer name is refused: it would be a Valkey key of its own length for every segment."""
-
 MAX_TAG_BYTES = 512
-"""A longer tag is refused for the same reason."""
+"""Longer names and tags are refused: every segment has a Valkey key that contains its name."""
 
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class Literal(str):
-    """An element that is no string, as the text it was written with: ``42``, ``4.20``, ``null``, ``{"a":1}``."""
+    """An element other than a string, as its JSON text: ``42``, ``4.20``, ``null``, ``{"a":1}``."""
 
 
 class Unnameable(ValueError):
-    """A key that gives no name; ``reason`` is the word under which the record is counted as skipped."""
+    """The key has no name; ``reason`` is the word under which the record is counted as skipped."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -34,9 +32,9 @@ class Unnameable(ValueError):
 
 
 def key_elements(key: bytes | None) -> list[str] | None:
-    """Return the elements of a record's key: a JSON array is its elements, any other text is one string.
+    """Return the elements of a record's key: those of a JSON array, or one string for any other text.
 
-    None for a missing key and for bytes that are no text.
+    None for a missing key and for bytes that are not UTF-8.
     """
     if key is None:
         return None
@@ -53,7 +51,7 @@ def key_elements(key: bytes | None) -> list[str] | None:
 
 
 def element_of(raw: msgspec.Raw) -> str:
-    """Return a piece of JSON as an element: a string as itself, all else as it was written, digit for digit."""
+    """Return a JSON value as an element: a string decoded, anything else as its text, digit for digit."""
     written = bytes(raw)
     return _decode_text(written) if written[:1] == b'"' else Literal(written.decode())
 
@@ -69,7 +67,7 @@ def name_of_key(key: bytes | None) -> str:
 
 
 def join(elements: list[str]) -> str:
-    """Join key elements to a name. Distinct lists give distinct names."""
+    """Join key elements to a name, or raise Unnameable. Distinct lists give distinct names."""
     if not elements:
         raise Unnameable("empty-key")
     name = "/".join(map(_escape, elements))
@@ -92,7 +90,7 @@ def _escape(element: str) -> str:
 
 
 def is_tag(text: str) -> bool:
-    """Whether a text can be a tag: not empty, not too long, and text that can be written."""
+    """Return whether a text can be a tag: not empty, at most MAX_TAG_BYTES, no lone surrogates."""
     try:
         return 0 < len(text.encode()) <= MAX_TAG_BYTES
     except UnicodeEncodeError:
@@ -100,5 +98,5 @@ def is_tag(text: str) -> bool:
 
 
 def shard_of(name: str, shards: int) -> int:
-    """Return the shard that a name lives in: a pure function of its bytes, the same in every process."""
+    """Return the shard of a name: a pure function of its bytes, the same in every process."""
     return crc32(name.encode()) % shards

@@ -1,8 +1,8 @@
-"""Packs: many runs of a closed segment as one piece, column by column, so that what they share is stored once.
+"""Packed pieces: many runs of a closed segment in one entry, column by column, so that repeated values are stored once.
 
 Invariant: ``unpack(pack(entries))`` has the same events with the same numbers, coordinates, times and bytes as
-``entries``; ``digest`` of both is equal, and says so without trusting either. Neighbouring runs become one where their
-numbers and coordinates allow; the log's running-maximum times stay in order.
+``entries``, and ``digest`` of both is equal. Neighbouring runs become one where their numbers and coordinates allow;
+the log's running-maximum times stay in order.
 """
 
 from __future__ import annotations
@@ -20,38 +20,40 @@ from tailrace.log.run import MAX_RAW_BYTES, NumberedRun, Run
 
 CODEC = b"\x02"
 LEVEL = 1
-"""Of zstd: level 6 saves 2 % of the bytes and takes twice the time, level 9 at most 8 % and four times."""
+"""Level of zstd: 6 saves 2 % of the bytes and takes twice the time, 9 saves at most 8 % and takes four times."""
 MERGED_EVENTS = 256
 MERGED_BYTES = 64 << 10
-"""A merged run stays small enough to be skipped over and handed out cheaply."""
+"""Limits of a merged run: small enough to be skipped or sent cheaply."""
 
 
 class _Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    sources: list[tuple[str, int, int]]
-    source_of: list[int]
-    """For each run its source; so are the next five: columns compress better than rows."""
+    """The columns of a piece, which compress better than rows: first the partitions, then six columns for each run."""
+
+    partitions: list[tuple[str, int, int]]
+    """Each distinct (topic, partition, generation)."""
+    partition_of: list[int]
     counts: list[int]
     skipped: list[int]
-    """Distance from the number before."""
+    """Distance of the first number from the last one of the run before."""
     offsets: list[int]
-    """First offset, as the distance from the last one of the same source."""
+    """First offset, as the distance from the last one of the same partition."""
     rose: list[int]
-    """How far the running-maximum time rose."""
+    """Rise of the running-maximum time."""
     began: list[int]
     """First time, as the distance from that of the run before."""
     steps: list[int]
-    """Of all events but each run's first: distance to the offset before."""
+    """For all events but the first of each run: distance from the offset before."""
     ticks: list[int]
-    """Of all events but each run's first: distance to the time of the first."""
+    """For all events but the first of each run: distance from the run's first time."""
     keys: list[bytes | None]
-    """Every distinct key."""
+    """Each distinct key."""
     key_of: list[int]
-    """For each event its key; nothing when there is only one."""
+    """Key of each event; empty if there is one key."""
     headers: list[list[Headers] | None]
-    """For each run; nothing when no run has any."""
+    """Headers of each run; empty if no run has any."""
     values: list[bytes]
     tag_columns: list[TagColumns] = []
-    """For each run; nothing when they have none."""
+    """Tag columns of each run; empty if there are none."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -59,7 +61,7 @@ _decode = msgspec.msgpack.Decoder(_Pack).decode
 
 
 def pieces(entries: Iterable[NumberedRun], raw_bytes: int, most: int = 1 << 62) -> Iterator[list[NumberedRun]]:
-    """Group entries into pieces of about so many bytes and at most so many events; an entry is never divided."""
+    """Group entries into pieces of about ``raw_bytes`` and at most ``most`` events; an entry is never divided."""
     piece: list[NumberedRun] = []
     size = events = 0
     for entry in entries:
@@ -75,7 +77,7 @@ def pieces(entries: Iterable[NumberedRun], raw_bytes: int, most: int = 1 << 62) 
 
 def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
     """Return the stored form of a piece."""
-    sources: dict[tuple[str, int, int], int] = {}
+    partitions: dict[tuple[str, int, int], int] = {}
     table: dict[bytes | None, int] = {}
     runs: list[tuple[int, int, int, int, int, int]] = []
     steps: list[int] = []
@@ -88,21 +90,13 @@ def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
     reached: dict[tuple[str, int, int], int] = {}
     for entry in _merged(entries):
         run = entry.run
-        source = run.topic, run.partition, run.generation
-        at = sources.setdefault(source, len(sources))
+        partition = run.topic, run.partition_id, run.generation
+        at = partitions.setdefault(partition, len(partitions))
         count, began = len(run.values), run.ticks[0]
-        runs.append(
-            (
-                at,
-                count,
-                entry.first - number,
-                run.steps[0] - reached.get(source, 0),
-                entry.newest_ms - newest,
-                began - time_ms,
-            )
-        )
+        step = run.steps[0] - reached.get(partition, 0)
+        runs.append((at, count, entry.first - number, step, entry.newest_ms - newest, began - time_ms))
         number, newest, time_ms = entry.last, entry.newest_ms, began
-        reached[source] = sum(run.steps)
+        reached[partition] = sum(run.steps)
         if count > 1:
             steps += run.steps[1:]
             ticks += run.ticks[1:]
@@ -114,16 +108,10 @@ def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
         values += run.values
         if run.tag_columns is not None:
             tag_columns.append(run.tag_columns)
-    source_of, counts, skipped, offsets, rose, began_at = (list(column) for column in zip(*runs, strict=True))
     body = _encode(
         _Pack(
-            list(sources),
-            source_of,
-            counts,
-            skipped,
-            offsets,
-            rose,
-            began_at,
+            list(partitions),
+            *(list(column) for column in zip(*runs, strict=True)),
             steps,
             ticks,
             list(table),
@@ -137,33 +125,29 @@ def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
 
 
 def unpack(stored: bytes) -> Iterator[NumberedRun]:
-    """Yield the entries of a piece in order; those that are not taken cost little."""
+    """Yield the entries of a piece in order; entries that the caller does not take cost little."""
     body = stored[1:]
     if zstandard.frame_content_size(body) > MAX_RAW_BYTES:
         raise ValueError("a packed piece is larger than any that is written: the store is damaged")
     whole = _decode(zstandard.ZstdDecompressor().decompress(body))
-    reached = [0] * len(whole.sources)
+    reached = [0] * len(whole.partitions)
     number, newest, time_ms, at, rest = 0, 0, 0, 0, 0
-    runs = zip(whole.source_of, whole.counts, whole.skipped, whole.offsets, whole.rose, whole.began, strict=True)
-    for i, (source, count, skipped, offset, rose, began) in enumerate(runs):
+    runs = zip(whole.partition_of, whole.counts, whole.skipped, whole.offsets, whole.rose, whole.began, strict=True)
+    for i, (of, count, skipped, offset, rose, began) in enumerate(runs):
         first = number + skipped
         number, newest, time_ms = first + count - 1, newest + rose, time_ms + began
-        steps, ticks = [reached[source] + offset], [time_ms]
+        steps, ticks = [reached[of] + offset], [time_ms]
         if count > 1:
             steps += whole.steps[rest : rest + count - 1]
             ticks += whole.ticks[rest : rest + count - 1]
-        reached[source] = sum(steps)
-        values = whole.values[at : at + count]
-        topic, partition, generation = whole.sources[source]
+        reached[of] = sum(steps)
         run = Run(
-            topic,
-            partition,
-            generation,
+            *whole.partitions[of],
             steps,
             ticks,
             _narrow([whole.keys[k] for k in whole.key_of[at : at + count]]) if whole.key_of else whole.keys,
             whole.headers[i] if whole.headers else None,
-            values,
+            whole.values[at : at + count],
             whole.tag_columns[i] if whole.tag_columns else None,
         )
         yield NumberedRun(first, number, newest, run, _size(run))
@@ -171,37 +155,37 @@ def unpack(stored: bytes) -> Iterator[NumberedRun]:
 
 
 def digest(entries: Iterable[NumberedRun]) -> tuple[int, bytes]:
-    """Return the count of events and a checksum over each number, place, time, key, headers, value and note."""
+    """Return the count of events and a checksum over their numbers, coordinates, times, keys, headers, values, notes."""
     columns: tuple[list[object], ...] = tuple([] for _ in range(8))
-    numbers, sources, offsets, times, keys, headers, values, notes = columns
+    numbers, partitions, offsets, times, keys, headers, values, notes = columns
     none: list[object] = []
     for entry in entries:
         run = entry.run
-        source, held = (run.topic, run.partition, run.generation), run.headers
+        partition, own = (run.topic, run.partition_id, run.generation), run.headers
         if run.tag_columns is not None:
             notes += run.tag_columns.rows(run.offsets, run.times)
         if entry.first == entry.last:
             numbers.append(entry.first)
-            sources.append(source)
+            partitions.append(partition)
             offsets.append(run.steps[0])
             times.append(run.ticks[0])
             keys.append(run.keys[0])
-            headers.append(none if held is None else held[0])
+            headers.append(none if own is None else own[0])
             values.append(run.values[0])
             continue
         n = len(run.values)
         numbers += range(entry.first, entry.last + 1)
-        sources += [source] * n
+        partitions += [partition] * n
         offsets += run.offsets
         times += run.times
         keys += _each(run)
-        headers += [none] * n if held is None else held
+        headers += [none] * n if own is None else own
         values += run.values
     return len(values), blake2b(_encode(columns), digest_size=16).digest()
 
 
 def _merged(entries: Iterable[NumberedRun]) -> Iterator[NumberedRun]:
-    """Yield the entries with small neighbours made one: same source, consecutive numbers, growing offsets."""
+    """Yield the entries, small neighbours joined: same partition, consecutive numbers, growing offsets."""
     group: list[NumberedRun] = []
     events = size = 0
     for entry in entries:
@@ -222,7 +206,7 @@ def _follows(one: NumberedRun, two: NumberedRun) -> bool:
         return False
     a, b = one.run, two.run
     return (
-        (a.topic, a.partition, a.generation) == (b.topic, b.partition, b.generation)
+        (a.topic, a.partition_id, a.generation) == (b.topic, b.partition_id, b.generation)
         and (a.headers is None) == (b.headers is None)
         and (a.tag_columns is None) == (b.tag_columns is None)
         and sum(a.steps) < b.steps[0]
@@ -234,13 +218,11 @@ def _join(group: list[NumberedRun]) -> NumberedRun:
         return group[0]
     runs = [entry.run for entry in group]
     headers = [list(run.headers or ()) for run in runs]
-    offsets, times = (
-        list(chain.from_iterable(run.offsets for run in runs)),
-        list(chain.from_iterable(run.times for run in runs)),
-    )
+    offsets = list(chain.from_iterable(run.offsets for run in runs))
+    times = list(chain.from_iterable(run.times for run in runs))
     notes = [run.tag_columns.rows(run.offsets, run.times) for run in runs if run.tag_columns is not None]
     joined = Run.of(
-        runs[0].source,
+        runs[0].partition,
         offsets,
         times,
         _narrow(list(chain.from_iterable(map(_each, runs)))),

@@ -1,7 +1,7 @@
-"""Runs: several consecutive events of one log, from one source, stored as one entry.
+"""Runs: consecutive events of one log, from one partition, stored as one entry.
 
-Invariant: encoding and decoding a run gives the same records with the same bytes, whatever the codec; the first byte
-names the codec, so runs of every age can be mixed in one log.
+Invariant: encoding and decoding a run returns the same records with the same bytes. The first byte names the codec, so
+one log may hold runs of several codecs.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from tailrace.log.event import Headers, Partition, headers_json, iso_time, key_j
 from tailrace.log.timeuuid import make_timeuuid
 
 COMPRESS_FROM = 1024
-"""A smaller run is stored as it is: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""
+"""Smallest run that is compressed: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""
 
 MAX_RAW_BYTES = 64 << 20
-"""A run that claims to be larger is refused before it is decompressed."""
+"""Largest run after decompression; the codec's header says the size, so a larger one is refused before."""
 
 _RAW, _ZSTD = b"\x00", b"\x01"
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Records of one source in offset order, column by column."""
+    """Records of one partition in offset order, column by column."""
 
     topic: str
-    partition: int
+    partition_id: int
     generation: int
     steps: list[int]
-    """The first offset, then the distance from each offset to the next."""
+    """First offset, then the distance from each offset to the next."""
     ticks: list[int]
-    """The first time in milliseconds, then each record's distance from it (may be negative)."""
+    """First time in milliseconds, then each record's distance from it (may be negative)."""
     keys: list[bytes | None]
     """One key for all, or one for each."""
     headers: list[Headers] | None
     """None when no record has any."""
     values: list[bytes]
     tag_columns: TagColumns | None = None
-    """What the view of tags knows of them; other views have none."""
+    """Columns of the view of tags; None in other views."""
 
     @classmethod
     def of(
         cls,
-        source: Partition,
+        partition: Partition,
         offsets: list[int],
         times: list[int],
         keys: list[bytes | None],
@@ -61,9 +61,9 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Make a run from plain columns."""
         first = times[0]
         return cls(
-            source.topic,
-            source.partition,
-            source.generation,
+            partition.topic,
+            partition.partition,
+            partition.generation,
             [offsets[0], *map(sub, offsets[1:], offsets)],
             [first, *[t - first for t in times[1:]]],
             keys,
@@ -76,40 +76,39 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.values)
 
     @property
-    def source(self) -> Partition:
-        """Where all records of the run come from."""
-        return Partition(self.topic, self.partition, self.generation)
+    def partition(self) -> Partition:
+        """Partition that all records of the run come from."""
+        return Partition(self.topic, self.partition_id, self.generation)
 
     @property
     def offsets(self) -> list[int]:
-        """Each record's offset."""
         return list(accumulate(self.steps)) if len(self.steps) > 1 else self.steps
 
     @property
     def times(self) -> list[int]:
-        """Each record's own time in milliseconds."""
+        """Time of each record in milliseconds."""
         first, *rest = self.ticks
         return [first, *[first + t for t in rest]]
 
     def frames(self, start_ms: int, skip: int = 0, tag: str = "") -> Iterator[bytes]:
-        """Yield the JSON form of each event from the one at ``skip``: what every feed sends as data.
+        """Yield the JSON form of each event from index ``skip`` on: the data of every feed's frames.
 
-        An event is late when its own time lies before the bucket that it is stored in; one of a tag is not, since its
-        place there is that of its stamp. What the tag knows of it stands beside the rest.
+        An event is late if its own time lies before the bucket that it is stored in. Events of a tag are never late,
+        since their timeuuid orders them; their frames have the tag's columns instead.
 
-        The value goes out as produced, digit for digit; only raw line breaks, which JSON allows between tokens alone,
-        are taken out so that a frame is one line.
+        The value goes out as produced, digit for digit. Only raw line breaks, which JSON allows between tokens alone,
+        are removed, so that a frame is one line.
         """
         offsets, times, keys, headers, values = self.offsets, self.times, self.keys, self.headers, self.values
         shared = key_json(keys[0]) if len(keys) == 1 else None
-        source = self.source
-        head = _head(source)
+        partition = self.partition
+        head = _head(partition)
         notes = self.tag_columns.rows(offsets, times) if self.tag_columns is not None else None
         for i in range(skip, len(values)):
             offset, time_ms = offsets[i], times[i]
             key = shared if shared is not None else key_json(keys[i])
             if notes is not None:
-                more = b"," + tag_fields_json(notes[i], tag, make_timeuuid(notes[i].ms, offset, source))
+                more = b"," + tag_fields_json(notes[i], tag, make_timeuuid(notes[i].ms, offset, partition))
             else:
                 more = b',"late":true,' if time_ms < start_ms else b","
             shown = headers_json(headers[i]) if headers is not None else b"{}"
@@ -120,7 +119,7 @@ def tagged_frame(
     tag: str,
     note: TagFields,
     timeuuid: UUID,
-    source: Partition,
+    partition: Partition,
     offset: int,
     time_ms: int,
     key: bytes | None,
@@ -129,13 +128,13 @@ def tagged_frame(
 ) -> bytes:
     """Return the JSON form of one event of a tag, as ``Run.frames`` yields it."""
     more = b"," + tag_fields_json(note, tag, timeuuid)
-    return _frame(_head(source), offset, time_ms, key_json(key), headers_json(headers), more, value)
+    return _frame(_head(partition), offset, time_ms, key_json(key), headers_json(headers), more, value)
 
 
 @lru_cache(4096)
-def _head(source: Partition) -> str:
-    head = f'{{"id":"{source}:%d","topic":"{source.topic}","partition":{source.partition},"offset":%d,'
-    return head + '"time":"%s","key":'
+def _head(partition: Partition) -> str:
+    topic, number = partition.topic, partition.partition
+    return f'{{"id":"{partition}:%d","topic":"{topic}","partition":{number},"offset":%d,"time":"%s","key":'
 
 
 def _frame(head: str, offset: int, time_ms: int, key: bytes, headers: bytes, more: bytes, value: bytes) -> bytes:
@@ -146,15 +145,15 @@ def _frame(head: str, offset: int, time_ms: int, key: bytes, headers: bytes, mor
 
 
 class NumberedRun(msgspec.Struct, frozen=True, gc=False):
-    """A run with the numbers of its events, which are consecutive."""
+    """A run with the consecutive numbers of its events."""
 
     first: int
     last: int
     newest_ms: int
-    """The log's running-maximum time at its end."""
+    """Running-maximum time of the log at the end of the run."""
     run: Run
     size: int
-    """About the bytes of the run when it is not compressed, for limits on memory."""
+    """Approximate size of the run without compression, for limits on memory."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -162,7 +161,7 @@ _decoder = msgspec.msgpack.Decoder(Run)
 
 
 class _Codec(threading.local):
-    """zstd's contexts, one pair for each thread: they must not be shared."""
+    """One pair of zstd contexts for each thread: threads must not share them."""
 
     def __init__(self) -> None:
         self.compress = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False).compress
@@ -181,7 +180,7 @@ def encode(run: Run) -> bytes:
 
 
 def raw_size(stored: bytes) -> int:
-    """Return how large a stored run is when it is not compressed, without decoding it."""
+    """Return the size of a stored run without compression, from its header alone."""
     return int(zstandard.frame_content_size(stored[1:])) if stored[:1] == _ZSTD else len(stored)
 
 
@@ -193,5 +192,5 @@ def decode(stored: bytes) -> Run:
             raise ValueError("a stored run is larger than any that is written: the store is damaged")
         body = _codec.decompress(body)
     elif codec != _RAW:
-        raise ValueError(f"unknown codec {codec!r} of a stored run: written by a newer version?")
+        raise ValueError(f"a stored run has the unknown codec {codec!r}: did a newer version write it?")
     return _decoder.decode(body)

@@ -116,7 +116,7 @@ def prints(
         numbered: Whether the numbers of a tag's events count.
         gone: Events of a tag that are left out.
     """
-    label, keys, headers, offsets, times = str(run.source), run.keys, run.headers, run.offsets, run.times
+    label, keys, headers, offsets, times = str(run.partition), run.keys, run.headers, run.offsets, run.times
     every_key = keys * len(run) if len(keys) == 1 else keys
     heads: Sequence[Headers | None] = [None] * len(run) if headers is None else headers
     more = _noted(run.tag_columns, offsets, times, numbered) if run.tag_columns is not None else [()] * len(run)
@@ -208,7 +208,7 @@ class Checker:
             yield entry
 
     def _check_offsets(self, run: Run) -> None:
-        source = run.source
+        source = run.partition
         reached = self.reached.get(source, -1)
         offset = run.steps[0]
         if offset <= reached or min(run.steps[1:], default=1) < 1:
@@ -378,9 +378,9 @@ def _examine(
         for each in found if found is not None else read_held(shards, view, seen.name, segment):
             for entry in checker.take(each):
                 run = entry.run
-                within = bounds.get(run.source)
+                within = bounds.get(run.partition)
                 if within is not None:
-                    label = str(run.source)
+                    label = str(run.partition)
                     for _, time_ms, low, high in prints(run, *within, gone=gone):
                         tally.add((label, time_ms // DAY_MS), low, high)
         checker.end()

@@ -243,7 +243,7 @@ class Restorer:
             carried: dict[Partition, int] = {}
             for held in read_held(self._shards, self._view, name, segment):
                 for entry in checker.take(held):
-                    source = entry.run.source
+                    source = entry.run.partition
                     first, last = bounds.get(source, (1 << 62, None))
                     after = reached.get(source, -1)
                     if anchor is not None:
@@ -273,7 +273,7 @@ class Restorer:
                 continue
             for held in read_held(self._shards, self._view, name, survey.segment):
                 for entry in (part for whole in held.entries for part in without(whole, gone)):
-                    run, source = entry.run, entry.run.source
+                    run, source = entry.run, entry.run.partition
                     times, keys = run.times, run.keys
                     notes = run.tag_columns.rows(run.offsets, times) if run.tag_columns is not None else None
                     for i, offset in enumerate(run.offsets):

@@ -159,7 +159,7 @@ async def read_log(options: StoreOptions, name: str) -> list[tuple[str, int]]:
             while entries := await logs.read(name, segment, after, 100):
                 for entry in entries:
                     assert entry.first > after
-                    found += [(str(entry.run.source), offset) for offset in entry.run.offsets]
+                    found += [(str(entry.run.partition), offset) for offset in entry.run.offsets]
                     after = entry.last
         return found
     finally:

@@ -175,8 +175,8 @@ class Stored:
                     assert run.tag_columns is not None
                     notes = run.tag_columns.rows(run.offsets, run.times)
                     for offset, value, note in zip(run.offsets, run.values, notes, strict=True):
-                        made = make_timeuuid(note.ms, offset, run.source)
-                        event = f"{run.source}:{offset}"
+                        made = make_timeuuid(note.ms, offset, run.partition)
+                        event = f"{run.partition}:{offset}"
                         held.append(
                             Held(event, note.source, note.seq, note.number, made, segment.start_ms, note.tags, value)
                         )

@@ -138,7 +138,7 @@ async def _newest(
             for entry in entries:
                 if entry.newest_ms < since_ms or (len(newest) == count and entry.newest_ms <= newest[0]):
                     return
-                pin = pins.get(str(entry.run.source), 0)
+                pin = pins.get(str(entry.run.partition), 0)
                 for offset, time_ms in zip(entry.run.offsets, entry.run.times, strict=True):
                     if offset < pin or time_ms < since_ms or (until_ms is not None and time_ms > until_ms):
                         continue

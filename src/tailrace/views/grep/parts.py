@@ -37,7 +37,7 @@ class Span:
 
     def __init__(self, piece: SegmentEntry) -> None:
         self._run = piece.entry.run
-        self.source: Partition = self._run.source
+        self.source: Partition = self._run.partition
         self.epoch, self.first = piece.segment.epoch, piece.entry.first
         """The epoch of the log, and the number of the first match."""
         self._length = len(self._run)

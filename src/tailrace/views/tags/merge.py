@@ -266,7 +266,7 @@ class MergedTags(TagFeed):
             # The same place, said in the epoch of what follows: what is sent ahead is counted from there.
             line.position = Position(segment.epoch, entry.first + skip - 1)
             line.early.clear()
-        run, place = entry.run, entry.run.source
+        run, place = entry.run, entry.run.partition
         stamped, now = look(run, self._asked, self._wanted[line.at], skip), asyncio.get_running_loop().time()
         offsets, number = run.offsets[skip:], entry.first + skip - 1
         if not any(is_shown for _, is_shown in stamped):

@@ -252,7 +252,7 @@ def without(entry: NumberedRun, gone: Erasures) -> list[NumberedRun]:
     run, notes = entry.run, entry.run.tag_columns
     if notes is None or not gone.keys() & set(notes.sources):
         return [entry]
-    offsets, times, place = run.offsets, run.times, str(run.source)
+    offsets, times, place = run.offsets, run.times, str(run.partition)
     rows = notes.rows(offsets, times)
     kept = [
         row.source not in gone or not gone[row.source].covers(place, offset)
@@ -273,7 +273,7 @@ def _part(
     run = entry.run
     begin, end = at[0], at[-1] + 1
     part = Run.of(
-        run.source,
+        run.partition,
         offsets[begin:end],
         times[begin:end],
         run.keys if len(run.keys) == 1 else run.keys[begin:end],

@@ -166,7 +166,9 @@ def look(run: Run, request: TagRequest, wanted: TagFilter, skip: int = 0) -> lis
             continue
         if wanted.asks_record:
             key = run.keys[i if len(run.keys) > 1 else 0]
-            record = record_of(run.source, offsets[i], times[i], key, None if run.headers is None else run.headers[i])
+            record = record_of(
+                run.partition, offsets[i], times[i], key, None if run.headers is None else run.headers[i]
+            )
         found.append((note.ms, wanted.is_everything or wanted.shows(note.tags, values[i], record)))
     return found
 

@@ -208,7 +208,7 @@ class Cleaning(TakingOut):
                     for offset, note in zip(run.offsets, run.tag_columns.rows(run.offsets, run.times), strict=True):
                         if note.source == self._source:
                             found.segments[segment.index] = found.segments.get(segment.index, 0) + 1
-                            found.places[run.source] = max(offset, found.places.get(run.source, offset))
+                            found.places[run.partition] = max(offset, found.places.get(run.partition, offset))
                             found.number = note.number
         return found
 
@@ -373,7 +373,7 @@ class Anchor:
             retained: The first offset that Kafka has.
         """
         assert run.tag_columns is not None
-        source, label, offsets, times = run.source, str(run.source), run.offsets, run.times
+        source, label, offsets, times = run.partition, str(run.partition), run.offsets, run.times
         for offset, time_ms, note in zip(offsets, times, run.tag_columns.rows(offsets, times), strict=True):
             if last is not None and offset > last:
                 self._pass(source, note.source, note.number, note.ms)
@@ -388,7 +388,7 @@ class Anchor:
             for entry in each.entries:
                 run = entry.run
                 for note in run.tag_columns.rows(run.offsets, run.times) if run.tag_columns is not None else ():
-                    self._pass(run.source, note.source, note.number, note.ms)
+                    self._pass(run.partition, note.source, note.number, note.ms)
 
     def _pass(self, source: Partition, pid: str, number: int, ms: int) -> None:
         if pid not in self._passed:
