@@ -155,7 +155,7 @@ def unpack(stored: bytes) -> Iterator[NumberedRun]:
 
 
 def digest(entries: Iterable[NumberedRun]) -> tuple[int, bytes]:
-    """Return the count of events and a checksum over their numbers, coordinates, times, keys, headers, values, notes."""
+    """Return the count of events and a checksum over all columns."""
     columns: tuple[list[object], ...] = tuple([] for _ in range(8))
     numbers, partitions, offsets, times, keys, headers, values, notes = columns
     none: list[object] = []
