@@ -108,10 +108,16 @@ def pack(entries: Sequence[NumberedRun], level: int = LEVEL) -> bytes:
         values += run.values
         if run.tag_columns is not None:
             tag_columns.append(run.tag_columns)
+    partition_of, counts, skipped, offsets, rose, began_at = map(list, zip(*runs, strict=True))
     body = _encode(
         _Pack(
             list(partitions),
-            *(list(column) for column in zip(*runs, strict=True)),
+            partition_of,
+            counts,
+            skipped,
+            offsets,
+            rose,
+            began_at,
             steps,
             ticks,
             list(table),
@@ -141,8 +147,11 @@ def unpack(stored: bytes) -> Iterator[NumberedRun]:
             steps += whole.steps[rest : rest + count - 1]
             ticks += whole.ticks[rest : rest + count - 1]
         reached[of] = sum(steps)
+        topic, partition, generation = whole.partitions[of]
         run = Run(
-            *whole.partitions[of],
+            topic,
+            partition,
+            generation,
             steps,
             ticks,
             _narrow([whole.keys[k] for k in whole.key_of[at : at + count]]) if whole.key_of else whole.keys,
