@@ -22,7 +22,7 @@ from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.folds.store import VIEW as FOLDS
 from tailrace.views.grep.store import VIEW as MATCHES
 from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.views.tags.store import introduce, lift, read_conflicts
+from tailrace.views.tags.store import introduce_partitions, raise_floors, read_conflicts
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +106,10 @@ class Report:
         sources, levels = self._timing.levels()
         known = read_times(self._shards, TAGS)
         if new := [str(source) for source in sources - known.keys()]:
-            introduce(self._shards, self._epoch, [(s, new) for s in range(self._shards.options.shards)])
+            introduce_partitions(self._shards, self._epoch, [(s, new) for s in range(self._shards.options.shards)])
         # Of a topic that is gone nothing comes any more; if it comes back it is another one.
         gone = dict.fromkeys(known.keys() - sources, max(levels.values(), default=0))
-        lift(self._shards, self._epoch, gone | levels)
+        raise_floors(self._shards, self._epoch, gone | levels)
 
     def _warn(self, counts: Mapping[str, int]) -> list[dict[str, Any]]:
         """Tell what is odd about tags, when there is more of it; return the latest conflicts."""

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Tag columns: the fields that tags store beside each event of a run, column by column.
+
+Invariant: ``TagColumns.of(rows, offsets, times).rows(offsets, times) == rows``. A column that would only repeat the
+run's own columns, or one value, is stored empty.
+"""
 
 from __future__ import annotations
 
@@ -12,59 +16,59 @@ import msgspec
 
 
 class TagFields(NamedTuple):
-    """What a tag knows of one of its events."""
+    """The fields of one event in a tag."""
 
     source: str
-    """The event's source: whose history it belongs to."""
+    """The entity whose event it is."""
     seq: int
-    """Its number in that history."""
+    """Its sequence number at the source."""
     number: int
     """Its number among the source's events with the tag: 1, 2, 3, without a gap."""
     ms: int
-    """The millisecond of its stamp."""
+    """The millisecond of its timeuuid."""
     tags: tuple[str, ...]
-    """All tags that it has."""
+    """All tags of the event."""
 
 
 class TagColumns(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The notes of a run. A column that says nothing new is empty."""
+    """The tag fields of a run."""
 
     sources: list[str]
     source_of: list[int]
-    """For each event its source; nothing when there is one."""
+    """Each event's index in ``sources``; empty if there is one source."""
     seqs: list[int]
-    """Nothing when they are the offsets."""
+    """Empty if they equal the offsets."""
     numbers: list[int]
     ahead: list[int]
-    """How far the stamp is after the event's own time, in ms; nothing when all are equal to it."""
+    """Milliseconds from each event's own time to its timeuuid; empty if all are 0."""
     sets: list[tuple[str, ...]]
     set_of: list[int]
-    """For each event its tags; nothing when all have the same."""
+    """Each event's index in ``sets``; empty if all have the same tags."""
 
     @classmethod
     def of(cls, rows: Sequence[TagFields], offsets: Sequence[int], times: Sequence[int]) -> TagColumns:
-        """Make the columns for events at these offsets and times."""
-        pids, seqs, numbers, stamps, tags = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [], [])
-        return cls.of_columns(pids, seqs, numbers, stamps, tags, offsets, times)
+        """Return the columns for events at these offsets and times."""
+        sources, seqs, numbers, timeuuids, tags = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [], [])
+        return cls.of_columns(sources, seqs, numbers, timeuuids, tags, offsets, times)
 
     @classmethod
     def of_columns(
         cls,
-        pids: Sequence[str],
+        sources: Sequence[str],
         seqs: list[int],
         numbers: list[int],
-        stamps: Sequence[int],
+        timeuuids: Sequence[int],
         tags: Sequence[tuple[str, ...]],
         offsets: Sequence[int],
         times: Sequence[int],
     ) -> TagColumns:
-        """Make them from what is known of the events, column by column."""
-        pid_at = {pid: i for i, pid in enumerate(dict.fromkeys(pids))}
+        """Return the columns for plain lists, one item for each event; ``timeuuids`` are milliseconds."""
+        source_at = {source: i for i, source in enumerate(dict.fromkeys(sources))}
         set_at = {each: i for i, each in enumerate(dict.fromkeys(tags))}
-        ahead = list(map(sub, stamps, times))
+        ahead = list(map(sub, timeuuids, times))
         return cls(
-            list(pid_at),
-            [pid_at[pid] for pid in pids] if len(pid_at) > 1 else [],
+            list(source_at),
+            [source_at[source] for source in sources] if len(source_at) > 1 else [],
             [] if seqs == list(offsets) else seqs,
             numbers,
             ahead if any(ahead) else [],
@@ -73,33 +77,33 @@ class TagColumns(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     def rows(self, offsets: Sequence[int], times: Sequence[int]) -> list[TagFields]:
-        """Return the notes of the events, which have these offsets and times."""
-        pids = [self.sources[i] for i in self.source_of] if self.source_of else self.sources * len(offsets)
+        """Return the fields of each event, given the offsets and times of the run."""
+        sources = [self.sources[i] for i in self.source_of] if self.source_of else self.sources * len(offsets)
         sets = [self.sets[i] for i in self.set_of] if self.set_of else self.sets * len(offsets)
         ahead = self.ahead or [0] * len(offsets)
-        stamps = [time_ms + more for time_ms, more in zip(times, ahead, strict=True)]
-        return list(map(TagFields, pids, self.seqs or offsets, self.numbers, stamps, sets))
+        timeuuids = [time_ms + more for time_ms, more in zip(times, ahead, strict=True)]
+        return list(map(TagFields, sources, self.seqs or offsets, self.numbers, timeuuids, sets))
 
 
-def tag_fields_json(note: TagFields, tag: str, timeuuid: UUID) -> bytes:
-    """Return what a frame says of an event beside what every frame does: members of an object, and a comma."""
+def tag_fields_json(fields: TagFields, tag: str, timeuuid: UUID) -> bytes:
+    """Return the members that a frame of a tag has in addition, with a comma after the last."""
     return b'%b%b,"seq":%d,"tag_seq":%d,"timeuuid":"%b",' % (
-        _tag_columns(tag, note.tags),
-        _text(note.source),
-        note.seq,
-        note.number,
+        _tags_json(tag, fields.tags),
+        _source_json(fields.source),
+        fields.seq,
+        fields.number,
         str(timeuuid).encode(),
     )
 
 
 @lru_cache(4096)
-def _tag_columns(tag: str, tags: tuple[str, ...]) -> bytes:
+def _tags_json(tag: str, tags: tuple[str, ...]) -> bytes:
     return b'"tag":%b,"tags":%b,"source":' % (_encode(tag), _encode(tags))
 
 
 @lru_cache(10_000)
-def _text(text: str) -> bytes:
-    return _encode(text)
+def _source_json(source: str) -> bytes:
+    return _encode(source)
 
 
 _encode = msgspec.json.Encoder().encode

@@ -29,7 +29,7 @@ from tailrace.log.segment import DAY_MS, Log, Segment, day_text
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
 from tailrace.views.tags.model import Erasures
-from tailrace.views.tags.store import read_numbers
+from tailrace.views.tags.store import read_progress
 
 Bounds: TypeAlias = Mapping[Partition, tuple[int, int]]
 """Of each source that Kafka still has, the first offset it has and the last one that a shard has applied."""
@@ -401,7 +401,7 @@ def _miscounted(shards: Shards, view: str, seen: ExaminedLog, counted: dict[str,
     given: dict[str, int] = {}
     for at in range(0, len(pids), PAGE):
         part = pids[at : at + PAGE]
-        (known,) = read_numbers(shards, [(seen.shard, seen.name, part)])
+        (known,) = read_progress(shards, [(seen.shard, seen.name, part)])
         given |= {pid: each.number for pid, each in zip(part, known, strict=True) if each.number != counted[pid]}
     if any(number > counted[pid] for pid, number in given.items()):
         # The shard may have gone on since the log was read; what it says now, the log has by now.

@@ -38,7 +38,7 @@ from tailrace.upkeep.replacement import (
 from tailrace.upkeep.spark import Assignment
 from tailrace.upkeep.sweep import over
 from tailrace.valkey.shards import Shards
-from tailrace.views.tags.model import without
+from tailrace.views.tags.model import erase_from
 from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.views.tags.upkeep import Anchor, Spool, SpooledRecord
 
@@ -272,7 +272,7 @@ class Restorer:
             if not survey.carried:
                 continue
             for held in read_held(self._shards, self._view, name, survey.segment):
-                for entry in (part for whole in held.entries for part in without(whole, gone)):
+                for entry in (part for whole in held.entries for part in erase_from(whole, gone)):
                     run, source = entry.run, entry.run.partition
                     times, keys = run.times, run.keys
                     notes = run.tag_columns.rows(run.offsets, times) if run.tag_columns is not None else None

@@ -49,7 +49,7 @@ from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, DueSegment, Packer
 from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.days.write import DaysWriter
-from tailrace.views.tags.model import Erasures, Tagged
+from tailrace.views.tags.model import Erasures, TaggedEvent
 from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.views.tags.store import read_erasures
 from tailrace.views.tags.write import TagsWriter
@@ -451,7 +451,7 @@ class HistorySlice(msgspec.Struct, frozen=True):
     records: Slice
     rows: list[tuple[int, int, str]]
     """Row, shard and name of each record; a record that has several names comes several times."""
-    tagged: Mapping[int, Tagged]
+    tagged: Mapping[int, TaggedEvent]
     """For the view of tags, what they are of each record's row."""
 
 
@@ -470,7 +470,7 @@ def kept(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[Histor
                 yield HistorySlice(records, rows, tagged)
 
 
-def _named(view: Writer, records: Slice, tagged: Mapping[int, Tagged]) -> Iterator[tuple[int, int, str]]:
+def _named(view: Writer, records: Slice, tagged: Mapping[int, TaggedEvent]) -> Iterator[tuple[int, int, str]]:
     """Yield row, shard and name of every record, as often as it has names."""
     if isinstance(view, TagsWriter):
         return view.named(records, tagged)
@@ -478,7 +478,7 @@ def _named(view: Writer, records: Slice, tagged: Mapping[int, Tagged]) -> Iterat
     return view.named(records)
 
 
-def _is_cleaned(work: Assignment, records: Slice, row: tuple[int, int, str], tagged: Mapping[int, Tagged]) -> bool:
+def _is_cleaned(work: Assignment, records: Slice, row: tuple[int, int, str], tagged: Mapping[int, TaggedEvent]) -> bool:
     """Whether an event is of a source that was taken out of the tag, up to where it was."""
     at, _, tag = row
     gone = work.erasures.get(tag, {}).get(tagged[at].source)

@@ -19,7 +19,7 @@ from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import StoredRow, writer
 from tailrace.views.tags.rows.tags import CassandraTags
-from tailrace.views.tags.store import VIEW, TagOptions, introduce, lift
+from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, raise_floors
 from tests.log.rig import controls, now_ms
 from tests.views.tags import reading
 from tests.views.tags.reading import events, names
@@ -67,7 +67,7 @@ class World:
     def begin(self, partitions: int) -> None:
         """Let readers know of partitions that may have old events, as the driver does when it begins."""
         named = [f"{TOPIC}:{partition}" for partition in range(partitions)]
-        introduce(self.writer.shards, self.writer.epoch, [(s, named) for s in range(self.store.shards)])
+        introduce_partitions(self.writer.shards, self.writer.epoch, [(s, named) for s in range(self.store.shards)])
 
     def draft(self, pid: str, *tags: str, at: int | None = None, partition: int = 0, **data: object) -> Record:
         """Return the next event of a partition, which is to be written later; ``at`` is its time, now by default."""
@@ -87,7 +87,7 @@ class World:
         shards, epoch = self.writer.shards, self.writer.epoch
         advance(shards, VIEW, epoch, {source: end - 1 for source, end in ends.items()})
         if self.in_rows:
-            lift(shards, epoch, dict.fromkeys(ends, now_ms()))
+            raise_floors(shards, epoch, dict.fromkeys(ends, now_ms()))
 
     # Somebody else.
 

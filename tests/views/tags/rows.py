@@ -15,7 +15,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import StoredRow, writer
-from tailrace.views.tags.store import VIEW, TagOptions, lift
+from tailrace.views.tags.store import VIEW, TagOptions, raise_floors
 from tests.log.rig import now_ms
 from tests.writing import Record, Writer
 
@@ -74,7 +74,7 @@ class Rows:
         """Raise the floors of partitions, as the driver does once a second; of all if none is named."""
         now = now_ms()
         named = partitions or tuple(self._offsets)
-        lift(self.writer.shards, self.writer.epoch, {Partition("jobs", partition): now for partition in named})
+        raise_floors(self.writer.shards, self.writer.epoch, {Partition("jobs", partition): now for partition in named})
 
     def put(self, tag: str, *rows: tuple[str, int, int], span_ms: int = HOUR) -> None:
         """Write rows of somebody else: source, number, and the millisecond of the stamp."""

@@ -16,10 +16,10 @@ from tailrace.log.store import LogRegistry
 from tailrace.log.timeuuid import make_timeuuid, ms_of, order
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.valkey.shards import Call, Shards, StoreOptions
-from tailrace.views.tags.model import Numbered, Tagging
+from tailrace.views.tags.model import SourceProgress, Tagging
 from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
-from tailrace.views.tags.store import VIEW, TagOptions, read_numbers
+from tailrace.views.tags.store import VIEW, TagOptions, read_progress
 from tailrace.views.tags.write import TagsWriter
 from tests.writing import NOON, Record, Writer
 
@@ -125,12 +125,12 @@ class Stored:
                 found.setdefault(row[-1], []).append(f"{Partition(row[6], row[8], row[7])}:{row[9]}")
         return list(found.values())
 
-    def progress(self, tag: str, pid: str) -> Numbered:
+    def progress(self, tag: str, pid: str) -> SourceProgress:
         """Return how far the shard says that a source is in a tag."""
-        ((found,),) = read_numbers(self.driver.shards, [(self.shard(tag), tag, [pid])])
+        ((found,),) = read_progress(self.driver.shards, [(self.shard(tag), tag, [pid])])
         return found
 
-    def reset(self, tag: str, pid: str, number: Numbered) -> None:
+    def reset(self, tag: str, pid: str, number: SourceProgress) -> None:
         """Let the shard say otherwise."""
         keys, shard = self.store.keys, self.shard(tag)
         self.driver.shards.run_all([(shard, ("HSET", keys.numbers(shard, tag), pid, number.stored()))])

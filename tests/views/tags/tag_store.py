@@ -9,8 +9,8 @@ import msgspec
 
 from tailrace.log.event import Partition
 from tailrace.log.timeuuid import make_timeuuid, order
-from tailrace.views.tags.model import Numbered, timeuuid_ms
-from tailrace.views.tags.rows.cursor import Reads, TagPosition, Waits
+from tailrace.views.tags.model import SourceProgress, timeuuid_ms
+from tailrace.views.tags.rows.cursor import GapTimeouts, ReadSettings, TagPosition
 from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading
 
 NEVER = -(1 << 53)
@@ -46,7 +46,7 @@ class Store:
         self.rows: dict[tuple[int, str, int], Row] = {}
         self.marks: dict[Partition, int] = {}
         self.times: dict[Partition, int] = {}
-        self._numbers: dict[str, Numbered] = {}
+        self._numbers: dict[str, SourceProgress] = {}
         self._records: dict[Partition, list[tuple[int, str, int]]] = {}
         self._written: dict[Partition, list[Row]] = {}
         """Rows of a window that is under way, or that a crash has left."""
@@ -82,18 +82,18 @@ class Store:
         self.times[place] = ms
         self.marks[place] = window[-1].offset
 
-    def _window(self, place: Partition, count: int) -> tuple[list[Row], dict[str, Numbered], int]:
+    def _window(self, place: Partition, count: int) -> tuple[list[Row], dict[str, SourceProgress], int]:
         mark = self.marks.get(place, -1)
         window = [record for record in self._records.get(place, ()) if record[0] > mark][:count]
         if window and place not in self.times:
             self.times[place] = min(self.times.values(), default=NEVER)
-        numbers: dict[str, Numbered] = {}
+        numbers: dict[str, SourceProgress] = {}
         ms, rows = self.times.get(place, NEVER), []
         for offset, pid, time_ms in window:
-            known = numbers.get(pid) or self._numbers.get(pid) or Numbered()
+            known = numbers.get(pid) or self._numbers.get(pid) or SourceProgress()
             ms = timeuuid_ms(time_ms, ms, [known], str(place), self.now + 1000)
             rows.append(Row(pid, known.number + 1, make_timeuuid(ms, offset, place), place, offset))
-            numbers[pid] = Numbered(known.number + 1, offset, ms, str(place))
+            numbers[pid] = SourceProgress(known.number + 1, offset, ms, str(place))
         return rows, numbers, ms
 
     def raise_floors(self) -> None:
@@ -112,16 +112,16 @@ class Store:
         return [self.rows[key] for key in sorted(self.rows) if first < key and key[0] <= last][:most]
 
 
-def quiet(waits: Waits | None = None, **changes: int | None) -> Reads:
+def quiet(waits: GapTimeouts | None = None, **changes: int | None) -> ReadSettings:
     """Ways to read that look back only when they are told to."""
     given: dict[str, int | None] = {"short_ms": None, "long_ms": None, "delay_ms": 0, **changes}
-    return Reads(waits=waits or Waits(), **given)  # type: ignore[arg-type]
+    return ReadSettings(waits=waits or GapTimeouts(), **given)  # type: ignore[arg-type]
 
 
 class Reader:
     """Reads a store as a feed does."""
 
-    def __init__(self, store: Store, start: TagPosition, reads: Reads, *, from_beginning: bool = False) -> None:
+    def __init__(self, store: Store, start: TagPosition, reads: ReadSettings, *, from_beginning: bool = False) -> None:
         self.store = store
         self.reading: Reading[Row] = Reading(start, reads, from_beginning=from_beginning, now_ms=store.now)
         self.out: list[Emitted[Row] | LostNumbers] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
-from tailrace.views.tags.rows.cursor import BEGIN, TagPosition, Waits
+from tailrace.views.tags.rows.cursor import BEGIN, GapTimeouts, TagPosition
 from tests.views.tags.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
 MINUTE = 60_000
@@ -17,7 +17,7 @@ class Live:
     """A reader of what somebody else writes, with a clock."""
 
     def __init__(
-        self, since_ms: int | None = None, waits: Waits | None = None, now_ms: int = HOUR // 2, **changes: Any
+        self, since_ms: int | None = None, waits: GapTimeouts | None = None, now_ms: int = HOUR // 2, **changes: Any
     ) -> None:
         self.store = Store()
         self.store.now = T0 + now_ms

@@ -15,7 +15,7 @@ import pytest
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFrame
 from tailrace.log.timeuuid import ms_of, order
-from tailrace.views.tags.store import lift
+from tailrace.views.tags.store import raise_floors
 from tailrace.views.tags.write import TagsWriter
 from tests.log.rig import now_ms
 from tests.views.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, stamps
@@ -182,7 +182,7 @@ async def test_the_clock_of_the_pipeline_steps_by_an_hour_and_back(theirs: World
             for partition in (0, 1):
                 task.write([world.draft(f"p{partition}", "green", at=clock(), partition=partition) for _ in range(2)])
             written += 4
-            lift(world.writer.shards, world.writer.epoch, {Partition("jobs", 0): clock()})
+            raise_floors(world.writer.shards, world.writer.epoch, {Partition("jobs", 0): clock()})
             assert len(await follower.until(written)) == written
         found = follower.names
         assert in_turn(found)

@@ -18,7 +18,7 @@ from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.cursor import BEGIN, Reads, TagPosition, TagRow
+from tailrace.views.tags.rows.cursor import BEGIN, ReadSettings, TagPosition, TagRow
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import Reading
 from tailrace.views.tags.rows.store import RowKey
@@ -212,8 +212,8 @@ def test_B_13_a_look_back_goes_no_further_than_the_start_of_the_bucket_before(
     """There is no time after which sources are forgotten, and which would bound it too."""
     at = bucket_start(now_ms(), HOUR) + 30 * MINUTE
     for reads in (
-        Reads(delay_ms=0, short_ms=10, short_period_ms=period_ms, long_ms=None),
-        Reads(delay_ms=0, short_ms=10, short_period_ms=1, long_ms=10, long_period_ms=period_ms),
+        ReadSettings(delay_ms=0, short_ms=10, short_period_ms=period_ms, long_ms=None),
+        ReadSettings(delay_ms=0, short_ms=10, short_period_ms=1, long_ms=10, long_period_ms=period_ms),
     ):
         reading = _stands_at(at, reads)
         (look,) = reading.looks(at + 1_000)
@@ -222,18 +222,20 @@ def test_B_13_a_look_back_goes_no_further_than_the_start_of_the_bucket_before(
         assert len(reading.looks(at + 1_010)) == 1
         assert len(reading.looks(at - 10 * HOUR)) == 1, "the clock was set back"
         assert reading.looks(at - 10 * HOUR + 9) == []
-    never = _stands_at(at, Reads(delay_ms=0, short_ms=None, long_ms=None))
+    never = _stands_at(at, ReadSettings(delay_ms=0, short_ms=None, long_ms=None))
     assert never.looks(at + 1_000 * HOUR) == []
 
 
 def test_B_13_a_look_back_does_not_go_before_the_start_of_the_feed() -> None:
     at = bucket_start(now_ms(), HOUR) + 30 * MINUTE
-    reading = _stands_at(at, Reads(delay_ms=0, short_ms=10, short_period_ms=None), TagPosition(last_of(at - MINUTE)))
+    reading = _stands_at(
+        at, ReadSettings(delay_ms=0, short_ms=10, short_period_ms=None), TagPosition(last_of(at - MINUTE))
+    )
     (look,) = reading.looks(at + 1_000)
     assert look.after == last_of(at - MINUTE)
 
 
-def _stands_at(ms: int, reads: Reads, start: TagPosition | None = None) -> Reading[TagRow]:
+def _stands_at(ms: int, reads: ReadSettings, start: TagPosition | None = None) -> Reading[TagRow]:
     """Return a reading that has passed an event of this millisecond."""
     reading: Reading[TagRow] = Reading(start or TagPosition(BEGIN), reads, from_beginning=start is None, now_ms=ms)
     place = Partition("theirs", 0)

@@ -22,12 +22,11 @@ from tailrace.log import feed as log
 from tailrace.log.event import iso_time
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.merge import Floors, Levels
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.tags import CassandraTags
-from tailrace.views.tags.store import VIEW
+from tailrace.views.tags.store import VIEW, LevelReader, Levels
 from tests.log.rig import controls, now_ms
 from tests.views.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.views.tags.reading import events
@@ -185,7 +184,7 @@ async def test_L_10_without_notifications_the_refresh_finds_what_is_written(
     world.close()
 
 
-class CountedFloors(Floors):
+class CountedFloors(LevelReader):
     """Counts the looks."""
 
     looks = 0

@@ -27,7 +27,7 @@ from tailrace.log.request import AnyFeed, EventFrame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
-from tailrace.views.tags.store import VIEW, lift
+from tailrace.views.tags.store import VIEW, raise_floors
 from tests.views.tags.reading import Reading, reading
 from tests.views.tags.stored import MINUTE, TOPIC, Stored
 from tests.views.tags.tagged import apart
@@ -76,7 +76,7 @@ def write(plan: Plan, share: Share) -> None:
         at = end
         advance(host._shards, VIEW, plan.epoch, {place: at - 1})
         if chance.random() < 0.3:
-            lift(host._shards, plan.epoch, {place: begin + SPREAD * at // total})
+            raise_floors(host._shards, plan.epoch, {place: begin + SPREAD * at // total})
         time.sleep(chance.random() * share.pause_s)
     host.close()
     if plan.tags.cassandra is not None and multiprocessing.parent_process() is not None:

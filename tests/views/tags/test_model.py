@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.views.tags.model import Numbered, Tagged, Tagger, Tagging, timeuuid_ms
+from tailrace.views.tags.model import SourceProgress, TaggedEvent, Tagger, Tagging, timeuuid_ms
 
 PLACE = "carts:0"
 
@@ -25,24 +25,24 @@ PLACE = "carts:0"
 )
 def test_tags_are_a_text_or_a_list_of_texts_at_the_paths(value: bytes, tags: tuple[str, ...] | None) -> None:
     found = Tagger(Tagging(paths=("tags", "more.tags"))).read(b"cart-1", value, 7)
-    assert found == ("no-tag" if tags is None else Tagged("cart-1", 7, tags, 0))
+    assert found == ("no-tag" if tags is None else TaggedEvent("cart-1", 7, tags, 0))
 
 
 def test_what_is_no_tag_among_tags_is_ignored_and_counted() -> None:
     value = b'{"tags":["red",1,null,"","%b",["x"]]}' % (b"x" * 513)
-    assert Tagger(Tagging(paths=("tags",))).read(b"c", value, 0) == Tagged("c", 0, ("red",), 5)
+    assert Tagger(Tagging(paths=("tags",))).read(b"c", value, 0) == TaggedEvent("c", 0, ("red",), 5)
 
 
 def test_a_rule_gives_a_tag_to_what_its_query_matches() -> None:
     tagger = Tagger(Tagging(paths=("tags",), rules={"big": {"total": {"$gt": 100}}}))
-    assert tagger.read(b"c", b'{"total":101,"tags":["eu"]}', 0) == Tagged("c", 0, ("eu", "big"), 0)
-    assert tagger.read(b"c", b'{"total":101}', 0) == Tagged("c", 0, ("big",), 0)
+    assert tagger.read(b"c", b'{"total":101,"tags":["eu"]}', 0) == TaggedEvent("c", 0, ("eu", "big"), 0)
+    assert tagger.read(b"c", b'{"total":101}', 0) == TaggedEvent("c", 0, ("big",), 0)
     assert tagger.read(b"c", b'{"total":99}', 0) == "no-tag"
 
 
 def test_source_and_number_come_from_paths_if_they_are_given() -> None:
     tagger = Tagger(Tagging(source=("shop", "cart.id"), sequence="cart.n", paths=("tags",)))
-    assert tagger.read(None, b'{"shop":"a/b","cart":{"id":4,"n":12},"tags":"x"}', 3) == Tagged(
+    assert tagger.read(None, b'{"shop":"a/b","cart":{"id":4,"n":12},"tags":"x"}', 3) == TaggedEvent(
         "a%2Fb/=4", 12, ("x",), 0
     )
     assert tagger.read(None, b'{"shop":"a","cart":{"n":12},"tags":"x"}', 3) == "no-source"
@@ -51,21 +51,21 @@ def test_source_and_number_come_from_paths_if_they_are_given() -> None:
 
 
 def test_how_far_a_source_has_come_reads_back() -> None:
-    assert Numbered.parse(None) == Numbered()
-    for each in (Numbered(3, -1, 17, "a topic:4"), Numbered(1, 0, 0, "carts@2:0")):
-        assert Numbered.parse(each.stored()) == each
+    assert SourceProgress.parse(None) == SourceProgress()
+    for each in (SourceProgress(3, -1, 17, "a topic:4"), SourceProgress(1, 0, 0, "carts@2:0")):
+        assert SourceProgress.parse(each.stored()) == each
 
 
 def test_a_source_written_from_two_places_is_a_conflict() -> None:
-    known = Numbered(3, 10, 17, "carts:0")
+    known = SourceProgress(3, 10, 17, "carts:0")
     assert known.conflict(11, "carts:0") == ""
     assert known.conflict(10, "carts:0") == "sequence"
     assert known.conflict(11, "carts:1") == "place"
-    assert Numbered().conflict(0, "carts:1") == ""
+    assert SourceProgress().conflict(0, "carts:1") == ""
 
 
 def test_stamps_do_not_fall_back_and_not_run_ahead() -> None:
-    here, there = Numbered(1, 1, 500, "carts:0"), Numbered(1, 1, 500, "carts:1")
+    here, there = SourceProgress(1, 1, 500, "carts:0"), SourceProgress(1, 1, 500, "carts:1")
     assert timeuuid_ms(100, 0, [], PLACE, 10_000) == 100
     assert timeuuid_ms(100, 300, [], PLACE, 10_000) == 300
     assert timeuuid_ms(20_000, 300, [], PLACE, 10_000) == 10_000

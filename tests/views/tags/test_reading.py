@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
 from tailrace.log.timeuuid import make_timeuuid
-from tailrace.views.tags.rows.cursor import BEGIN, Reads, TagCursor, TagPosition, Waits, hashed
+from tailrace.views.tags.rows.cursor import BEGIN, GapTimeouts, ReadSettings, TagCursor, TagPosition, hashed
 from tailrace.views.tags.rows.reading import Emitted, Reading
 from tests.views.tags.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
@@ -61,7 +61,7 @@ def _histories(draw: st.DrawFn) -> list[tuple[Any, ...]]:
 
 
 _reads = st.builds(
-    Reads,
+    ReadSettings,
     delay_ms=st.sampled_from([0, 50, 5_000, None]),
     known=st.sampled_from([1, 2, 100]),
     room=st.sampled_from([4, 5, 30]),
@@ -75,7 +75,7 @@ def _again(part: TagPosition) -> TagPosition:
     return TagCursor.parse(str(TagCursor((part,))), 1).parts[0]
 
 
-def _run(ops: list[Any], reads: Reads, with_others: bool = False) -> tuple[Store, Reader, list[Row]]:
+def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tuple[Store, Reader, list[Row]]:
     """Do what is said; return the store, the reader at the end, and what readers before it were given."""
     store, theirs, their_ms = Store(), 0, 0
     if with_others:
@@ -137,7 +137,7 @@ def _in_order(rows: list[Row]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(_histories(), _reads, st.booleans())
 def test_every_row_is_delivered_once_in_the_order_of_its_source_whatever_the_writers_do(
-    ops: list[Any], reads: Reads, with_others: bool
+    ops: list[Any], reads: ReadSettings, with_others: bool
 ) -> None:
     store, reader, before = _run(ops, reads, with_others)
     store.apply_all()
@@ -149,7 +149,7 @@ def test_every_row_is_delivered_once_in_the_order_of_its_source_whatever_the_wri
 @settings(max_examples=150, deadline=None)
 @given(_histories(), _reads, st.booleans())
 def test_a_reader_that_begins_at_any_cursor_gets_exactly_the_rest_also_what_was_written_late(
-    ops: list[Any], reads: Reads, with_others: bool
+    ops: list[Any], reads: ReadSettings, with_others: bool
 ) -> None:
     store, reader, _ = _run([op for op in ops if op[0] != "restart"], reads, with_others)
     store.apply_all()
@@ -174,7 +174,7 @@ def test_what_somebody_else_writes_in_any_order_comes_once_in_its_source_s_order
     arrivals: list[tuple[str, int]], between: list[int], room: int, skew: int
 ) -> None:
     """Rows become visible one after the other; only those are waited for that were seen to be missing."""
-    store, reads = Store(), quiet(Waits(gap_ms=1 << 40, first_ms=1 << 40), room=room)
+    store, reads = Store(), quiet(GapTimeouts(gap_ms=1 << 40, first_ms=1 << 40), room=room)
     reader = Reader(store, START, reads, from_beginning=True)
     for i, (pid, number) in enumerate(arrivals):
         store.put(row(pid, number, 10 * number + (5 * skew if pid == "b" else 0)))
@@ -211,7 +211,7 @@ def test_two_events_that_got_one_number_both_go_out_and_not_again() -> None:
         Row("a", 2, make_timeuuid(T0 + 2, 0, q), q, 0),
         Row("a", 3, make_timeuuid(T0 + 3, 1, p), p, 1),
     ]
-    reading: Reading[Row] = Reading(START, Reads(delay_ms=0), now_ms=T0 + 10)
+    reading: Reading[Row] = Reading(START, ReadSettings(delay_ms=0), now_ms=T0 + 10)
     marks, floors = {p: 1, q: 0}, {p: T0 + 5, q: T0 + 5}
     reading.begin(marks, floors, T0 + 10)
     out = reading.page(rows, T0 + 10) + reading.finish(T0 + 10)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.model import SourceProgress
 from tests.views.tags.reading import reading
 from tests.views.tags.stored import HOUR, MINUTE, STEPS, Died, Held, Stored, dying, interrupted
 from tests.writing import Record, Writer
@@ -64,7 +64,7 @@ def test_R_02_a_view_that_was_lost_with_all_its_progress_is_written_again_from_t
     before = stored.tag("red")
     stored.lose()
     assert stored.begin() is stored.driver
-    assert (stored.held(), stored.mark("red"), stored.progress("red", "p1")) == ({}, -1, Numbered())
+    assert (stored.held(), stored.mark("red"), stored.progress("red", "p1")) == ({}, -1, SourceProgress())
     stored.driver.write([*stored.records, *stored.events("p1", "red", 4, at=MINUTE)])
     assert stored.tag("red")[:4] == before
     assert stored.numbers("red") == {"p1": list(range(1, 9))}
@@ -210,7 +210,7 @@ def test_R_11_rows_whose_mark_was_lost_are_written_again_with_the_same_numbers_o
     batch = half_written(stored)
     dies(stored, step, batch)
     before = stored.held()
-    assert (stored.mark("red"), stored.progress("red", "p2")) == (3, Numbered())
+    assert (stored.mark("red"), stored.progress("red", "p2")) == (3, SourceProgress())
     stored.driver.another_task().write(batch)
     after = stored.held()
     for tag, held in before.items():

@@ -14,7 +14,7 @@ from tailrace.log.event import Partition
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep.replacement import RestoredEvent, replaced
-from tailrace.views.tags.model import Erasure, Numbered, beside, thinned, without
+from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, widen_neighbour
 from tailrace.views.tags.upkeep import Ends, counted, renumbered
 
 LATEST = 1_000
@@ -45,7 +45,9 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
         assert all(a[0] < b[0] if a[1] != b[1] else a[0] <= b[0] for a, b in pairwise(mine))
     # What was made once is made the same again, also from the middle: stamps and numbers are those that are there.
     known = {
-        e.note.source: Numbered(e.note.number, e.note.seq, e.note.ms, str(e.source)) for e in made[:split] if e.note
+        e.note.source: SourceProgress(e.note.number, e.note.seq, e.note.ms, str(e.source))
+        for e in made[:split]
+        if e.note
     }
     rest = made[split:]
     assert Ends(ends, {}).fits(counted(rest), known)
@@ -60,7 +62,7 @@ def test_what_is_left_of_a_run_has_the_numbers_and_notes_that_it_had(pids: list[
     keys: list[bytes | None] = [pid.encode() for pid in pids]
     values = [str(i).encode() for i in range(n)]
     run = Run.of(source, offsets, times, keys, None, values, TagColumns.of(notes, offsets, times))
-    left = without(NumberedRun(51, 50 + n, 7, run, 100 * n), {"p": Erasure(9, {str(source): 10 + mark})})
+    left = erase_from(NumberedRun(51, 50 + n, 7, run, 100 * n), {"p": Erasure(9, {str(source): 10 + mark})})
     found = [
         (number, offset, note, value)
         for entry in left
@@ -88,23 +90,23 @@ def test_places_of_what_was_taken_out_lead_to_what_is_left_behind_them() -> None
         _segment(3, 20, 70, 80),
     )
     expired = Position(10, 3)
-    two = thinned(two, 28, 35, 4)
+    two = shrink_segment(two, 28, 35, 4)
     assert two.replaced == ((10, 25, 27), (10, 36, 40))
-    last = beside([one, two], three)
+    last = widen_neighbour([one, two], three)
     assert last is not None
     assert (last.index, last.replaced) == (1, ((10, 25, 27), (10, 36, 60)))
     log = Log([one, last, live], expired)
     for number, at in ((6, 0), (20, 0), (26, 1), (30, 1), (37, 1), (45, 1), (60, 1)):
         found = locate(log, Position(10, number))
         assert (found.at, found.position, found.gap) == (at, Position(10, number), None)
-    first = beside([two, three], one)
+    first = widen_neighbour([two, three], one)
     assert first is not None
     assert (first.index, first.replaced) == (1, ((10, 5, 27), (10, 36, 40)))
     assert locate(Log([first, three], expired), Position(10, 6)).gap is None
-    assert beside([live], three) is None
-    again = thinned(last, 30, 30, 1)
+    assert widen_neighbour([live], three) is None
+    again = shrink_segment(last, 30, 30, 1)
     assert again.replaced == ((10, 25, 29), (10, 31, 60))
     rebuilt = replaced([], [one, again], expired)
     assert rebuilt == ((10, 4, 60),)
     older = msgspec.structs.replace(one, replaced=((3, 1, 9),))
-    assert thinned(older, 5, 10, 3).replaced == ((10, 11, 20), (3, 1, 9))
+    assert shrink_segment(older, 5, 10, 3).replaced == ((10, 11, 20), (3, 1, 9))

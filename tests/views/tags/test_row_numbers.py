@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.views.tags.rows.numbering import AGAIN, FILLS, IN_ORDER, MissingNumbers, RowNumbers
+from tailrace.views.tags.rows.numbering import AGAIN, FILLS, IN_ORDER, MissingNumbers, NumberCheck
 
 
-def take(numbers: RowNumbers, *rows: tuple[int, int]) -> list[str]:
+def take(numbers: NumberCheck, *rows: tuple[int, int]) -> list[str]:
     """Give rows of one source: number and offset, in the order of their stamps."""
     found = [numbers.take("p", number, ms, ("a:0", offset)) for ms, (number, offset) in enumerate(rows)]
     for number, offset in rows:
@@ -16,19 +16,19 @@ def take(numbers: RowNumbers, *rows: tuple[int, int]) -> list[str]:
 
 
 def test_a_source_may_begin_anywhere_and_has_no_gap_after_that() -> None:
-    numbers = RowNumbers()
+    numbers = NumberCheck()
     assert take(numbers, (-1, 1), (0, 2), (1, 3)) == [IN_ORDER] * 3
     assert (list(numbers.gaps()), numbers.ends(), numbers.is_doubtful) == ([], {"p": 1}, False)
 
 
 def test_numbers_that_are_missing_are_told_with_the_stamps_around_them() -> None:
-    numbers = RowNumbers()
+    numbers = NumberCheck()
     take(numbers, (1, 1), (2, 2), (6, 6), (8, 8))
     assert list(numbers.gaps()) == [MissingNumbers("p", 3, 5, 1, 2), MissingNumbers("p", 7, 7, 2, 3)]
 
 
 def test_a_row_written_twice_is_a_repeat_also_if_the_first_writing_was_not_complete() -> None:
-    numbers = RowNumbers()
+    numbers = NumberCheck()
     assert take(numbers, (1, 1), (3, 3), (1, 1), (2, 2), (3, 3)) == [IN_ORDER, IN_ORDER, AGAIN, FILLS, AGAIN]
     assert (list(numbers.gaps()), list(numbers.conflicts()), numbers.disordered()) == ([], [], [])
     assert numbers.is_repeat("p", 1)
@@ -36,20 +36,20 @@ def test_a_row_written_twice_is_a_repeat_also_if_the_first_writing_was_not_compl
 
 
 def test_two_events_under_one_number_are_a_conflict() -> None:
-    numbers = RowNumbers()
+    numbers = NumberCheck()
     assert take(numbers, (1, 1), (2, 2), (3, 3), (2, 9)) == [IN_ORDER] * 3 + [AGAIN]
     assert list(numbers.conflicts()) == [("p", 2, [("a:0", 2), ("a:0", 9)])]
     assert not numbers.is_repeat("p", 2)
 
 
 def test_a_number_after_a_higher_one_is_out_of_order() -> None:
-    numbers = RowNumbers()
+    numbers = NumberCheck()
     assert take(numbers, (1, 1), (3, 3), (2, 2)) == [IN_ORDER, IN_ORDER, FILLS]
     assert numbers.disordered() == ["p"]
 
 
 @pytest.mark.parametrize("room", [0, 2])
 def test_more_missing_numbers_than_there_is_room_for_are_told_as_one_gap(room: int) -> None:
-    numbers = RowNumbers(most_missing=room)
+    numbers = NumberCheck(most_missing=room)
     take(numbers, (1, 1), (9, 9))
     assert list(numbers.gaps()) == [MissingNumbers("p", 2, 8, 0, 1)]

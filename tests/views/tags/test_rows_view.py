@@ -19,7 +19,7 @@ from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.store import StoredRow
-from tailrace.views.tags.store import TagOptions, lift
+from tailrace.views.tags.store import TagOptions, raise_floors
 from tailrace.views.tags.write import TagsWriter
 from tests.views.tags.test_view import HOUR, VIEWS, tagged
 from tests.writing import NOON, Record, Writer, batch
@@ -111,7 +111,7 @@ async def test_tasks_that_die_between_rows_and_mark_leave_the_rows_of_a_run_with
         if chance.random() < 0.2 and not chance.randrange(2):
             # Only what is applied to its end is raised: nobody has written rows of it that are still to be marked.
             whole = [q for q in range(3) if done[q] == len(by_partition[q])]
-            lift(writer.shards, writer.epoch, {Partition("carts", q): NOON + 2 * HOUR for q in whole})
+            raise_floors(writer.shards, writer.epoch, {Partition("carts", q): NOON + 2 * HOUR for q in whole})
     found = {tag: rows for tag, rows in (await read_rows(rows_store)).items() if tag.startswith(prefix)}
     check(records, found)
     counts = read_counts(writer.shards, "tags")
@@ -140,7 +140,7 @@ async def test_a_new_partition_has_a_floor_before_its_first_row(
     options = TagOptions(tagging=TAGGING, cassandra=rows_store)
     writer = Writer(store, VIEWS, tags=options)
     writer.write([tagged(0, "cart-1", "red", time=NOON)])
-    lift(writer.shards, writer.epoch, {Partition("carts", 0): NOON + HOUR})
+    raise_floors(writer.shards, writer.epoch, {Partition("carts", 0): NOON + HOUR})
     lowest = min(ms for ms, _ in read_times(writer.shards, "tags").values())
     die_before_the_mark(writer, [tagged(0, "cart-2", "red", time=NOON - HOUR, partition=1)], 100)
     assert Partition("carts", 1) in read_times(writer.shards, "tags")

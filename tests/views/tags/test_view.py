@@ -19,7 +19,7 @@ from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
-from tailrace.views.tags.store import TagOptions, lift, read_conflicts
+from tailrace.views.tags.store import TagOptions, raise_floors, read_conflicts
 from tests.writing import NOON, Record, Writer
 
 OPTIONS = TagOptions(tagging=Tagging(paths=("tags",), rules={"even": {"n": {"$mod": [2, 0]}}}))
@@ -114,7 +114,9 @@ async def test_any_split_and_replay_writes_every_tag_once_in_order_without_a_gap
             done[p] = end
         chance.choice(tasks).write(batch)
         if chance.random() < 0.2:
-            lift(writer.shards, writer.epoch, {Partition("carts", chance.randrange(3)): NOON + chance.randrange(HOUR)})
+            raise_floors(
+                writer.shards, writer.epoch, {Partition("carts", chance.randrange(3)): NOON + chance.randrange(HOUR)}
+            )
     writer.another_task().write(records[: len(records) // 2])
     found = await read_tags(store)
     check(records, found)

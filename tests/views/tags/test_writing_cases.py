@@ -29,7 +29,7 @@ from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.model import SourceProgress
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
 from tailrace.views.tags.rows.store import RowWriter, StoredRow
 from tailrace.views.tags.settings import TagsSettings
@@ -73,7 +73,7 @@ def test_W_01_one_event_is_written_at_once_with_its_number_its_progress_and_the_
     (held,) = stored.tag("red")
     assert (held.id, held.number, held.seq) == (f"{PLACE}:0", 1, 0)
     assert held.timeuuid == make_timeuuid(NOON + 7, 0, Partition(TOPIC, 0))
-    assert stored.progress("red", "p1") == Numbered(1, 0, NOON + 7, PLACE)
+    assert stored.progress("red", "p1") == SourceProgress(1, 0, NOON + 7, PLACE)
     assert stored.mark("red") == 0
 
 
@@ -115,7 +115,7 @@ def test_W_10_and_W_11_the_mark_waits_for_all_batches_whether_of_two_buckets_or_
     with pytest.raises(StoreError, match="too big"):
         generous.write([*records, large])
     assert {held.number for held in stored.tag("red")} == {1, 2, 3}
-    assert (stored.mark("red"), stored.progress("red", "p1")) == (-1, Numbered())
+    assert (stored.mark("red"), stored.progress("red", "p1")) == (-1, SourceProgress())
     stored.begin().write([*records, large])
     assert stored.numbers("red") == {"p1": [1, 2, 3]}
     assert (stored.mark("red"), read_counts(stored.driver.shards, "tags")["dead"]) == (3, 1)
@@ -175,11 +175,11 @@ def test_W_29_nothing_is_no_write_what_is_larger_than_a_batch_is_split_and_many_
 
 
 def test_W_15_numbers_go_on_from_what_the_shard_says(stored: Stored) -> None:
-    stored.reset("red", "p1", Numbered(10, 100, NOON, PLACE))
+    stored.reset("red", "p1", SourceProgress(10, 100, NOON, PLACE))
     records = [Record(offset, b"p1", b'{"tags":["red"]}', NOON + offset, 0, TOPIC) for offset in (101, 102)]
     stored.driver.write(records)
     assert [(held.seq, held.number) for held in stored.tag("red")] == [(101, 11), (102, 12)]
-    assert stored.progress("red", "p1") == Numbered(12, 102, NOON + 102, PLACE)
+    assert stored.progress("red", "p1") == SourceProgress(12, 102, NOON + 102, PLACE)
     assert "conflict:sequence" not in read_counts(stored.driver.shards, "tags")
 
 
@@ -241,7 +241,7 @@ def test_W_28_each_tag_has_numbers_of_its_own_and_one_that_knows_nothing_of_a_so
     stored: Stored,
 ) -> None:
     stored.driver.write([stored.event("p2", "blue")])
-    stored.reset("red", "p1", Numbered(10, 0, NOON, PLACE))
+    stored.reset("red", "p1", SourceProgress(10, 0, NOON, PLACE))
     stored.driver.write([stored.event("p1", "red", "blue")])
     assert [held.number for held in stored.tag("red")] == [11]
     assert stored.numbers("blue") == {"p2": [1], "p1": [1]}

@@ -15,11 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import msgspec
 
 from tailrace.log.cursor import (
     Cursor,
@@ -30,15 +27,11 @@ from tailrace.log.cursor import (
 from tailrace.log.event import Partition
 from tailrace.log.feed import BATCH_BYTES, LogFeed, LogReader, MergeItem, MergeLine
 from tailrace.log.hub import Hub, SegmentEntry
-from tailrace.log.name import shard_of
 from tailrace.log.request import AnyFrame, EventFrame, Moved
 from tailrace.log.segment import Gap, Key
 from tailrace.log.store import Logs
-from tailrace.valkey.marks import NOTHING, SCANNED, parse_mark_time
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import mapping
+from tailrace.valkey.marks import NOTHING
 from tailrace.views.tags.request import TagFilter, TagRequest, look
-from tailrace.views.tags.store import VIEW
 
 
 class TagFeed(LogFeed):
@@ -78,46 +71,6 @@ class TagFeed(LogFeed):
             return
         for number, ((_, is_shown), data) in enumerate(zip(stamped, frames, strict=True), first):
             add(MergeItem(0, Position(segment.epoch, number), segment.index, data if is_shown else None))
-
-
-class Levels(msgspec.Struct, frozen=True):
-    """The marks and the floors of one shard, as ``views.tags.rows.reading`` takes them."""
-
-    marks: dict[Partition, int]
-    floors: dict[Partition, int]
-
-
-class Floors:
-    """Reads marks and floors."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-
-    def shard_of(self, tag: str) -> int:
-        """Return the shard that a tag lives in."""
-        return shard_of(tag, self._nodes.options.shards)
-
-    async def read(self, shards: Iterable[int]) -> dict[int, Levels]:
-        """Return what shards say. Floors are read before the marks: they hold for what lies beyond these, too."""
-        wanted, keys = sorted(set(shards)), self._nodes.keys
-        answers = await self._nodes.read_all(
-            [
-                *((shard, ("HGETALL", keys.times(shard, VIEW))) for shard in wanted),
-                *((shard, ("HGETALL", keys.marks(shard, VIEW))) for shard in wanted),
-            ]
-        )
-        found: dict[int, Levels] = {}
-        for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
-            found[shard] = Levels(
-                {_place(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCANNED},
-                {_place(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
-            )
-        return found
-
-
-@lru_cache(10_000)
-def _place(field: bytes) -> Partition:
-    return Partition.parse(field.decode())
 
 
 logger = logging.getLogger(__name__)

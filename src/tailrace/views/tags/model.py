@@ -60,7 +60,7 @@ class Tagging(msgspec.Struct, frozen=True):
     rules: dict[str, dict[str, Any]] = {}
 
 
-class Tagged(NamedTuple):
+class TaggedEvent(NamedTuple):
     """An event with tags."""
 
     source: str
@@ -99,7 +99,7 @@ class Tagger:
         """Whether events of a topic are tagged."""
         return topic in self._topics
 
-    def read(self, key: bytes | None, value: bytes, offset: int, record: Record | None = None) -> Tagged | str:
+    def read(self, key: bytes | None, value: bytes, offset: int, record: Record | None = None) -> TaggedEvent | str:
         """Return the tags of an event, or the word for why it has none that can be used."""
         try:
             return self._read(key, value, offset, record)
@@ -108,7 +108,7 @@ class Tagger:
         except Unnameable:
             return "no-source"
 
-    def _read(self, key: bytes | None, value: bytes, offset: int, record: Record | None) -> Tagged | str:
+    def _read(self, key: bytes | None, value: bytes, offset: int, record: Record | None) -> TaggedEvent | str:
         found = self._fields(value) if self._fields is not None else ()
         tags: tuple[str, ...] = ()
         ignored = 0
@@ -137,7 +137,7 @@ class Tagger:
             if number is None:
                 return "no-sequence"
             offset = number
-        return Tagged(self._pid(key, found), offset, tags, ignored)
+        return TaggedEvent(self._pid(key, found), offset, tags, ignored)
 
     def _pid(self, key: bytes | None, found: Sequence[bytes | None]) -> str:
         if self._by_key:
@@ -179,7 +179,7 @@ def _tags(raw: bytes) -> tuple[tuple[str, ...], int]:
     return tuple(found), len(each) - len(found)
 
 
-class Numbered(msgspec.Struct, frozen=True):
+class SourceProgress(msgspec.Struct, frozen=True):
     """How far a source has come in a tag: what the shard keeps, and compares before it is changed."""
 
     number: int = 0
@@ -195,7 +195,7 @@ class Numbered(msgspec.Struct, frozen=True):
         return f"{self.number} {self.seq} {self.ms} {self.partition}".encode()
 
     @classmethod
-    def parse(cls, stored: bytes | None) -> Numbered:
+    def parse(cls, stored: bytes | None) -> SourceProgress:
         """Read the stored form; nothing is a source that has no event with the tag yet."""
         if not stored:
             return cls()
@@ -211,7 +211,7 @@ class Numbered(msgspec.Struct, frozen=True):
         return "sequence" if seq <= self.seq else ""
 
 
-def timeuuid_ms(time_ms: int, floor_ms: int, known: Sequence[Numbered], place: str, latest_ms: int) -> int:
+def timeuuid_ms(time_ms: int, floor_ms: int, known: Sequence[SourceProgress], place: str, latest_ms: int) -> int:
     """Return the millisecond of the stamp of an event, for the tags of one shard.
 
     Args:
@@ -247,7 +247,7 @@ Erasures: TypeAlias = Mapping[str, Erasure]
 """Those of one tag, by source."""
 
 
-def without(entry: NumberedRun, gone: Erasures) -> list[NumberedRun]:
+def erase_from(entry: NumberedRun, gone: Erasures) -> list[NumberedRun]:
     """Return what is left of an entry without the events that are covered; each keeps its number in the log."""
     run, notes = entry.run, entry.run.tag_columns
     if notes is None or not gone.keys() & set(notes.sources):
@@ -285,7 +285,7 @@ def _part(
     return NumberedRun(entry.first + begin, entry.first + end - 1, entry.newest_ms, part, size)
 
 
-def thinned(segment: Segment, first: int, last: int, events: int) -> Segment:
+def shrink_segment(segment: Segment, first: int, last: int, events: int) -> Segment:
     """Return a segment of which so many events are left, between these numbers; it knows which were at its ends."""
     out = [each for each in segment.replaced if each[0] == segment.epoch]
     begin = min([segment.first, *(one for _, one, _ in out)])
@@ -301,7 +301,7 @@ def thinned(segment: Segment, first: int, last: int, events: int) -> Segment:
     )
 
 
-def beside(segments: Sequence[Segment], gone: Segment) -> Segment | None:
+def widen_neighbour(segments: Sequence[Segment], gone: Segment) -> Segment | None:
     """Return the neighbour of a segment that has nothing left, as it is when it knows of it; None if it has none."""
     same = [each for each in segments if each.epoch == gone.epoch and each.index != gone.index and not each.open]
     if not same:
@@ -314,5 +314,5 @@ def beside(segments: Sequence[Segment], gone: Segment) -> Segment | None:
         last=max(near.last, gone.last),
         replaced=(*near.replaced, *gone.replaced),
     )
-    known = thinned(wider, near.first, near.last, near.events)
+    known = shrink_segment(wider, near.first, near.last, near.events)
     return msgspec.structs.replace(known, state=near.state)

@@ -22,7 +22,7 @@ from tailrace.log.request import AnyFeed
 from tailrace.metrics import ReaderFigures
 from tailrace.valkey.shards import mapping
 from tailrace.views.grep.routes import limits_of
-from tailrace.views.tags.model import Numbered
+from tailrace.views.tags.model import SourceProgress
 from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderPosition, logger
 from tailrace.views.tags.request import FromText, TagRequest, make_tag_request
 
@@ -176,7 +176,7 @@ async def tag_sources(service: Here, tag: TagName, query: Annotated[SourcesQuery
     shard = shard_of(tag, nodes.options.shards)
     key = nodes.keys.numbers(shard, tag)
     cursor, found = await nodes.read(shard, "HSCAN", key, query.after, "COUNT", query.limit)
-    listed = [_source(pid.decode(), Numbered.parse(stored)) for pid, stored in mapping(found).items()]
+    listed = [_source(pid.decode(), SourceProgress.parse(stored)) for pid, stored in mapping(found).items()]
     if not listed and not query.after and not int(cursor):
         raise StreamNotFound(tag)
     return SourcesPage(tag=tag, sources=listed, next=int(cursor) or None)
@@ -187,7 +187,7 @@ async def tag_readers(service: Here, query: Annotated[NoQuery, Query()]) -> Read
     return await list_readers(service)
 
 
-def _source(pid: str, known: Numbered) -> TaggedSource:
+def _source(pid: str, known: SourceProgress) -> TaggedSource:
     return TaggedSource(
         source=pid, tag_seq=known.number, seq=known.seq, time=iso_time(known.ms), partition=known.partition
     )

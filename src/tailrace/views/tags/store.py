@@ -12,6 +12,7 @@ A set of each shard names the tags that have some, so that nobody has to look th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ from tailrace.errors import StaleDriver
 from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.store import LogRegistry
+from tailrace.valkey.marks import SCANNED, parse_mark_time
+from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Command, Shards, mapping
-from tailrace.views.tags.model import Erasure, Numbered, Tagging
+from tailrace.views.tags.model import Erasure, SourceProgress, Tagging
 
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.cassandra import CassandraOptions
@@ -68,14 +71,14 @@ def tag_options(settings: Settings) -> TagOptions:
     )
 
 
-def read_numbers(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]]]) -> list[list[Numbered]]:
+def read_progress(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]]]) -> list[list[SourceProgress]]:
     """Return how far sources have come: for each (shard, tag, sources) a list in the order of the sources."""
     keys = shards.keys
     answers = shards.run_all([(shard, ("HMGET", keys.numbers(shard, tag), *pids)) for shard, tag, pids in wanted])
-    return [[Numbered.parse(value) for value in answer] for answer in answers]
+    return [[SourceProgress.parse(value) for value in answer] for answer in answers]
 
 
-def introduce(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[str]]]) -> list[list[int]]:
+def introduce_partitions(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[str]]]) -> list[list[int]]:
     """Give partitions that have no floor in a shard the lowest there is; return those of all, in their order.
 
     Before the first row of a partition is written: so readers know that it is there, and that more of it may come.
@@ -87,7 +90,7 @@ def introduce(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[s
     return [[int(ms) for ms in answer[1:]] for answer in answers]
 
 
-def lift(shards: Shards, epoch: int, times: Mapping[Partition, int]) -> None:
+def raise_floors(shards: Shards, epoch: int, times: Mapping[Partition, int]) -> None:
     """Raise the floors of partitions of which everything up to these times is applied, in every shard."""
     if not times:
         return
@@ -132,3 +135,43 @@ def tags_of(shards: Shards, source: str) -> Iterator[str]:
     while page := list(islice(logs, PAGE)):
         commands: list[Command] = [(s.shard, ("HEXISTS", shards.keys.numbers(s.shard, s.name), source)) for s in page]
         yield from (seen.name for seen, has in zip(page, shards.run_all(commands), strict=True) if has)
+
+
+class Levels(msgspec.Struct, frozen=True):
+    """The marks and the floors of one shard, as ``views.tags.rows.reading`` takes them."""
+
+    marks: dict[Partition, int]
+    floors: dict[Partition, int]
+
+
+class LevelReader:
+    """Reads marks and floors."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+
+    def shard_of(self, tag: str) -> int:
+        """Return the shard that a tag lives in."""
+        return shard_of(tag, self._nodes.options.shards)
+
+    async def read(self, shards: Iterable[int]) -> dict[int, Levels]:
+        """Return what shards say. Floors are read before the marks: they hold for what lies beyond these, too."""
+        wanted, keys = sorted(set(shards)), self._nodes.keys
+        answers = await self._nodes.read_all(
+            [
+                *((shard, ("HGETALL", keys.times(shard, VIEW))) for shard in wanted),
+                *((shard, ("HGETALL", keys.marks(shard, VIEW))) for shard in wanted),
+            ]
+        )
+        found: dict[int, Levels] = {}
+        for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
+            found[shard] = Levels(
+                {_place(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCANNED},
+                {_place(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
+            )
+        return found
+
+
+@lru_cache(10_000)
+def _place(field: bytes) -> Partition:
+    return Partition.parse(field.decode())

@@ -41,7 +41,7 @@ from tailrace.upkeep.examine import ExaminedEntry, look, read_held
 from tailrace.upkeep.job import JobLease, milliseconds, now_ms, require_copy
 from tailrace.upkeep.replacement import RestoredEvent
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.model import Erasure, Numbered, beside, thinned, timeuuid_ms, without
+from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, timeuuid_ms, widen_neighbour
 from tailrace.views.tags.store import VIEW, encode, read_erasures, tags_of
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Cleaning(TakingOut):
             except _Unreadable as error:
                 logger.error("tag %r, segment %d: %s; `tailrace rebuild tags` restores it", tag, segment.index, error)
                 return UNREADABLE
-            neighbour = beside([s for s in segments if s.events], segment) if left is None else None
+            neighbour = widen_neighbour([s for s in segments if s.events], segment) if left is None else None
             self._reached("thin-staged")
             if staging.thin(tag, segment, left, neighbour, self._remember_ms) != "ok":
                 return MOVED
@@ -253,7 +253,7 @@ class Cleaning(TakingOut):
             events, size, raw = events + n, size + len(stored), raw + sum(entry.size for entry in part)
         if not count:
             return None
-        left = msgspec.structs.replace(thinned(segment, first, last, events), bytes=size, raw_bytes=raw)
+        left = msgspec.structs.replace(shrink_segment(segment, first, last, events), bytes=size, raw_bytes=raw)
         return Rebuilt(left, segment.index, count)
 
     def _left(self, shards: Shards, tag: str, segment: Segment, gone: Erasure) -> Iterator[NumberedRun]:
@@ -261,7 +261,7 @@ class Cleaning(TakingOut):
             if held.damage:
                 raise _Unreadable(held.damage)
             for entry in held.entries:
-                yield from without(entry, {self._source: gone})
+                yield from erase_from(entry, {self._source: gone})
 
 
 class _Unreadable(Exception):
@@ -276,7 +276,7 @@ class Ends(msgspec.Struct, frozen=True):
     stamps: Mapping[Partition, int]
     """For each partition that has live events the stamp of its first one, in milliseconds: none before it is later."""
 
-    def fits(self, counts: Mapping[str, int], front: Mapping[str, Numbered]) -> bool:
+    def fits(self, counts: Mapping[str, int], front: Mapping[str, SourceProgress]) -> bool:
         """Return whether numbers go on without a gap from what stands in front of the rebuilt events."""
         return all(known.number == self.numbers.get(pid, 0) - counts.get(pid, 0) for pid, known in front.items())
 
@@ -294,7 +294,7 @@ def renumbered(
     events: Iterable[RestoredEvent],
     ends: Ends,
     counts: Mapping[str, int],
-    front: Mapping[str, Numbered],
+    front: Mapping[str, SourceProgress],
     latest_ms: int,
 ) -> Iterator[RestoredEvent]:
     """Yield events, in their order, with their numbers and stamps.
@@ -315,13 +315,13 @@ def renumbered(
         note, label = event.note, str(event.source)
         assert note is not None
         pid = note.source
-        before = known.get(pid, Numbered())
+        before = known.get(pid, SourceProgress())
         number = before.number + 1 if pid in begun else ends.numbers.get(pid, 0) - counts[pid] + 1
         begun.add(pid)
         latest = min(latest_ms, ends.stamps.get(event.source, latest_ms))
         ms = timeuuid_ms(note.ms, floors.get(label, before.ms), [before], label, latest)
         floors[label] = ms
-        known[pid] = Numbered(number, note.seq, ms, label)
+        known[pid] = SourceProgress(number, note.seq, ms, label)
         yield msgspec.structs.replace(event, note=note._replace(number=number, ms=ms))
 
 
@@ -346,16 +346,16 @@ class Anchor:
     def __init__(self, shards: Shards, shard: int, tag: str) -> None:
         known = read_all_numbers(shards, shard, tag)
         self._numbers = {pid: each.number for pid, each in known.items()}
-        self._top_ms = max((each.ms for each in known.values()), default=Numbered().ms)
+        self._top_ms = max((each.ms for each in known.values()), default=SourceProgress().ms)
         """No event of the tag had a later stamp by then."""
         self._stamps: dict[Partition, int] = {}
         self._passed: set[str] = set()
-        self._front: dict[str, Numbered] = {}
-        self._segment: dict[str, Numbered] = {}
+        self._front: dict[str, SourceProgress] = {}
+        self._segment: dict[str, SourceProgress] = {}
         self._ahead: dict[Partition, dict[int, int]] = {}
         self._counts: dict[str, int] = {}
         self._known = known.keys()
-        self.new: dict[str, Numbered] = {}
+        self.new: dict[str, SourceProgress] = {}
         """How far sources have come with what was numbered that had come nowhere."""
 
     # What is there.
@@ -378,7 +378,7 @@ class Anchor:
             if last is not None and offset > last:
                 self._pass(source, note.source, note.number, note.ms)
             elif offset > after:
-                self._segment[note.source] = Numbered(note.number, note.seq, note.ms, label)
+                self._segment[note.source] = SourceProgress(note.number, note.seq, note.ms, label)
                 if offset >= retained and note.ms != time_ms:
                     self._ahead.setdefault(source, {})[offset] = note.ms
 
@@ -423,21 +423,21 @@ class Anchor:
         for event in renumbered(events, self._ends(), self._counts, self._front, latest_ms):
             note = event.note
             if note is not None and note.source not in self._known:
-                self.new[note.source] = Numbered(note.number, note.seq, note.ms, str(event.source))
+                self.new[note.source] = SourceProgress(note.number, note.seq, note.ms, str(event.source))
             yield event
 
     def _ends(self) -> Ends:
         return Ends(self._numbers, self._stamps)
 
 
-def read_all_numbers(shards: Shards, shard: int, tag: str) -> dict[str, Numbered]:
+def read_all_numbers(shards: Shards, shard: int, tag: str) -> dict[str, SourceProgress]:
     """Return how far every source has come in a tag, each at some moment before this returns."""
-    found: dict[str, Numbered] = {}
+    found: dict[str, SourceProgress] = {}
     cursor: Any = b"0"
     while True:
         command = "HSCAN", shards.keys.numbers(shard, tag), cursor, "COUNT", PAGE
         cursor, page = shards.run_all([(shard, command)])[0]
-        found |= {pid.decode(): Numbered.parse(stored) for pid, stored in mapping(page).items()}
+        found |= {pid.decode(): SourceProgress.parse(stored) for pid, stored in mapping(page).items()}
         if int(cursor) == 0:
             return found
 

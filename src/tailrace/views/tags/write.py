@@ -24,8 +24,8 @@ from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.tags.model import MANY, Numbered, Tagged, Tagger, timeuuid_ms
-from tailrace.views.tags.store import VIEW, TagOptions, introduce, read_numbers
+from tailrace.views.tags.model import MANY, SourceProgress, TaggedEvent, Tagger, timeuuid_ms
+from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, read_progress
 
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.store import StoredRow
@@ -40,7 +40,7 @@ class _Looked(NamedTuple):
     """What was found in a slice."""
 
     records: Slice
-    tagged: dict[int, Tagged]
+    tagged: dict[int, TaggedEvent]
     skipped: dict[int, str]
 
 
@@ -77,7 +77,7 @@ class TagsWriter(Writer):
         # The limit holds for what is sent; events compress about eightfold.
         self._raw_bytes, self._runs = window_bytes * 8, window_runs
         self._looked: dict[int, _Looked] = {}
-        self._numbers: dict[str, dict[str, Numbered]] = {}
+        self._numbers: dict[str, dict[str, SourceProgress]] = {}
         """How far each source has come, by tag."""
         self._floors: dict[int, list[int]] = {}
         self._homes: dict[tuple[str, ...], tuple[tuple[int, tuple[str, ...]], ...]] = {}
@@ -105,7 +105,7 @@ class TagsWriter(Writer):
         asked = [(shard_of(tag, self._shards), tag, list(pids)) for tag, pids in wanted.items()]
         self._numbers = {
             tag: dict(zip(pids, found, strict=True))
-            for (_, tag, pids), found in zip(asked, read_numbers(shards, asked), strict=True)
+            for (_, tag, pids), found in zip(asked, read_progress(shards, asked), strict=True)
         }
 
     def _introduce(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
@@ -116,7 +116,7 @@ class TagsWriter(Writer):
             for shard, (ms, _) in enumerate(place.times)
             if ms == LONG_AGO[0]
         ]
-        found = introduce(shards, self._epoch, [(shard, [str(records.source)]) for shard, records in new])
+        found = introduce_partitions(shards, self._epoch, [(shard, [str(records.source)]) for shard, records in new])
         for (shard, records), (ms,) in zip(new, found, strict=True):
             self._floors[id(records)][shard] = ms
 
@@ -173,11 +173,11 @@ class TagsWriter(Writer):
 
     # What is in a slice.
 
-    def tagged(self, records: Slice) -> dict[int, Tagged]:
+    def tagged(self, records: Slice) -> dict[int, TaggedEvent]:
         """Return the events of a slice that have tags, by row."""
         return self._look(records).tagged
 
-    def named(self, records: Slice, tagged: Mapping[int, Tagged] | None = None) -> Iterator[tuple[int, int, str]]:
+    def named(self, records: Slice, tagged: Mapping[int, TaggedEvent] | None = None) -> Iterator[tuple[int, int, str]]:
         """Yield row, shard and tag of every event, as often as it has tags; ``tagged`` saves looking again."""
         for i, event in (self.tagged(records) if tagged is None else tagged).items():
             for shard, tags in self._at_home(event.tags):
@@ -185,7 +185,7 @@ class TagsWriter(Writer):
                     yield i, shard, tag
 
     def _look(self, records: Slice) -> _Looked:
-        tagged: dict[int, Tagged] = {}
+        tagged: dict[int, TaggedEvent] = {}
         skipped: dict[int, str] = {}
         is_wanted, asks_record, read = (
             self._tagger.wants(records.source.topic),
@@ -349,16 +349,16 @@ class _Share:
         """How many numbers of sources."""
         self.size = 0
         """About the bytes of its events."""
-        self._seen: dict[str, dict[str, Numbered]] = {}
+        self._seen: dict[str, dict[str, SourceProgress]] = {}
 
     def add(
         self,
         row: int,
         offset: int,
         time_ms: int,
-        event: Tagged,
+        event: TaggedEvent,
         tags: Sequence[str],
-        numbers: dict[str, dict[str, Numbered]],
+        numbers: dict[str, dict[str, SourceProgress]],
         latest_ms: int,
     ) -> None:
         """Number an event in the tags that it has here."""
@@ -374,12 +374,12 @@ class _Share:
             if pid not in self._seen[tag]:
                 self._seen[tag][pid] = before
                 self.changed += 1
-            numbers[tag][pid] = Numbered(before.number + 1, seq, ms, label)
+            numbers[tag][pid] = SourceProgress(before.number + 1, seq, ms, label)
             copies.rows.append(row)
             copies.numbers.append(before.number + 1)
             copies.stamps.append(ms)
 
-    def numbers(self, now: dict[str, dict[str, Numbered]]) -> list[Arg]:
+    def numbers(self, now: dict[str, dict[str, SourceProgress]]) -> list[Arg]:
         """Return what the shard compares and writes: the floor, and how far sources have come."""
         seen = str(self._was) if self._was > LONG_AGO[0] else ""
         items: list[Arg] = ["N", seen, self.floor, len(self._seen)]
@@ -390,7 +390,7 @@ class _Share:
                 items += (pid, before.stored() if before.partition else b"", found[pid].stored())
         return items
 
-    def _told(self, wrong: str, tag: str, event: Tagged, offset: int, before: Numbered) -> bytes:
+    def _told(self, wrong: str, tag: str, event: TaggedEvent, offset: int, before: SourceProgress) -> bytes:
         return _encode(
             {
                 "conflict": wrong,

@@ -213,7 +213,7 @@ class TagRow(Protocol):
 R = TypeVar("R", bound=TagRow)
 
 
-class Waits(msgspec.Struct, frozen=True):
+class GapTimeouts(msgspec.Struct, frozen=True):
     """How long what is missing is waited for."""
 
     gap_ms: int = 10_000
@@ -223,7 +223,7 @@ class Waits(msgspec.Struct, frozen=True):
     """Numbers that are searched for; more are not waited for at all."""
 
 
-class Hold(Generic[R]):
+class HeldSource(Generic[R]):
     """What is held of one source."""
 
     def __init__(self, pid: str, number: int, after: UUID, first: int, now_ms: int) -> None:
@@ -283,7 +283,7 @@ class Hold(Generic[R]):
         """Wait no longer for what is missing below the lowest event."""
         self.number = min(self._rows) - 1
 
-    def deadline_ms(self, waits: Waits) -> int:
+    def deadline_ms(self, waits: GapTimeouts) -> int:
         """Return when what is missing is waited for no longer."""
         first, last = self.missing
         if last - first >= waits.most:
@@ -295,7 +295,7 @@ LEAST_LAG_MS, MOST_LAG_MS = 50, 5_000
 """Between these the delay lies when it is measured."""
 
 
-class Reads(msgspec.Struct, frozen=True, kw_only=True):
+class ReadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a tag is read."""
 
     delay_ms: int | None = 5_000
@@ -304,7 +304,7 @@ class Reads(msgspec.Struct, frozen=True, kw_only=True):
     """How far ahead of the clock a stamp can be, unless a clock was set."""
     span_ms: int = 3_600_000
     """How long a bucket is."""
-    waits: Waits = Waits()
+    waits: GapTimeouts = GapTimeouts()
     short_ms: int | None = 1_000
     """How often it looks back a little; None = never."""
     short_period_ms: int | None = 5_000
@@ -329,10 +329,10 @@ class Reads(msgspec.Struct, frozen=True, kw_only=True):
         return now_ms - min(max(behind_ms, LEAST_LAG_MS), MOST_LAG_MS)
 
 
-class Turns:
+class BacktrackSchedule:
     """When it is looked back again, and how far."""
 
-    def __init__(self, reads: Reads, now_ms: int) -> None:
+    def __init__(self, reads: ReadSettings, now_ms: int) -> None:
         self._reads = reads
         self._short_due = now_ms + (reads.short_ms or 0)
         self._long_due = now_ms + (reads.long_ms or 0)

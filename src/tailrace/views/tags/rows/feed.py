@@ -28,12 +28,12 @@ from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.log.run import tagged_frame
 from tailrace.log.timeuuid import last_of, ms_of, order
-from tailrace.views.tags.merge import Floors, Levels
 from tailrace.views.tags.request import TagFilter, TagRequest, record_of
-from tailrace.views.tags.rows.cursor import Reads, TagPosition, TagRow, written
+from tailrace.views.tags.rows.cursor import ReadSettings, TagPosition, TagRow, written
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading
 from tailrace.views.tags.rows.store import StoredRow
+from tailrace.views.tags.store import LevelReader, Levels
 
 APART_MS = 60_000
 """Rows that were missed and lie further apart than this are read apart."""
@@ -49,9 +49,9 @@ class TagLine:
         tag: str,
         at: int,
         rows: RowReader,
-        floors: Floors,
+        floors: LevelReader,
         start: TagPosition,
-        reads: Reads,
+        reads: ReadSettings,
         clock: Callable[[], int],
         *,
         from_beginning: bool = False,
@@ -195,7 +195,7 @@ class TagRowsFeed:
     def __init__(
         self,
         hub: Hub,
-        floors: Floors,
+        floors: LevelReader,
         request: TagRequest,
         lines: Sequence[TagLine],
         wanted: Sequence[TagFilter],

@@ -47,7 +47,7 @@ class _Come(msgspec.Struct):
     """Numbers that were passed over, each with the stamps around it."""
 
 
-class RowNumbers:
+class NumberCheck:
     """Checks one tag. Rows are given to ``take``, and again to ``recall`` if some of them were ``AGAIN``.
 
     Args:
@@ -136,7 +136,7 @@ class RowNumbers:
         return {pid: come.last for pid, come in self._sources.items()}
 
 
-class End(msgspec.Struct, frozen=True):
+class NumberingEnd(msgspec.Struct, frozen=True):
     """What comes behind the rebuilt events of a source."""
 
     number: int = 0
@@ -146,7 +146,7 @@ class End(msgspec.Struct, frozen=True):
     partition: str = ""
 
 
-def end_of(given: int, live: End | None) -> End:
+def numbering_end(given: int, live: NumberingEnd | None) -> NumberingEnd:
     """Return what comes behind a source's rebuilt events.
 
     Args:
@@ -156,11 +156,11 @@ def end_of(given: int, live: End | None) -> End:
             the marks had been given out.
     """
     if live is None:
-        return End(given)
-    return End(min(given, live.number - 1), live.ms, live.partition)
+        return NumberingEnd(given)
+    return NumberingEnd(min(given, live.number - 1), live.ms, live.partition)
 
 
-class Countdown:
+class BackwardNumbering:
     """Gives numbers and stamps to the events of one tag, the last one first.
 
     Args:
@@ -168,12 +168,12 @@ class Countdown:
         ceilings: For each partition, as text, the millisecond that no stamp of a rebuilt event may be after.
     """
 
-    def __init__(self, ends: Mapping[str, End], ceilings: Mapping[str, int]) -> None:
+    def __init__(self, ends: Mapping[str, NumberingEnd], ceilings: Mapping[str, int]) -> None:
         self._ends, self._ceilings = dict(ends), dict(ceilings)
 
     def stamped(self, pid: str, place: str, ms: int) -> int:
         """Return the millisecond that the next event in front gets if it is given one."""
-        end = self._ends.get(pid, End())
+        end = self._ends.get(pid, NumberingEnd())
         ms = min(ms, self._ceilings.get(place, ms))
         if end.ms is not None:
             ms = min(ms, end.ms if end.partition == place else end.ms - 1)
@@ -181,7 +181,7 @@ class Countdown:
 
     def give(self, pid: str, place: str, ms: int) -> tuple[int, int]:
         """Return number and millisecond of the next event in front, which asks for this millisecond."""
-        ms, number = self.stamped(pid, place, ms), self._ends.get(pid, End()).number
-        self._ends[pid] = End(number - 1, ms, place)
+        ms, number = self.stamped(pid, place, ms), self._ends.get(pid, NumberingEnd()).number
+        self._ends[pid] = NumberingEnd(number - 1, ms, place)
         self._ceilings[place] = ms
         return number, ms

@@ -41,20 +41,20 @@ from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
 from tailrace.views.tags.rows.cursor import (
-    Hold,
+    BacktrackSchedule,
+    HeldSource,
     OpenSource,
     R,
     Reached,
-    Reads,
+    ReadSettings,
     TagPosition,
     TagRow,
-    Turns,
     hashed,
     hashed_partition,
 )
 
 
-class Places:
+class PartitionLevels:
     """What was read last of marks and floors."""
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class LowWater:
         if self.open:
             self.open = {pid: each for pid, each in self.open.items() if order(last_of(each.since_ms)) > self.order}
 
-    def part(self, holds: Collection[Hold[Any]]) -> TagPosition:
+    def part(self, holds: Collection[HeldSource[Any]]) -> TagPosition:
         """Return the cursor's part, with what is held."""
         if not (self._reached or self._beyond or self.open or holds):
             return TagPosition(self.timeuuid)
@@ -270,24 +270,24 @@ class SearchBack(msgspec.Struct, frozen=True):
 class Reading(Generic[R]):
     """Where a reader of one tag is, and what it knows."""
 
-    def __init__(self, start: TagPosition, reads: Reads, *, from_beginning: bool = False, now_ms: int) -> None:
+    def __init__(self, start: TagPosition, reads: ReadSettings, *, from_beginning: bool = False, now_ms: int) -> None:
         """``from_beginning``: that there is nothing before the start, so that a source begins with its number 1."""
         self._reads = reads
         self._start, self._start_order = start.low, order(start.low)
         self._from_beginning = from_beginning
-        self._places = Places()
+        self._places = PartitionLevels()
         self._position, self._to = start.low, start.low
         self._low: UUID | None = None
         """The last stamp below all floors."""
         self._water = LowWater(start)
         self._carry: list[R] = []
         self._sources = KnownSources(start, reads.known)
-        self._holds: dict[str, Hold[R]] = {}
+        self._holds: dict[str, HeldSource[R]] = {}
         self._held = 0
         self._looked = not start.open
         self._searched = True
         """Whether what is held was looked for since it is."""
-        self._turns = Turns(reads, now_ms)
+        self._turns = BacktrackSchedule(reads, now_ms)
         self.is_at_end = False
         """Whether everything was read that was to be read."""
         self.is_full = False
@@ -539,19 +539,19 @@ class Reading(Generic[R]):
         if not self._places.is_marked(row.partition):
             self._water.give(row)
 
-    def _hold(self, row: TagRow, now_ms: int) -> Hold[R] | None:
+    def _hold(self, row: TagRow, now_ms: int) -> HeldSource[R] | None:
         """Return with what a row that is out of turn is held; None if it is its turn."""
         pid = row.source
         if (known := self._sources.get(pid)) is not None:
-            return Hold(pid, known.number, known.timeuuid, 0, now_ms) if row.tag_seq > known.number + 1 else None
+            return HeldSource(pid, known.number, known.timeuuid, 0, now_ms) if row.tag_seq > known.number + 1 else None
         if (given := self._water.given(pid)) is not None:
-            return Hold(pid, *given, 0, now_ms)
+            return HeldSource(pid, *given, 0, now_ms)
         if (before := self._water.open.pop(hashed(pid), None)) is not None:
-            return Hold(pid, before.number, last_of(before.since_ms - 1), before.first, now_ms)
+            return HeldSource(pid, before.number, last_of(before.since_ms - 1), before.first, now_ms)
         if self._is_first(row, now_ms):
             return None
         since_ms = bucket_start(ms_of(row.timeuuid), self._reads.span_ms) - self._reads.span_ms
-        return Hold(pid, 0, max(last_of(since_ms - 1), self._start, key=order), row.tag_seq, now_ms)
+        return HeldSource(pid, 0, max(last_of(since_ms - 1), self._start, key=order), row.tag_seq, now_ms)
 
     def _is_first(self, row: TagRow, now_ms: int) -> bool:
         """Whether the first event seen of a source is taken for its first."""
@@ -562,7 +562,7 @@ class Reading(Generic[R]):
             return True
         return not self._from_beginning and bucket_start(ms_of(row.timeuuid), reads.span_ms) + reads.span_ms <= now_ms
 
-    def _release(self, hold: Hold[R], out: list[Emitted[R] | LostNumbers]) -> None:
+    def _release(self, hold: HeldSource[R], out: list[Emitted[R] | LostNumbers]) -> None:
         """Give out what is held as far as nothing is missing."""
         while (row := hold.next()) is not None:
             self._held -= 1

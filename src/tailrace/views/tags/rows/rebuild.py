@@ -40,10 +40,10 @@ from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.model import Erasures
 from tailrace.views.tags.rows.cassandra import connected
-from tailrace.views.tags.rows.numbering import Countdown, End, end_of
+from tailrace.views.tags.rows.numbering import BackwardNumbering, NumberingEnd, numbering_end
 from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow
 from tailrace.views.tags.rows.upkeep import RowAuditor, Rows, rests_in, tags_of
-from tailrace.views.tags.store import VIEW, lift, tag_options
+from tailrace.views.tags.store import VIEW, raise_floors, tag_options
 from tailrace.views.tags.upkeep import read_all_numbers
 
 STEPS = ("rows-written", "rows-deleted")
@@ -107,7 +107,7 @@ class RestoredRows(Restored, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 _body = msgspec.msgpack.Decoder(Body).decode
 _standing = msgspec.msgpack.Decoder(ExistingRow).decode
-_end = msgspec.msgpack.Decoder(tuple[str, End]).decode
+_end = msgspec.msgpack.Decoder(tuple[str, NumberingEnd]).decode
 _ceiling = msgspec.msgpack.Decoder(tuple[str, int]).decode
 
 
@@ -123,13 +123,13 @@ def survey(
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
     ceilings = {place.decode(): parse_mark_time(stored)[0] for place, stored in mapping(answer).items()}
     marks, bounds = orders.marks[shard], orders.work.extent.shards[shard]
-    live: dict[str, End] = {}
+    live: dict[str, NumberingEnd] = {}
     for row in rows.rows(tag):
         place, ms = str(row.partition), ms_of(row.timeuuid)
         if row.offset > marks.get(row.partition, NOTHING):
             first = live.get(row.source)
             if first is None or row.tag_seq < first.number:
-                live[row.source] = End(row.tag_seq, ms, place)
+                live[row.source] = NumberingEnd(row.tag_seq, ms, place)
             ceilings[place] = min(ms, ceilings.get(place, ms))
             continue
         head, value = row.headers, row.value or b""
@@ -141,7 +141,7 @@ def survey(
         standing = ExistingRow(row.source, row.tag_seq, row.timeuuid, row.bucket_ms, prints, carried)
         yield ROW, place, row.offset, ms, _encode(standing)
     for pid in given.keys() | live.keys():
-        yield END, "", NOTHING, None, _encode((pid, end_of(given.get(pid, 0), live.get(pid))))
+        yield END, "", NOTHING, None, _encode((pid, numbering_end(given.get(pid, 0), live.get(pid))))
     for place, ms in ceilings.items():
         yield CEILING, "", NOTHING, None, _encode((place, ms))
 
@@ -176,9 +176,9 @@ class RowRestorer:
     def restore(self, tag: str, items: Iterable[RestoreItem]) -> RestoredRows:
         """Restore a tag, given what comes behind it, and then what there is of each event, the last first."""
         gone = self._orders.work.erasures.get(tag, {})
-        ends: dict[str, End] = {}
+        ends: dict[str, NumberingEnd] = {}
         ceilings: dict[str, int] = {}
-        countdown: Countdown | None = None
+        countdown: BackwardNumbering | None = None
         events = before = added = written = deleted = 0
         buckets: set[int] = set()
         new: list[StoredRow] = []
@@ -193,7 +193,7 @@ class RowRestorer:
                         place, ms = _ceiling(item.body)
                         ceilings[place] = ms
                 continue
-            countdown = countdown or Countdown(ends, ceilings)
+            countdown = countdown or BackwardNumbering(ends, ceilings)
             there, event, ms = _sorted_out(source, offset, group, gone)
             row = None if event is None else self._row(tag, source, offset, ms, event, bool(there), countdown)
             before += len(there)
@@ -220,7 +220,7 @@ class RowRestorer:
         return RestoredRows(tag, verdict, events, before, len(buckets), deleted, added, written)
 
     def _row(
-        self, tag: str, source: str, offset: int, ms: int, event: _Wanted, is_there: bool, countdown: Countdown
+        self, tag: str, source: str, offset: int, ms: int, event: _Wanted, is_there: bool, countdown: BackwardNumbering
     ) -> StoredRow | None:
         """Return the row that an event is to have; None if it has expired."""
         if not is_there and countdown.stamped(event.source, source, ms) < self._orders.since_ms:
@@ -470,7 +470,7 @@ def _level(shards: Shards) -> None:
     epoch = 0
     for _ in range(ATTEMPTS):
         try:
-            lift(shards, epoch, times)
+            raise_floors(shards, epoch, times)
             return
         except StaleDriver as error:  # it is said in the name of the driver that there is
             epoch = error.stored

@@ -23,17 +23,16 @@ from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.tags.feed import TagSummary
-from tailrace.views.tags.merge import Floors, Levels
 from tailrace.views.tags.request import FromText, TagFilter, TagRequest, record_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import (
     BEGIN,
     MAX_TAGS,
+    GapTimeouts,
     Reached,
-    Reads,
+    ReadSettings,
     TagCursor,
     TagPosition,
-    Waits,
     hashed_partition,
     room_for,
 )
@@ -41,6 +40,7 @@ from tailrace.views.tags.rows.feed import Pace, TagLine, TagRowsFeed
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import FOR_HOLDS
 from tailrace.views.tags.rows.store import RowKey, StoredRow
+from tailrace.views.tags.store import LevelReader, Levels
 
 MOST_LOOKED = 1_000_000
 """Rows of one tag that are looked at for the last N that a request shows."""
@@ -54,7 +54,7 @@ class CassandraTags:
 
     def __init__(self, settings: Settings, nodes: Nodes, hub: Hub, clock: Callable[[], int]) -> None:
         tags = settings.tags
-        self._hub, self._clock, self._floors = hub, clock, Floors(nodes)
+        self._hub, self._clock, self._floors = hub, clock, LevelReader(nodes)
         self._rows = RowReader(CassandraOptions.of(settings.cassandra))
         self._first = BEGIN if not tags.first_bucket else last_of(tags.first_ms - 1)
         self._scan_ms, self._future_ms = _ms(tags.offset_scan), _ms(tags.future_limit)
@@ -64,11 +64,11 @@ class CassandraTags:
             notify=tags.notify,
             fails=tags.on_missing == "fail",
         )
-        self._reads = Reads(
+        self._reads = ReadSettings(
             delay_ms=self._pace.delay_ms,
             future_ms=self._future_ms,
             span_ms=_ms(tags.span),
-            waits=Waits(_ms(tags.gap_timeout), _ms(tags.new_source_scan), tags.max_missing),
+            waits=GapTimeouts(_ms(tags.gap_timeout), _ms(tags.new_source_scan), tags.max_missing),
             short_ms=None if tags.back_track is None else _ms(tags.back_track),
             short_period_ms=None if tags.back_track_period is None else _ms(tags.back_track_period),
             long_ms=None if tags.long_back_track is None else _ms(tags.long_back_track),
@@ -240,7 +240,7 @@ class CassandraTags:
 class _Written:
     """Says of rows whether marks cover them; those of a place without marks are there."""
 
-    def __init__(self, floors: Floors, tag: str, levels: Levels) -> None:
+    def __init__(self, floors: LevelReader, tag: str, levels: Levels) -> None:
         self._floors, self._shard, self._levels = floors, floors.shard_of(tag), levels
         self._others: set[Partition] = set()
 

@@ -42,10 +42,10 @@ from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Command, Shards
 from tailrace.views.tags.model import Erasure, Erasures
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.numbering import AGAIN, RowNumbers
+from tailrace.views.tags.rows.numbering import AGAIN, NumberCheck
 from tailrace.views.tags.rows.reader import Bucket, RowReader
 from tailrace.views.tags.rows.store import RowKey, StoredRow, writer
-from tailrace.views.tags.store import VIEW, encode, read_erasures, read_numbers, tag_options
+from tailrace.views.tags.store import VIEW, encode, read_erasures, read_progress, tag_options
 from tailrace.views.tags.upkeep import CLEANED, Cleanup, TakingOut, read_all_numbers
 
 WALK_PAGE: Final = 2_000
@@ -240,7 +240,7 @@ def _examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: i
     given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
     marks, bounds, gone = parse_marks(answer), work.extent.shards[shard], work.erasures.get(tag, {})
-    numbers, tally = RowNumbers(), RowTally()
+    numbers, tally = NumberCheck(), RowTally()
     late: list[tuple[StoredRow, tuple[int, int]]] = []
     for row in rows.rows(tag):
         if not _is_told(row, marks, gone):
@@ -279,7 +279,7 @@ def _is_told(row: RowKey, marks: Mapping[Partition, int], gone: Erasures) -> boo
     return row.source not in gone or not gone[row.source].covers(str(row.partition), row.offset)
 
 
-def _misnumbered(tag: str, numbers: RowNumbers, since_ms: int) -> Iterator[Finding]:
+def _misnumbered(tag: str, numbers: NumberCheck, since_ms: int) -> Iterator[Finding]:
     """Yield numbers that are missing, or there for two events, or not in the order of stamps."""
     for pid, number, events in numbers.conflicts():
         told = ", ".join(f"{place}:{offset}" for place, offset in events[:3])
@@ -300,7 +300,7 @@ def _miscounted(
     wrong = [pid for pid, last in ends.items() if last != given.get(pid, 0)]
     for at in range(0, len(wrong), AUDIT_PAGE):
         part = wrong[at : at + AUDIT_PAGE]
-        (known,) = read_numbers(shards, [(shard, tag, part)])
+        (known,) = read_progress(shards, [(shard, tag, part)])
         for pid, now in zip(part, known, strict=True):
             last, before = ends[pid], given.get(pid, 0)
             # The shard may have gone on since its numbers were read, and the rows with it.
