@@ -24,7 +24,7 @@ from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.tags.model import MANY, SourceProgress, TaggedEvent, Tagger, timeuuid_ms
+from tailrace.views.tags.model import MANY_TAGS, SourceProgress, TaggedEvent, Tagger, timeuuid_ms
 from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, read_progress
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class TagsWriter(Writer):
             items += ["C", f"skipped:{why}", n]
         if tagged:
             items += ["C", "events", len(tagged)]
-        if many := sum(len(event.tags) > MANY for event in tagged):
+        if many := sum(len(event.tags) > MANY_TAGS for event in tagged):
             items += ["C", "many-tags", many]
         if ignored := sum(event.ignored for event in tagged):
             items += ["C", "ignored", ignored]
