@@ -32,10 +32,10 @@ import valkey
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.meter import cpu_seconds, report
-from bench.servers import servers
+from bench.servers import plans_of, servers
 from tailrace.config.load import load
-from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import COUNTED, one_pass
+from tailrace.driver.plan import make_plan
 from tailrace.driver.slice import COLUMNS
 from tailrace.driver.source import reader_options, session, tasks
 from tailrace.embedded.jars import cache_folder, fetch
@@ -140,7 +140,7 @@ class Spark:
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", "days")
-        return make_plan(settings, shards, views, enlist(shards, views), {})
+        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views), {})
 
     def pids(self) -> list[int]:
         gateway = self.spark.sparkContext._gateway

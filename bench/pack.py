@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.ingest import job_event
 from bench.meter import cpu_seconds, percentile, report
+from bench.servers import plans_of
 from tailrace.config.load import load
-from tailrace.driver.job import make_plan
 from tailrace.driver.one_pass import Host
+from tailrace.driver.plan import make_plan
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.store import LogRegistry
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
@@ -47,7 +48,7 @@ def host_of(url: str) -> Host:
     settings = load(flags={"valkey.url": url})
     shards = Shards(StoreOptions.of(settings.valkey)).open()
     prepare(shards)
-    return Host(make_plan(settings, shards, VIEWS, enlist(shards, VIEWS), {}))
+    return Host(make_plan(settings, shards, plans_of(settings, VIEWS), enlist(shards, VIEWS), {}))
 
 
 def batch(

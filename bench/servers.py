@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tailrace.config.settings import Settings
+from tailrace.driver.one_pass import IntakePlan
+from tailrace.driver.plan import ViewPlan
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.views import VIEWS
+
+
+def plans_of(settings: Settings, views: Sequence[str]) -> list[ViewPlan]:
+    """Return the plans of the intake and of some views."""
+    return [IntakePlan(), *(view.plan(settings) for view in VIEWS if view.name in views)]
 
 
 @contextmanager

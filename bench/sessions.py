@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.ingest import Spark
 from bench.meter import cpu_seconds, report
-from bench.servers import servers
+from bench.servers import plans_of, servers
 from bench.viewers import watch
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
-from tailrace.driver.job import make_plan
+from tailrace.driver.plan import make_plan
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
@@ -164,7 +164,7 @@ class Bench(Spark):
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", VIEW)
-        return make_plan(settings, shards, views, enlist(shards, views), {})
+        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views), {})
 
     def everything(self) -> list[int]:
         """Return the processes whose time counts."""

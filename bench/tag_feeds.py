@@ -30,6 +30,7 @@ from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.views import VIEWS
 from tailrace.views.tags.feed import OpensTags, open_store
 from tailrace.views.tags.request import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
@@ -114,7 +115,7 @@ def visible(spark: Any, flags: Told, readers: Sequence[Told], rate: int, seconds
     others = {"kafka.positions": f"{topic}.positions", "kafka.dead_letters": f"{topic}.dead-letters"}
     flags = flags | others | {"kafka.topics": [topic], "tags.rules": {"live": {"n": {"$gte": 0}}}}
     stopping = threading.Event()
-    job = threading.Thread(target=Driver(given(flags), spark).run, args=(stopping,), daemon=True)
+    job = threading.Thread(target=Driver(given(flags), spark, VIEWS).run, args=(stopping,), daemon=True)
     job.start()
     try:
         _wait_for_query(spark, job)

@@ -38,10 +38,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.ingest import Spark, produce
 from bench.meter import cpu_seconds, report
-from bench.servers import cassandra, servers
+from bench.servers import cassandra, plans_of, servers
 from bench.tag_feeds import catch_up, given, start_from_nothing, visible
 from tailrace.config.settings import Settings
-from tailrace.driver.job import make_plan
+from tailrace.driver.plan import make_plan
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
@@ -119,7 +119,7 @@ class Bench(Spark):
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", VIEW)
-        return make_plan(settings, shards, views, enlist(shards, views), {})
+        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views), {})
 
     def everything(self) -> list[int]:
         """Return the processes whose time counts."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
 
-from tailrace.driver.one_pass import Host, Plan
+from tailrace.driver.one_pass import Host, IntakePlan
+from tailrace.driver.plan import Plan, ViewPlan
 from tailrace.driver.slice import RecordLimits
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
+from tailrace.views.days.write import DaysPlan
+from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.write import FoldsPlan
+from tailrace.views.grep.write import GrepPlan
+from tailrace.views.tags.store import TagOptions
+from tailrace.views.tags.write import TagsPlan
 
 NOON = 1_789_200_000_000 - 1_789_200_000_000 % 86_400_000 + 43_200_000
 """A fixed noon, in the past for every test."""
@@ -72,25 +79,45 @@ def _headers(headers: list[tuple[str, bytes | None]]) -> str:
     return msgspec.json.encode([{"key": k} if v is None else {"key": k, "value": v} for k, v in headers]).decode()
 
 
+_PARTS = {"name_paths", "span_ms", "seal_when", "rules", "kept_bytes", "tags"}
+
+
+def _plan_of(
+    view: str,
+    *,
+    name_paths: tuple[str, ...] | None = None,
+    span_ms: int = DAY,
+    seal_when: Mapping[str, Any] | None = None,
+    rules: tuple[Rule, ...] = (),
+    kept_bytes: int = 0,
+    tags: TagOptions | None = None,
+) -> ViewPlan:
+    plans: dict[str, ViewPlan] = {
+        "intake": IntakePlan(),
+        "days": DaysPlan(name_paths, span_ms, dict(seal_when or {})),
+        "folds": FoldsPlan(rules),
+        "matches": GrepPlan(kept_bytes=kept_bytes),
+        "tags": TagsPlan(tags or TagOptions()),
+    }
+    return plans[view]
+
+
 class Writer:
     """A driver and its tasks: takes the views over, then applies batches."""
 
-    def __init__(self, options: StoreOptions, views: tuple[str, ...] = VIEWS, **changes: object) -> None:
+    def __init__(self, options: StoreOptions, views: tuple[str, ...] = VIEWS, **changes: Any) -> None:
         self.shards = Shards(options).open()
         self.epochs = prepare(self.shards)
         self.epoch = enlist(self.shards, views)
+        parts = {name: changes.pop(name) for name in list(changes) if name in _PARTS}
         plan = Plan(
             store=options,
             run_ids=dict(self.shards.run_ids),
             epoch=self.epoch,
-            views=views,
+            views=tuple(_plan_of(view, **parts) for view in views),
             generations={},
             limits=RecordLimits(),
             dead_letters="tailrace.dead-letters",
-            name_paths=None,
-            span_ms=DAY,
-            seal_when={},
-            future_ms=600_000,
             window_bytes=256 << 10,
             window_runs=500,
             tail_length=10_000,

@@ -26,6 +26,7 @@ from tailrace.config.load import load
 from tailrace.driver.job import Driver
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views import VIEWS
 from tailrace.views.folds.store import rules_of
 
 PATIENCE_S = 300.0
@@ -92,7 +93,7 @@ def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Se
     processes given, from before that."""
     installation = Installation(bootstrap, url, {"posts": (topic, QUIET_MS)})
     stopping, before = threading.Event(), cpu_seconds(pids)
-    job = threading.Thread(target=Driver(installation.settings, spark).run, args=(stopping,), daemon=True)
+    job = threading.Thread(target=Driver(installation.settings, spark, VIEWS).run, args=(stopping,), daemon=True)
     job.start()
     try:
         _wait("a query", lambda: spark.streams.active, job)

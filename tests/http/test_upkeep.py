@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from tailrace.driver.hooks import Start, ViewDriver
 from tailrace.driver.report import Report
 from tailrace.driver.watermark import Timing
 from tailrace.kafka.broker import Broker
@@ -15,7 +16,7 @@ from tailrace.upkeep.job import leave, run_job
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.http.parts import Running, Serve
 from tests.upkeep.rig import Keeper
-from tests.writing import DAY, NOON, VIEWS, Record, Writer
+from tests.writing import DAY, NOON, Record, Writer
 from valkey import Valkey
 
 
@@ -164,7 +165,8 @@ def test_what_expired_is_counted_in_the_report_of_the_driver(
         keeper.pack()
         assert keeper.expire("a", DAY).events == 7
     timing = Timing(Broker(service.service.settings), {}, {}, {})
-    Report(writer.shards, VIEWS, writer.epoch, [], 0, {}, timing)
+    start = Start(service.service.settings, writer.shards, writer.epoch)
+    Report(start, [ViewDriver(plan) for plan in writer.plan.views], [], 0, {}, timing)
     assert metrics_of(client)['tailrace_expired_events_total{view="days"}'] == 7.0
     view = client.get("/v1/status").json()["views"]["days"]
     assert (view["expired"], view["stored"], view["unaccounted"]) == (7, 7, 0)

@@ -86,7 +86,9 @@ def pipeline(settings: Settings, views: str | None = None) -> int:
         from tailrace.driver.job import main
     except ImportError as error:
         raise lacking(error, "spark") from None
-    return main(settings, chosen)
+    from tailrace.views import VIEWS
+
+    return main(settings, VIEWS, chosen)
 
 
 def service(settings: Settings) -> int:

@@ -15,16 +15,18 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tailrace.config.settings import Settings
-from tailrace.driver.one_pass import COUNTED, Plan, one_pass
+from tailrace.driver.hooks import Loop, Run, Start, ViewDriver
+from tailrace.driver.one_pass import COUNTED, INTAKE, IntakePlan, one_pass
+from tailrace.driver.plan import Plan, make_plan
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
-from tailrace.driver.slice import COLUMNS, RecordLimits
+from tailrace.driver.slice import COLUMNS
 from tailrace.driver.source import LIVE, reader_options, session, starting_offsets, tasks, warm
 from tailrace.driver.watermark import Timing
 from tailrace.embedded.jars import cache_folder, fetch
@@ -41,16 +43,7 @@ from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
-from tailrace.views.folds.driver import Emitter, applied, asked_for, begin_at_end, begin_matches, enforce, frontiers
-from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.store import VIEW as FOLDS
-from tailrace.views.folds.store import rules_of
-from tailrace.views.grep.scan import Scanner
-from tailrace.views.grep.store import VIEW as MATCHES
-from tailrace.views.sessions.write import VIEW as SESSIONS
-from tailrace.views.sessions.write import SessionPlan, held_back
-from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.views.tags.store import tag_options
+from tailrace.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +58,13 @@ GONE = -1
 """The generation of a topic that is not there: if it comes back, it gets the next one before it is read."""
 
 
-def main(settings: Settings, views: tuple[str, ...] | None = None) -> int:
-    """Run the pipeline until it is told to stop; the exit code of ``tailrace run``."""
+def main(settings: Settings, views: Sequence[View], chosen: Collection[str] | None = None) -> int:
+    """Run the pipeline until it is told to stop; the exit code of ``tailrace run``.
+
+    Args:
+        views: every view that there is.
+        chosen: names of those to write; None = all that the settings use.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("py4j").setLevel(logging.WARNING)
     stopping = threading.Event()
@@ -75,7 +73,7 @@ def main(settings: Settings, views: tuple[str, ...] | None = None) -> int:
     # Spark took Ctrl-C for itself meanwhile.
     _stop_on_signals(stopping)
     try:
-        Driver(settings, spark, views).run(stopping)
+        Driver(settings, spark, views, chosen).run(stopping)
     except StaleDriver as error:
         logger.error("%s", error)
         return 3
@@ -91,34 +89,24 @@ def _stop_on_signals(stopping: threading.Event) -> None:
         signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
 
 
-class _Run(NamedTuple):
-    """One run of the query, and what goes with it."""
-
-    query: Any
-    loops: Sequence[Publisher | Emitter | Scanner]
-    shards: Shards
-    report: Report
-    timing: Timing
-    generations: dict[str, int]
-    wanted: dict[str, bytes]
-    """The windows that were asked for when it began."""
-
-
 class Driver:
     """One pipeline: its query, its publisher and its restarts."""
 
-    def __init__(self, settings: Settings, spark: Any, views: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, spark: Any, views: Sequence[View], chosen: Collection[str] | None = None
+    ) -> None:
         self._settings = settings
         self._spark = spark
-        possible = settings.live_views
-        chosen = [view for view in views or possible if view in possible]
-        if not chosen:
-            raise ConfigError(
-                "there is nothing to write: pipeline.views has no view but folds, and folds.rules no rule"
-            )
+        used = [view for view in in_order(settings, views) if view.is_used(settings)]
+        self._views = [view for view in used if chosen is None or view.name in chosen]
+        if not self._views:
+            raise ConfigError("there is nothing to write: no view of pipeline.views has anything to do")
         # The intake, which owns poison and the outbox, goes with the first view of the configuration.
-        self._owner = possible[0] in chosen
-        self.views = ("intake", *chosen) if self._owner else tuple(chosen)
+        self._owner = used[0] in self._views
+        names = tuple(view.name for view in self._views)
+        self.views = (INTAKE, *names) if self._owner else names
+        self._unused = [view for view in views if view not in used]
+        self._all = views
         self._restarts = 0
         self._failure = ""
         self._epoch = 0
@@ -153,9 +141,7 @@ class Driver:
         """Start the query from the marks and watch it until it must be started again."""
         settings = self._settings
         shards = Shards(StoreOptions.of(settings.valkey)).open()
-        publisher: Publisher | None = None
-        emitter: Emitter | None = None
-        scanner: Scanner | None = None
+        loops: list[Loop] = []
         query: Any = None
         checkpoint = _new_checkpoint(settings.spark.checkpoint)
         try:
@@ -163,69 +149,65 @@ class Driver:
             if self._epoch:
                 hold(shards, self.views, self._epoch)
             self._epoch = enlist(shards, self.views)
-            wanted = asked_for(shards) if FOLDS in self.views else {}
-            rules = applied(settings, wanted) if FOLDS in self.views else {}
-            if FOLDS in self.views or (self._owner and not settings.folds.rules):
-                enforce(shards, rules, round(time.time() * 1000), self._epoch if FOLDS in self.views else 0)
-            elsewhere = self._prepare_rows()
+            start = Start(settings, shards, self._epoch)
+            views = [view.driver(settings) for view in self._views]
+            if self._owner:
+                views.insert(0, ViewDriver(IntakePlan()))
+                for unused in self._unused:
+                    unused.retire(start)
+            for view in views:
+                view.prepare(start)
             topics = self._broker.topics()
             generations = self._adopt(shards, topics)
             bounds = self._broker.bounds(topics.values())
-            if FOLDS in self.views and settings.folds.begin == "end":
-                begin_at_end(shards, FOLDS, self._epoch, generations, bounds)
-            if SESSIONS in self.views and settings.sessions.begin == "end":
-                begin_at_end(shards, SESSIONS, self._epoch, generations, bounds)
-            if MATCHES in self.views:
-                begin_matches(shards, self._epoch, generations, bounds)
-            marks = {view: lowest(read_marks(shards, view)) for view in self.views}
-            if SESSIONS in self.views:
-                marks[SESSIONS] = held_back(shards, SessionPlan.of(settings), marks[SESSIONS])
-            starts, lost = starting_offsets(topics.values(), generations, bounds, list(marks.values()))
+            for view in views:
+                view.begin(start, generations, bounds)
+            marks = [view.marks(start, lowest(read_marks(shards, view.name))) for view in views]
+            starts, lost = starting_offsets(topics.values(), generations, bounds, marks)
             begun = {
                 Partition(topic, int(partition), generations[topic]): offset
                 for topic, partitions in starts.items()
                 for partition, offset in partitions.items()
             }
             timing = Timing(self._broker, topics, generations, begun)
-            said = self._restarts, generations, timing, self._failure
-            report = Report(shards, self.views, self._epoch, lost, *said, lifts=elsewhere)
-            for view in self.views:
-                advance(shards, view, self._epoch, {source: offset - 1 for source, offset in begun.items()})
-            plan = make_plan(settings, shards, self.views, self._epoch, _with_gone(shards, generations), rules)
+            report = Report(start, views, lost, self._restarts, generations, timing, self._failure)
+            for view in views:
+                advance(shards, view.name, self._epoch, {each: offset - 1 for each, offset in begun.items()})
+            plans = [view.plan() for view in views]
+            plan = make_plan(settings, shards, plans, self._epoch, _with_gone(shards, generations))
             query = self._start(plan, starts, checkpoint)
             logger.info("driver epoch %d reads %d topic(s) for %s", self._epoch, len(topics), ", ".join(self.views))
+            wake: Callable[[], None] = _nothing
             if self._owner:
                 publisher = self._publisher(shards)
-                publisher.start()
-            if FOLDS in self.views:
-                own = Shards(shards.options, shards.run_ids)
-                emitter = Emitter(
-                    own,
-                    list(rules.values()),
-                    frontiers(own, rules, query, timing, generations),
-                    settings.folds.tick.total_seconds(),
-                    epoch=self._epoch,
-                    told=publisher.wake if publisher is not None else lambda: None,
-                )
-                emitter.start()
-            if MATCHES in self.views:
-                scanner = Scanner(settings, self._spark, plan, Shards(shards.options, shards.run_ids))
-                scanner.start()
+                wake = publisher.wake
+                loops.append(publisher)
+            run = Run(start, self._spark, query, plan, timing, generations, wake)
+            for view in views:
+                loops += view.loops(run)
+            for loop in loops:
+                loop.start()
             if not topics and not self._restarts:
                 warm(self._spark)
-            loops = [loop for loop in (publisher, emitter, scanner) if loop is not None]
-            self._watch(stopping, _Run(query, loops, shards, report, timing, generations, wanted), topics)
+            self._watch(stopping, run, views, loops, report, topics)
         finally:
             if query is not None:
                 with suppress(Exception):  # it did not stop in time, or its process is gone; its epoch ends with us
                     query.stop()
-            for loop in (scanner, emitter, publisher):
-                if loop is not None:
-                    loop.stop()
+            for loop in reversed(loops):
+                loop.stop()
             shards.close()
             shutil.rmtree(checkpoint, ignore_errors=True)
 
-    def _watch(self, stopping: threading.Event, run: _Run, topics: dict[str, Topic]) -> None:
+    def _watch(
+        self,
+        stopping: threading.Event,
+        run: Run,
+        views: Sequence[ViewDriver],
+        loops: Sequence[Loop],
+        report: Report,
+        topics: dict[str, Topic],
+    ) -> None:
         polled = time.monotonic()
         planned = sum(len(topic.partitions) for topic in topics.values())
         while not stopping.wait(self._settings.pipeline.advance.total_seconds()):
@@ -234,12 +216,12 @@ class Driver:
                     logger.info("topics were created while the query began: starting it again with them")
                     return
                 raise failure_of(run.query)
-            for loop in run.loops:
+            for loop in loops:
                 if loop.failure is not None:
                     raise loop.failure
-            run.report.make(run.query.lastProgress)
-            if FOLDS in self.views and asked_for(run.shards) != run.wanted:
-                logger.info("fold rules get other windows: starting the query again with them")
+            report.make(run.query.lastProgress)
+            if reason := next((why for view in views if (why := view.restart_reason(run.start))), ""):
+                logger.info("%s: starting the query again with them", reason)
                 return
             if time.monotonic() - polled >= self._settings.kafka.poll.total_seconds():
                 try:
@@ -253,7 +235,7 @@ class Driver:
                     logger.warning("topic(s) deleted: %s; going on without", ", ".join(sorted(gone)))
                     return
                 new = {name: topic for name, topic in current.items() if topics.get(name) != topic}
-                adopted = self._adopt(run.shards, new)
+                adopted = self._adopt(run.start.shards, new)
                 topics = current
                 run.timing.watch(topics)
                 if recreated := [name for name, g in adopted.items() if run.generations.get(name, 0) != g]:
@@ -266,16 +248,6 @@ class Driver:
                         "%d partitions, %d when the query began: starting it again to share memory", partitions, planned
                     )
                     return
-
-    def _prepare_rows(self) -> bool:
-        """Make Cassandra ready if it holds the events of tags; return whether it does."""
-        options = tag_options(self._settings).cassandra
-        if TAGS not in self.views or options is None:
-            return False
-        from tailrace.views.tags.rows.cassandra import prepare as prepare_tables
-
-        prepare_tables(options, self._settings.tags.keep)
-        return True
 
     def _adopt(self, shards: Shards, topics: dict[str, Topic]) -> dict[str, int]:
         """Return each topic's generation; a topic whose id is not the stored one gets the next."""
@@ -309,48 +281,28 @@ class Driver:
             raise PipelineError(f"the query did not start: {str(error).strip().splitlines()[0]}") from error
 
     def _publisher(self, shards: Shards) -> Publisher:
-        kafka, rules = self._settings.kafka, rules_of(self._settings)
-        targets = {rule.raw: kafka.new_topic_partitions for rule in rules.values() if rule.raw}
-        targets |= {rule.output: 1 for rule in rules.values()}
+        kafka = self._settings.kafka
+        outputs = {kafka.dead_letters: 1}
+        for view in self._all:
+            outputs |= view.outputs(self._settings)
         return Publisher(
             Shards(shards.options, shards.run_ids),
             client_properties(self._settings),
             kafka.positions,
-            {kafka.dead_letters: 1, **targets},
+            outputs,
             kafka.new_topic_replication,
             dead_letters=kafka.dead_letters,
         )
 
 
-def make_plan(
-    settings: Settings,
-    shards: Shards,
-    views: tuple[str, ...],
-    epoch: int,
-    generations: dict[str, int],
-    rules: Mapping[str, Rule] | None = None,
-) -> Plan:
-    """Return what the tasks of one start must know."""
-    return Plan(
-        store=shards.options,
-        run_ids=dict(shards.run_ids),
-        epoch=epoch,
-        views=views,
-        generations=dict(generations),
-        limits=RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth),
-        dead_letters=settings.kafka.dead_letters,
-        name_paths=None if settings.days.name == "key" else tuple(settings.days.name),
-        span_ms=round(settings.days.bucket.total_seconds() * 1000),
-        seal_when=settings.days.seal_when.written(),
-        future_ms=round(settings.days.future_limit.total_seconds() * 1000),
-        window_bytes=settings.pipeline.window_bytes,
-        window_runs=settings.pipeline.window_runs,
-        tail_length=settings.valkey.tail_length,
-        rules=tuple((rules_of(settings) if rules is None else rules).values()),
-        kept_bytes=settings.grep.kept,
-        tags=tag_options(settings),
-        sessions=SessionPlan.of(settings),
-    )
+def in_order(settings: Settings, views: Sequence[View]) -> list[View]:
+    """Return the views in the order of ``pipeline.views``; those that it does not know come last."""
+    order = settings.pipeline.views
+    return sorted(views, key=lambda view: order.index(view.name) if view.name in order else len(order))
+
+
+def _nothing() -> None:
+    """Wake nobody: the outbox belongs to another driver."""
 
 
 def failure_of(query: Any) -> TailraceError:

@@ -15,31 +15,26 @@ import gc
 import random
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import pyarrow as pa
 
-from tailrace.driver.slice import AppliedMarks, RecordLimits, Slice, Window, Writer, dead_letter, slices
+from tailrace.driver.plan import Plan
+from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer, dead_letter, slices
 from tailrace.errors import PipelineError, StaleDriver, StoreError
 from tailrace.log.event import home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_mark_time
-from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions
-from tailrace.views.days.write import DaysWriter
-from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.write import FoldsWriter
-from tailrace.views.grep.write import GrepWriter
-from tailrace.views.sessions.write import SessionPlan, SessionsWriter
-from tailrace.views.tags.store import TagOptions
-from tailrace.views.tags.write import TagsWriter
+from tailrace.valkey.shards import Arg, Call, Command, Shards
+
+INTAKE = "intake"
 
 
 class Intake(Writer):
     """A view of everything: each record is counted, each poisoned one becomes a dead letter in the outbox."""
 
-    name = "intake"
+    name = INTAKE
     span_ms = DAY_MS
     future_ms = 0
 
@@ -67,6 +62,16 @@ class Intake(Writer):
         return [Window(home, records.offsets[-1], items)]
 
 
+class IntakePlan(msgspec.Struct, frozen=True):
+    """The intake needs nothing but the plan of all views."""
+
+    name: str = INTAKE
+
+    def writer(self, plan: Plan) -> Writer:
+        """Make the writer."""
+        return Intake(plan.store.shards, plan.dead_letters)
+
+
 MAX_REFUSALS = 100
 """Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""
 
@@ -77,89 +82,12 @@ COUNTED = "records long"
 """The only thing that leaves a task."""
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """Everything that a task must know; the driver makes one for each start of the query."""
-
-    store: StoreOptions
-    run_ids: dict[str, str]
-    """The server processes that the marks were read from."""
-    epoch: int
-    """The driver epoch; a newer driver makes every call of this one fail."""
-    views: tuple[str, ...]
-    generations: dict[str, int]
-    """Of every topic that was ever read; below 0 when it is not there now. A topic that is new has generation 0."""
-    limits: RecordLimits
-    dead_letters: str
-    name_paths: tuple[str, ...] | None
-    span_ms: int
-    """Length of the buckets of day streams."""
-    seal_when: dict[str, Any]
-    """The query of records that close their bucket; none if there are none."""
-    future_ms: int
-    window_bytes: int
-    window_runs: int
-    tail_length: int
-    rules: tuple[Rule, ...] = ()
-    kept_bytes: int = 0
-    """How much of what matched records say is kept, for each source."""
-    tags: TagOptions = TagOptions()
-    sessions: SessionPlan = SessionPlan()
-
-    def make_views(self) -> list[Writer]:
-        """Make the views of this plan."""
-        return [VIEWS[name](self) for name in self.views]
-
-
-def _days(plan: Plan) -> Writer:
-    return DaysWriter(
-        plan.store.shards,
-        paths=plan.name_paths,
-        span_ms=plan.span_ms,
-        seal_when=plan.seal_when,
-        future_ms=plan.future_ms,
-        window_bytes=plan.window_bytes,
-        window_runs=plan.window_runs,
-    )
-
-
-def _folds(plan: Plan) -> Writer:
-    return FoldsWriter(plan.store.shards, plan.rules, window_bytes=plan.window_bytes, window_groups=plan.window_runs)
-
-
-def _matches(plan: Plan) -> Writer:
-    return GrepWriter(
-        plan.store.shards, future_ms=plan.future_ms, kept_bytes=plan.kept_bytes, window_runs=plan.window_runs
-    )
-
-
-def _tags(plan: Plan) -> Writer:
-    return TagsWriter(
-        plan.store.shards,
-        plan.tags,
-        future_ms=plan.future_ms,
-        epoch=plan.epoch,
-        window_bytes=plan.window_bytes,
-        window_runs=plan.window_runs,
-    )
-
-
-VIEWS: Mapping[str, Callable[[Plan], Writer]] = {
-    "intake": lambda plan: Intake(plan.store.shards, plan.dead_letters),
-    "days": _days,
-    "folds": _folds,
-    "matches": _matches,
-    "tags": _tags,
-    "sessions": lambda plan: SessionsWriter(plan.store.shards, plan.sessions, plan.dead_letters),
-}
-"""Every view that the pipeline can write, by name."""
-
-
 class Host:
     """The views of one plan in one process, with their connections and their guesses about marks."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._views = plan.make_views()
+        self._views = plan.make_writers()
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self._places: dict[tuple[str, str], _Known] = {}
 

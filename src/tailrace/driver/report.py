@@ -13,23 +13,18 @@ from typing import Any
 
 import msgspec
 
+from tailrace.driver.hooks import Start, Times, ViewDriver
 from tailrace.driver.source import LostRange
 from tailrace.driver.watermark import CompletedBatch, Timing
-from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, conserved, read_counts, read_times
-from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.folds.store import VIEW as FOLDS
-from tailrace.views.grep.store import VIEW as MATCHES
-from tailrace.views.tags.store import VIEW as TAGS
-from tailrace.views.tags.store import introduce_partitions, raise_floors, read_conflicts
+from tailrace.valkey.shards import mapping
 
 logger = logging.getLogger(__name__)
 
 EXPIRES_S = 10
 KEPT_GAPS = 1000
 SHOWN_GAPS = 20
-SHOWN_CONFLICTS = 20
 
 
 class Report:
@@ -37,27 +32,21 @@ class Report:
 
     def __init__(
         self,
-        shards: Shards,
-        views: Sequence[str],
-        epoch: int,
+        start: Start,
+        views: Sequence[ViewDriver],
         lost: Sequence[LostRange],
         restarts: int,
         generations: Mapping[str, int],
         timing: Timing,
         failure: str = "",
-        lifts: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._shards, self._views, self._epoch, self._clock = shards, views, epoch, clock
+        self._start, self._shards, self._views, self._clock = start, start.shards, views, clock
         self._restarts, self._generations, self._timing = restarts, generations, timing
         self._failure = failure
         """Why the query was started again, if it was."""
-        self._lifts = lifts
-        """Whether the floors of tags are raised: their readers elsewhere go by them."""
-        self._warned: dict[str, int] = {}
-        # Every view but those of searches and of tags knows how far time has come.
-        timed = [view for view in views if view not in (MATCHES, TAGS)] or list(views)
-        self._timed = FOLDS if FOLDS in views else timed[-1]
+        # The view that knows best how far time has come; of those that know as much, the last.
+        self._timed = max(reversed(views), key=lambda view: view.times.value).name
         self._doubted: dict[str, tuple[int, int]] = {}
         self._ends: dict[Partition, int] = {}
         self._told: dict[Partition, int] = {}
@@ -72,8 +61,8 @@ class Report:
         self._timing.passed(read_times(self._shards, self._timed))
         self._timing.completed(batch)
         self._advance(batch.ends)
-        if self._lifts:
-            self._lift()
+        for view in self._views:
+            view.tick(self._start, self._timing)
         self._ends.update(batch.ends)
         keys, count = self._shards.keys, self._shards.options.shards
         self._waiting = sum(self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
@@ -88,43 +77,18 @@ class Report:
         time is known.
         """
         moved = {source: end - 1 for source, end in ends.items() if self._ends.get(source) != end and end > 0}
+        reached = {s: (t, o) for s, (t, o) in self._timing.reached().items() if self._told.get(s) != o}
+        offsets = {partition: offset for partition, (_, offset) in reached.items()}
+        times = {partition: time_ms for partition, (time_ms, _) in reached.items()}
         for view in self._views:
-            if view != FOLDS:
-                advance(self._shards, view, self._epoch, moved)
-        if FOLDS in self._views:
-            reached = {s: (t, o) for s, (t, o) in self._timing.reached().items() if self._told.get(s) != o}
-            offsets = {source: offset for source, (_, offset) in reached.items()}
-            advance(self._shards, FOLDS, self._epoch, offsets, {source: t for source, (t, _) in reached.items()})
-            self._told |= offsets
+            if view.times is Times.MARKS:
+                advance(self._shards, view.name, self._start.epoch, offsets, times)
+                self._told |= offsets
+            else:
+                advance(self._shards, view.name, self._start.epoch, moved)
 
-    def _lift(self) -> None:
-        """Raise the floors of what is applied to its end, so that readers need not wait for what will not come."""
-        try:
-            self._timing.ask()
-        except BrokerUnavailable:
-            return  # the query knows best whether it can go on without it
-        sources, levels = self._timing.levels()
-        known = read_times(self._shards, TAGS)
-        if new := [str(source) for source in sources - known.keys()]:
-            introduce_partitions(self._shards, self._epoch, [(s, new) for s in range(self._shards.options.shards)])
-        # Of a topic that is gone nothing comes any more; if it comes back it is another one.
-        gone = dict.fromkeys(known.keys() - sources, max(levels.values(), default=0))
-        raise_floors(self._shards, self._epoch, gone | levels)
-
-    def _warn(self, counts: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Tell what is odd about tags, when there is more of it; return the latest conflicts."""
-        odd = {field: n for field, n in counts.items() if field == "many-tags" or field.startswith("conflict:")}
-        new = {field: n - self._warned.get(field, 0) for field, n in odd.items()}
-        found = read_conflicts(self._shards, SHOWN_CONFLICTS) if len(odd) > ("many-tags" in odd) else []
-        if n := new.get("many-tags", 0):
-            logger.warning("%d event(s) have more than 10 tags: each tag stores the event once more", n)
-        if n := sum(n for field, n in new.items() if field.startswith("conflict:")):
-            latest = found[0] if found else {}
-            logger.warning("%d event(s) of sources that are written from two places; the latest: %s", n, latest)
-        self._warned = odd
-        return found
-
-    def _store(self, view: str, facts: Mapping[str, Any], sources: int, lag: int) -> None:
+    def _store(self, driver: ViewDriver, facts: Mapping[str, Any], sources: int, lag: int) -> None:
+        view = driver.name
         counts = read_counts(self._shards, view)
         unaccounted = conserved(counts)
         doubt = unaccounted, counts.get("in", 0)
@@ -135,7 +99,7 @@ class Report:
         reached = self._timing.everywhere()
         status = {
             "view": view,
-            "epoch": self._epoch,
+            "epoch": self._start.epoch,
             "state": "running" if facts else "starting",
             "batch_id": facts.get("batchId", -1),
             "batch_ms": (facts.get("durationMs") or {}).get("triggerExecution", 0),
@@ -155,8 +119,7 @@ class Report:
             "outbox": self._waiting,
             "gaps": self._gaps,
         }
-        if view == TAGS:
-            status["conflicts"] = self._warn(counts)
+        status |= driver.status(self._start, counts)
         self._shards.run_all(
             [(0, ("SET", self._shards.keys.status(view), msgspec.json.encode(status), "EX", EXPIRES_S))]
         )

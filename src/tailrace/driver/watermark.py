@@ -25,8 +25,6 @@ import msgspec
 
 from tailrace.kafka.broker import Broker, Topic
 from tailrace.log.event import Partition
-from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.store import reads
 
 KEPT = 64
 """Listings that are remembered: a batch that takes longer than so many is judged by the times of its records."""
@@ -203,14 +201,17 @@ class Timing:
         with self._lock:
             return self._course.by_arrival(self._course.sources)
 
-    def of_rule(self, rule: Rule, outputs: frozenset[str]) -> int | None:
-        """Return the time that has come for a rule; None when it cannot be said."""
+    def watermark(self, reads: Callable[[str], bool], *, by_event: bool = False, lateness_ms: int = 0) -> int | None:
+        """Return the time up to which everything of some topics is applied; None when it cannot be said.
+
+        By the clock of the broker's listings, or by the times of the records alone. Of no topic at all it is the clock.
+        """
         with self._lock:
-            sources = [s for s in self._course.sources if reads(rule, s.topic, outputs)]
-            if not sources:
+            partitions = [each for each in self._course.sources if reads(each.topic)]
+            if not partitions:
                 return round(self._clock() * 1000)
-            found = self._course.by_event(sources) if rule.clock == "event" else self._course.by_arrival(sources)
-        return None if found is None else found - rule.windows.lateness_ms
+            found = self._course.by_event(partitions) if by_event else self._course.by_arrival(partitions)
+        return None if found is None else found - lateness_ms
 
 
 class CompletedBatch(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ from tailrace.valkey.shards import Shards
 from tailrace.views.tags.model import erase_from
 from tailrace.views.tags.store import VIEW as TAGS
 from tailrace.views.tags.upkeep import Anchor, Spool, SpooledRecord
+from tailrace.views.tags.write import TagsPlan
 
 STEPS = ("reopened", "rebuilt-staged", "rebuilt-checked", "replaced")
 """The failpoints of a rebuild, in order."""
@@ -134,7 +135,7 @@ class Restorer:
                     stretch = all_of_it(surveys, behind)
                     anchor.begin_anew(self._events(name, shard, surveys, stretch, since, spool, anchor))
                 events = self._events(name, shard, surveys, stretch, since, spool, anchor)
-                latest_ms = orders.now_ms + orders.work.plan.tags.future_ms
+                latest_ms = orders.now_ms + orders.work.plan.of(TagsPlan).options.future_ms
                 numbered = anchor.numbered(events, latest_ms)
                 return self._write(seen, surveys, stretch, behind, since, numbered, anchor)
         return self._write(seen, surveys, stretch, behind, since, events)

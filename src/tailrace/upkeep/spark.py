@@ -34,8 +34,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource
 
 from tailrace.config.settings import Settings
 from tailrace.config.values import Properties
-from tailrace.driver.job import make_plan
-from tailrace.driver.one_pass import Plan
+from tailrace.driver.plan import Plan, make_plan
 from tailrace.driver.slice import COLUMNS, Slice, Writer, slices
 from tailrace.driver.source import reader_options, tasks
 from tailrace.embedded.jars import cache_folder, fetch
@@ -48,6 +47,7 @@ from tailrace.upkeep.job import Throttle, matcher
 from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, DueSegment, Packer, PackOutcome, groups
 from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views import VIEWS
 from tailrace.views.days.write import DaysWriter
 from tailrace.views.tags.model import Erasures, TaggedEvent
 from tailrace.views.tags.store import VIEW as TAGS
@@ -339,7 +339,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
     def make_view(self) -> Writer:
         """Make the view."""
-        (view,) = self.plan.make_views()
+        (view,) = self.plan.make_writers()
         return view
 
     def open(self) -> Shards:
@@ -390,7 +390,8 @@ class History:
     def assign(self, shards: Shards, extent: Extent, wanted: WantedNames) -> Assignment:
         """Return what the tasks of a job must know."""
         generations = {source.topic: source.generation for source in extent.ranges}
-        plan = make_plan(self._settings, shards, (self.view,), 0, generations)
+        (view,) = [each.plan(self._settings) for each in VIEWS if each.name == self.view]
+        plan = make_plan(self._settings, shards, [view], 0, generations)
         cleaned: dict[str, Erasures] = {}
         if self.view == TAGS:
             for tag, sources in read_erasures(shards, wanted.names).items():

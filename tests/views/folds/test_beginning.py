@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tailrace.config.settings import Settings
+from tailrace.driver.hooks import Start, begin_at_end
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import lowest, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
-from tailrace.views.folds.driver import begin_at_end
 
 VIEW = "sessions"
 
@@ -23,13 +24,12 @@ def shards(store: StoreOptions) -> Iterator[Shards]:
 
 
 def test_what_topics_have_when_it_first_begins_is_passed_over(shards: Shards) -> None:
-    begin_at_end(
-        shards, VIEW, enlist(shards, [VIEW]), {"laps": 0, "rigs": 1}, {("laps", 0): (0, 3), ("rigs", 0): (0, 0)}
-    )
+    start = Start(Settings(), shards, enlist(shards, [VIEW]))
+    begin_at_end(start, VIEW, {"laps": 0, "rigs": 1}, {("laps", 0): (0, 3), ("rigs", 0): (0, 0)})
     assert lowest(read_marks(shards, VIEW)) == {Partition("laps", 0, 0): 2}
 
 
 def test_what_comes_to_an_empty_kafka_before_it_begins_again_is_read(shards: Shards) -> None:
-    begin_at_end(shards, VIEW, enlist(shards, [VIEW]), {}, {})
-    begin_at_end(shards, VIEW, enlist(shards, [VIEW]), {"laps": 0}, {("laps", 0): (0, 3)})
+    begin_at_end(Start(Settings(), shards, enlist(shards, [VIEW])), VIEW, {}, {})
+    begin_at_end(Start(Settings(), shards, enlist(shards, [VIEW])), VIEW, {"laps": 0}, {("laps", 0): (0, 3)})
     assert lowest(read_marks(shards, VIEW)) == {}

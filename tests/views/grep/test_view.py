@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from tailrace.config.settings import Settings
+from tailrace.driver.hooks import Start
 from tailrace.log.event import Partition, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import decode
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
-from tailrace.views.folds.driver import begin_matches
 from tailrace.views.grep.model import SearchLife, make_search
+from tailrace.views.grep.scan import GrepDriver
+from tailrace.views.grep.write import GrepPlan
 from tests.views.grep.rig import BEYOND, by_source, finds, random_records, random_search, read_log, register, source_of
 from tests.writing import NOON, Record, Writer, batch
 
@@ -207,7 +210,8 @@ async def test_the_view_begins_at_the_end_unless_a_search_waits_for_what_came_be
     search = make_search("posts", {})
     if waited_for:  # as of a time when there was no topic, so its live matches begin with the first record
         register(writer.shards, search)
-    begin_matches(writer.shards, writer.epoch, {"posts": 0}, {("posts", 0): (0, 3)})
+    start = Start(Settings(), writer.shards, writer.epoch)
+    GrepDriver(GrepPlan()).begin(start, {"posts": 0}, {("posts", 0): (0, 3)})
     life = register(writer.shards, search)
     writer.write(_last_matches(5))
     assert await read_log(store, life.name) == [("posts:0", offset) for offset in range(0 if waited_for else 3, 5)]

@@ -20,7 +20,7 @@ from tailrace.views.tags.model import SourceProgress, Tagging
 from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
 from tailrace.views.tags.store import VIEW, TagOptions, read_progress
-from tailrace.views.tags.write import TagsWriter
+from tailrace.views.tags.write import TagsPlan, TagsWriter
 from tests.writing import NOON, Record, Writer
 
 MINUTE = 60_000
@@ -269,8 +269,8 @@ def view_of(driver: Writer, form: type[TagsWriter], **changes: Any) -> TagsWrite
     plan = driver.plan
     return form(
         plan.store.shards,
-        plan.tags,
-        future_ms=plan.future_ms,
+        plan.of(TagsPlan).options,
+        future_ms=plan.of(TagsPlan).future_ms,
         epoch=plan.epoch,
         window_bytes=plan.window_bytes,
         window_runs=plan.window_runs,

@@ -21,13 +21,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.driver.one_pass import Host, Plan
+from tailrace.driver.one_pass import Host
+from tailrace.driver.plan import Plan
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, EventFrame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
 from tailrace.views.tags.store import VIEW, raise_floors
+from tailrace.views.tags.write import TagsPlan
 from tests.views.tags.reading import Reading, reading
 from tests.views.tags.stored import MINUTE, TOPIC, Stored
 from tests.views.tags.tagged import apart
@@ -79,8 +81,9 @@ def write(plan: Plan, share: Share) -> None:
             raise_floors(host._shards, plan.epoch, {place: begin + SPREAD * at // total})
         time.sleep(chance.random() * share.pause_s)
     host.close()
-    if plan.tags.cassandra is not None and multiprocessing.parent_process() is not None:
-        disconnect(plan.tags.cassandra)
+    cassandra = plan.of(TagsPlan).options.cassandra
+    if cassandra is not None and multiprocessing.parent_process() is not None:
+        disconnect(cassandra)
 
 
 class Reader:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from tailrace.config.settings import Settings
+from tailrace.driver.plan import Plan
 from tailrace.driver.slice import Slice, Window, Writer
 from tailrace.log.event import home_of
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
@@ -19,16 +21,55 @@ from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.query.filters import Sieve
 from tailrace.valkey.shards import Arg
 
+VIEW = "days"
+
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 CACHED_NAMES = 200_000
 """Names remembered by key in one process; the memory is emptied when it is full."""
 
 
+class DaysPlan(msgspec.Struct, frozen=True):
+    """What tasks must know to write day streams."""
+
+    name_paths: tuple[str, ...] | None = None
+    """Paths in the value that make the name; None = the record's key."""
+    span_ms: int = DAY_MS
+    """Length of a bucket."""
+    seal_when: dict[str, Any] = {}
+    """Query of the records that close their bucket; empty for none."""
+    future_ms: int = 600_000
+    """How far beyond the store's clock a bucket may lie."""
+    name: str = VIEW
+
+    @classmethod
+    def of(cls, settings: Settings) -> DaysPlan:
+        """Return the plan that the settings give."""
+        days = settings.days
+        return cls(
+            name_paths=None if days.name == "key" else tuple(days.name),
+            span_ms=round(days.bucket.total_seconds() * 1000),
+            seal_when=days.seal_when.written(),
+            future_ms=round(days.future_limit.total_seconds() * 1000),
+        )
+
+    def writer(self, plan: Plan) -> Writer:
+        """Make the writer."""
+        return DaysWriter(
+            plan.store.shards,
+            paths=self.name_paths,
+            span_ms=self.span_ms,
+            seal_when=self.seal_when,
+            future_ms=self.future_ms,
+            window_bytes=plan.window_bytes,
+            window_runs=plan.window_runs,
+        )
+
+
 class DaysWriter(Writer):
     """One log per name; the name comes from the record's key or from paths in its value."""
 
-    name = "days"
+    name = VIEW
 
     def __init__(
         self,

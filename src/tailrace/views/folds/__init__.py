@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tailrace.view import View
+
+if TYPE_CHECKING:
+    from tailrace.config.settings import Settings
+    from tailrace.driver.hooks import Start
+    from tailrace.views.folds.driver import FoldsDriver
+    from tailrace.views.folds.write import FoldsPlan
 
 
 class FoldsView(View):
     """The view of folds."""
 
     name = "folds"
+
+    def plan(self, settings: Settings) -> FoldsPlan:
+        """Return what tasks must know."""
+        from tailrace.views.folds.write import FoldsPlan
+
+        return FoldsPlan.of(settings)
+
+    def driver(self, settings: Settings) -> FoldsDriver:
+        """Return the hooks of one start of the driver."""
+        from tailrace.views.folds.driver import FoldsDriver
+
+        return FoldsDriver(self.plan(settings))
+
+    def retire(self, start: Start) -> None:
+        """Emit what rules held that are gone, when no rule is left."""
+        if not start.settings.folds.rules:
+            from tailrace.views.folds.driver import retire
+
+            retire(start)
+
+    def outputs(self, settings: Settings) -> dict[str, int]:
+        """Return the topics of folded and of raw events."""
+        from tailrace.views.folds.store import rules_of
+
+        rules = rules_of(settings).values()
+        raw = {rule.raw: settings.kafka.new_topic_partitions for rule in rules if rule.raw}
+        return raw | {rule.output: 1 for rule in rules}
 
 
 VIEW = FoldsView()

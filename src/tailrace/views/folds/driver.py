@@ -21,15 +21,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.watermark import CompletedBatch, Timing
+from tailrace.driver.hooks import Bounds, Loop, Run, Start, Times, ViewDriver, begin_at_end
+from tailrace.driver.watermark import CompletedBatch
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
-from tailrace.log.event import Partition
-from tailrace.valkey.marks import advance, lowest, read_counts, read_marks, read_times
+from tailrace.valkey.marks import read_counts, read_times
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.store import (
@@ -44,10 +43,11 @@ from tailrace.views.folds.store import (
     in_force,
     outputs_of,
     read_held,
+    reads,
     rules_of,
     settled,
 )
-from tailrace.views.grep.store import VIEW as MATCHES
+from tailrace.views.folds.write import FoldsPlan
 
 logger = logging.getLogger(__name__)
 
@@ -70,51 +70,72 @@ def applied(settings: Settings, wanted: Mapping[str, bytes]) -> dict[str, Rule]:
     return rules
 
 
-def begin_at_end(
-    shards: Shards,
-    view: str,
-    epoch: int,
-    generations: Mapping[str, int],
-    bounds: Mapping[tuple[str, int], tuple[int, int]],
-) -> None:
-    """Let a view that has never begun begin with what comes from now on.
+class FoldsDriver(ViewDriver):
+    """Folds in the driver: rules that are put into force, where they begin, and the emitter."""
 
-    That it has begun is noted: where Kafka had nothing there are no marks, and what came since would be passed over.
-    """
-    meta, field = shards.keys.meta(0), f"begun:{view}"
-    if shards.run_all([(0, ("HEXISTS", meta, field))])[0]:
-        return
-    if not lowest(read_marks(shards, view)):
-        ends = {Partition(t, p, generations[t]): end - 1 for (t, p), (_, end) in bounds.items() if end}
-        advance(shards, view, epoch, ends)
-    shards.run_all([(0, ("HSET", meta, field, epoch))])
+    times = Times.MARKS
+
+    def __init__(self, plan: FoldsPlan) -> None:
+        super().__init__(plan)
+        self._rules: dict[str, Rule] = {}
+        self._wanted: dict[str, bytes] = {}
+        """The windows that were asked for when the start began."""
+
+    def prepare(self, start: Start) -> None:
+        """Put the rules into force, with the windows that were asked for."""
+        self._wanted = asked_for(start.shards)
+        self._rules = applied(start.settings, self._wanted)
+        enforce(start.shards, self._rules, round(time.time() * 1000), start.epoch)
+
+    def begin(self, start: Start, generations: Mapping[str, int], bounds: Bounds) -> None:
+        """Begin at the end, if the settings say so."""
+        if start.settings.folds.begin == "end":
+            begin_at_end(start, self.name, generations, bounds)
+
+    def plan(self) -> FoldsPlan:
+        """Return the rules that are in force."""
+        return FoldsPlan(tuple(self._rules.values()))
+
+    def loops(self, run: Run) -> Sequence[Loop]:
+        """Return the emitter."""
+        own = run.connect()
+        return [
+            Emitter(
+                own,
+                list(self._rules.values()),
+                watermarks(own, self._rules, run),
+                run.start.settings.folds.tick.total_seconds(),
+                epoch=run.start.epoch,
+                told=run.wake_publisher,
+            )
+        ]
+
+    def restart_reason(self, start: Start) -> str:
+        """Return a reason when other windows are asked for."""
+        return "" if asked_for(start.shards) == self._wanted else "fold rules get other windows"
 
 
-def begin_matches(
-    shards: Shards,
-    epoch: int,
-    generations: Mapping[str, int],
-    bounds: Mapping[tuple[str, int], tuple[int, int]],
-) -> None:
-    """Let the view of searches begin at the end, unless somebody waits for what has come meanwhile.
-
-    The bounds are older than this look: a search that is registered after it begins behind them.
-    """
-    if not shards.run_all([(0, ("HLEN", shards.keys.searches()))])[0]:
-        begin_at_end(shards, MATCHES, epoch, generations, bounds)
+def retire(start: Start) -> None:
+    """Emit what rules held that are gone."""
+    enforce(start.shards, {}, round(time.time() * 1000))
 
 
-def frontiers(
-    shards: Shards, rules: Mapping[str, Rule], query: Any, timing: Timing, generations: Mapping[str, int]
-) -> Callable[[Sequence[Rule]], dict[str, int]]:
+def watermarks(shards: Shards, rules: Mapping[str, Rule], run: Run) -> Callable[[Sequence[Rule]], dict[str, int]]:
     """Return the function that says how far time has come for rules, as far as that can be said."""
     outputs = outputs_of(rules)
 
+    def watermark(rule: Rule) -> int | None:
+        return run.timing.watermark(
+            lambda topic: reads(rule, topic, outputs),
+            by_event=rule.clock == "event",
+            lateness_ms=rule.windows.lateness_ms,
+        )
+
     def ask(wanted: Sequence[Rule]) -> dict[str, int]:
-        timing.passed(read_times(shards, VIEW))
-        timing.completed(CompletedBatch.read(query.lastProgress, generations))
-        timing.ask()
-        found = {rule.name: timing.of_rule(rule, outputs) for rule in wanted}
+        run.timing.passed(read_times(shards, VIEW))
+        run.timing.completed(CompletedBatch.read(run.query.lastProgress, run.generations))
+        run.timing.ask()
+        found = {rule.name: watermark(rule) for rule in wanted}
         return {name: time_ms for name, time_ms in found.items() if time_ms is not None}
 
     return ask

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from tailrace.config.settings import Settings
+from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
 from tailrace.log.event import event_id, home_of
 from tailrace.log.segment import DAY_MS
@@ -27,7 +29,7 @@ from tailrace.query.value import CACHED
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Time
 from tailrace.views.folds.rule import SHORT, Rule, RuleReader
-from tailrace.views.folds.store import VIEW, FoldStore, HeldGroup, given_out, new_version, reads
+from tailrace.views.folds.store import VIEW, FoldStore, HeldGroup, given_out, new_version, reads, rules_of
 
 NO_RULE = "no-rule"
 
@@ -161,6 +163,23 @@ class _Group:
         self.version = held.version
         self.held = held
         self.clumps: list[Clump] | None = None
+
+
+class FoldsPlan(msgspec.Struct, frozen=True):
+    """What tasks must know to fold events."""
+
+    rules: tuple[Rule, ...] = ()
+    name: str = VIEW
+
+    @classmethod
+    def of(cls, settings: Settings) -> FoldsPlan:
+        """Return the plan that the settings give; the driver replaces windows that were changed since."""
+        return cls(tuple(rules_of(settings).values()))
+
+    def writer(self, plan: Plan) -> Writer:
+        """Make the writer."""
+        shards, windows = plan.store.shards, plan.window_runs
+        return FoldsWriter(shards, self.rules, window_bytes=plan.window_bytes, window_groups=windows)
 
 
 class FoldsWriter(Writer):

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tailrace.view import View
+
+if TYPE_CHECKING:
+    from tailrace.config.settings import Settings
+    from tailrace.views.grep.scan import GrepDriver
+    from tailrace.views.grep.write import GrepPlan
 
 
 class GrepView(View):
     """The view of searches."""
 
     name = "matches"
+
+    def plan(self, settings: Settings) -> GrepPlan:
+        """Return what tasks must know."""
+        from tailrace.views.grep.write import GrepPlan
+
+        return GrepPlan.of(settings)
+
+    def driver(self, settings: Settings) -> GrepDriver:
+        """Return the hooks of one start of the driver."""
+        from tailrace.views.grep.scan import GrepDriver
+
+        return GrepDriver(self.plan(settings))
 
 
 VIEW = GrepView()

@@ -29,7 +29,9 @@ from typing import Any
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.one_pass import MAX_REFUSALS, Plan
+from tailrace.driver.hooks import Bounds, Loop, Run, Start, Times, ViewDriver, begin_at_end
+from tailrace.driver.one_pass import MAX_REFUSALS
+from tailrace.driver.plan import Plan
 from tailrace.driver.slice import Slice
 from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
@@ -46,7 +48,7 @@ from tailrace.valkey.shards import Shards
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import LostOffsets, SearchLife, Stretch
 from tailrace.views.grep.store import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
-from tailrace.views.grep.write import KEPT_MS, StandingSearches, appended, shelved
+from tailrace.views.grep.write import KEPT_MS, GrepPlan, StandingSearches, appended, shelved
 
 GONE, LATER = 1 << 62, -1
 """Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""
@@ -414,7 +416,7 @@ class _Task:
     """The stretches of one chunk in one task."""
 
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
-        self._plan, self._dues = plan, chunk.dues
+        self._plan, self._grep, self._dues = plan, plan.of(GrepPlan), chunk.dues
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self._marks: dict[tuple[int, str], int] = {}
         self._standing = StandingSearches([due.life for due in chunk.dues])
@@ -439,10 +441,10 @@ class _Task:
         name = due.stretch.name(due.life)
         shard = shard_of(name, self._plan.store.shards)
         # Matches that are close together are read from Kafka as well as from here.
-        if self._plan.kept_bytes and records.offsets[rows[-1]] - records.offsets[rows[0]] >= DENSE * (len(rows) - 1):
+        if self._grep.kept_bytes and records.offsets[rows[-1]] - records.offsets[rows[0]] >= DENSE * (len(rows) - 1):
             home = home_of(records.source, self._plan.store.shards)
             shelf = due.stretch.mark(records.source)
-            most = self._plan.kept_bytes // len(due.stretch.ranges)  # a stretch keeps no more than a partition does
+            most = self._grep.kept_bytes // len(due.stretch.ranges)  # a stretch keeps no more than a partition does
             keep(self._shards, [shelved(records, {name: rows}, home, shelf)], most, KEPT_MS)
         for _ in range(MAX_REFUSALS):
             if self._append(due, records, shard, {name: rows}):
@@ -457,7 +459,7 @@ class _Task:
             [stored] = self._shards.run_all([(shard, ("HGET", self._shards.keys.marks(shard, VIEW), source))])
             mark = self._marks[shard, source] = NOTHING if stored is None else int(stored)
         for window in appended(shard, records, names, mark, plan.window_runs):
-            head = (VIEW, plan.epoch, source, mark, window.end, DAY_MS, plan.future_ms, plan.tail_length)
+            head = (VIEW, plan.epoch, source, mark, window.end, DAY_MS, self._grep.future_ms, plan.tail_length)
             answer = self._shards.call(shard, "apply", *head, *window.items)
             if answer[0] == b"stale":
                 raise StaleDriver(VIEW, plan.epoch, int(answer[1]))
@@ -466,3 +468,21 @@ class _Task:
                 return False
             mark = self._marks[shard, source] = window.end
         return True
+
+
+class GrepDriver(ViewDriver):
+    """Searches in the driver: where their view begins, and the scanner of the past."""
+
+    times = Times.NONE
+
+    def begin(self, start: Start, generations: Mapping[str, int], bounds: Bounds) -> None:
+        """Begin at the end, unless a search waits for what has come meanwhile.
+
+        The bounds are older than this look: a search that is registered after it begins behind them.
+        """
+        if not start.shards.run_all([(0, ("HLEN", start.shards.keys.searches()))])[0]:
+            begin_at_end(start, self.name, generations, bounds)
+
+    def loops(self, run: Run) -> Sequence[Loop]:
+        """Return the scanner."""
+        return [Scanner(run.start.settings, run.spark, run.plan, run.connect())]

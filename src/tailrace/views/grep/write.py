@@ -12,6 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
+from tailrace.config.settings import Settings
+from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
 from tailrace.log.event import home_of
 from tailrace.log.name import shard_of
@@ -101,6 +105,27 @@ class StandingSearches:
             with suppress(ValueError, RecursionError):
                 if query.matches(reader_of(query.fields())(value), record):
                     yield number
+
+
+class GrepPlan(msgspec.Struct, frozen=True):
+    """What tasks must know to write the matches of searches."""
+
+    future_ms: int = 600_000
+    """How far beyond the store's clock a bucket may lie."""
+    kept_bytes: int = 0
+    """How many bytes of matched records are kept for each partition."""
+    name: str = VIEW
+
+    @classmethod
+    def of(cls, settings: Settings) -> GrepPlan:
+        """Return the plan that the settings give."""
+        return cls(round(settings.days.future_limit.total_seconds() * 1000), settings.grep.kept)
+
+    def writer(self, plan: Plan) -> Writer:
+        """Make the writer."""
+        return GrepWriter(
+            plan.store.shards, future_ms=self.future_ms, kept_bytes=self.kept_bytes, window_runs=plan.window_runs
+        )
 
 
 class GrepWriter(Writer):

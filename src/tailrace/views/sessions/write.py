@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from tailrace.driver.hooks import Bounds, Start, ViewDriver, begin_at_end
+from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer, dead_letter
 from tailrace.log.event import Partition, home_of
 from tailrace.log.segment import DAY_MS
@@ -54,11 +56,16 @@ class SessionPlan(msgspec.Struct, frozen=True):
     window: int = 1 << 20
     """Bytes of bursts, or of dead letters, that one window has, about."""
     store: SessionOptions = SessionOptions()
+    name: str = VIEW
 
     @classmethod
     def of(cls, settings: Settings) -> SessionPlan:
         """Return the plan that the configuration gives."""
         return cls(settings.sessions.topics, settings.sessions.stream, store=SessionOptions.of(settings))
+
+    def writer(self, plan: Plan) -> Writer:
+        """Make the writer."""
+        return SessionsWriter(plan.store.shards, self, plan.dead_letters)
 
     def stream_of(self, topic: str, partition: int) -> str:
         """Return the name of the stream that a partition's sessions go to."""
@@ -79,6 +86,23 @@ def held_back(shards: Shards, plan: SessionPlan, marks: Mapping[Partition, int])
         if mark is not None and mark < last:
             found[source] = min(marks[source], mark)
     return found
+
+
+class SessionsDriver(ViewDriver):
+    """Sessions in the driver: where they begin, and from where they are written on."""
+
+    def __init__(self, plan: SessionPlan) -> None:
+        super().__init__(plan)
+        self._sessions = plan
+
+    def begin(self, start: Start, generations: Mapping[str, int], bounds: Bounds) -> None:
+        """Begin at the end, if the settings say so."""
+        if start.settings.sessions.begin == "end":
+            begin_at_end(start, self.name, generations, bounds)
+
+    def marks(self, start: Start, applied: Mapping[Partition, int]) -> Mapping[Partition, int]:
+        """Return how far partitions are applied by the shards and in their streams: whichever is less."""
+        return held_back(start.shards, self._sessions, applied)
 
 
 class _Looked(NamedTuple):

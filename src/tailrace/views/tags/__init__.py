@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tailrace.view import View
+
+if TYPE_CHECKING:
+    from tailrace.config.settings import Settings
+    from tailrace.views.tags.driver import TagsDriver
+    from tailrace.views.tags.write import TagsPlan
 
 
 class TagsView(View):
     """The view of tags."""
 
     name = "tags"
+
+    def plan(self, settings: Settings) -> TagsPlan:
+        """Return what tasks must know."""
+        from tailrace.views.tags.write import TagsPlan
+
+        return TagsPlan.of(settings)
+
+    def driver(self, settings: Settings) -> TagsDriver:
+        """Return the hooks of one start of the driver."""
+        from tailrace.views.tags.driver import TagsDriver
+
+        return TagsDriver(self.plan(settings))
 
 
 VIEW = TagsView()

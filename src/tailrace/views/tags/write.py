@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from tailrace.config.settings import Settings
+from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
 from tailrace.log.columns import TagColumns
 from tailrace.log.event import Partition, event_id, home_of
@@ -25,7 +27,7 @@ from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import LONG_AGO
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.tags.model import MANY_TAGS, SourceProgress, TaggedEvent, Tagger, timeuuid_ms
-from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, read_progress
+from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, read_progress, tag_options
 
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.store import StoredRow
@@ -51,6 +53,31 @@ class _Copies(NamedTuple):
     numbers: list[int]
     stamps: list[int]
     """The milliseconds; they never fall."""
+
+
+class TagsPlan(msgspec.Struct, frozen=True):
+    """What tasks must know to tag events and to store them."""
+
+    options: TagOptions = TagOptions()
+    future_ms: int = 600_000
+    """How far beyond the store's clock a bucket may lie."""
+    name: str = VIEW
+
+    @classmethod
+    def of(cls, settings: Settings) -> TagsPlan:
+        """Return the plan that the settings give."""
+        return cls(tag_options(settings), round(settings.days.future_limit.total_seconds() * 1000))
+
+    def writer(self, plan: Plan) -> Writer:
+        """Make the writer."""
+        return TagsWriter(
+            plan.store.shards,
+            self.options,
+            future_ms=self.future_ms,
+            epoch=plan.epoch,
+            window_bytes=plan.window_bytes,
+            window_runs=plan.window_runs,
+        )
 
 
 class TagsWriter(Writer):

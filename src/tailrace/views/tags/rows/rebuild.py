@@ -45,6 +45,7 @@ from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow
 from tailrace.views.tags.rows.upkeep import RowAuditor, Rows, rests_in, tags_of
 from tailrace.views.tags.store import VIEW, raise_floors, tag_options
 from tailrace.views.tags.upkeep import read_all_numbers
+from tailrace.views.tags.write import TagsPlan
 
 STEPS = ("rows-written", "rows-deleted")
 """The failpoints, in order."""
@@ -166,10 +167,12 @@ class RowRestorer:
         self, orders: RowRebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint.reached
     ) -> None:
         self._orders, self._shards, self._reached = orders, shards, reached
-        self._span_ms = orders.work.plan.tags.span_ms
+        self._span_ms = orders.work.plan.of(TagsPlan).options.span_ms
         # Not the writer of this process: it believes buckets to be listed, and the listing may be what was lost.
         self._writer = (
-            None if orders.dry_run else RowWriter(connected(rests_in(orders.work)), orders.work.plan.tags.batch)
+            None
+            if orders.dry_run
+            else RowWriter(connected(rests_in(orders.work)), orders.work.plan.of(TagsPlan).options.batch)
         )
         self._places: dict[str, Partition] = {}
 
@@ -432,7 +435,7 @@ class RowRebuilding(Rebuilding):
             items = items.unionAll(records.mapInArrow(route, RECORDS).selectExpr(*columns))
         one = Window.partitionBy("name", "source", "offset")
         along = Window.partitionBy("name", "source").orderBy("offset")
-        latest = lit(orders.now_ms + work.plan.tags.future_ms)
+        latest = lit(orders.now_ms + work.plan.of(TagsPlan).options.future_ms)
         # A time that none of the next records comes near is one from the future; it must not hold back what follows.
         # There are up to two items for each.
         next_ones = coalesce(highest("time").over(along.rowsBetween(1, 2 * NEXT_RECORDS)), col("time"))

@@ -47,6 +47,7 @@ from tailrace.views.tags.rows.reader import Bucket, RowReader
 from tailrace.views.tags.rows.store import RowKey, StoredRow, writer
 from tailrace.views.tags.store import VIEW, encode, read_erasures, read_progress, tag_options
 from tailrace.views.tags.upkeep import CLEANED, Cleanup, TakingOut, read_all_numbers
+from tailrace.views.tags.write import TagsPlan
 
 WALK_PAGE: Final = 2_000
 _FAR_MS: Final = 1 << 50
@@ -207,7 +208,7 @@ class RowTally(Tally[tuple[str, int]]):
 
 def rests_in(work: Assignment) -> CassandraOptions:
     """Return where the rows are."""
-    found = work.plan.tags.cassandra
+    found = work.plan.of(TagsPlan).options.cassandra
     assert found is not None
     return found
 
