@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.cursor import Position
-from tailrace.log.segment import Log, Segment, SegmentPlace, locate
+from tailrace.log.segment import Log, Segment, SegmentPosition, locate
 
 
 @st.composite
@@ -104,9 +104,9 @@ def test_a_reader_inside_what_was_rebuilt_is_told_and_gets_all_of_it_again() -> 
         place = locate(log, Position(10, number))
         assert place.gap is not None
         assert (place.at, place.gap.reason, place.position) == (1, "rebuilt", Position(70, 0))
-    assert locate(log, Position(10, 30)) == SegmentPlace(2, Position(10, 30))
-    assert locate(log, Position(10, 20)) == SegmentPlace(0, Position(10, 20))
-    assert locate(log, Position(70, 5)) == SegmentPlace(1, Position(70, 5))
+    assert locate(log, Position(10, 30)) == SegmentPosition(2, Position(10, 30))
+    assert locate(log, Position(10, 20)) == SegmentPosition(0, Position(10, 20))
+    assert locate(log, Position(70, 5)) == SegmentPosition(1, Position(70, 5))
 
 
 def test_a_reader_ahead_of_what_it_knows_of_the_log_waits() -> None:

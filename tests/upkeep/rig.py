@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from tailrace.log.segment import Log
-from tailrace.log.store import Dropped, LogRegistry, Staging
+from tailrace.log.store import ExpiredCounts, LogRegistry, Staging
 from tailrace.upkeep.job import WHAT, JobLease
 from tailrace.upkeep.packer import Packer, PackOutcome, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
@@ -67,7 +67,7 @@ class Keeper:
         ]
         return packer.pack(dues)
 
-    def expire(self, name: str, keep_ms: int) -> Dropped:
+    def expire(self, name: str, keep_ms: int) -> ExpiredCounts:
         return self.staging.expire([(name, keep_ms)], self._clock(), 60_000)[0]
 
     def log(self, name: str) -> Log:

@@ -13,7 +13,7 @@ from tailrace.log.pack import pack
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import PACKED, Segment
-from tailrace.log.store import PackedPiece, Rebuilt
+from tailrace.log.store import NewSegment, PackedPiece
 from tailrace.valkey.shards import StoreOptions
 from tests.log.rig import Follower, Rig, ids, rig
 from tests.upkeep.rig import Keeper
@@ -42,7 +42,7 @@ def _replace(keeper: Keeper, day: int) -> None:
     new = Segment(
         old.index, old.start_ms, old.span_ms, epoch, 1, number, number, len(stored), newest, 1, PACKED, replaced
     )
-    assert keeper.staging.replace("a", [old], [Rebuilt(new, old.index, 1)], 60_000) == "ok"
+    assert keeper.staging.replace("a", [old], [NewSegment(new, old.index, 1)], 60_000) == "ok"
 
 
 def _gaps(frames: list[AnyFrame]) -> list[str]:

@@ -1,12 +1,8 @@
-"""The feed of logs: one name or several, from anywhere, then live; exact when resumed.
+"""The feed of logs: one name or several, from any start, then live.
 
-Invariant: from any cursor a feed yields exactly the events after it, each once and in each log's order, or says which
-stretch is gone. Several logs are merged by time as far as they have been read; each keeps its own order and place.
-
-A reader of one log: where to begin, and what comes next, from the shared channel or from the store.
-
-Invariant: the events that a reader returns are the log's, each once and in order, from its start on; a stretch that is
-gone is returned as a Gap in its place.
+Invariant: from any cursor a feed yields exactly the events after it, each once and in each log's order, or a gap frame
+for events that are gone. It merges several logs by time as far as it has read them; each keeps its own order and
+position. A LogReader reads one log, from the hub's live end or from the store.
 """
 
 from __future__ import annotations
@@ -24,225 +20,26 @@ from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime,
 from tailrace.log.hub import Hub, LiveEnd, SegmentEntry
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, FeedRequest, Moved
 from tailrace.log.run import NumberedRun
-from tailrace.log.segment import Gap, Key, Segment, key_of, locate
+from tailrace.log.segment import Gap, OrderKey, Segment, key_of, locate
 from tailrace.log.store import Logs
 
 READ_BYTES = 1 << 20
-"""About how much a reader takes from the store at once; entries differ, so it learns how many that is."""
+"""Approximate bytes of one read from the store; a reader adapts its count of entries to it."""
+
 MOST_ENTRIES = 500
+
 SMALL_BYTES, MOST_SEGMENTS = 128 << 10, 200
-"""How much of small segments is read at once, as it is stored, and how many of them."""
+"""Most stored bytes, and most segments, when a reader reads small segments together."""
+
 TRIES = 5
-"""How often a look that a swap has crossed is begun again."""
-
-
-class LogReader:
-    """One log, one place in it."""
-
-    def __init__(self, logs: Logs, name: str, position: Position, channel: LiveEnd) -> None:
-        self.name = name
-        self.position = position
-        self._logs = logs
-        self._channel = channel
-        self._era = channel.era
-        self._index: int | None = None
-        self._count = 4
-        self.is_at_end = False
-        """Whether the last look found nothing more."""
-
-    @property
-    def key(self) -> Key:
-        """The place in the log's own order."""
-        return self._index or 0, self.position.number
-
-    async def next(self) -> list[SegmentEntry | Gap]:
-        """Return what follows the position, and move behind it; nothing at the end of the log."""
-        channel = self._channel
-        known = self._era == channel.era and self._index is not None
-        self._era = channel.era
-        held = channel.after(self.position.epoch, self.key) if known else None
-        pieces: list[SegmentEntry | Gap] = _some(held) if held is not None else await self._from_store()
-        self.is_at_end = not pieces
-        for piece in reversed(pieces):
-            if isinstance(piece, SegmentEntry):
-                self._move(piece.segment, piece.entry.last)
-                break
-        return pieces
-
-    async def _from_store(self, again: bool = True) -> list[SegmentEntry | Gap]:
-        gaps: list[SegmentEntry | Gap] = []
-        log = await self._logs.log(self.name)
-        place = locate(log, self.position)
-        if place.gap is not None:
-            gaps.append(place.gap)
-            self.position = place.position
-        elif not log.segments and self.position == Position.START:
-            self.position = log.expired  # all there ever was is gone, and the start is behind it
-        if not log.segments:
-            # From here on the channel tells when there is something; what it may still hold is gone.
-            self._index = max(self._index or 0, self._channel.head[0])
-        for at, segment in enumerate(log.segments[place.at :], place.at + 1):
-            if segment.epoch != self.position.epoch or segment.first > self.position.number:
-                after = segment.first - 1
-            else:
-                after = self.position.number
-            entries = await self._logs.read(self.name, segment, after, self._count)
-            if entries:
-                mean = sum(entry.size for entry in entries) // len(entries) + 1
-                self._count = max(1, min(MOST_ENTRIES, READ_BYTES // mean))
-                more = await self._following(log.segments[at:]) if entries[-1].last >= segment.last else []
-                return [*gaps, *(SegmentEntry(segment, entry) for entry in entries), *more]
-            if after < segment.last:
-                # The hash, read before, shows more than the segment holds: it expired meanwhile, or is damaged.
-                if again and not gaps:
-                    return await self._from_store(again=False)
-                gaps.append(Gap(Position(segment.epoch, after), segment.end, "missing"))
-            self._move(segment, max(after, segment.last))
-        return gaps
-
-    async def _following(self, segments: Sequence[Segment]) -> list[SegmentEntry]:
-        """Return what small segments hold that follow one which was read to its end.
-
-        A log may have thousands of them, and to look each up by itself would read the registry as often.
-        """
-        few: list[Segment] = []
-        size = 0
-        for segment in segments:
-            size += segment.bytes
-            if segment.open or size > SMALL_BYTES or len(few) == MOST_SEGMENTS:
-                break
-            few.append(segment)
-        found: list[SegmentEntry] = []
-        answers = await self._logs.read_many([(self.name, s, s.first - 1) for s in few], MOST_ENTRIES) if few else []
-        for segment, entries in zip(few, answers, strict=True):
-            found += [SegmentEntry(segment, entry) for entry in entries]
-            if not entries or entries[-1].last < segment.last:
-                break  # it goes on there, or something happened to it: the next look sees what
-        return found
-
-    def _move(self, segment: Segment, number: int) -> None:
-        self._index = segment.index
-        self.position = Position(segment.epoch, number)
-
-
-def _some(held: list[SegmentEntry]) -> list[SegmentEntry | Gap]:
-    """Return the first pieces of what a channel holds: no more than one reader takes at once."""
-    taken: list[SegmentEntry | Gap] = []
-    size = 0
-    for piece in held:
-        if taken and size + piece.entry.size > READ_BYTES:
-            break
-        taken.append(piece)
-        size += piece.entry.size
-    return taken
-
-
-async def end_of(logs: Logs, name: str) -> Position:
-    """Return the place after everything that a log has."""
-    return (await logs.log(name)).end
-
-
-async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
-    """Return the latest place that has every event at or after a time behind it.
-
-    Running-maximum times only grow along a log, so they are bisected: first the segments', then the entries'.
-    """
-    log = await logs.log(name)
-    for segment in log.segments:
-        if segment.newest_ms >= time_ms:
-            low, high = segment.first, segment.last
-            while low < high:
-                middle = (low + high) // 2
-                entries = await logs.read(name, segment, middle - 1, 1)
-                if not entries:
-                    high = middle
-                elif entries[0].newest_ms >= time_ms:
-                    if entries[0].first <= low:
-                        break
-                    high = min(middle, entries[0].first)
-                else:
-                    low = entries[0].last + 1
-            return Position(segment.epoch, low - 1)
-    return log.end
-
-
-def own_times(entry: NumberedRun) -> Sequence[int | None]:
-    """Return the times of a run's events."""
-    return entry.run.times
-
-
-Times = Callable[[NumberedRun], Sequence[int | None]]
-"""The time of each event of a run by which it is ordered; None for one that is not shown."""
-
-
-async def last_events(
-    logs: Logs, name: str, count: int, times: Times = own_times, most: int = 1 << 53
-) -> list[tuple[int, Position]]:
-    """Return (time, place before it) of a log's last ``count`` events that are shown, the latest first.
-
-    No more than about ``most`` events are looked at.
-    """
-    for _ in range(TRIES):
-        found, torn = await _last_events(logs, name, count, times, most)
-        if not torn:
-            break
-    return found
-
-
-async def _last_events(
-    logs: Logs, name: str, count: int, times: Times, most: int
-) -> tuple[list[tuple[int, Position]], bool]:
-    """Look once, and say whether a segment lacked what the registry shows: packed or dropped meanwhile, or damaged."""
-    found: list[tuple[int, Position]] = []
-    step, torn, looked = 1, False, 0
-    for segment in reversed((await logs.log(name)).segments):
-        before = segment.last
-        while before >= segment.first and len(found) < count and looked < most:
-            entries = await logs.read_back(name, segment, before, step)
-            if not entries:
-                torn = True
-                break
-            step = min(50, 2 * step)
-            for entry in entries:
-                numbered = zip(range(entry.last, entry.first - 1, -1), reversed(times(entry)), strict=True)
-                found += [(ms, Position(segment.epoch, number - 1)) for number, ms in numbered if ms is not None]
-                looked += len(entry.run)
-            before = entries[-1].first - 1
-        if len(found) >= count or looked >= most:
-            break
-    return found[:count], torn
-
+"""Attempts at a search backwards that packing or expiry may disturb."""
 
 BATCH_BYTES = 256 << 10
+
 UNTIL_GRACE_MS = 1000
-"""How long after ``until`` a live feed still waits for what was under way."""
+"""Time that a live feed waits after ``until`` for events under way."""
 
 _encode = msgspec.json.Encoder().encode
-
-
-class MergeItem(msgspec.Struct, frozen=True, gc=False):
-    """An event of one log, ready to be merged: ``data`` is None when it is left out."""
-
-    time_ms: int
-    position: Position
-    index: int
-    """Of its segment."""
-    data: bytes | None
-
-
-class MergeLine:
-    """One log of a feed: its reader and what was read ahead of the merge."""
-
-    def __init__(self, reader: LogReader, target: Position, at: int = 0) -> None:
-        self.reader = reader
-        self.at = at
-        """Which of the request's names it is."""
-        self.position = reader.position
-        self.ahead: deque[MergeItem | Gap] = deque()
-        self.target = target
-        self.until: Key | None = None
-        """Where the request ends, when it ends at a cursor."""
-        self.done = False
 
 
 class LogFeeds:
@@ -254,8 +51,8 @@ class LogFeeds:
         self._clock = clock
 
     async def open(self, request: FeedRequest) -> LogFeed:
-        """Check the request against what exists and find its start. Raises before anything is sent."""
-        ends = [await end_of(self._logs, name) for name in request.names]
+        """Check the request against the logs and find its start. Errors are raised here, before the first frame."""
+        ends = [(await self._logs.log(name)).end for name in request.names]
         if request.missing == "fail":
             for name, end in zip(request.names, ends, strict=True):
                 if end == Position.START:
@@ -278,21 +75,6 @@ class LogFeeds:
         return [Position.START] * len(names)
 
 
-def latest(tails: Sequence[Sequence[tuple[int, Position]]], ends: Sequence[Position], count: int) -> list[Position]:
-    """Take ``count`` events from the ends of all logs, always the latest of those that are left; return the places."""
-    taken = [0] * len(tails)
-    heads = [(-tail[0][0], i) for i, tail in enumerate(tails) if tail]
-    heapify(heads)
-    for _ in range(min(count, sum(map(len, tails)))):
-        i = heads[0][1]
-        taken[i] += 1
-        if taken[i] < len(tails[i]):
-            heapreplace(heads, (-tails[i][taken[i]][0], i))
-        else:
-            heappop(heads)
-    return [tail[n - 1][1] if n else end for tail, n, end in zip(tails, taken, ends, strict=True)]
-
-
 class LogFeed:
     """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
 
@@ -308,29 +90,29 @@ class LogFeed:
         self._hub, self._logs, self._request, self._clock = hub, logs, request, clock
         self._starts, self._ends = starts, ends
         self._plain = len(request.names) == 1 and request.limit is None and request.since_ms is None
-        """Whether the cursor is one position and nothing else: most are, and every event has one."""
+        """True if the cursor is a single position: the common case, formatted for every event."""
         self._lines: list[MergeLine] = []
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._sent = request.sent
-        self._announced = False
+        self._caught_up = False
         self._ended = False
 
     @property
     def cursor(self) -> str:
-        """Where the feed stands."""
+        """Cursor after the last frame."""
         if self._plain:
             position = self._lines[0].position
             return f"{position.epoch}.{position.number}"
         return str(self._cursor())
 
     async def begin(self) -> None:
-        """Follow the logs and read the first stretch, so that a cursor that is gone is known before the first byte."""
+        """Follow the logs and read their first entries, so that CursorGone is raised before the first frame."""
         request = self._request
         try:
             for name, start, end in zip(request.names, self._starts, self._ends, strict=True):
-                channel = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
-                line = self._line(LogReader(self._logs, name, start, channel), end, len(self._lines))
+                live_end = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
+                line = self._line(LogReader(self._logs, name, start, live_end), end, len(self._lines))
                 self._lines.append(line)
                 if request.until is not None:
                     log = await self._logs.log(name)
@@ -349,7 +131,7 @@ class LogFeed:
         return MergeLine(reader, end, at)
 
     def _last_of(self, until: Cursor, at: int) -> Position:
-        """Return the last place of a log that a cursor has seen."""
+        """Return the last position of a log that a cursor has seen."""
         ahead = until.ahead[at] if until.ahead else ()
         return Position(until.positions[at].epoch, ahead[-1][1]) if ahead else until.positions[at]
 
@@ -386,7 +168,7 @@ class LogFeed:
             return
 
     async def _fill(self) -> None:
-        """Read on wherever a log has nothing ahead, so that the merge can compare all of them."""
+        """Read the logs that have no event ahead, so that the merge can compare all of them."""
         for line in self._lines:
             if line.ahead or line.done:
                 continue
@@ -397,7 +179,7 @@ class LogFeed:
                     self._take(line, piece)
 
     def _take(self, line: MergeLine, piece: SegmentEntry) -> None:
-        """Turn a stored run into items, leaving out what was seen before and what was not asked for."""
+        """Turn a stored run into items: skip events that were sent, leave out those outside the requested times."""
         request, segment, entry = self._request, piece.segment, piece.entry
         skip = self._seen(line, piece)
         times = entry.run.times
@@ -413,7 +195,7 @@ class LogFeed:
 
     @staticmethod
     def _seen(line: MergeLine, piece: SegmentEntry) -> int:
-        """Return how many events of a run were seen before."""
+        """Return how many events of a run precede the line's position."""
         last = line.ahead[-1] if line.ahead else None
         seen = line.position if last is None or isinstance(last, Gap) else last.position
         return max(0, seen.number + 1 - piece.entry.first) if seen.epoch == piece.segment.epoch else 0
@@ -429,7 +211,7 @@ class LogFeed:
             if line is None:
                 break
             if isinstance(line.ahead[0], Gap) and frames and self._request.on_gap == "fail":
-                break  # what precedes the gap goes out first
+                break  # the frames before the gap go out first
             item = line.ahead.popleft()
             if isinstance(item, Gap):
                 frames.append(self._gap(line, item))
@@ -450,7 +232,7 @@ class LogFeed:
         return frames
 
     def _next_line(self) -> MergeLine | None:
-        """Return the log whose next event is the earliest; one that has nothing ahead is at its end."""
+        """Return the log whose next event is the earliest; a log with no event ahead is at its end."""
         best: MergeLine | None = None
         best_ms = 0
         for line in self._lines:
@@ -471,14 +253,14 @@ class LogFeed:
         return ControlFrame("gap", self.cursor, _encode(facts))
 
     def _controls(self) -> list[AnyFrame]:
-        """Say that the feed has caught up, or that it has ended."""
+        """Return the frames that announce that the feed has caught up or has ended."""
         request, frames = self._request, list[AnyFrame]()
-        if not self._announced and all(map(_caught_up, self._lines)):
-            self._announced = True
+        if not self._caught_up and all(line.is_caught_up for line in self._lines):
+            self._caught_up = True
             frames.append(ControlFrame("caught-up", self.cursor))
         full = request.limit is not None and self._sent >= request.limit
         read = all(line.done or not line.ahead for line in self._lines)
-        over = self._announced and read and (not request.follow or self._past_until())
+        over = self._caught_up and read and (not request.follow or self._past_until())
         if full or over or all(line.done for line in self._lines):
             self._ended = True
             reason = "limit" if full else "until" if request.until_ms or request.until else "caught-up"
@@ -496,9 +278,218 @@ class LogFeed:
         return Cursor(tuple(line.position for line in self._lines), sent, request.since_ms)
 
 
-def _caught_up(line: MergeLine) -> bool:
-    """Whether a log has been sent up to what it had when the feed began."""
-    target, position = line.target, line.position if line.ahead else line.reader.position
-    if line.done or (line.reader.is_at_end and not line.ahead):
-        return True
-    return target.epoch == position.epoch and target.number <= position.number
+class MergeLine:
+    """One log of a feed: its reader and the events read ahead of the merge."""
+
+    def __init__(self, reader: LogReader, target: Position, at: int = 0) -> None:
+        self.reader = reader
+        self.at = at
+        """Index of its name in the request."""
+        self.position = reader.position
+        self.ahead: deque[MergeItem | Gap] = deque()
+        self.target = target
+        """End of the log when the feed was opened: the feed has caught up there."""
+        self.until: OrderKey | None = None
+        """End of the request, if it ends at a cursor."""
+        self.done = False
+
+    @property
+    def is_caught_up(self) -> bool:
+        """True if the log was sent up to its end at the time the feed was opened."""
+        target, position = self.target, self.position if self.ahead else self.reader.position
+        if self.done or (self.reader.is_at_end and not self.ahead):
+            return True
+        return target.epoch == position.epoch and target.number <= position.number
+
+
+class MergeItem(msgspec.Struct, frozen=True, gc=False):
+    """An event of one log, ready to be merged: ``data`` is None if the feed leaves it out."""
+
+    time_ms: int
+    position: Position
+    index: int
+    """Index of its segment."""
+    data: bytes | None
+
+
+class LogReader:
+    """Reads one log from a position on: each event once and in order, events that are gone as a Gap."""
+
+    def __init__(self, logs: Logs, name: str, position: Position, live_end: LiveEnd) -> None:
+        self.name = name
+        self.position = position
+        self._logs = logs
+        self._live_end = live_end
+        self._era = live_end.era
+        self._index: int | None = None
+        self._count = 4
+        self.is_at_end = False
+        """True if the last read returned nothing."""
+
+    @property
+    def key(self) -> OrderKey:
+        """Position in the log's own order."""
+        return self._index or 0, self.position.number
+
+    async def next(self) -> list[SegmentEntry | Gap]:
+        """Return the next entries and move behind them; an empty list at the end of the log."""
+        live_end = self._live_end
+        comparable = self._era == live_end.era and self._index is not None
+        self._era = live_end.era
+        live = live_end.after(self.position.epoch, self.key) if comparable else None
+        pieces: list[SegmentEntry | Gap] = _within_read(live) if live is not None else await self._from_store()
+        self.is_at_end = not pieces
+        for piece in reversed(pieces):
+            if isinstance(piece, SegmentEntry):
+                self._move(piece.segment, piece.entry.last)
+                break
+        return pieces
+
+    async def _from_store(self, again: bool = True) -> list[SegmentEntry | Gap]:
+        gaps: list[SegmentEntry | Gap] = []
+        log = await self._logs.log(self.name)
+        place = locate(log, self.position)
+        if place.gap is not None:
+            gaps.append(place.gap)
+            self.position = place.position
+        elif not log.segments and self.position == Position.START:
+            self.position = log.expired  # everything has expired, and the start is behind it
+        if not log.segments:
+            # The live end announces the next event; entries that it may still hold are gone.
+            self._index = max(self._index or 0, self._live_end.head[0])
+        for at, segment in enumerate(log.segments[place.at :], place.at + 1):
+            if segment.epoch != self.position.epoch or segment.first > self.position.number:
+                after = segment.first - 1
+            else:
+                after = self.position.number
+            entries = await self._logs.read(self.name, segment, after, self._count)
+            if entries:
+                mean = sum(entry.size for entry in entries) // len(entries) + 1
+                self._count = max(1, min(MOST_ENTRIES, READ_BYTES // mean))
+                more = await self._following(log.segments[at:]) if entries[-1].last >= segment.last else []
+                return [*gaps, *(SegmentEntry(segment, entry) for entry in entries), *more]
+            if after < segment.last:
+                # The registry, read before, lists more than the segment has: it expired meanwhile, or is damaged.
+                if again and not gaps:
+                    return await self._from_store(again=False)
+                gaps.append(Gap(Position(segment.epoch, after), segment.end, "missing"))
+            self._move(segment, max(after, segment.last))
+        return gaps
+
+    async def _following(self, segments: Sequence[Segment]) -> list[SegmentEntry]:
+        """Return the entries of the small segments that follow one which was read to its end.
+
+        A log may have thousands of them; reading them one by one would read the registry as often.
+        """
+        small: list[Segment] = []
+        size = 0
+        for segment in segments:
+            size += segment.bytes
+            if segment.open or size > SMALL_BYTES or len(small) == MOST_SEGMENTS:
+                break
+            small.append(segment)
+        read: list[SegmentEntry] = []
+        requests = [(self.name, segment, segment.first - 1) for segment in small]
+        answers = await self._logs.read_many(requests, MOST_ENTRIES) if small else []
+        for segment, entries in zip(small, answers, strict=True):
+            read += [SegmentEntry(segment, entry) for entry in entries]
+            if not entries or entries[-1].last < segment.last:
+                break  # it has more entries, or was changed meanwhile: the next read deals with it
+        return read
+
+    def _move(self, segment: Segment, number: int) -> None:
+        self._index = segment.index
+        self.position = Position(segment.epoch, number)
+
+
+def _within_read(pieces: list[SegmentEntry]) -> list[SegmentEntry | Gap]:
+    """Return the first pieces, as many as one read may return."""
+    first: list[SegmentEntry | Gap] = []
+    size = 0
+    for piece in pieces:
+        if first and size + piece.entry.size > READ_BYTES:
+            break
+        first.append(piece)
+        size += piece.entry.size
+    return first
+
+
+def latest(tails: Sequence[Sequence[tuple[int, Position]]], ends: Sequence[Position], count: int) -> list[Position]:
+    """Return the position in each log before the last ``count`` events of all logs together, merged by time."""
+    taken = [0] * len(tails)
+    heads = [(-tail[0][0], i) for i, tail in enumerate(tails) if tail]
+    heapify(heads)
+    for _ in range(min(count, sum(map(len, tails)))):
+        i = heads[0][1]
+        taken[i] += 1
+        if taken[i] < len(tails[i]):
+            heapreplace(heads, (-tails[i][taken[i]][0], i))
+        else:
+            heappop(heads)
+    return [tail[n - 1][1] if n else end for tail, n, end in zip(tails, taken, ends, strict=True)]
+
+
+async def before_time(logs: Logs, name: str, time_ms: int) -> Position:
+    """Return the latest position that has every event at or after a time behind it.
+
+    Running-maximum times only grow along a log, so this bisects: first the segments, then the entries.
+    """
+    log = await logs.log(name)
+    for segment in log.segments:
+        if segment.newest_ms >= time_ms:
+            low, high = segment.first, segment.last
+            while low < high:
+                middle = (low + high) // 2
+                entries = await logs.read(name, segment, middle - 1, 1)
+                if not entries:
+                    high = middle
+                elif entries[0].newest_ms >= time_ms:
+                    if entries[0].first <= low:
+                        break
+                    high = min(middle, entries[0].first)
+                else:
+                    low = entries[0].last + 1
+            return Position(segment.epoch, low - 1)
+    return log.end
+
+
+EventTimes = Callable[[NumberedRun], Sequence[int | None]]
+"""Returns the time that orders each event of a run; None for an event that the feed leaves out."""
+
+
+async def last_events(
+    logs: Logs, name: str, count: int, times: EventTimes = lambda entry: entry.run.times, most: int = 1 << 53
+) -> list[tuple[int, Position]]:
+    """Return (time, position before it) of the last ``count`` events that the feed shows, the latest first.
+
+    Inspects about ``most`` events at most.
+    """
+    for _ in range(TRIES):
+        hits, torn = await _last_events(logs, name, count, times, most)
+        if not torn:
+            break
+    return hits
+
+
+async def _last_events(
+    logs: Logs, name: str, count: int, times: EventTimes, most: int
+) -> tuple[list[tuple[int, Position]], bool]:
+    """Search once; return the hits, and True if a listed segment was packed or dropped meanwhile, or is damaged."""
+    hits: list[tuple[int, Position]] = []
+    step, torn, inspected = 1, False, 0
+    for segment in reversed((await logs.log(name)).segments):
+        before = segment.last
+        while before >= segment.first and len(hits) < count and inspected < most:
+            entries = await logs.read_back(name, segment, before, step)
+            if not entries:
+                torn = True
+                break
+            step = min(50, 2 * step)
+            for entry in entries:
+                numbered = zip(range(entry.last, entry.first - 1, -1), reversed(times(entry)), strict=True)
+                hits += [(ms, Position(segment.epoch, number - 1)) for number, ms in numbered if ms is not None]
+                inspected += len(entry.run)
+            before = entries[-1].first - 1
+        if len(hits) >= count or inspected >= most:
+            break
+    return hits[:count], torn

@@ -1,9 +1,11 @@
-"""The hub: all readers of a process share one reader of the tails, and each log that someone follows is read once.
+"""The hub: reads each followed log once for all readers of a process.
 
-Every ``apply`` leaves the names it touched in its shard's tail. The hub blocks on the tails (in one call on a single
-server), reads the followed logs among them, and keeps their newest runs for the readers at the end of the log. A
-reader that is further back reads the store itself, so a slow one slows nobody. Invariant: what a channel holds is one
-unbroken stretch, from ``base`` to ``head``; a wake-up that was missed is made up for by the next refresh.
+Every ``apply`` adds the names it touched to its shard's tail, a stream. The hub blocks on the tails (in one call on a
+single server), reads the followed logs among those names, and holds their newest runs for readers at the end of a log.
+A reader further back reads the store itself, so a slow reader delays nobody.
+
+Invariant: the runs that a LiveEnd holds are unbroken from ``base`` to ``head``; the periodic refresh makes up for a
+wake-up that was missed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import msgspec
 
 from tailrace.errors import TailraceError, Unavailable
 from tailrace.log.run import NumberedRun
-from tailrace.log.segment import Key, Segment
+from tailrace.log.segment import OrderKey, Segment
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg
@@ -27,76 +29,15 @@ from tailrace.valkey.shards import Arg
 logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000
+
 REFRESH_S = 5.0
+
 READ_ENTRIES = 50
-"""Of one log, at once; one that grew by more is left to its readers."""
-
-
-class SegmentEntry(msgspec.Struct, frozen=True, gc=False):
-    """An entry with the segment that it is in."""
-
-    segment: Segment
-    entry: NumberedRun
-
-    @property
-    def key(self) -> Key:
-        """The place after its last event."""
-        return self.segment.index, self.entry.last
-
-
-class LiveEnd:
-    """The live end of one log, shared by all who follow it; of one epoch, since places of two do not compare."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.epoch = 0
-        self.base: Key = (-1, 0)
-        """What lies after this place is held, up to ``head``."""
-        self.head: Key = (-1, 0)
-        self.era = 0
-        """Counts how often the log began anew: places of two eras do not compare."""
-        self.waiters: set[asyncio.Event] = set()
-        self._pieces: deque[SegmentEntry] = deque()
-        self._size = 0
-
-    def after(self, epoch: int, key: Key) -> list[SegmentEntry] | None:
-        """Return what is held after a place; None when the place is not held and must be read from the store."""
-        if epoch != self.epoch or key < self.base:
-            return None
-        found: list[SegmentEntry] = []
-        for piece in reversed(self._pieces):  # a reader is near the end, and much may be held before
-            if piece.key <= key:
-                break
-            found.append(piece)
-        found.reverse()
-        return found
-
-    def restart(self, epoch: int, base: Key) -> None:
-        """Hold nothing; begin after ``base``."""
-        self._pieces.clear()
-        self._size = 0
-        self.epoch, self.base, self.head = epoch, base, base
-
-    def add(self, pieces: Iterable[SegmentEntry], limit: int) -> None:
-        """Hold newer pieces and forget the oldest ones over the limit."""
-        for piece in pieces:
-            if piece.key > self.head:
-                self._pieces.append(piece)
-                self._size += piece.entry.size
-                self.head = piece.key
-        while self._size > limit and self._pieces:
-            gone = self._pieces.popleft()
-            self._size -= gone.entry.size
-            self.base = gone.key
-
-    def wake(self) -> None:
-        """Tell everyone who follows the log to look."""
-        for waiter in self.waiters:
-            waiter.set()
+"""Most entries that the hub reads of one log at once; a log that grew by more is left to its readers."""
 
 
 class Hub:
-    """The shared readers of one view in one process. Use as ``async with``: its tasks end with it."""
+    """The shared reader of one view's logs. Use as ``async with``: its tasks end with it."""
 
     def __init__(self, nodes: Nodes, logs: Logs, ring_bytes: int = 64 << 20) -> None:
         self._nodes = nodes
@@ -125,12 +66,12 @@ class Hub:
 
     @property
     def followed(self) -> int:
-        """How many logs are followed now."""
+        """Number of logs with readers."""
         return len(self._channels)
 
     @contextlib.asynccontextmanager
     async def follow(self, name: str, waiter: asyncio.Event) -> AsyncIterator[LiveEnd]:
-        """Follow a log: ``waiter`` is set whenever its channel has something new."""
+        """Follow a log: ``waiter`` is set whenever its live end has something new."""
         channel = self._channels.get(name)
         if channel is None:
             channel = self._channels[name] = LiveEnd(name)
@@ -144,25 +85,25 @@ class Hub:
                 del self._channels[name]
 
     async def _listen(self, shards: list[int]) -> None:
-        """Block on the tails of some shards and note which followed logs were touched."""
+        """Block on the tails of some shards and note the followed logs among the names."""
         keys = [self._nodes.keys.tail(shard) for shard in shards]
-        seen: dict[str, str] = {}
+        last_ids: dict[str, str] = {}
         while True:
             try:
-                if not seen:
-                    seen = await self._ends(shards, keys)
+                if not last_ids:
+                    last_ids = await self._ends(shards, keys)
                     self._touch(self._channels)
-                streams: list[Arg] = [*seen, *seen.values()]
+                streams: list[Arg] = [*last_ids, *last_ids.values()]
                 command = ("XREAD", "COUNT", 1000, "BLOCK", BLOCK_MS, "STREAMS", *streams)
                 answer = await self._nodes.block(shards[0], self._logs.view, command, BLOCK_MS / 1000)
                 for key, entries in answer.items() if isinstance(answer, dict) else answer or ():
-                    seen[key.decode()] = entries[-1][0].decode()
+                    last_ids[key.decode()] = entries[-1][0].decode()
                     for _, fields in entries:
                         names = fields if isinstance(fields, dict) else fields[::2]
                         self._touch(name.decode() for name in names)
             except TailraceError as error:
                 logger.warning("tails of shards %s: %s", shards, error)
-                seen = {}
+                last_ids = {}
                 await asyncio.sleep(0.5)
 
     async def _ends(self, shards: list[int], keys: list[str]) -> dict[str, str]:
@@ -178,7 +119,7 @@ class Hub:
             self._work.set()
 
     async def _read(self) -> None:
-        """Read the followed logs that were touched, all of them in two round trips."""
+        """Read the followed logs that were touched, all in two round trips."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -192,31 +133,31 @@ class Hub:
                 await asyncio.sleep(0.5)
                 self._work.set()
             except Exception:
-                logger.exception("a followed log cannot be read; its readers will be told when they read it themselves")
-                await self._advance_apart(channels)
+                logger.exception("a followed log cannot be read; its readers get the error when they read it")
+                await self._advance_each(channels)
 
     async def _advance(self, channels: list[LiveEnd]) -> None:
-        """Bring channels to the end of their logs. A long stretch is left to the readers: the channel jumps over it."""
-        places: list[tuple[LiveEnd, Segment, int]] = []
-        renewed: dict[LiveEnd, tuple[int, Key]] = {}
+        """Bring live ends to the end of their logs; one whose log grew by much skips that part, which readers read."""
+        unread: list[tuple[LiveEnd, Segment, int]] = []
+        renewed: dict[LiveEnd, tuple[int, OrderKey]] = {}
         for channel, log in zip(channels, await self._logs.logs_of([c.name for c in channels]), strict=True):
             segments = log.segments
             epoch, head = channel.epoch, channel.head
             end = (segments[-1].index, segments[-1].last) if segments else (-1, 0)
             if segments and (segments[-1].epoch != epoch or end < head):
-                # A new channel, a new epoch, or a log that began anew after it was forgotten: it begins at the end;
-                # readers that are not there yet read the store.
+                # A new live end, a new epoch, or a log that expired and began anew: begin at the end; readers further
+                # back read the store.
                 epoch, head = renewed[channel] = segments[-1].epoch, end
             for segment in segments:
                 if segment.epoch == epoch and (segment.index, segment.last) > head:
-                    places.append((channel, segment, head[1] if segment.index == head[0] else segment.first - 1))
-        answers = await self._logs.read_many([(c.name, segment, after) for c, segment, after in places], READ_ENTRIES)
-        # From here on nothing is awaited: readers see a channel before or after the change, never in between.
+                    unread.append((channel, segment, head[1] if segment.index == head[0] else segment.first - 1))
+        answers = await self._logs.read_many([(c.name, segment, after) for c, segment, after in unread], READ_ENTRIES)
+        # No await from here on: readers see a live end before or after the change, never in between.
         for channel, (epoch, head) in renewed.items():
             channel.era += head < channel.head
             channel.restart(epoch, head)
         limit = max(1 << 16, self._ring_bytes // max(1, len(self._channels)))
-        for (channel, segment, _), entries in zip(places, answers, strict=True):
+        for (channel, segment, _), entries in zip(unread, answers, strict=True):
             if entries and entries[-1].last >= segment.last:
                 channel.add((SegmentEntry(segment, entry) for entry in entries), limit)
             else:
@@ -224,8 +165,8 @@ class Hub:
         for channel in channels:
             channel.wake()
 
-    async def _advance_apart(self, channels: list[LiveEnd]) -> None:
-        """Bring each channel forward on its own, so that one damaged log stops nobody but its own readers."""
+    async def _advance_each(self, channels: list[LiveEnd]) -> None:
+        """Advance one by one, so that a damaged log stops its own readers alone."""
         for channel in channels:
             try:
                 await self._advance([channel])
@@ -237,3 +178,66 @@ class Hub:
         while True:
             await asyncio.sleep(REFRESH_S)
             self._touch(list(self._channels))
+
+
+class LiveEnd:
+    """The newest runs of one log, in one epoch, shared by all its readers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.epoch = 0
+        self.base: OrderKey = (-1, 0)
+        """Everything after this position, up to ``head``, is held."""
+        self.head: OrderKey = (-1, 0)
+        self.era = 0
+        """Number of times the log began anew: positions of two eras do not compare."""
+        self.waiters: set[asyncio.Event] = set()
+        self._pieces: deque[SegmentEntry] = deque()
+        self._size = 0
+
+    def after(self, epoch: int, key: OrderKey) -> list[SegmentEntry] | None:
+        """Return the entries after a position; None if the reader must go to the store."""
+        if epoch != self.epoch or key < self.base:
+            return None
+        newer: list[SegmentEntry] = []
+        for piece in reversed(self._pieces):  # readers are near the end
+            if piece.key <= key:
+                break
+            newer.append(piece)
+        newer.reverse()
+        return newer
+
+    def restart(self, epoch: int, base: OrderKey) -> None:
+        """Forget everything and begin after ``base``."""
+        self._pieces.clear()
+        self._size = 0
+        self.epoch, self.base, self.head = epoch, base, base
+
+    def add(self, pieces: Iterable[SegmentEntry], limit: int) -> None:
+        """Add newer pieces and forget the oldest ones over ``limit`` bytes."""
+        for piece in pieces:
+            if piece.key > self.head:
+                self._pieces.append(piece)
+                self._size += piece.entry.size
+                self.head = piece.key
+        while self._size > limit and self._pieces:
+            oldest = self._pieces.popleft()
+            self._size -= oldest.entry.size
+            self.base = oldest.key
+
+    def wake(self) -> None:
+        """Wake all readers of the log."""
+        for waiter in self.waiters:
+            waiter.set()
+
+
+class SegmentEntry(msgspec.Struct, frozen=True, gc=False):
+    """An entry with its segment."""
+
+    segment: Segment
+    entry: NumberedRun
+
+    @property
+    def key(self) -> OrderKey:
+        """Position after its last event."""
+        return self.segment.index, self.entry.last

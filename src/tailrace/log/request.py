@@ -1,6 +1,6 @@
-"""Requests: what a reader asks of a feed, checked before its first byte.
+"""A feed's contract: the request that opens it, checked before the first byte, and the frames that it yields.
 
-Frames: what a feed yields, whatever carries it to the client.
+Frames do not depend on the transport: SSE, WebSocket, HTTP and the command line write the same ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tailrace.log.cursor import (
 
 
 class FeedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A feed over one or several names. All of the start grammar is resolved; times are milliseconds."""
+    """A request for a feed over one or several names, with its start and times parsed; times are milliseconds."""
 
     names: tuple[str, ...]
     start: Start
@@ -33,14 +33,14 @@ class FeedRequest(msgspec.Struct, frozen=True, kw_only=True):
     until: Cursor | None = None
     limit: int | None = None
     sent: int = 0
-    """Events that the same request sent before it was resumed; they count towards the limit."""
+    """Events that the request sent before it was resumed; they count towards the limit."""
     since_ms: int | None = None
-    """Events older than this are left out: the request began at a time."""
+    """Time at which the request began, if it began at one: older events are left out."""
     follow: bool = True
     missing: Literal["wait", "fail"] = "wait"
     on_gap: Literal["skip", "fail"] = "skip"
     resumed: bool = False
-    """Whether this continues an earlier request (``Last-Event-ID``): what exists was announced before."""
+    """True if this continues an earlier request (``Last-Event-ID``)."""
 
 
 def make_request(
@@ -56,12 +56,12 @@ def make_request(
     missing: str = "wait",
     on_gap: str = "skip",
 ) -> FeedRequest | None:
-    """Read the parameters that every feed takes. None when the request has ended before (HTTP answers 204)."""
+    """Make a request from the parameters of every feed; None if it resumes one that has ended (HTTP answers 204)."""
     if not names or len(names) > MAX_NAMES:
         raise BadRequest(f"a feed is over 1 to {MAX_NAMES} names; this one has {len(names)}")
     if len(set(names)) != len(names):
         raise BadRequest("a name is given twice: each event is sent once, so name each stream once")
-    check_manner(limit, missing, on_gap)
+    check_options(limit, missing, on_gap)
     sent, since_ms, resumed = 0, None, False
     begin: Start
     if last_event_id:
@@ -92,10 +92,10 @@ def make_request(
     )
 
 
-def check_manner(limit: int | None, missing: str, on_gap: str, counted: str = "events") -> None:
-    """Refuse what no feed takes."""
+def check_options(limit: int | None, missing: str, on_gap: str, unit: str = "events") -> None:
+    """Raise BadRequest for options that no feed takes."""
     if limit is not None and limit < 0:
-        raise BadRequest(f"limit={limit}: a count of {counted}, 0 or more")
+        raise BadRequest(f"limit={limit}: a count of {unit}, 0 or more")
     if missing not in ("wait", "fail"):
         raise BadRequest(f"missing={missing!r}: wait or fail")
     if on_gap not in ("skip", "fail"):
@@ -118,14 +118,14 @@ ControlName = Literal["caught-up", "gap", "progress", "life", "dropped", "proble
 
 
 class EventFrame(msgspec.Struct, frozen=True, gc=False):
-    """An event, as the JSON that goes out, with the cursor that resumes exactly after it."""
+    """An event as JSON, with the cursor that resumes exactly after it."""
 
     cursor: str
     data: bytes
 
 
 class ControlFrame(msgspec.Struct, frozen=True):
-    """Something about the feed itself. ``data`` is JSON; ``cursor`` is where the feed stands, empty if nowhere yet."""
+    """A message about the feed itself. ``data`` is JSON; ``cursor`` is the feed's, empty if it has none yet."""
 
     name: ControlName
     cursor: str
@@ -133,7 +133,7 @@ class ControlFrame(msgspec.Struct, frozen=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """The cursor went on without an event to show: everything up to it was filtered out."""
+    """The cursor advanced without an event: everything up to it was filtered out."""
 
     cursor: str
 
@@ -142,9 +142,9 @@ AnyFrame = EventFrame | ControlFrame | Moved
 
 
 class Batch(Sequence[EventFrame]):
-    """Events whose cursors differ in their numbers alone, which follow each other. Several feeds may yield the same.
+    """Consecutive events, whose cursors differ in the number alone. Several feeds may yield the same batch.
 
-    Who writes a batch leaves it, under the name of his form, in ``written`` for the next one.
+    A transport caches the bytes that it made of a batch in ``written``, under the name of its format.
     """
 
     __slots__ = ("data", "first", "head", "size", "tail", "written")
@@ -152,7 +152,7 @@ class Batch(Sequence[EventFrame]):
     def __init__(self, head: str, first: int, tail: str, data: Sequence[bytes]) -> None:
         self.head, self.first, self.tail, self.data = head, first, tail, data
         self.size = 2 * sum(map(len, data)) + 200 * len(data)
-        """About the bytes of memory that it takes, written once."""
+        """Approximate bytes of memory, with one entry in ``written``."""
         self.written: dict[str, bytes] = {}
 
     def __len__(self) -> int:
@@ -178,7 +178,7 @@ class AnyFeed(Protocol):
 
     @property
     def cursor(self) -> str:
-        """Where the feed stands; empty while that is not known."""
+        """Cursor after the last frame; empty while there is none."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]: ...

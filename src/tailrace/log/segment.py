@@ -1,17 +1,15 @@
-"""Segments: the ordered pieces of a log, and the rule that finds a reader's place among them.
+"""Segments: the parts of a log in order, each for one bucket of time, and the rule that finds a reader's position.
 
-A log's numbers only grow inside an epoch, and an epoch is never used again. A new epoch begins when the store behind
-the log is another process than before, since that one may have lost its last writes.
+Numbers only grow inside an epoch, and an epoch is never used again. A new epoch begins when the server behind the log
+is another process than before, since the old one may have lost its last writes.
 
-Invariant of ``locate``: a reader that stands after (epoch, number) is sent to exactly the events after it, or is told
-which stretch is gone. Nothing is ever bound to an old place silently.
+Invariant of ``locate``: a reader that has seen everything up to (epoch, number) gets exactly the events after it, or a
+Gap that says what is lost. A position is never silently reused for other events.
 
-Buckets: the stretch of time that one segment of a log belongs to; for day streams, a UTC day.
-
-A bucket is [start, start + length) in milliseconds, so buckets of different lengths compare, and the length may change
-at any time. Invariant: a name's bucket never moves back. A record goes to the bucket of its own time, but never before
-the name's floor (the end of the last bucket that was sealed, packed or expired) and never after the limit (the store's
-clock and a little), so a bucket that has a successor is never written again.
+A bucket is [start, start + length) in milliseconds, for day streams a UTC day. Buckets of different lengths compare, so
+the length may change at any time. Invariant: the bucket that a log writes to never moves back. A record goes to the
+bucket of its own time, but not before the log's floor (the end of the last bucket that was sealed, packed or expired)
+and not after the limit (the store's clock plus a margin), so a bucket that has a successor is never written again.
 """
 
 from __future__ import annotations
@@ -24,17 +22,17 @@ import msgspec
 from tailrace.log.cursor import Position
 
 RAW, PACKED, SEALED = 0, 1, 2
-"""States: runs as they came; rewritten into few large pieces; runs as they came, closed before the bucket's end."""
+"""States: runs as written; repacked into few large pieces; runs as written, closed before the bucket's end."""
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A piece of a log: one bucket, one epoch, consecutive in the log's order."""
+    """A part of a log: one bucket, one epoch, consecutive in the log's order."""
 
     index: int
     start_ms: int
-    """When its bucket began."""
+    """Start of its bucket."""
     span_ms: int
-    """How long its bucket is."""
+    """Length of its bucket."""
     epoch: int
     first: int
     """Number of its first event."""
@@ -44,130 +42,129 @@ class Segment(msgspec.Struct, frozen=True):
     bytes: int
     """Stored size of its runs."""
     newest_ms: int
-    """The log's running-maximum time when its last event was appended."""
+    """Running-maximum time of the log when its last event was appended."""
     raw_bytes: int = 0
-    """Size of its events without compression, when it is packed."""
+    """Size of its events without compression, if it is packed."""
     state: int = RAW
     replaced: tuple[tuple[int, int, int], ...] = ()
-    """(epoch, first, last) of all that was rebuilt, kept by the first segment of what came in its place.
+    """(epoch, first, last) of each segment that a rebuild replaced by this one and the segments after it.
 
-    Those of its own epoch were taken out of the log, before its first event or after its last.
+    Entries of its own epoch stand for events that were removed, before its first event or after its last.
     """
     open: bool = False
-    """Whether it is the one that ``apply`` appends to."""
+    """True for the segment that ``apply`` appends to."""
 
     @property
     def end(self) -> Position:
-        """The place after its last event."""
+        """Position after its last event."""
         return Position(self.epoch, self.last)
 
     @property
     def before(self) -> Position:
-        """The place before its first event."""
+        """Position before its first event."""
         return Position(self.epoch, self.first - 1)
 
     @property
     def end_ms(self) -> int:
-        """When its bucket ends."""
+        """End of its bucket."""
         return self.start_ms + self.span_ms
 
 
 class Log(msgspec.Struct, frozen=True):
-    """A log as its registry shows it."""
+    """The registry of a log: its segments in order."""
 
     segments: Sequence[Segment] = ()
     expired: Position = Position.START
-    """The end of what has expired: whoever stands before it has missed something."""
+    """Position after the last expired event: a reader before it has missed events."""
 
     @property
     def end(self) -> Position:
-        """The place after everything that the log has, or had."""
+        """Position after the last event that the log ever had."""
         return self.segments[-1].end if self.segments else self.expired
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """A stretch that a reader can no longer get: after ``after``, up to and including ``to``."""
+    """A range of events that a reader can no longer get: after ``after``, up to and including ``to``."""
 
     after: Position
     to: Position
     reason: str
 
 
-Key = tuple[int, int]
-"""A place in a log's own order, which is that of its segments: index of the segment, number."""
-
-
-_BEFORE = (-1 << 62, 0)
-
-
-class SegmentPlace(msgspec.Struct, frozen=True):
-    """Where to read next: after ``position`` in the segment at ``at`` of the list (``len`` of it when at the end)."""
+class SegmentPosition(msgspec.Struct, frozen=True):
+    """Where to read next: after ``position`` in segment ``at`` of the list (``len`` of the list at the end)."""
 
     at: int
     position: Position
     gap: Gap | None = None
 
 
-def locate(log: Log, after: Position) -> SegmentPlace:
-    """Find where a reader that has seen everything up to ``after`` goes on."""
+def locate(log: Log, after: Position) -> SegmentPosition:
+    """Find where a reader that has seen everything up to ``after`` reads next."""
     segments, expired = log.segments, log.expired
     if after == Position.START:
-        return SegmentPlace(0, after)
+        return SegmentPosition(0, after)
     if not segments:
         seen = expired == Position.START or (after.epoch == expired.epoch and after.number >= expired.number)
-        return SegmentPlace(0, after) if seen else SegmentPlace(0, expired, Gap(after, expired, "expired"))
+        return SegmentPosition(0, after) if seen else SegmentPosition(0, expired, Gap(after, expired, "expired"))
     for i, segment in enumerate(segments):
         for epoch, first, last in segment.replaced:
             if after.epoch == epoch and first <= after.number <= last:
                 if epoch == segment.epoch:
-                    # These were taken out of it, at its beginning or its end: there is nothing to miss.
-                    return SegmentPlace(i, after)
-                # Who had read all of it goes on behind; who was inside gets the new one from its beginning.
+                    # These were removed at its beginning or its end: the reader misses nothing.
+                    return SegmentPosition(i, after)
+                # A reader that had read all of the old ones continues behind the new ones; any other starts them anew.
                 whole = (epoch, last) == segment.replaced[-1][::2] and after.number == last
                 behind = max(j for j, other in enumerate(segments) if other.epoch == segment.epoch) + 1
-                return SegmentPlace(behind, after) if whole else _told(i, segment, after, "rebuilt")
+                return SegmentPosition(behind, after) if whole else _after_gap(i, segment, after, "rebuilt")
     if after.epoch == expired.epoch and after.number <= expired.number:
         missed = after.number < expired.number
-        return _told(0, segments[0], after, "expired") if missed else SegmentPlace(0, segments[0].before)
+        return _after_gap(0, segments[0], after, "expired") if missed else SegmentPosition(0, segments[0].before)
     mine = [i for i, segment in enumerate(segments) if segment.epoch == after.epoch]
     if not mine:
         return _epoch_gone(log, after)
     if after.number + 1 < segments[mine[0]].first and expired != Position.START:
-        # The segment that it is a place in has expired, and so has one of another epoch behind it.
-        return _told(0, segments[0], after, "expired")
-    # The last one that begins at or before the place: what follows in the list may be of another epoch.
+        # Its segment has expired, and so has one of another epoch behind it.
+        return _after_gap(0, segments[0], after, "expired")
+    # The last segment that begins at or before the position: the next in the list may be of another epoch.
     at = max((i for i in mine if segments[i].first <= after.number + 1), default=mine[0])
     if after.number > segments[at].last and at == mine[-1] and at + 1 < len(segments):
-        return _told(at + 1, segments[at + 1], after, "store-rolled-back")
-    return SegmentPlace(at, after)
+        return _after_gap(at + 1, segments[at + 1], after, "store-rolled-back")
+    return SegmentPosition(at, after)
 
 
-def _epoch_gone(log: Log, after: Position) -> SegmentPlace:
-    """The cursor's epoch has no segment left: its prefix expired, or the store lost it."""
+def _epoch_gone(log: Log, after: Position) -> SegmentPosition:
+    """Locate a position whose epoch has no segment left: its segments expired, or the store lost them."""
     reason = "expired" if after.epoch < log.expired.epoch else "store-rolled-back"
     for i, segment in enumerate(log.segments):
         if segment.epoch > after.epoch:
-            return _told(i, segment, after, reason)
+            return _after_gap(i, segment, after, reason)
     end = log.segments[-1].end
-    return SegmentPlace(len(log.segments) - 1, end, Gap(after, end, "store-rolled-back"))
+    return SegmentPosition(len(log.segments) - 1, end, Gap(after, end, "store-rolled-back"))
 
 
-def _told(at: int, segment: Segment, after: Position, reason: str) -> SegmentPlace:
-    return SegmentPlace(at, segment.before, Gap(after, segment.before, reason))
+def _after_gap(at: int, segment: Segment, after: Position, reason: str) -> SegmentPosition:
+    return SegmentPosition(at, segment.before, Gap(after, segment.before, reason))
 
 
-def key_of(log: Log, place: Position) -> Key:
-    """Return where a place is in the log's own order: epochs do not say, since a rebuilt segment has a late one."""
-    if place == Position.START or not log.segments:
+OrderKey = tuple[int, int]
+"""A position that compares within one log: index of the segment, number. Epochs do not, since a rebuild begins one."""
+
+_BEFORE = (-1 << 62, 0)
+
+
+def key_of(log: Log, position: Position) -> OrderKey:
+    """Return the order key of a position."""
+    if position == Position.START or not log.segments:
         return _BEFORE
-    found = locate(log, place)
-    if found.at < len(log.segments):
-        segment = log.segments[found.at]
-        if found.position.epoch == segment.epoch and found.position.number >= segment.first:
-            return segment.index, found.position.number
-    if found.at == 0:
+    target = locate(log, position)
+    if target.at < len(log.segments):
+        segment = log.segments[target.at]
+        if target.position.epoch == segment.epoch and target.position.number >= segment.first:
+            return segment.index, target.position.number
+    if target.at == 0:
         return _BEFORE
-    end = log.segments[found.at - 1]
+    end = log.segments[target.at - 1]
     return end.index, end.last
 
 
@@ -176,7 +173,7 @@ _EPOCH = date(1970, 1, 1)
 
 
 def bucket_start(time_ms: int, span_ms: int = DAY_MS) -> int:
-    """Return when the bucket that a time falls into began."""
+    """Return the start of the bucket that a time falls into."""
     return time_ms - time_ms % span_ms
 
 

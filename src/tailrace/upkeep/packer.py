@@ -19,7 +19,7 @@ from tailrace.errors import StoreError
 from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import NumberedRun, encode
 from tailrace.log.segment import PACKED, SEALED, Log, Segment
-from tailrace.log.store import LogRegistry, Packed, PackedPiece, Staging
+from tailrace.log.store import LogRegistry, PackedPiece, StagedSegment, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.job import Throttle
 
@@ -135,7 +135,7 @@ class Packer:
     def _pack_small(self, dues: Sequence[DueSegment]) -> PackOutcome:
         """Pack segments together: four round trips for all of them."""
         try:
-            held = self._registry.whole([(due.name, due.segment) for due in dues])
+            held = self._registry.read_whole([(due.name, due.segment) for due in dues])
         except StoreError as error:
             if type(error) is not StoreError:
                 raise
@@ -154,8 +154,8 @@ class Packer:
         flat = [piece for _, _, cut in found for piece in cut]
         self._staging.stage(flat)
         self._reached("staged")
-        back = iter(self._staging.staged(flat))
-        packed: list[tuple[DueSegment, Packed]] = []
+        back = iter(self._staging.read_staged(flat))
+        packed: list[tuple[DueSegment, StagedSegment]] = []
         for due, entries, cut in found:
             stored = [entry for _ in cut for entry in next(back)]
             if digest(stored) != digest(entries):
@@ -174,7 +174,7 @@ class Packer:
             return _leave(due, left.why)
         return self._swap([(due, packed)])
 
-    def _stage(self, due: DueSegment) -> Packed:
+    def _stage(self, due: DueSegment) -> StagedSegment:
         cut: list[PackedPiece] = []
         events = raw = last = 0
         for part in pieces(self._entries(due), *self._cut):
@@ -183,7 +183,7 @@ class Packer:
             piece = _piece(due, part, not cut)
             self._staging.stage([piece])
             self._reached("staged")
-            if digest(self._staging.staged([piece])[0]) != digest(part):
+            if digest(self._staging.read_staged([piece])[0]) != digest(part):
                 raise _Left("differs")
             size = sum(entry.size for entry in part)
             events, raw, last = events + piece.events, raw + size, piece.last
@@ -202,7 +202,7 @@ class Packer:
             logger.error("stream %r, segment %d: %s", due.name, due.segment.index, error)
             raise _Left("unreadable") from None
 
-    def _swap(self, packed: Sequence[tuple[DueSegment, Packed]]) -> PackOutcome:
+    def _swap(self, packed: Sequence[tuple[DueSegment, StagedSegment]]) -> PackOutcome:
         self._reached("checked")
         outcome = PackOutcome()
         answers = self._staging.swap([p for _, p in packed], self._after_ms, self._clock())
@@ -265,8 +265,8 @@ def _piece(due: DueSegment, entries: Sequence[NumberedRun], is_first: bool) -> P
     )
 
 
-def _packed(due: DueSegment, cut: Sequence[PackedPiece], raw_bytes: int) -> Packed:
-    return Packed(due.name, due.segment, len(cut), sum(piece.size for piece in cut), raw_bytes)
+def _packed(due: DueSegment, cut: Sequence[PackedPiece], raw_bytes: int) -> StagedSegment:
+    return StagedSegment(due.name, due.segment, len(cut), sum(piece.size for piece in cut), raw_bytes)
 
 
 def _leave(due: DueSegment, why: str) -> PackOutcome:

@@ -133,7 +133,7 @@ class Rebuilding:
         """Forget that the source was taken out of tags: what was is there again."""
         if self._source is not None:
             for tag in tags or ():
-                Staging(shards, self.view, lease.token).clean(tag, self._source, b"")
+                Staging(shards, self.view, lease.token).record_erasure(tag, self._source, b"")
 
     def _auditor(self, spark: Any) -> Auditor:
         return Auditor(self._settings, spark, self.view, self._clock, brought_back=self._source)

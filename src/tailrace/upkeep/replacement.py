@@ -18,7 +18,7 @@ from tailrace.log.event import Headers, Partition
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import DAY_MS, PACKED, Segment
-from tailrace.log.store import PackedPiece, Rebuilt
+from tailrace.log.store import NewSegment, PackedPiece
 from tailrace.upkeep.examine import Bounds, fingerprint, noted
 
 
@@ -311,9 +311,9 @@ class SegmentDraft:
                 part.pieces += 1
         return ""
 
-    def segments(self, epoch: int, top: int, gone: tuple[tuple[int, int, int], ...]) -> list[Rebuilt]:
+    def segments(self, epoch: int, top: int, gone: tuple[tuple[int, int, int], ...]) -> list[NewSegment]:
         """Return the new segments, the last one with the highest index."""
-        found: list[Rebuilt] = []
+        found: list[NewSegment] = []
         lowest = top - len(self.parts) + 1
         for i, (part, (start, end)) in enumerate(zip(self.parts, self._buckets.made, strict=True)):
             segment = Segment(
@@ -330,7 +330,7 @@ class SegmentDraft:
                 state=PACKED,
                 replaced=gone if i == 0 else (),
             )
-            found.append(Rebuilt(segment, i, part.pieces))
+            found.append(NewSegment(segment, i, part.pieces))
         return found
 
     def _entries(self, events: Iterable[RestoredEvent]) -> Iterator[NumberedRun]:

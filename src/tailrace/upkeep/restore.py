@@ -17,7 +17,7 @@ from tailrace.log.name import shard_of
 from tailrace.log.pack import digest
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Segment, bucket_start
-from tailrace.log.store import PackedPiece, Rebuilt, Staging
+from tailrace.log.store import NewSegment, PackedPiece, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import Checker, ExaminedLog, horizon, look, prints, read_held
 from tailrace.upkeep.job import BucketSettings, milliseconds
@@ -182,7 +182,7 @@ class Restorer:
             verdict = self._decide(seen, inside, draft)
         if not verdict:
             if anchor is not None:
-                self._staging.count_from(name, {pid: each.stored() for pid, each in anchor.new.items()})
+                self._staging.restore_numbers(name, {pid: each.stored() for pid, each in anchor.new.items()})
             gone = [survey.segment for survey in inside]
             first = replaced([s.segment for s in surveys[: stretch.begin]], gone, seen.log.expired)
             verdict = self._replace(name, gone, draft.segments(epoch, stretch.top, first))
@@ -201,7 +201,7 @@ class Restorer:
             return FEWER
         return REBUILT if self._orders.dry_run else ""
 
-    def _replace(self, name: str, gone: Sequence[Segment], made: Sequence[Rebuilt]) -> str:
+    def _replace(self, name: str, gone: Sequence[Segment], made: Sequence[NewSegment]) -> str:
         self._reached("rebuilt-checked")
         answer = self._staging.replace(name, gone, made, self._orders.remember_ms)
         self._reached("replaced")
@@ -211,7 +211,7 @@ class Restorer:
         """Write a piece aside; return whether it is there as it was written."""
         self._staging.stage([piece])
         self._reached("rebuilt-staged")
-        return digest(self._staging.staged([piece])[0]) == digest(entries)
+        return digest(self._staging.read_staged([piece])[0]) == digest(entries)
 
     # What is there.
 

@@ -15,7 +15,7 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
-from tailrace.log.store import EXPIRE_AT_ONCE, Dropped, LogRegistry, Staging
+from tailrace.log.store import EXPIRE_AT_ONCE, ExpiredCounts, LogRegistry, Staging
 from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, milliseconds, section_of
 from tailrace.valkey.shards import Shards
 
@@ -68,7 +68,9 @@ class Sweeping:
             gone = over(found.log, milliseconds(keep), now_ms) if keep is not None else ()
             if gone:
                 size = sum(segment.bytes for segment in gone)
-                self._add(Dropped(len(gone), sum(s.events for s in gone), size, len(gone) == len(found.log.segments)))
+                self._add(
+                    ExpiredCounts(len(gone), sum(s.events for s in gone), size, len(gone) == len(found.log.segments))
+                )
         return self.facts()
 
     def run(self, shards: Shards, lease: JobLease) -> None:
@@ -108,7 +110,7 @@ class Sweeping:
                 asked for asked, d in zip(page, dropped, strict=True) if d.segments >= EXPIRE_AT_ONCE and not d.ended
             ]
 
-    def _add(self, dropped: Dropped) -> None:
+    def _add(self, dropped: ExpiredCounts) -> None:
         self._segments += dropped.segments
         self._events += dropped.events
         self._bytes += dropped.bytes

@@ -26,7 +26,6 @@ from tailrace.log.cursor import (
     Position,
 )
 from tailrace.log.event import iso_time
-from tailrace.log.feed import end_of
 from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
@@ -213,7 +212,7 @@ class GrepFeeds:
         if isinstance(request.start, SearchPlace):
             part, position, gap = await self._resumed(life, request.start)
         elif isinstance(request.start, FromEnd):
-            part, position = LIVE, await end_of(parts.logs, life.name)
+            part, position = LIVE, (await parts.logs.log(life.name)).end
         else:
             since_ms = request.start.time_ms if isinstance(request.start, FromTime) else 0
             await parts.reach(life, pins, topics, since_ms)

@@ -22,7 +22,7 @@ from tailrace.log.cursor import (
     parse_start,
     parse_time,
 )
-from tailrace.log.request import check_manner
+from tailrace.log.request import check_options
 from tailrace.views.grep.model import Search
 
 LIVE = 0
@@ -95,7 +95,7 @@ def make_grep_request(
     client: str | None = None,
 ) -> GrepRequest | None:
     """Read the parameters. None when the request has ended before (HTTP answers 204)."""
-    check_manner(limit, missing, on_gap)
+    check_options(limit, missing, on_gap)
     if not LEAST_WINDOW <= window <= MOST_WINDOW:
         raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
     if client is not None and not _CLIENT.fullmatch(client):

@@ -18,7 +18,7 @@ import msgspec
 
 from tailrace.errors import BadRequest
 from tailrace.log.cursor import FromEnd, FromStart
-from tailrace.log.request import check_manner
+from tailrace.log.request import check_options
 from tailrace.views.sessions.configuration import Channels, Conversion
 from tailrace.views.sessions.cursor import (
     FromMoment,
@@ -180,7 +180,7 @@ def make_session_request(
     on_gap: str = "skip",
 ) -> SessionRequest | None:
     """Read the parameters of a feed. None when the request has ended before (HTTP answers 204)."""
-    check_manner(limit, missing, on_gap, "bursts")
+    check_options(limit, missing, on_gap, "bursts")
     names = tuple(dict.fromkeys(name for part in (channels or "").split(",") if (name := part.strip())))
     if channels is not None and not names:
         raise BadRequest("channels= has no names in it: leave it out for all channels")

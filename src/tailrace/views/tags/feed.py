@@ -20,7 +20,7 @@ from tailrace.log.cursor import (
     FromLast,
     Position,
 )
-from tailrace.log.feed import LogFeeds, end_of, last_events, latest
+from tailrace.log.feed import LogFeeds, last_events, latest
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed
 from tailrace.log.run import NumberedRun
@@ -95,12 +95,12 @@ class ValkeyTags(LogFeeds):
         """Check the request against what exists and find its start. Raises before anything is sent."""
         if request.missing == "fail":
             for tag in request.names:
-                if await end_of(self._logs, tag) == Position.START:
+                if (await self._logs.log(tag)).end == Position.START:
                     raise StreamNotFound(tag)
         wanted = [TagFilter(request, at) for at in range(len(request.names))]
         if request.mode == "all":
             request, wanted = msgspec.structs.replace(request, names=request.names[:1]), wanted[:1]
-        ends = [await end_of(self._logs, tag) for tag in request.names]
+        ends = [(await self._logs.log(tag)).end for tag in request.names]
         if isinstance(request.start, FromLast):
             starts = await self._last(request, wanted, ends, request.start.count)
         else:

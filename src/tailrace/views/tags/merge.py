@@ -28,7 +28,7 @@ from tailrace.log.event import Partition
 from tailrace.log.feed import BATCH_BYTES, LogFeed, LogReader, MergeItem, MergeLine
 from tailrace.log.hub import Hub, SegmentEntry
 from tailrace.log.request import AnyFrame, EventFrame, Moved
-from tailrace.log.segment import Gap, Key
+from tailrace.log.segment import Gap, OrderKey
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import NOTHING
 from tailrace.views.tags.request import TagFilter, TagRequest, look
@@ -262,7 +262,7 @@ class MergedTags(TagFeed):
         marks = dict(zip(shards, await self._logs.marks(shards), strict=True))
         registries = await self._logs.logs_of([line.reader.name for line in lines])
         for line, log in zip(lines, registries, strict=True):
-            end: Key = (log.segments[-1].index, log.segments[-1].last) if log.segments else (-1, 0)
+            end: OrderKey = (log.segments[-1].index, log.segments[-1].last) if log.segments else (-1, 0)
             while line.reader.key < end and line.size < self._most and await self._read(line):
                 pass
             if line.reader.key >= end:

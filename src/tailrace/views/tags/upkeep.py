@@ -35,7 +35,7 @@ from tailrace.log.event import Partition
 from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
-from tailrace.log.store import PackedPiece, Rebuilt, Staging
+from tailrace.log.store import NewSegment, PackedPiece, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.examine import ExaminedEntry, look, read_held
 from tailrace.upkeep.job import JobLease, milliseconds, now_ms, require_copy
@@ -186,7 +186,7 @@ class Cleaning(TakingOut):
                 before = read_erasures(shards, [tag]).get(tag, {}).get(self._source, Erasure(0, {}))
                 places = {str(place): max(last, marks.get(place, last)) for place, last in found.places.items()}
                 gone = Erasure(max(before.number, found.number), {**before.marks, **places})
-                staging.clean(tag, self._source, encode(gone))
+                staging.record_erasure(tag, self._source, encode(gone))
                 self._reached("cleaned")
                 verdict = self._clean(shards, staging, tag, old, found, gone)
             else:
@@ -239,7 +239,7 @@ class Cleaning(TakingOut):
                 segments = [s if neighbour is None or s.index != neighbour.index else neighbour for s in segments]
         return CLEANED
 
-    def _stage(self, shards: Shards, staging: Staging, tag: str, segment: Segment, gone: Erasure) -> Rebuilt | None:
+    def _stage(self, shards: Shards, staging: Staging, tag: str, segment: Segment, gone: Erasure) -> NewSegment | None:
         """Write what is left of a segment aside; None if nothing is."""
         first = last = events = size = raw = count = 0
         for part in pieces(self._left(shards, tag, segment, gone), self._piece_bytes):
@@ -247,14 +247,14 @@ class Cleaning(TakingOut):
             n = sum(len(entry.run) for entry in part)
             piece = PackedPiece(tag, segment.index, end.last, n, end.newest_ms, stored, count == 0, len(stored))
             staging.stage([piece])
-            if digest(staging.staged([piece])[0]) != digest(part):
+            if digest(staging.read_staged([piece])[0]) != digest(part):
                 raise StoreError(f"what was staged for {tag!r} is not what was written: is the store sound?")
             first, last, count = first or part[0].first, end.last, count + 1
             events, size, raw = events + n, size + len(stored), raw + sum(entry.size for entry in part)
         if not count:
             return None
         left = msgspec.structs.replace(shrink_segment(segment, first, last, events), bytes=size, raw_bytes=raw)
-        return Rebuilt(left, segment.index, count)
+        return NewSegment(left, segment.index, count)
 
     def _left(self, shards: Shards, tag: str, segment: Segment, gone: Erasure) -> Iterator[NumberedRun]:
         for held in read_held(shards, VIEW, tag, segment):

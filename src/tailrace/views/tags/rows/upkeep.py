@@ -418,7 +418,7 @@ class RowCleaning(TakingOut):
                     before = read_erasures(shards, [tag]).get(tag, {}).get(self._source, Erasure(0, {}))
                     places = {str(place): marks[place] for place in found.places}
                     gone = Erasure(max(before.number, found.number), {**before.marks, **places})
-                    staging.clean(tag, self._source, encode(gone))
+                    staging.record_erasure(tag, self._source, encode(gone))
                     self._reached("cleaned")
                     self._delete(rows, tag, marks, lease)
                 self._note(Cleanup(tag, CLEANED, found.events, len(found.buckets)), "taken out")
