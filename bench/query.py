@@ -41,8 +41,7 @@ from bench.peers.matching import Answer, Task, counted
 from bench.rounds import Figures, best
 from bench.standing import ONE, events, queries
 from tailrace.errors import QueryError
-from tailrace.query import compile_query
-from tailrace.query.filters import FilterSet
+from tailrace.query import FilterSet, compile_query
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("one", "standing", "build", "equal", "hard")

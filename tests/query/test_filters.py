@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.query import Record, compile_query
+from tailrace.query import FilterSet, Record, compile_query
 from tailrace.query.filter_index import Need, Present, Range, Text, Value, needs
-from tailrace.query.filters import FilterSet
 from tailrace.query.path import Path
 
 Json = dict[str, Any]

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import QueryError
-from tailrace.query import Query, Record, compile_query
-from tailrace.query.filters import FilterSet
+from tailrace.query import FilterSet, Query, Record, compile_query
 from tests.query.generators import (
     JUNK,
     KEYS,

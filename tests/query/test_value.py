@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.query import value as values
-from tailrace.query.value import canonical, fields, follow, items, members, number_of, steps
+from tailrace.query.value import canonical, field_reader, follow, items, members, parse_number, split_path
 
 _numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-3, 3)
 _text = st.text(max_size=4) | st.sampled_from(["", "1", "true", "null", '"', "\\", "/", "\x7f", "\u2028", "\U0001f600"])
@@ -152,10 +152,10 @@ def test_numbers_differ_however_close_they_are() -> None:
 
 
 def test_a_full_memory_of_forms_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "CACHED", 10)
+    monkeypatch.setattr(values, "CACHE_SIZE", 10)
     for i in range(100):
         assert canonical(f"{i}.5".encode()) == canonical(f"{i}5e-1".encode())
-        assert len(values._known) <= 10
+        assert len(values._cache) <= 10
 
 
 _names = _text.filter(lambda name: "." not in name)
@@ -175,7 +175,7 @@ def test_a_path_leads_where_a_parser_would_find_it(document: Any, path: list[str
 @given(_json, st.lists(_text, max_size=4, unique=True), st.booleans())
 def test_members_that_are_named_are_found_or_none(document: Any, names: list[str], escaped: bool) -> None:
     value = json.dumps(document, ensure_ascii=escaped, indent=1).encode()
-    found = fields(names)(value)
+    found = field_reader(names)(value)
     has = document if isinstance(document, dict) else {}
     assert [None if raw is None else json.loads(raw) for raw in found] == [has.get(name) for name in names]
     assert [raw is None for raw in found] == [name not in has for name in names]
@@ -185,7 +185,7 @@ def test_members_that_are_named_are_found_or_none(document: Any, names: list[str
     "name", ["class", "a b", "a-b", "1", "", "é", "\U0001f600", "__init__", "f1", 'a"b', "a\\b", "\n"]
 )
 def test_a_name_need_not_be_an_identifier(name: str) -> None:
-    take = fields(["f0", name])
+    take = field_reader(["f0", name])
     for escaped in (True, False):
         value = json.dumps({"x": 0, name: [1, {"y": 2}]}, ensure_ascii=escaped).encode()
         assert list(take(value)) == [None, b'[1, {"y": 2}]']
@@ -194,14 +194,14 @@ def test_a_name_need_not_be_an_identifier(name: str) -> None:
 
 @pytest.mark.parametrize("value", [b"", b"1", b"null", b'"a"', b"[]", b'[{"a":1}]', b"{", b'{"a":1', b'{"a":1,"b":no}'])
 def test_what_is_no_object_has_no_members(value: bytes) -> None:
-    assert list(fields(["a", "b"])(value)) == [None, None]
+    assert list(field_reader(["a", "b"])(value)) == [None, None]
     assert follow(value, ("a",)) is None
     assert members(value) == {}
 
 
 def test_of_repeated_keys_the_last_one_counts() -> None:
     value = b'{"a":1,"b":{"c":1},"a":2,"b":{"c":3,"c":4}}'
-    assert list(fields(["a", "b"])(value)) == [b"2", b'{"c":3,"c":4}']
+    assert list(field_reader(["a", "b"])(value)) == [b"2", b'{"c":3,"c":4}']
     assert follow(value, ("a",)) == b"2"
     assert follow(value, ("b", "c")) == b"4"
 
@@ -214,7 +214,7 @@ def test_a_path_does_not_lead_into_arrays_or_null() -> None:
     assert follow(value, ("o",)) == b"{}"
     assert follow(value, ()) == value
     assert follow(None, ("a",)) is None
-    assert steps("a.b.c") == ("a", "b", "c")
+    assert split_path("a.b.c") == ("a", "b", "c")
 
 
 def test_elements_are_those_of_arrays() -> None:
@@ -225,7 +225,7 @@ def test_elements_are_those_of_arrays() -> None:
 @settings(max_examples=300, deadline=None)
 @given(_json)
 def test_only_a_number_is_a_number(document: Any) -> None:
-    found = number_of(json.dumps(document).encode())
+    found = parse_number(json.dumps(document).encode())
     if isinstance(document, bool) or not isinstance(document, int | float):
         assert found is None
     elif len(repr(document)) <= 300:
@@ -234,12 +234,12 @@ def test_only_a_number_is_a_number(document: Any) -> None:
 
 
 def test_numbers_beyond_reckoning_are_none() -> None:
-    assert number_of(b"1e400") is None
-    assert number_of(b"-1e400") is None
-    assert number_of(b"9" * 301) is None
-    assert number_of(b"9" * 300) == 10**300 - 1
-    assert number_of(b"-") is None
-    assert number_of(b"") is None
+    assert parse_number(b"1e400") is None
+    assert parse_number(b"-1e400") is None
+    assert parse_number(b"9" * 301) is None
+    assert parse_number(b"9" * 300) == 10**300 - 1
+    assert parse_number(b"-") is None
+    assert parse_number(b"") is None
 
 
 def test_values_that_are_their_own_form_are_what_most_are() -> None:

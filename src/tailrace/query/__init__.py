@@ -1,23 +1,34 @@
-"""The query language: MongoDB's, exactly, over JSON values.
+"""The query language: MongoDB's over JSON values, with ``$topic``, ``$key`` and the like for a record's metadata.
 
-``compile_query`` refuses what cannot be asked, and returns a ``Query`` that is asked of one document after another.
+``compile_query`` checks a query and returns a ``Query``, whose ``matches`` tests one document after another.
 
-    order       values: kinds, equality, order
-    path        what a dotted path finds in a document
-    regex       regular expressions, and the text that each of their matches contains
-    predicate   what an operator asks of one element
-    tree        and, or, not; the canonical form
-    expression  ``$expr``, with arithmetic
-    parse       from JSON to a tree; all refusals
-    limits      how large a query may be
-    record      what lies beside the value
-    query       the compiled query
-    explain     which part of a query matched
-    schema      the language as a JSON Schema
+    order         order and equality of values
+    path          the elements that a dotted path finds in a document
+    predicate     the test that an operator makes of one element; regular expressions
+    tree          and, or, not; the canonical form
+    expression    ``$expr``
+    parse         from JSON to a tree; all refusals and limits
+    query         compiled queries and explanations
+    filters       many queries at once; queries on encoded values
+    filter_index  the index behind ``FilterSet``
+    value         JSON values as bytes; independent of queries
+    schema        the language as a JSON Schema
 """
 
+from tailrace.query.filters import FilterSet, ValueFilter, prefilter
 from tailrace.query.parse import QueryLimits
 from tailrace.query.path import Record
+from tailrace.query.predicate import compile_regex
 from tailrace.query.query import Explanation, Query, compile_query
 
-__all__ = ["Explanation", "Query", "QueryLimits", "Record", "compile_query"]
+__all__ = [
+    "Explanation",
+    "FilterSet",
+    "Query",
+    "QueryLimits",
+    "Record",
+    "ValueFilter",
+    "compile_query",
+    "compile_regex",
+    "prefilter",
+]

@@ -1,12 +1,11 @@
 """``$expr``: MongoDB's expressions over the fields of one document: comparisons, logic and arithmetic.
 
-Expressions have another logic than the rest of a query: values of any two kinds are ordered, a missing field comes
-before null, a path does not look into arrays for a match but maps over their documents, and digits in it are names.
+Expressions differ from the rest of a query: values of any two kinds are ordered, a missing field comes before null, a
+path maps over the documents of an array instead of searching them for a match, and digits in a path are names.
+Arithmetic uses 64-bit integers where they suffice, else doubles; an operation on null gives null.
 
-Where MongoDB would fail while it reads a document (a string is added, zero is divided by), the ``$expr`` does not hold
-for that document. An expression that fails whatever the document is refused when it is compiled.
-
-Arithmetic of ``$expr``: on 64-bit whole numbers where they suffice, else on doubles; null with anything is null.
+Where MongoDB would fail on a document (a string is added, the divisor is zero), the ``$expr`` does not match it. An
+expression that fails for every document is refused when it is compiled.
 """
 
 from __future__ import annotations
@@ -19,33 +18,31 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from tailrace.errors import QueryError
-from tailrace.query.order import MISSING, compare
-from tailrace.query.path import LONGEST, Check
-from tailrace.query.tree import Node, Sharing
+from tailrace.query.order import MISSING, compare, fits_int64
+from tailrace.query.path import MAX_STEPS, Check
+from tailrace.query.tree import CheckFactory, Node
 
 Number: TypeAlias = int | float
 
-
-MANY = 1 << 30
-"""As many operands as there are."""
-
-
-class Unreckonable(Exception):
-    """An operation that has no result for these operands."""
+ANY_NUMBER = 1 << 30
+"""No limit on the number of operands."""
 
 
-def _needed(value: Any) -> Number:
-    """Take an operand: a number, as a processor would hold it."""
+class ArithmeticFailure(Exception):
+    """An operation has no result for these operands."""
+
+
+def _number(value: Any) -> Number:
     if value.__class__ is float:
         return float(value)
     if value.__class__ is not int:
-        raise Unreckonable("needs numbers")
-    return _held(value)
+        raise ArithmeticFailure("needs numbers")
+    return _machine_number(value)
 
 
-def _held(value: int) -> Number:
-    """Return a whole number as such if 64 bits hold it, else as a double."""
-    if -(1 << 63) <= value < 1 << 63:
+def _machine_number(value: int) -> Number:
+    """Return an integer unchanged if 64 bits hold it, else as a double."""
+    if fits_int64(value):
         return value
     try:
         return float(value)
@@ -54,58 +51,58 @@ def _held(value: int) -> Number:
 
 
 def _folding(combine: Callable[[Number, Number], Number], neutral: int) -> Callable[..., Number | None]:
-    def reckon(*operands: Any) -> Number | None:
+    def compute(*operands: Any) -> Number | None:
         found: Number = neutral
         for operand in operands:
             if operand is None:
                 return None
-            found = combine(found, _needed(operand))
+            found = combine(found, _number(operand))
             if found.__class__ is int:
-                found = _held(int(found))
+                found = _machine_number(int(found))
         return found
 
-    return reckon
+    return compute
 
 
-def _of_one(reckon: Callable[[Number], Number]) -> Callable[[Any], Number | None]:
+def _of_one(compute: Callable[[Number], Number]) -> Callable[[Any], Number | None]:
     def guarded(operand: Any) -> Number | None:
-        return None if operand is None else _finished(reckon, _needed(operand))
+        return None if operand is None else _finished(compute, _number(operand))
 
     return guarded
 
 
-def _of_two(reckon: Callable[[Number, Number], Number]) -> Callable[[Any, Any], Number | None]:
+def _of_two(compute: Callable[[Number, Number], Number]) -> Callable[[Any, Any], Number | None]:
     def guarded(left: Any, right: Any) -> Number | None:
         if left is None or right is None:
             return None
-        return _finished(reckon, _needed(left), _needed(right))
+        return _finished(compute, _number(left), _number(right))
 
     return guarded
 
 
-def _finished(reckon: Callable[..., Number], *numbers: Number) -> Number:
+def _finished(compute: Callable[..., Number], *numbers: Number) -> Number:
     try:
-        found = reckon(*numbers)
+        found = compute(*numbers)
     except OverflowError:
         return math.inf
-    return _held(found) if isinstance(found, int) else found
+    return _machine_number(found) if isinstance(found, int) else found
 
 
 def _absolute(number: Number) -> Number:
     if number.__class__ is int and number == -(1 << 63):
-        raise Unreckonable("has no result of 64 bits")
+        raise ArithmeticFailure("has no result of 64 bits")
     return abs(number)
 
 
 def _divide(left: Number, right: Number) -> Number:
     if not right:
-        raise Unreckonable("cannot divide by zero")
+        raise ArithmeticFailure("cannot divide by zero")
     return left / right
 
 
 def _mod(left: Number, right: Number) -> Number:
     if not right:
-        raise Unreckonable("cannot divide by zero")
+        raise ArithmeticFailure("cannot divide by zero")
     if isinstance(left, int) and isinstance(right, int):
         return left % abs(right) if left >= 0 else -(-left % abs(right))
     return math.fmod(left, right) if math.isfinite(left) else math.nan
@@ -113,7 +110,7 @@ def _mod(left: Number, right: Number) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     if not base and exponent < 0:
-        raise Unreckonable("cannot raise zero to a negative power")
+        raise ArithmeticFailure("cannot raise zero to a negative power")
     if isinstance(base, int) and isinstance(exponent, int) and (abs(base) <= 1 or 0 <= exponent <= 63):
         if exponent >= 0:
             return int(base**exponent)
@@ -127,50 +124,50 @@ def _power(base: Number, exponent: Number) -> Number:
 
 def _root(number: Number) -> Number:
     if number < 0:
-        raise Unreckonable("has no root of a negative number")
+        raise ArithmeticFailure("has no root of a negative number")
     return math.sqrt(number)
 
 
 def _logarithm(number: Number, base: Number) -> Number:
     if number <= 0 or base <= 0 or base == 1:
-        raise Unreckonable("needs a positive number, and a positive base other than 1")
+        raise ArithmeticFailure("needs a positive number, and a positive base other than 1")
     return math.log(number) / math.log(base)
 
 
-def _positive(reckon: Callable[[Number], Number]) -> Callable[[Number], Number]:
+def _positive(compute: Callable[[Number], Number]) -> Callable[[Number], Number]:
     def guarded(number: Number) -> Number:
         if number <= 0:
-            raise Unreckonable("needs a positive number")
-        return reckon(number)
+            raise ArithmeticFailure("needs a positive number")
+        return compute(number)
 
     return guarded
 
 
-def _to_whole(reckon: Callable[[Number], int]) -> Callable[[Number], Number]:
-    return lambda number: reckon(number) if math.isfinite(number) else number
+def _to_whole(compute: Callable[[Number], int]) -> Callable[[Number], Number]:
+    return lambda number: compute(number) if math.isfinite(number) else number
 
 
 def _rounded(rounding: str) -> Callable[..., Number | None]:
-    """Rounding to a decimal place, the units unless one is given; negative places are tens, hundreds, …"""
+    """Return the function that rounds to a decimal place, by default to units; negative places are tens, hundreds, …"""
 
-    def reckon(operand: Any, place: Any = 0) -> Number | None:
+    def compute(operand: Any, place: Any = 0) -> Number | None:
         if operand is None or place is None:
             return None
-        number, to = _needed(operand), _needed(place)
+        number, to = _number(operand), _number(place)
         if not float(to).is_integer() or not -20 <= to <= 100:
-            raise Unreckonable("needs a whole place from -20 to 100")
+            raise ArithmeticFailure("needs a whole place from -20 to 100")
         if not math.isfinite(number):
             return number
         context = Context(prec=500)
         found = Decimal(number).quantize(Decimal(1).scaleb(-int(to)), rounding=rounding, context=context)
-        return _held(int(found)) if isinstance(number, int) else float(found)
+        return _machine_number(int(found)) if isinstance(number, int) else float(found)
 
-    return reckon
+    return compute
 
 
 ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
     "$abs": (1, 1, _of_one(_absolute)),
-    "$add": (0, MANY, _folding(lambda left, right: left + right, 0)),
+    "$add": (0, ANY_NUMBER, _folding(lambda left, right: left + right, 0)),
     "$ceil": (1, 1, _of_one(_to_whole(math.ceil))),
     "$divide": (2, 2, _of_two(_divide)),
     "$exp": (1, 1, _of_one(math.exp)),
@@ -179,24 +176,23 @@ ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
     "$log": (2, 2, _of_two(_logarithm)),
     "$log10": (1, 1, _of_one(_positive(math.log10))),
     "$mod": (2, 2, _of_two(_mod)),
-    "$multiply": (0, MANY, _folding(lambda left, right: left * right, 1)),
+    "$multiply": (0, ANY_NUMBER, _folding(lambda left, right: left * right, 1)),
     "$pow": (2, 2, _of_two(_power)),
     "$round": (1, 2, _rounded(ROUND_HALF_EVEN)),
     "$sqrt": (1, 1, _of_one(_root)),
     "$subtract": (2, 2, _of_two(lambda left, right: left - right)),
     "$trunc": (1, 2, _rounded(ROUND_DOWN)),
 }
-"""Each operator: the least and the most operands it takes, and how it is reckoned."""
-
+"""Operator -> least and most operands, and the function that computes it."""
 
 Scope: TypeAlias = dict[tuple[str, ...], Any]
-"""What paths are known to find in a document; the empty one, the document itself. So each is followed once."""
+"""Path -> its value in the document, so that each path is followed once; the empty path has the document itself."""
 
 Evaluate: TypeAlias = Callable[[Scope], Any]
 
 
 class Expr(Node, frozen=True):
-    """A condition on the document as a whole."""
+    """A condition on the whole document."""
 
     source: Any
 
@@ -204,42 +200,46 @@ class Expr(Node, frozen=True):
     def cost(self) -> int:
         return 20
 
-    def check(self, sharing: Sharing | None = None) -> Check:
+    def check(self, sharing: CheckFactory | None = None) -> Check:
         if sharing is not None:
             return sharing(self)
-        value = checked(self.source, lambda: None).value
+        value = compile_expression(self.source, lambda: None).value
 
-        def test(document: Any, known: dict[str, Any]) -> bool:
+        def test(document: Any, context: dict[str, Any]) -> bool:
             try:
                 return _true(value({(): document}))
-            except Unreckonable:
+            except ArithmeticFailure:
                 return False
 
         return test
 
     @property
     def fields(self) -> frozenset[str] | None:
-        """The top-level fields that it needs; None if it needs the document."""
-        return checked(self.source, lambda: None).fields
+        """Top-level fields that the expression reads; None for all."""
+        return compile_expression(self.source, lambda: None).fields
 
 
 class Expression(msgspec.Struct, frozen=True):
-    """A compiled expression. ``fields`` are those that it reads; None for all."""
+    """A compiled expression. ``fields`` are the top-level ones that it reads; None for all."""
 
     value: Evaluate
     fields: frozenset[str] | None = frozenset()
     constant: bool = True
 
 
-def checked(source: Any, count: Callable[[], None]) -> Expression:
-    """Compile an expression, or refuse it; ``count`` is called once for each part of it."""
+def compile_expression(source: Any, count: Callable[[], None]) -> Expression:
+    """Compile an expression; call ``count`` for each of its parts.
+
+    Raises:
+        QueryError: The expression is refused.
+    """
     count()
     if isinstance(source, str) and source.startswith("$"):
         return _path(source)
     if isinstance(source, list):
-        items = [checked(item, count) for item in source]
+        items = [compile_expression(item, count) for item in source]
         values = [item.value for item in items]
-        # A list has no holes: what is missing is null in it.
+        # A missing value in a list is null.
         return _over(items, lambda scope: [_or_null(value(scope)) for value in values])
     if isinstance(source, dict):
         if any(name.startswith("$") for name in source):
@@ -255,16 +255,16 @@ def _operator(source: dict[str, Any], count: Callable[[], None]) -> Expression:
     if name == "$literal":
         return Expression(lambda scope: operand)
     least, most, make = OPERATORS.get(name) or _refuse(name, "is not supported in $expr")
-    given = operand if isinstance(operand, list) else [operand]
-    if not least <= len(given) <= most:
-        wanted = f"{least}" if least == most else f"{least} or more" if most == MANY else f"{least} to {most}"
-        _refuse(name, f"takes {wanted} operand{'s' if most > 1 else ''}, not {len(given)}")
-    operands = [checked(item, count) for item in given]
+    listed = operand if isinstance(operand, list) else [operand]
+    if not least <= len(listed) <= most:
+        wanted = f"{least}" if least == most else f"{least} or more" if most == ANY_NUMBER else f"{least} to {most}"
+        _refuse(name, f"takes {wanted} operand{'s' if most > 1 else ''}, not {len(listed)}")
+    operands = [compile_expression(item, count) for item in listed]
     found = _over(operands, make([item.value for item in operands]))
     if found.constant:
         try:
             value = found.value({(): {}})
-        except Unreckonable as error:
+        except ArithmeticFailure as error:
             _refuse(name, str(error))
         return Expression(lambda scope: value)
     return found
@@ -274,7 +274,7 @@ def _document(source: dict[str, Any], count: Callable[[], None]) -> Expression:
     for name in source:
         if not name or "." in name:
             _refuse("$expr", f"names a field {name[:60]!r}: names in it may not be empty or have dots")
-    items = [checked(item, count) for item in source.values()]
+    items = [compile_expression(item, count) for item in source.values()]
     members = list(zip(source, [item.value for item in items], strict=True))
 
     def make(scope: Scope) -> dict[str, Any]:
@@ -302,8 +302,8 @@ def _path(source: str) -> Expression:
     steps = tuple(rest.split("."))
     if any(not step or step.startswith("$") or "\0" in step for step in steps):
         _refuse("$expr", f"has a path {source[:60]!r}: its names may not be empty or begin with a dollar")
-    if len(steps) > LONGEST:
-        _refuse("$expr", f"has a path of {len(steps):,} steps; {LONGEST} are allowed")
+    if len(steps) > MAX_STEPS:
+        _refuse("$expr", f"has a path of {len(steps):,} steps; {MAX_STEPS} are allowed")
 
     def find(scope: Scope) -> Any:
         if steps not in scope:
@@ -330,7 +330,7 @@ def _or_null(value: Any) -> Any:
 
 
 def _true(value: Any) -> bool:
-    """Whether a value counts as true: all do but false, null, zero and what is missing."""
+    """Return whether a value counts as true: all do except false, null, zero and MISSING."""
     return not (value is None or value is MISSING or value is False or (value == 0 and value.__class__ is not str))
 
 
@@ -342,9 +342,9 @@ def _comparison(holds: Callable[[int], Any]) -> Callable[[list[Evaluate]], Evalu
     return make
 
 
-def _numeric(reckon: Callable[..., Any]) -> Callable[[list[Evaluate]], Evaluate]:
+def _numeric(compute: Callable[..., Any]) -> Callable[[list[Evaluate]], Evaluate]:
     def make(operands: list[Evaluate]) -> Evaluate:
-        return lambda scope: reckon(*[_or_null(value(scope)) for value in operands])
+        return lambda scope: compute(*[_or_null(value(scope)) for value in operands])
 
     return make
 
@@ -370,10 +370,10 @@ OPERATORS: dict[str, tuple[int, int, Callable[[list[Evaluate]], Evaluate]]] = {
     "$gte": (2, 2, _comparison(lambda sign: sign >= 0)),
     "$lt": (2, 2, _comparison(lambda sign: sign < 0)),
     "$lte": (2, 2, _comparison(lambda sign: sign <= 0)),
-    "$and": (0, MANY, _all),
-    "$or": (0, MANY, _any),
+    "$and": (0, ANY_NUMBER, _all),
+    "$or": (0, ANY_NUMBER, _any),
     "$not": (1, 1, _not),
-    **{name: (least, most, _numeric(reckon)) for name, (least, most, reckon) in ARITHMETIC.items()},
+    **{name: (least, most, _numeric(compute)) for name, (least, most, compute) in ARITHMETIC.items()},
 }
 
 

@@ -1,46 +1,41 @@
-"""Many standing queries, one document: which of them match?
+"""Queries at work: many queries against one document, and one query against values that are not decoded yet.
 
-needs      what a document must have for a query to be worth asking
-index      queries by what they need, in a tree
-ranges     … by bounds of a value
-texts      … by a text in a string
-filterset  the set: equal queries once, candidates from the index, each verified
-sieve      one query, asked of values that are not decoded yet
+    FilterSet    many queries, one document: which of them match?
+    ValueFilter  one query, many values as bytes
+    prefilter    a quick test of bytes that skips records which none of a few queries can match
 
-A set of standing queries, asked of one document at a time.
+Invariant: ``FilterSet.match`` gives exactly the queries whose own ``matches`` is true. Equal queries are tested once;
+the index finds candidates; each candidate is tested.
 
-Invariant: ``match`` gives exactly what asking each query would give. Equal queries are asked once; the index brings up
-those that may match; each of them is asked before it is given.
-
-One query, asked of values that are not decoded yet.
-
-Most values do not match, and most of these lack a text that the query cannot do without: they are not decoded at all.
-Of the others, only the fields that the query looks at are.
+Most values do not match, and most of those lack a text that the query needs. ``ValueFilter`` and ``prefilter`` search
+the bytes for such texts before anything is decoded. A JSON escape may spell a text otherwise, so every value with a
+backslash passes this test.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tailrace.query import Query, QueryLimits, Record, compile_query
+import msgspec
+
 from tailrace.query.expression import Expr
-from tailrace.query.filter_index import Index, Need, Needs, Text, Value, needs
-from tailrace.query.path import Check, fields_of, reader_of
-from tailrace.query.query import DEFAULT_LIMITS
+from tailrace.query.filter_index import Index, Need, Text, Value, needs
+from tailrace.query.parse import QueryLimits
+from tailrace.query.path import Check, Record, record_fields
+from tailrace.query.query import DEFAULT_LIMITS, Query, compile_query
 from tailrace.query.tree import And, Leaf, Node, nodes
+from tailrace.query.value import document_reader
 
-__all__ = ["FilterSet"]
-
-
-_DEAR = 4
-"""Leaves of this cost and above are asked once for a document, however many queries have them."""
+_EXPENSIVE = 4
+"""Leaves of at least this cost are tested once per document, however many queries share them."""
 
 
-class _Standing:
-    """One distinct query, and the numbers under which it was added."""
+class _DistinctQuery:
+    """One distinct query and the numbers under which it was added."""
 
     __slots__ = ("_listed", "_numbers", "check", "number", "query")
 
@@ -51,36 +46,31 @@ class _Standing:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers, as they are now: what was given out does not change with them."""
+        """A snapshot of the numbers."""
         if self._listed is None:
             self._listed = tuple(self._numbers)
         return self._listed
 
     def add(self, number: int) -> None:
-        """Add a number."""
         self._numbers[number] = self._listed = None
 
     def remove(self, number: int) -> None:
-        """Remove a number."""
         del self._numbers[number]
         self._listed = None
 
 
 class FilterSet:
-    """Standing queries. Those given at first have the numbers 0, 1, 2, … in their order; ``add`` goes on from there.
-
-    For one thread at a time.
-    """
+    """A set of queries. The initial ones have the numbers 0, 1, 2, …; ``add`` continues from there. Not thread-safe."""
 
     def __init__(self, queries: Iterable[Query | dict[str, Any]] = ()) -> None:
-        self._distinct: dict[Query, _Standing] = {}
-        self._by_number: dict[int, _Standing] = {}
-        self._index: Index[_Standing] = Index(lambda standing, price: needs(standing.query.tree, price))
+        self._distinct: dict[Query, _DistinctQuery] = {}
+        self._by_number: dict[int, _DistinctQuery] = {}
+        self._index: Index[_DistinctQuery] = Index(lambda entry, price: needs(entry.query.tree, price))
         self._leaves: dict[tuple[str, bool], Check] = {}
         self._uses: Counter[tuple[str, bool]] = Counter()
-        self._fields: Counter[str | None] = Counter()  # how many queries need a field; under None, all of them
+        self._fields: Counter[str | None] = Counter()  # queries that read a field; under None, those that read all
         self._asking_record = 0
-        self._next = self._next_standing = 0
+        self._next = self._next_entry = 0
         for query in queries:
             self.add(query)
 
@@ -90,53 +80,53 @@ class FilterSet:
     def add(self, query: Query | dict[str, Any]) -> int:
         """Add a query and return its number."""
         compiled = query if isinstance(query, Query) else compile_query(query)
-        standing = self._distinct.get(compiled) or self._stand(compiled)
+        entry = self._distinct.get(compiled) or self._enter(compiled)
         number = self._next
         self._next += 1
-        standing.add(number)
-        self._by_number[number] = standing
+        entry.add(number)
+        self._by_number[number] = entry
         return number
 
     def remove(self, number: int) -> None:
-        """Remove the query of a number; KeyError if there is none."""
-        standing = self._by_number.pop(number)
-        standing.remove(number)
-        if not standing.numbers:
-            self._fall(standing)
+        """Remove the query with a number; KeyError if there is none."""
+        entry = self._by_number.pop(number)
+        entry.remove(number)
+        if not entry.numbers:
+            self._leave(entry)
 
     def match(self, document: Any, record: Record | Any = None) -> Iterator[int]:
-        """Return the numbers of the queries that match, in no order."""
-        return chain.from_iterable([standing.numbers for standing in self._matching(document, record)])
+        """Return the numbers of the queries that match, in no particular order."""
+        return chain.from_iterable([entry.numbers for entry in self._matching(document, record)])
 
     def distinct(self, document: Any, record: Record | Any = None) -> list[Query]:
         """Return the queries that match, equal ones once."""
-        return [standing.query for standing in self._matching(document, record)]
+        return [entry.query for entry in self._matching(document, record)]
 
     def fields(self) -> frozenset[str] | None:
-        """Return the top-level fields that any query looks at; None if one needs them all."""
+        """Return the top-level fields that any query reads; None if one reads them all."""
         return None if None in self._fields else frozenset(name for name in self._fields if name is not None)
 
-    def _matching(self, document: Any, record: Any) -> list[_Standing]:
+    def _matching(self, document: Any, record: Any) -> list[_DistinctQuery]:
         if document.__class__ is not dict:
             document = dict(document) if isinstance(document, dict) else {}
-        known = fields_of(record) if self._asking_record else {}
-        found: dict[int, _Standing] = {}
-        self._index.find(document, known, found)
-        return [standing for standing in found.values() if standing.check(document, known)]
+        context = record_fields(record) if self._asking_record else {}
+        found: dict[int, _DistinctQuery] = {}
+        self._index.find(document, context, found)
+        return [entry for entry in found.values() if entry.check(document, context)]
 
-    def _stand(self, query: Query) -> _Standing:
-        number = self._next_standing
-        self._next_standing += 1
-        standing = _Standing(number, query, query.tree.check(self._share))
-        self._index.add(number, standing)
-        self._distinct[query] = standing
+    def _enter(self, query: Query) -> _DistinctQuery:
+        number = self._next_entry
+        self._next_entry += 1
+        entry = _DistinctQuery(number, query, query.tree.check(self._share))
+        self._index.add(number, entry)
+        self._distinct[query] = entry
         self._asking_record += query.asks_record
         self._fields.update(_fields(query))
         self._uses.update(_shared(query))
-        return standing
+        return entry
 
-    def _fall(self, standing: _Standing) -> None:
-        query = standing.query
+    def _leave(self, entry: _DistinctQuery) -> None:
+        query = entry.query
         del self._distinct[query]
         self._asking_record -= query.asks_record
         for field in _fields(query):
@@ -147,27 +137,27 @@ class FilterSet:
             self._uses[leaf] -= 1
             if not self._uses[leaf]:
                 del self._uses[leaf], self._leaves[leaf]
-        self._index.remove(standing.number)
+        self._index.remove(entry.number)
 
     def _share(self, node: Node) -> Check:
-        """Return the function of a leaf, the same for all queries that have it."""
+        """Return the check of a leaf; all queries that have the leaf share it."""
         key = _leaf(node)
         found = self._leaves.get(key)
         if found is None:
-            found = self._leaves[key] = node.check() if node.cost < _DEAR else _once(f"{key}", node.check())
+            found = self._leaves[key] = node.check() if node.cost < _EXPENSIVE else _once(f"{key}", node.check())
         return found
 
 
 def _once(key: str, check: Check) -> Check:
-    """Return a function that asks at most once for a document, and then remembers."""
+    """Return a check that runs at most once per document and stores its result in the context."""
 
-    def ask(document: Any, known: dict[str, Any]) -> bool:
-        answer: bool | None = known.get(key)
+    def check_once(document: Any, context: dict[str, Any]) -> bool:
+        answer: bool | None = context.get(key)
         if answer is None:
-            answer = known[key] = check(document, known)
+            answer = context[key] = check(document, context)
         return answer
 
-    return ask
+    return check_once
 
 
 def _leaf(node: Node) -> tuple[str, bool]:
@@ -183,35 +173,38 @@ def _fields(query: Query) -> Iterable[str | None]:
     return [None] if fields is None else fields
 
 
-_FEW = 8
-"""Texts that are looked for together: looking for more would cost as much as decoding."""
+_MAX_TEXTS = 8
+"""Alternative texts that ``ValueFilter`` searches for: searching for more would cost as much as decoding."""
 
 
-class Sieve:
-    """A query that is asked of one value after another.
+class ValueFilter:
+    """A query that tests encoded values.
 
     Raises:
-        QueryError: the query is refused.
+        QueryError: The query is refused.
     """
 
-    __slots__ = ("_ask", "_read", "_texts", "asks_record")
+    __slots__ = ("_matches", "_read", "_texts", "asks_record")
 
     def __init__(self, source: dict[str, Any], mongo: int = 8, limits: QueryLimits = DEFAULT_LIMITS) -> None:
         query = compile_query(source, limits, mongo)
-        self._ask, self._read = query.matches, reader_of(query.fields())
-        self._texts = tuple(_texts(query.tree))
+        self._matches, self._read = query.matches, document_reader(query.fields())
+        self._texts = [
+            [needed.text for needed in alternatives]
+            for alternatives in _required_texts(query.tree, _value_text, _MAX_TEXTS)
+        ]
         self.asks_record = query.asks_record
-        """Whether it asks for more than the value; if not, ``matches`` needs no record."""
+        """True if the query tests the record's metadata; if not, ``matches`` needs no record."""
 
     def matches(self, value: bytes, record: Record | None = None) -> bool:
-        """Return whether a value passes; one that cannot be decoded does not.
+        """Return whether a value matches; a value that cannot be decoded does not.
 
         Raises:
-            RecursionError: the value is nested too deeply to be decoded.
+            RecursionError: The value is nested too deeply to be decoded.
         """
-        if self._texts and b"\\" not in value:  # else escapes may spell a text otherwise
-            for texts in self._texts:
-                for text in texts:
+        if self._texts and b"\\" not in value:
+            for alternatives in self._texts:
+                for text in alternatives:
                     if text in value:
                         break
                 else:
@@ -220,30 +213,97 @@ class Sieve:
             document = self._read(value)
         except ValueError:
             return False
-        return self._ask(document, record)
+        return self._matches(document, record)
 
 
-def _texts(tree: Node) -> Iterator[tuple[bytes, ...]]:
-    """Yield sets of texts; a value that matches contains one of each set."""
-    for part in tree.parts if isinstance(tree, And) else (tree,):
-        needed = needs(part, _price)
-        texts = tuple(text for need in needed if (text := _text(need)) is not None)
-        if 0 < len(texts) == len(needed) <= _FEW:
-            yield texts
+_FEW = 4
+"""Queries, and alternative texts, that ``prefilter`` handles: searching for more costs as much as matching."""
 
 
-def _price(needed: Needs) -> float:
-    """Of the needs of a conjunction, the fewest that are all of texts."""
-    return len(needed) if all(map(_text, needed)) else float("inf")
-
-
-def _text(need: Need) -> bytes | None:
-    """What stands in a value that meets a need, if nothing in it is escaped; None where that is unknown."""
-    if need.path.of_record:
+def prefilter(queries: Iterable[Query]) -> Callable[[bytes | None, bytes], bool] | None:
+    """Return a test of a key and a value: False only if no query matches the record. None if nothing can be skipped."""
+    several = tuple({_sorted_texts(query) for query in queries})
+    if not all(several) or not 0 < len(several) <= _FEW:
         return None
+
+    def passes(key: bytes | None, value: bytes) -> bool:
+        for required in several:
+            for alternatives in required:
+                for needed in alternatives:
+                    within = (key or b"") if needed.in_key else value
+                    if needed.text in within or b"\\" in within:
+                        break
+                else:
+                    break  # the record has none of these texts
+            else:
+                return True
+        return False
+
+    return passes
+
+
+class NeededText(msgspec.Struct, frozen=True):
+    """A text in the value, or in the key."""
+
+    text: bytes
+    in_key: bool = False
+
+
+Alternatives = tuple[NeededText, ...]
+"""Texts of which a record has at least one."""
+
+
+def _sorted_texts(query: Query) -> tuple[Alternatives, ...]:
+    """Return the texts that every match of a query has, the most selective first."""
+    required = set(_required_texts(query.tree, _record_text, _FEW))
+    return tuple(sorted(required, key=lambda texts: (len(texts), [-len(each.text) for each in texts], texts[0].text)))
+
+
+def _required_texts(tree: Node, text_of: Callable[[Need], NeededText | None], most: int) -> Iterator[Alternatives]:
+    """Yield alternatives of at most ``most`` texts; every record that matches has one text of each."""
+
+    def price(needed: Iterable[Need]) -> float:
+        texts = [text_of(need) for need in needed]
+        return math.inf if None in texts else len(texts)
+
+    for part in tree.parts if isinstance(tree, And) else (tree,):
+        needed = needs(part, price)
+        texts = dict.fromkeys(text for need in needed if (text := text_of(need)) is not None)
+        if 0 < len(needed) <= most and price(needed) < math.inf:
+            yield tuple(texts)
+
+
+def _value_text(need: Need) -> NeededText | None:
+    """Return the text that stands in each value which meets a need, unless escaped; None if there is none."""
     match need:
-        case Value(value=str(text)):
-            return b'"%b"' % text.encode(errors="surrogatepass")
-        case Text(text=text):
-            return text.encode(errors="surrogatepass")
+        case Value(value=str(text)) if not need.path.of_record:
+            return _needed_text(f'"{text}"')
+        case Text(text=text) if not need.path.of_record:
+            return _needed_text(text)
     return None
+
+
+def _record_text(need: Need) -> NeededText | None:
+    """Return the text that stands in each record which meets a need: in the key, or a string or a name in the value."""
+    path = need.path
+    if not all(path.steps):
+        return None
+    if not path.of_record:
+        names = [step for step in path.steps if not _is_digits(step)]
+        return _value_text(need) or (_needed_text(f'"{names[-1]}"') if names else None)
+    if path.steps[0] == "$key" and all(map(_is_digits, path.steps[1:])):
+        match need:
+            case Value(value=str(text)) | Text(text=text):
+                return _needed_text(text, in_key=True)  # without quotes: a key that is no array is its own text
+    return None
+
+
+def _needed_text(text: str, in_key: bool = False) -> NeededText | None:
+    try:
+        return NeededText(text.encode(), in_key)
+    except UnicodeEncodeError:  # a lone surrogate
+        return None
+
+
+def _is_digits(step: str) -> bool:
+    return step.isascii() and step.isdigit()

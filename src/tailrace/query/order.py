@@ -1,10 +1,10 @@
-"""MongoDB's order and equality of JSON values.
+"""MongoDB's order and equality of decoded JSON values.
 
 Values of different kinds are never equal and are ordered by kind: missing, null, numbers, strings, documents, arrays,
-booleans. Numbers compare as numbers (``1`` is ``1.0``) and no boolean is a number. Documents compare member by member,
-by kind, then name, then value, in the order in which they were written; then the shorter one comes first.
+booleans. Numbers compare as numbers (``1`` is ``1.0``), and a boolean is no number. Documents compare member by member
+in written order, each by kind, then name, then value; if all are equal, the shorter document comes first.
 
-Nothing here recurs into a document, so that no depth of nesting can exhaust the stack.
+``compare`` and ``size`` do not recurse, so that no nesting depth can exhaust the stack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 
 class Missing:
-    """The kind of MISSING: what a path finds where there is nothing."""
+    """The class of MISSING, which a path finds where there is no value."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -27,23 +27,26 @@ class Missing:
 MISSING: Final = Missing()
 
 KINDS: Final[dict[type, int]] = {Missing: 0, type(None): 1, int: 2, float: 2, str: 3, dict: 4, list: 5, bool: 6}
-"""The order of kinds; two values can be compared by an operator exactly if they have the same number here."""
+"""Rank of each kind; an operator can compare two values exactly if their kinds are equal."""
 
 NUMBER: Final = KINDS[int]
-
-
 OTHER: Final = 7
-"""The kind of what is no JSON value; it equals nothing but itself."""
+"""The kind of an object that is no JSON value; it equals only itself."""
 
 
 def kind(value: Any) -> int:
-    """Return the number of a value's kind."""
+    """Return the rank of a value's kind."""
     return KINDS.get(value.__class__, OTHER)
 
 
+def fits_int64(value: int) -> bool:
+    """Return whether a signed 64-bit integer holds a number."""
+    return -(1 << 63) <= value < 1 << 63
+
+
 def as_double(value: int) -> int | float:
-    """Return a whole number as a double if 64 bits do not hold it and a double does, exactly."""
-    if -(1 << 63) <= value < 1 << 63:
+    """Return an integer beyond 64 bits as a double if that is exact; else unchanged."""
+    if fits_int64(value):
         return value
     try:
         double = float(value)
@@ -53,7 +56,7 @@ def as_double(value: int) -> int | float:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Return whether two values are the same for MongoDB."""
+    """Return whether MongoDB takes two values for equal."""
     if left.__class__ is right.__class__ is str:
         return bool(left == right)
     return compare(left, right) == 0
@@ -89,7 +92,7 @@ def compare(left: Any, right: Any) -> int:
 
 
 def _shallow(left: Any, right: Any) -> int:
-    """Compare kinds, and scalars; two documents or two arrays are left to the caller."""
+    """Compare kinds and scalars; return 0 for two documents and for two arrays."""
     of = kind(left)
     sign = _sign(of, kind(right))
     if sign or left.__class__ in (dict, list):
@@ -110,9 +113,9 @@ _BOOLEANS: Final = {True: ("true",), False: ("false",)}
 
 
 def frozen(value: Any, depth: int) -> Hashable:
-    """Return a key that is equal for equal values alone, of values no deeper than ``depth``.
+    """Return a hashable key; two values up to ``depth`` deep have equal keys exactly if they are equal.
 
-    What is deeper gets a key that equals no other: it cannot be equal to a value that is not.
+    A part below ``depth`` gets a key that equals no other.
     """
     shape = value.__class__
     if shape is bool:
@@ -125,15 +128,15 @@ def frozen(value: Any, depth: int) -> Hashable:
         return ("{", *[(name, frozen(item, depth - 1)) for name, item in value.items()])
     if shape is float and value != value:
         return _NAN
-    if shape is int and not -(1 << 63) <= value < 1 << 63:
-        # Numbers beyond 64 bits can be chosen so that Python gives all of them one hash.
-        found = as_double(value)
-        return found if found.__class__ is float else ("int", hex(value))
+    if shape is int and not fits_int64(value):
+        # An attacker can choose integers beyond 64 bits that all have one hash in Python.
+        number = as_double(value)
+        return number if number.__class__ is float else ("int", hex(value))
     return value if shape in KINDS else object()
 
 
 def size(value: Any, enough: float = math.inf) -> int:
-    """Return how many values there are in a value, itself included; counting stops when there are more than enough."""
+    """Return the number of values inside a value, itself included; stop counting beyond ``enough``."""
     count, level = 1, [value]
     while level and count <= enough:
         inner: list[Any] = []

@@ -1,6 +1,6 @@
-"""From the JSON of a query to its tree: what MongoDB takes and Tailrace supports; all else is refused here.
+"""The parser: from a query's JSON to its tree. All refusals are made here, also of queries that exceed a limit.
 
-How large a query may be, so that matching it stays quick whatever it says.
+It accepts MongoDB's language as far as Tailrace supports it. The limits keep matching quick for every query.
 """
 
 from __future__ import annotations
@@ -14,10 +14,22 @@ import msgspec
 
 from tailrace.errors import BadRequest, QueryError
 from tailrace.log.cursor import parse_time
-from tailrace.query.expression import Expr, checked
+from tailrace.query.expression import Expr, compile_expression
 from tailrace.query.order import as_double
-from tailrace.query.path import LONGEST, Path
-from tailrace.query.predicate import NUMBERS, OPTIONS, TYPES, Bits, Exists, Mod, Ordered, Regex, Size, Type, compiled
+from tailrace.query.path import MAX_STEPS, Path
+from tailrace.query.predicate import (
+    NUMBERS,
+    OPTIONS,
+    TYPES,
+    Bits,
+    Exists,
+    Mod,
+    Ordered,
+    Regex,
+    Size,
+    Type,
+    compile_regex,
+)
 from tailrace.query.tree import (
     FALSE,
     Element,
@@ -31,40 +43,43 @@ from tailrace.query.tree import (
     negation,
 )
 
-DEEPEST = 100
-"""What ``depth`` may be at most: nothing that is compiled may exhaust the stack."""
+MAX_DEPTH = 100
+"""Upper bound of ``QueryLimits.depth``: no query may exhaust the stack."""
 
 
 class QueryLimits(msgspec.Struct, frozen=True):
-    """The most that one query may have. What is over a limit is refused when it is compiled."""
+    """Limits of one query, checked when it is compiled."""
 
     depth: int = 32
-    """Documents and lists inside one another."""
+    """Nested documents and lists."""
     nodes: int = 250
     """Operators and paths, and members of ``$all``."""
     in_members: int = 10_000
     """Values of one ``$in``, ``$nin`` or ``$all``."""
     regexes: int = 20
-    """Regular expressions."""
     regex_length: int = 1_000
-    """Letters of one regular expression."""
+    """Characters of one regular expression."""
     regex_size: int = 1_500
-    """Instructions of all its regular expressions, when RE2 has compiled them: what each letter may cost."""
+    """Instructions of all regular expressions, compiled by RE2: they bound the cost of each character searched."""
     bytes: int = 256 * 1024
-    """The query as JSON."""
+    """Length of the query as JSON."""
 
 
 UNLIMITED = QueryLimits(*[1 << 30] * len(QueryLimits.__struct_fields__))
-"""For parts of what was admitted as a whole."""
+"""For parts of a query that was checked as a whole."""
 
 
-def admitted(query: Any, limits: QueryLimits) -> dict[str, Any]:
-    """Return a copy of a query in plain JSON values, or refuse what is no JSON document or too large."""
+def check_size(query: Any, limits: QueryLimits) -> dict[str, Any]:
+    """Return a copy of a query in plain JSON values.
+
+    Raises:
+        QueryError: The query is no JSON document, or too large.
+    """
     if not isinstance(query, dict):
         raise QueryError(f'a query is a document, as in {{}} or {{"field": 1}}, not {describe(query)}')
     _check_shape(query, limits)
     try:
-        # Through ASCII, so that two halves of a letter become the letter.
+        # Through ASCII, so that two surrogates become the character.
         copy: dict[str, Any] = json.loads(json.dumps(query))
         length = len(json.dumps(copy, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass"))
     except ValueError:
@@ -78,7 +93,7 @@ def admitted(query: Any, limits: QueryLimits) -> dict[str, Any]:
 
 def _check_shape(query: Any, limits: QueryLimits) -> None:
     level = [query]
-    depth = min(limits.depth, DEEPEST)
+    depth = min(limits.depth, MAX_DEPTH)
     for _ in range(depth):
         below: list[Any] = []
         for value in level:
@@ -97,7 +112,7 @@ def _check_shape(query: Any, limits: QueryLimits) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return what kind of value it is, for a message."""
+    """Return a value's kind for a message."""
     match value:
         case None:
             return "null"
@@ -115,7 +130,7 @@ def describe(value: Any) -> str:
 
 
 RECORD_FIELDS = ("$topic", "$key", "$headers", "$time", "$partition", "$offset")
-"""What a query may ask of the record beside its value."""
+"""Metadata of the record that a query may test."""
 
 _NESTED = ("$key", "$headers")
 _LOGICAL = ("$and", "$or", "$nor")
@@ -141,7 +156,7 @@ _UNSUPPORTED = {
 
 
 class Parser:
-    """Reads one query; counts what it has as it goes."""
+    """Parses one query and counts its nodes, regular expressions and instructions on the way."""
 
     def __init__(self, limits: QueryLimits, nulls: bool) -> None:
         self._limits, self._nulls = limits, nulls
@@ -149,7 +164,7 @@ class Parser:
         self._within: list[str] = []
 
     def document(self, query: dict[str, Any], top: bool = True) -> Node:
-        """Read a query document. Not ``top``: one inside ``$elemMatch``."""
+        """Parse a query document; without ``top``, one inside ``$elemMatch``."""
         parts: list[Node] = []
         for name, operand in query.items():
             self._count()
@@ -160,7 +175,7 @@ class Parser:
                     self._refuse(
                         name, None, "applies to the whole document: it is allowed at the top level of a query only"
                     )
-                checked(operand, self._count)
+                compile_expression(operand, self._count)
                 parts.append(Expr(f'{{"$expr":{encoded(operand)}}}', operand))
             elif name.startswith("$") and name != "$comment":
                 parts.append(self._record_field(name, operand, top))
@@ -193,14 +208,14 @@ class Parser:
         return self._field(Path(name, self._nulls), operand)
 
     def _field(self, path: Path, operand: Any) -> Node:
-        if len(path.steps) > LONGEST:
-            self._refuse("", path, f"a path of {len(path.steps):,} steps; {LONGEST} are allowed")
+        if len(path.steps) > MAX_STEPS:
+            self._refuse("", path, f"a path of {len(path.steps):,} steps; {MAX_STEPS} are allowed")
         if has_operators(operand):
             return self._operators(path, operand)
         return equals(path, [self._operand("$eq", path, operand)])
 
     def _operators(self, path: Path | None, document: dict[str, Any]) -> Node:
-        """Read an operator document: all of its operators, for one path, or for an element itself."""
+        """Parse an operator document for a path; without a path, for the element itself."""
         parts: list[Node] = []
         for operator, operand in document.items():
             self._count()
@@ -237,7 +252,7 @@ class Parser:
             self._refuse(operator, path, "has values for members, or $elemMatch alone in every one of them")
         if not members:
             return FALSE
-        for _ in members:  # each is looked for on its own
+        for _ in members:  # each is a test of its own
             self._count()
         return conjunction(equals(path, [self._operand(operator, path, member)]) for member in members)
 
@@ -255,7 +270,7 @@ class Parser:
 
     def _exists(self, operator: str, path: Path | None, operand: Any) -> Node:
         found = leaf(path, Exists())
-        # As MongoDB has it: null, false and zero are false, all else is true.
+        # As in MongoDB, null, false and zero are false, all else is true.
         wanted = bool(operand) if isinstance(operand, int | float | None) else True
         return found if wanted else negation(found)
 
@@ -292,7 +307,7 @@ class Parser:
         if "\0" in pattern:
             self._refuse("$regex", path, "may not contain a null character")
         try:
-            self._instructions += compiled(pattern, options).programsize
+            self._instructions += compile_regex(pattern, options).programsize
         except QueryError as error:
             self._refuse("$regex", path, str(error))
         if self._instructions > self._limits.regex_size:
@@ -351,10 +366,10 @@ class Parser:
             raise QueryError(f"the query has too many operators and paths: {self._limits.nodes:,} are allowed")
 
     def _operand(self, operator: str, path: Path | None, value: Any) -> Any:
-        """Return a literal in canonical form; a moment that ``$time`` is compared with, in milliseconds."""
+        """Return a literal in canonical form; for ``$time``, a time in milliseconds."""
         if path is not None and path.text == "$time" and isinstance(value, str):
             try:
-                if not value.startswith(("-", "@")):  # an age would be of the moment in which the query was compiled
+                if not value.startswith(("-", "@")):  # an age would depend on when the query was compiled
                     return parse_time(value, 0)
             except BadRequest:
                 pass
@@ -414,7 +429,7 @@ def _shown(value: Any) -> str:
 
 
 def _misplaced(operator: str) -> str:
-    """Say what is wrong with a name that stands where an operator should."""
+    """Return the error for a name that stands where an operator should."""
     if not operator.startswith("$"):
         return "is no operator: those begin with a dollar, and names cannot be mixed with them"
     if operator.partition(".")[0] in _TOP:

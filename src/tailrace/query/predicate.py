@@ -1,15 +1,11 @@
-"""What an operator asks of one element that a path found: the leaves of a query.
+"""Predicates: the tests that operators make of one element that a path found. They are the leaves of a query.
 
-Each predicate knows its operator document in canonical form and makes the function that tests an element. It sees
-MISSING where the path found nothing, and says there what MongoDB says.
+Each predicate has its operator document in canonical form and makes the function that tests an element. The element is
+MISSING where the path found nothing; the answer is MongoDB's there, too.
 
-Regular expressions in queries: RE2's, which take time in proportion to the text and to nothing else.
-
-They differ from MongoDB's PCRE: no look-around, back-references, atomic groups or possessive quantifiers (refused when
-compiled); ``$`` is the very end of the text unless option ``m`` is given, never before a last line break; and a few
-classes differ. ``docs/query.md`` lists it all.
-
-A *literal* of a pattern is a text that every match contains: a string without it need not be searched.
+Regular expressions are RE2's: their time is linear in the text. They differ from MongoDB's PCRE: no look-around,
+back-references, atomic groups or possessive quantifiers (refused when compiled); ``$`` matches only at the end of the
+text unless option ``m`` is given, not before a final line break; and a few classes differ. See ``docs/query.md``.
 """
 
 from __future__ import annotations
@@ -24,26 +20,30 @@ import msgspec
 import re2
 
 from tailrace.errors import QueryError
-from tailrace.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, frozen, kind, size
-from tailrace.query.path import One, Some
+from tailrace.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, fits_int64, frozen, kind, size
+from tailrace.query.path import AnyElementTest, ElementTest
 
 OPTIONS = "imsux"
-"""Letters of ``$options``; ``u`` is taken and changes nothing."""
+"""Letters of ``$options``; ``u`` is accepted and changes nothing."""
 
 _QUANTIFIERS = "*+?{"
 _TIMES = re.compile(r"\{\d+(,\d*)?\}", re.ASCII)
 _SPECIAL = "\\.^$|()[]{}*+?"
 _BUDGET = 1 << 20
-"""Bytes of memory for one pattern's automaton; what does not fit is searched without one, more slowly."""
+"""Memory for one pattern's automaton; RE2 searches a larger one without it, more slowly."""
 
 
-def compiled(pattern: str, options: str) -> Any:
-    """Return RE2's program for a pattern, or refuse the pattern."""
+def compile_regex(pattern: str, options: str) -> Any:
+    """Compile a pattern with RE2.
+
+    Raises:
+        QueryError: RE2 refuses the pattern.
+    """
     settings = re2.Options()
-    settings.log_errors = False  # what users write is not for our log
+    settings.log_errors = False  # users' patterns do not belong in the log
     settings.never_capture = True
     settings.max_mem = _BUDGET
-    text = plain(pattern) if "x" in options else pattern
+    text = strip_comments(pattern) if "x" in options else pattern
     flags = "".join(letter for letter in "ims" if letter in options)
     try:
         return re2.compile((f"(?{flags}){text}" if flags else text).encode(), settings)
@@ -55,9 +55,9 @@ def compiled(pattern: str, options: str) -> Any:
         raise QueryError(f"is no regular expression for RE2: {reason}") from None
 
 
-def searcher(pattern: str, options: str) -> One:
-    """Return a function that tells whether an element is a string in which the pattern is found."""
-    search = compiled(pattern, options).search
+def searcher(pattern: str, options: str) -> ElementTest:
+    """Return the test whether an element is a string that contains a match of the pattern."""
+    search = compile_regex(pattern, options).search
     wanted = literal(pattern, options)
     if wanted is None:
         return lambda value: value.__class__ is str and search(_bytes(value)) is not None
@@ -74,20 +74,21 @@ def _bytes(text: str) -> bytes:
 
 
 def literal(pattern: str, options: str) -> str | None:
-    """Return the longest text that is found to be in every match, or None.
+    """Return the longest literal text found that every match contains, or None.
 
-    It errs on the side of None: alternatives, groups and classes are passed over, unusual syntax gives up.
+    A string without this text need not be searched. Groups and classes are skipped; alternatives and unusual syntax
+    give None.
     """
     if "i" in options or "(?" in pattern.replace("(?:", "").replace("(?P<", ""):
         return None
-    text = plain(pattern) if "x" in options else pattern
+    text = strip_comments(pattern) if "x" in options else pattern
     runs, run, at = [""], "", 0
     while at < len(text):
         letter, width = text[at], 1
         if letter == "\\":
             letter, width = text[at + 1 : at + 2], 2
             if letter.isalnum() and letter not in "dDsSwWbBAznrtfv":
-                return None  # \\x41, \\pL, \\Q…: their extent is not worth knowing
+                return None  # \\x41, \\pL, \\Q…: not worth parsing
             fixed = not letter.isalnum()
         elif letter == "[":
             width, fixed = _class(text, at), False
@@ -102,7 +103,7 @@ def literal(pattern: str, options: str) -> str | None:
         at += width
         follows = text[at : at + 1]
         if follows and follows in _QUANTIFIERS:
-            # Once or more keeps the letter, but what comes next need not stand beside it.
+            # "+" keeps the letter, but the next one need not stand beside it.
             runs.append(run + letter if fixed and follows == "+" else run)
             run = ""
             while at < len(text) and text[at] in "*+?":
@@ -110,7 +111,7 @@ def literal(pattern: str, options: str) -> str | None:
             if text[at : at + 1] == "{":
                 times = _TIMES.match(text, at)
                 if times is None:
-                    return None  # a brace like any other letter
+                    return None  # a literal brace
                 at = times.end()
                 while at < len(text) and text[at] in "*+?":
                     at += 1
@@ -123,7 +124,7 @@ def literal(pattern: str, options: str) -> str | None:
 
 
 def _class(text: str, at: int) -> int:
-    """Return the length of the class of characters that begins here; 0 if its end is not found."""
+    """Return the length of the character class that begins here; 0 if it does not end."""
     end = at + 1
     if text[end : end + 1] == "^":
         end += 1
@@ -138,7 +139,7 @@ def _class(text: str, at: int) -> int:
 
 
 def _group(text: str, at: int) -> int:
-    """Return the length of the group that begins here; 0 if its end is not found."""
+    """Return the length of the group that begins here; 0 if it does not end."""
     end, depth = at, 0
     while end < len(text):
         if text[end] == "\\":
@@ -159,9 +160,9 @@ def _group(text: str, at: int) -> int:
     return 0
 
 
-def plain(pattern: str) -> str:
-    """Return a pattern of option ``x`` without the blanks and comments that it may have."""
-    kept, at = [], 0
+def strip_comments(pattern: str) -> str:
+    """Return a pattern of option ``x`` without its blanks and comments."""
+    parts, at = [], 0
     while at < len(pattern):
         letter = pattern[at]
         width = 1
@@ -179,12 +180,10 @@ def plain(pattern: str) -> str:
         elif letter in " \t\n\r\f\v":
             at += 1
             continue
-        kept.append(pattern[at : at + width])
+        parts.append(pattern[at : at + width])
         at += width
-    return "".join(kept)
+    return "".join(parts)
 
-
-_LONGEST = 1 << 63
 
 TYPES = {
     "double": 1,
@@ -209,42 +208,42 @@ TYPES = {
     "minKey": -1,
     "maxKey": 127,
 }
-"""BSON's types by their alias. JSON has seven of them; the others may be asked for and are never found."""
+"""BSON's types by alias. JSON has seven of them; a query may name the others, which never match."""
 
 NUMBERS = frozenset(TYPES[name] for name in ("double", "int", "long", "decimal"))
-"""What the alias ``number`` stands for."""
+"""The types that the alias ``number`` stands for."""
 
 
 class Predicate(msgspec.Struct, frozen=True):
-    """One operator with its operand. ``expands``: whether it looks into an array at the end of its path."""
+    """One operator with its operand. ``expands``: it also tests the elements of an array at the end of its path."""
 
     expands: ClassVar[bool] = True
     cost: ClassVar[int] = 1
-    """What testing one element costs, roughly, so that the cheaper parts of a conjunction come first."""
+    """Rough cost of testing one element: the cheaper parts of a conjunction are tested first."""
 
     @abstractmethod
     def operators(self) -> dict[str, Any]:
         """Return the canonical operator document."""
 
     @abstractmethod
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         """Return the function that tests one element."""
 
-    def some(self) -> Some:
-        """Return the function that tests whether some element passes."""
+    def some(self) -> AnyElementTest:
+        """Return the function that tests whether any element of a list passes."""
         one = self.one()
         return lambda elements: any(map(one, elements))
 
 
 class Equal(Predicate, frozen=True):
-    """``$eq``: the same value; null is also what is missing."""
+    """``$eq``: equal values; null also equals MISSING."""
 
     value: Any
 
     def operators(self) -> dict[str, Any]:
         return {"$eq": self.value}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         wanted, shape = self.value, self.value.__class__
         if wanted is None:
             return lambda value: value is None or value is MISSING
@@ -254,7 +253,7 @@ class Equal(Predicate, frozen=True):
             return lambda value: value == wanted and value.__class__ is not bool
         return lambda value: equal(value, wanted)
 
-    def some(self) -> Some:
+    def some(self) -> AnyElementTest:
         wanted, one = self.value, self.one()
         if wanted.__class__ is str:
             return lambda elements: wanted in elements
@@ -264,30 +263,30 @@ class Equal(Predicate, frozen=True):
 
 
 class Ordered(Predicate, frozen=True):
-    """``$gt $gte $lt $lte``: the order of values of one kind; no other kind is before or after."""
+    """``$gt $gte $lt $lte``: the order of values of one kind; values of other kinds do not match."""
 
     operator: str
     value: Any
 
     @property
     def below(self) -> bool:
-        """Whether values must lie below the bound."""
+        """True for an upper bound."""
         return self.operator in ("$lt", "$lte")
 
     @property
     def strict(self) -> bool:
-        """Whether the bound itself is out."""
+        """True if the bound itself does not match."""
         return self.operator in ("$lt", "$gt")
 
     @property
     def scalar(self) -> bool:
-        """Whether the bound is a number that can be compared, or a string."""
+        """True if the bound is a string, or a number other than NaN."""
         return self.value.__class__ is str or (kind(self.value) == NUMBER and self.value == self.value)
 
     def operators(self) -> dict[str, Any]:
         return {self.operator: self.value}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         wanted, of, inclusive = self.value, kind(self.value), not self.strict
         if wanted is None:
             return (lambda value: value is None or value is MISSING) if inclusive else (lambda value: False)
@@ -299,7 +298,7 @@ class Ordered(Predicate, frozen=True):
         return lambda value: kind(value) == of and compare(value, wanted) in signs
 
 
-_SIMPLE: dict[str, Callable[[Any, frozenset[type]], One]] = {
+_SIMPLE: dict[str, Callable[[Any, frozenset[type]], ElementTest]] = {
     "$gt": lambda wanted, shapes: lambda value: value.__class__ in shapes and value > wanted,
     "$gte": lambda wanted, shapes: lambda value: value.__class__ in shapes and value >= wanted,
     "$lt": lambda wanted, shapes: lambda value: value.__class__ in shapes and value < wanted,
@@ -308,16 +307,16 @@ _SIMPLE: dict[str, Callable[[Any, frozenset[type]], One]] = {
 
 
 class In(Predicate, frozen=True):
-    """``$in``: equal to one of two or more values, sorted in their canonical form."""
+    """``$in``: equal to one of two or more values, which are sorted by their canonical form."""
 
     values: tuple[Any, ...]
     depth: int
-    """How deep the deepest of the values is."""
+    """Nesting depth of the deepest value."""
 
     def operators(self) -> dict[str, Any]:
         return {"$in": list(self.values)}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         depth, room = self.depth, max(map(size, self.values))
         members = frozenset(frozen(value, depth) for value in self.values)
         nothing = None in members
@@ -336,24 +335,24 @@ class In(Predicate, frozen=True):
 
 
 class Exists(Predicate, frozen=True):
-    """``$exists: true``: something is there, be it null."""
+    """``$exists: true``: any value, null included."""
 
     def operators(self) -> dict[str, Any]:
         return {"$exists": True}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         return lambda value: value is not MISSING
 
 
 class Type(Predicate, frozen=True):
-    """``$type``: the BSON types that a JSON value would have."""
+    """``$type``: a value whose BSON type would be one of these."""
 
     codes: tuple[int, ...]
 
     def operators(self) -> dict[str, Any]:
         return {"$type": list(self.codes)}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         codes = frozenset(self.codes)
         shapes = {float: 1, str: 2, dict: 3, list: 4, bool: 8, type(None): 10}
         wanted = {shape for shape, code in shapes.items() if code in codes}
@@ -364,13 +363,13 @@ class Type(Predicate, frozen=True):
                 return shape in wanted
             if -(1 << 31) <= value < 1 << 31:
                 return TYPES["int"] in codes
-            return TYPES["long" if _fits(value) else "double"] in codes
+            return TYPES["long" if fits_int64(value) else "double"] in codes
 
         return test
 
 
 class Regex(Predicate, frozen=True):
-    """``$regex``: a string in which a pattern is found."""
+    """``$regex``: a string that contains a match."""
 
     pattern: str
     options: str
@@ -379,12 +378,12 @@ class Regex(Predicate, frozen=True):
     def operators(self) -> dict[str, Any]:
         return {"$regex": self.pattern, "$options": self.options} if self.options else {"$regex": self.pattern}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         return searcher(self.pattern, self.options)
 
 
 class Mod(Predicate, frozen=True):
-    """``$mod``: the remainder of a division; towards zero, as processors divide."""
+    """``$mod``: a number with this remainder; the division truncates towards zero."""
 
     divisor: int
     remainder: int
@@ -392,21 +391,20 @@ class Mod(Predicate, frozen=True):
     def operators(self) -> dict[str, Any]:
         return {"$mod": [self.divisor, self.remainder]}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         divisor, remainder = abs(self.divisor), self.remainder
 
         def test(value: Any) -> bool:
             whole = _whole(value, fractions=True)
             if whole is None:
                 return False
-            found = whole % divisor if whole >= 0 else -(-whole % divisor)
-            return found == remainder
+            return (whole % divisor if whole >= 0 else -(-whole % divisor)) == remainder
 
         return test
 
 
 class Bits(Predicate, frozen=True):
-    """``$bitsAllSet`` and its like: bits of a whole number of 64 bits, negative ones as processors hold them."""
+    """``$bitsAllSet`` and its like: bits of a 64-bit integer in two's complement."""
 
     operator: str
     positions: tuple[int, ...]
@@ -414,7 +412,7 @@ class Bits(Predicate, frozen=True):
     def operators(self) -> dict[str, Any]:
         return {self.operator: list(self.positions)}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         mask = 0
         for position in self.positions:
             mask |= 1 << position
@@ -425,14 +423,14 @@ class Bits(Predicate, frozen=True):
             whole = _whole(value, fractions=False)
             if whole is None:
                 return False
-            found = (~whole if inverted else whole) & mask
-            return found == mask if every else found != 0
+            bits = (~whole if inverted else whole) & mask
+            return bits == mask if every else bits != 0
 
         return test
 
 
 class Size(Predicate, frozen=True):
-    """``$size``: an array of so many elements."""
+    """``$size``: an array of this length."""
 
     length: int
     expands: ClassVar[bool] = False
@@ -440,21 +438,17 @@ class Size(Predicate, frozen=True):
     def operators(self) -> dict[str, Any]:
         return {"$size": self.length}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         length = self.length
         return lambda value: value.__class__ is list and len(value) == length
 
 
-def _fits(value: int) -> bool:
-    return -_LONGEST <= value < _LONGEST
-
-
 def _whole(value: Any, fractions: bool) -> int | None:
-    """Return a number as a whole one of 64 bits; None if it is none, unless its fraction may be cut."""
+    """Return a number as a 64-bit integer, or None; with ``fractions``, its fraction is cut off."""
     if value.__class__ is float:
         if not math.isfinite(value) or not (fractions or value.is_integer()):
             return None
         value = int(value)
     elif value.__class__ is not int:
         return None
-    return value if _fits(value) else None
+    return value if fits_int64(value) else None

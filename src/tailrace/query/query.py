@@ -1,8 +1,7 @@
-"""A compiled query: asked of many documents, never changing, equal to every other of the same canonical form.
+"""Compiled queries. A query never changes and equals every other query with the same canonical form.
 
-Which part of a query matched a document, and what was found where it did not.
-
-A query is taken apart as it was written, not in its canonical form, so that its author knows the parts again.
+``Query.explain`` shows which parts of a query matched a document. It shows the parts as the author wrote them, not in
+canonical form.
 """
 
 from __future__ import annotations
@@ -16,19 +15,16 @@ import msgspec
 from tailrace.errors import QueryError
 from tailrace.query.expression import Expr
 from tailrace.query.order import MISSING
-from tailrace.query.parse import UNLIMITED, Parser, QueryLimits, admitted
-from tailrace.query.path import Check, Path, Record, fields_of
-from tailrace.query.tree import Leaf, Node, has_operators, nodes, query
+from tailrace.query.parse import UNLIMITED, Parser, QueryLimits, check_size
+from tailrace.query.path import Check, Path, Record, record_fields
+from tailrace.query.tree import Leaf, Node, canonical_query, has_operators, nodes
 
-MOST_FOUND = 10
-"""Elements that are shown of what a path found."""
+MAX_HITS = 10
+"""Elements at a path that an explanation shows."""
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a query, and whether it held.
-
-    ``found`` is what its path led to, at most so many elements; it is empty where nothing was there.
-    """
+    """A part of a query, whether it matched, and the first elements found at its path."""
 
     part: Any
     matched: bool
@@ -36,18 +32,18 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: list[Explanation] = []
 
 
-def explained(
-    source: dict[str, Any], ask: Callable[[dict[str, Any]], bool], find: Callable[[str], list[Any]]
+def explain(
+    source: dict[str, Any], matches: Callable[[dict[str, Any]], bool], find: Callable[[str], list[Any]]
 ) -> Explanation:
-    """Explain a query: ``ask`` tells whether a part of it holds, ``find`` returns what a path leads to."""
-    inner = [explained(part, ask, find) for part in _apart(source)]
+    """Explain a query: ``matches`` tests a part of it, ``find`` returns the elements at a path."""
+    inner = [explain(part, matches, find) for part in _conditions(source)]
     path = next(iter(source)) if len(source) == 1 and not inner else "$and"
-    found = find(path)[:MOST_FOUND] if _is_path(path) else []
-    return Explanation(source, ask(source), found, inner)
+    found = find(path)[:MAX_HITS] if _is_path(path) else []
+    return Explanation(source, matches(source), found, inner)
 
 
-def _apart(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the conditions that a part is made of; none if it is one condition."""
+def _conditions(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the conditions of a part; none if it is a single condition."""
     if len(part) > 1:
         yield from ({name: operand} for name, operand in part.items() if name != "$comment")
         return
@@ -78,60 +74,53 @@ _NOTHING: dict[str, Any] = {}
 
 
 class Query:
-    """What ``compile_query`` returns. Immutable; hashed and compared by its canonical form."""
+    """A compiled query. Immutable; hashed and compared by its canonical form."""
 
-    __slots__ = ("_asks_record", "_check", "mongo", "source", "tree")
+    __slots__ = ("_check", "asks_record", "mongo", "source", "tree")
 
     def __init__(self, source: dict[str, Any], tree: Node, mongo: int) -> None:
         self.source, self.tree, self.mongo = source, tree, mongo
-        self._check: Check | None = None  # made when it is first asked: in a set of many, another is
-        self._asks_record = any(
+        self._check: Check | None = None  # made by the first ``matches``; a filter set makes its own
+        self.asks_record = any(
             isinstance(node, Leaf) and node.path is not None and node.path.of_record for node in nodes(tree)
         )
+        """True if the query tests the record's metadata."""
 
     def matches(self, document: Any, record: Record | Any = None) -> bool:
-        """Return whether a document passes. Fields of the record are missing where none is given.
-
-        A value that is no JSON object has no fields.
-        """
+        """Return whether a document matches; a value that is no object has no fields, None no metadata."""
         if document.__class__ is not dict:
             document = dict(document) if isinstance(document, dict) else {}
         check = self._check
         if check is None:
             check = self._check = self.tree.check()
-        return check(document, fields_of(record) if self._asks_record else _NOTHING)
+        return check(document, record_fields(record) if self.asks_record else _NOTHING)
 
     def explain(self, document: Any, record: Record | Any = None) -> Explanation:
-        """Return which parts of it, as it was written, hold for a document, and what their paths found."""
+        """Return which parts of the query, as written, match a document, and the elements at their paths."""
 
         def find(text: str) -> list[Any]:
             path = Path(text, self.mongo == 9)
-            within = fields_of(record) if path.of_record else document
+            within = record_fields(record) if path.of_record else document
             found = path.elements(within, expand=False) if within.__class__ is dict else []
             return [value for value in found if value is not MISSING]
 
-        def ask(part: dict[str, Any]) -> bool:
+        def matches(part: dict[str, Any]) -> bool:
             return compile_query(part, UNLIMITED, self.mongo).matches(document, record)
 
-        return explained(self.source, ask, find)
+        return explain(self.source, matches, find)
 
     @property
     def canonical(self) -> dict[str, Any]:
-        """A query that means the same, the same for all that are found to mean the same."""
-        return query(self.tree)
+        """The canonical form: queries with equal forms match the same documents."""
+        return canonical_query(self.tree)
 
     @property
     def digest(self) -> str:
-        """The canonical form's hash, and so the query's identity."""
+        """Hash of the canonical form, which identifies the query."""
         return sha256(f"{self.mongo}{self.tree.key}".encode()).hexdigest()
 
-    @property
-    def asks_record(self) -> bool:
-        """Whether it asks for more than the record's value."""
-        return self._asks_record
-
     def fields(self) -> frozenset[str] | None:
-        """Return the top-level fields of a document that it looks at; None if it needs them all."""
+        """Return the top-level fields of a document that the query reads; None if it reads them all."""
         found: set[str] = set()
         for node in nodes(self.tree):
             if isinstance(node, Expr):
@@ -149,7 +138,7 @@ class Query:
         return hash((self.mongo, self.tree.key))
 
     def __repr__(self) -> str:
-        return f"Query({self.digest[:12]})"  # what users search for is not for a log
+        return f"Query({self.digest[:12]})"  # users' queries do not belong in a log
 
     def __reduce__(self) -> Any:
         return Query, (self.source, self.tree, self.mongo)
@@ -159,17 +148,17 @@ def compile_query(source: Any, limits: QueryLimits = DEFAULT_LIMITS, mongo: int 
     """Compile a query.
 
     Args:
-        source: the query as decoded JSON; it is copied.
-        limits: how large it may be.
-        mongo: whose rule holds for null at the end of a path through an array: MongoDB's until ``8``, or from ``9``.
+        source: The query as decoded JSON; it is copied.
+        limits: Limits of its size.
+        mongo: The MongoDB version, 8 or 9, whose rule applies to null at the end of a path through an array.
 
     Raises:
-        QueryError: the query is refused; the message names the operator and the path.
+        QueryError: The query is refused; the message names the operator and the path.
     """
     if mongo.__class__ is not int or mongo not in (8, 9):
         raise ValueError(f"mongo is 8 or 9, not {mongo!r}")
-    plain = admitted(source, limits)
+    plain = check_size(source, limits)
     try:
         return Query(plain, Parser(limits, nulls=mongo == 9).document(plain), mongo)
-    except RecursionError:  # whoever calls is deep in the stack himself
+    except RecursionError:  # the caller is deep in the stack itself
         raise QueryError("the query is nested too deeply for what is left of the stack") from None

@@ -1,8 +1,8 @@
-"""The query language as a JSON Schema, for editors: what may be written where, with a line on each operator.
+"""The query language as a JSON Schema for editors, with a line on each operator.
 
-It takes every query that can be compiled, but for one kind: names with a dollar are operators to it, even where MongoDB
-would take a document that has some for a value. It cannot say all that is refused: regular expressions that RE2 does
-not know, times that are none, expressions that always fail, what is over a limit.
+The schema accepts every query that compiles, with one exception: it takes each name with a dollar for an operator, even
+where MongoDB would take the document for a value. It cannot express every refusal: regular expressions that RE2 does
+not support, invalid times, expressions that always fail, and limits.
 
 ``python -m tailrace.query.schema`` prints it.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tailrace.query.expression import MANY
+from tailrace.query.expression import ANY_NUMBER
 from tailrace.query.expression import OPERATORS as EXPRESSIONS
 from tailrace.query.parse import RECORD_FIELDS
 from tailrace.query.predicate import TYPES
@@ -33,8 +33,8 @@ _TWO: Schema = {"minItems": 2, "maxItems": 2}
 _TYPE: Schema = {"enum": [*TYPES, "number", *sorted(TYPES.values())]}
 
 _OPERATORS: dict[str, tuple[str, Schema]] = {
-    "$eq": ("Equal to the value, or an array that has it; null is also what is missing.", _VALUE),
-    "$ne": ("Not equal to the value, and no array that has it.", _VALUE),
+    "$eq": ("Equal to the value, or an array that contains it; null also matches a missing field.", _VALUE),
+    "$ne": ("Not equal to the value, and no array that contains it.", _VALUE),
     "$gt": ("Greater than a value of the same kind.", _VALUE),
     "$gte": ("Greater than or equal to a value of the same kind.", _VALUE),
     "$lt": ("Less than a value of the same kind.", _VALUE),
@@ -42,7 +42,7 @@ _OPERATORS: dict[str, tuple[str, Schema]] = {
     "$in": ("Equal to one of the values.", _VALUES),
     "$nin": ("Equal to none of the values.", _VALUES),
     "$all": (
-        "An array that has all of the values, or an element for each $elemMatch.",
+        "An array that contains all of the values, or an element for each $elemMatch.",
         {
             "oneOf": [
                 _VALUES,
@@ -50,21 +50,24 @@ _OPERATORS: dict[str, tuple[str, Schema]] = {
             ]
         },
     ),
-    "$not": ("What the operators do not hold for; what is missing too.", {"$ref": "#/$defs/operators"}),
-    "$exists": ("Whether the field is there, be it null.", {"examples": [True, False]}),
-    "$type": ("Of one of these BSON types.", {"anyOf": [_TYPE, {"type": "array", "minItems": 1, "items": _TYPE}]}),
-    "$regex": ("A string in which the regular expression (RE2) is found.", {"type": "string"}),
+    "$not": ("The operators do not match; a missing field included.", {"$ref": "#/$defs/operators"}),
+    "$exists": ("Whether the field is present, null included.", {"examples": [True, False]}),
+    "$type": (
+        "A value of one of these BSON types.",
+        {"anyOf": [_TYPE, {"type": "array", "minItems": 1, "items": _TYPE}]},
+    ),
+    "$regex": ("A string that contains a match of the regular expression (RE2).", {"type": "string"}),
     "$options": (
-        "Of $regex: i ignores case, m lines, s dots for line breaks, x blanks.",
+        "For $regex: i ignores case, m matches by line, s lets a dot match line breaks, x ignores blanks.",
         {"type": "string", "pattern": "^[imsux]*$"},
     ),
     "$mod": (
         "A number that leaves the remainder when divided: [divisor, remainder].",
         {"type": "array", "items": {"type": "number", "minimum": -(2**63), "exclusiveMaximum": 2**63}, **_TWO},
     ),
-    "$size": ("An array of so many elements.", {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}),
+    "$size": ("An array of this length.", {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}),
     "$elemMatch": (
-        "An array with one element for which all of it holds.",
+        "An array with an element that matches all of it.",
         {"anyOf": [{"$ref": "#/$defs/element"}, {"$ref": "#/$defs/operators"}]},
     ),
     "$bitsAllSet": ("A whole number in which all of these bits are set.", _BITS),
@@ -86,11 +89,11 @@ _RECORD = {
 def json_schema() -> Schema:
     """Return the schema of a query."""
     condition: Schema = {"$ref": "#/$defs/condition"}
-    comment: Schema = {"description": "Not looked at."}
+    comment: Schema = {"description": "Ignored."}
     logic = {
-        "$and": "All of the queries hold.",
-        "$or": "At least one of the queries holds.",
-        "$nor": "None of the queries holds.",
+        "$and": "All of the queries match.",
+        "$or": "At least one of the queries matches.",
+        "$nor": "None of the queries matches.",
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -153,7 +156,7 @@ def json_schema() -> Schema:
             "operation": {
                 "type": "object",
                 "properties": {
-                    "$literal": {"description": "The value itself, whatever it looks like."},
+                    "$literal": {"description": "The value itself, not evaluated."},
                     **{name: _operands(least, most) for name, (least, most, _) in EXPRESSIONS.items()},
                 },
                 "additionalProperties": False,
@@ -167,7 +170,7 @@ def json_schema() -> Schema:
 def _operands(least: int, most: int) -> Schema:
     expression: Schema = {"$ref": "#/$defs/expression"}
     several: Schema = {"type": "array", "items": expression, "minItems": least}
-    if most < MANY:
+    if most < ANY_NUMBER:
         several["maxItems"] = most
     return several if least > 1 else {"anyOf": [several, {"not": {"type": "array"}, **expression}]}
 

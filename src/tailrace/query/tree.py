@@ -1,9 +1,9 @@
-"""Queries as trees: and, or, not, over tests of what a path finds.
+"""Queries as trees: and, or, not, over predicates on the elements that a path finds.
 
 Invariant: trees are made by the functions here and are in canonical form. Conjunctions and disjunctions are flat,
-sorted and without repetition; what is always true or always false is said once; negations are not doubled; equalities
-of one path that are alternatives are one ``$in``. Each node carries the canonical JSON of a query that means the same
-(``key``), so that two trees mean the same if their keys are equal. MongoDB's logic has two values, so nothing is lost.
+sorted and without duplicates; constant parts are folded into TRUE or FALSE; there is no double negation; alternative
+equalities of one path are one ``$in``. Each node has the canonical JSON of its query as its ``key``: trees with equal
+keys match the same documents. MongoDB's logic has two values, so these rewritings change no result.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Any, ClassVar, TypeAlias
 import msgspec
 
 from tailrace.query.order import kind
-from tailrace.query.path import Check, One, Path
+from tailrace.query.path import Check, ElementTest, Path
 from tailrace.query.predicate import Equal, Exists, In, Ordered, Predicate
 
-Sharing: TypeAlias = Callable[["Node"], Check]
-"""Returns the function of a leaf, or of an ``$expr``, that several queries may have in common."""
+CheckFactory: TypeAlias = Callable[["Node"], Check]
+"""Returns the check of a leaf or an ``$expr``; several queries may share it."""
 
 
 class Node(msgspec.Struct, frozen=True):
-    """Any part of a query."""
+    """A part of a query."""
 
     key: str
 
     @property
     @abstractmethod
     def cost(self) -> int:
-        """What testing it costs, roughly."""
+        """Rough cost of testing it."""
 
     @abstractmethod
-    def check(self, sharing: Sharing | None = None) -> Check:
-        """Return the function that tests a document; ``sharing`` may make that of its leaves."""
+    def check(self, sharing: CheckFactory | None = None) -> Check:
+        """Return the function that tests a document; ``sharing``, if given, makes the checks of the leaves."""
 
 
-class Several(Node, frozen=True):
-    """Parts, of which the cheapest are tested first."""
+class Compound(Node, frozen=True):
+    """A node with parts; the cheapest are tested first."""
 
     parts: tuple[Node, ...]
 
@@ -47,37 +47,37 @@ class Several(Node, frozen=True):
     def cost(self) -> int:
         return sum(part.cost for part in self.parts)
 
-    def _checks(self, sharing: Sharing | None) -> list[Check]:
+    def _checks(self, sharing: CheckFactory | None) -> list[Check]:
         return [part.check(sharing) for part in sorted(self.parts, key=lambda part: part.cost)]
 
 
-class And(Several, frozen=True):
-    """All of its parts; of none, everything."""
+class And(Compound, frozen=True):
+    """Matches if all parts do; without parts, always."""
 
-    def check(self, sharing: Sharing | None = None) -> Check:
+    def check(self, sharing: CheckFactory | None = None) -> Check:
         checks = self._checks(sharing)
         if len(checks) == 2:
             first, second = checks
-            return lambda document, known: first(document, known) and second(document, known)
+            return lambda document, context: first(document, context) and second(document, context)
 
-        def every(document: Any, known: dict[str, Any]) -> bool:
+        def every(document: Any, context: dict[str, Any]) -> bool:
             for check in checks:  # noqa: SIM110
-                if not check(document, known):
+                if not check(document, context):
                     return False
             return True
 
         return every
 
 
-class Or(Several, frozen=True):
-    """Some of its parts; of none, nothing."""
+class Or(Compound, frozen=True):
+    """Matches if any part does; without parts, never."""
 
-    def check(self, sharing: Sharing | None = None) -> Check:
+    def check(self, sharing: CheckFactory | None = None) -> Check:
         checks = self._checks(sharing)
 
-        def some(document: Any, known: dict[str, Any]) -> bool:
+        def some(document: Any, context: dict[str, Any]) -> bool:
             for check in checks:  # noqa: SIM110
-                if check(document, known):
+                if check(document, context):
                     return True
             return False
 
@@ -85,7 +85,7 @@ class Or(Several, frozen=True):
 
 
 class Not(Node, frozen=True):
-    """What its part is not."""
+    """Matches if its part does not."""
 
     part: Node
 
@@ -93,13 +93,13 @@ class Not(Node, frozen=True):
     def cost(self) -> int:
         return self.part.cost
 
-    def check(self, sharing: Sharing | None = None) -> Check:
+    def check(self, sharing: CheckFactory | None = None) -> Check:
         check = self.part.check(sharing)
-        return lambda document, known: not check(document, known)
+        return lambda document, context: not check(document, context)
 
 
 class Leaf(Node, frozen=True):
-    """A predicate on what a path finds; without a path, on the element itself."""
+    """A predicate on the elements that a path finds; without a path, on the element itself."""
 
     path: Path | None
     predicate: Predicate
@@ -108,12 +108,12 @@ class Leaf(Node, frozen=True):
     def cost(self) -> int:
         return self.predicate.cost
 
-    def check(self, sharing: Sharing | None = None) -> Check:
+    def check(self, sharing: CheckFactory | None = None) -> Check:
         if sharing is not None:
             return sharing(self)
         one = self.predicate.one()
         if self.path is None:
-            return lambda element, known: one(element)
+            return lambda element, context: one(element)
         return self.path.test(one, self.predicate.some(), self.predicate.expands)
 
 
@@ -121,10 +121,10 @@ _NOTHING: dict[str, Any] = {}
 
 
 class Element(Predicate, frozen=True):
-    """``$elemMatch``: an array with an element that passes.
+    """``$elemMatch``: an array with an element that matches.
 
-    ``whole``: the tests are on the element itself; else on its members, and an array counts as a document that has its
-    indices for names.
+    With ``whole``, the tests are on the element itself; else on its members, and an inner array counts as a document
+    with its indices for names.
     """
 
     node: Node
@@ -133,9 +133,9 @@ class Element(Predicate, frozen=True):
     cost: ClassVar[int] = 6
 
     def operators(self) -> dict[str, Any]:
-        return {"$elemMatch": operators(self.node) if self.whole else query(self.node)}
+        return {"$elemMatch": canonical_operators(self.node) if self.whole else canonical_query(self.node)}
 
-    def one(self) -> One:
+    def one(self) -> ElementTest:
         check, whole = self.node.check(), self.whole
 
         def test(value: Any) -> bool:
@@ -154,23 +154,25 @@ class Element(Predicate, frozen=True):
 
 
 encoded = json.JSONEncoder(separators=(",", ":")).encode
-"""Returns JSON without blanks, the members of documents in their order."""
-
+"""Returns compact JSON; members keep their order."""
 
 TRUE = And("{}", ())
 FALSE = Or('{"$nor":[{}]}', ())
 
 
 def leaf(path: Path | None, predicate: Predicate) -> Leaf:
-    """Make the test of what a path finds."""
-    found = encoded(predicate.operators())
-    return Leaf(found if path is None else f"{{{encoded(path.text)}:{found}}}", path, predicate)
+    """Make a leaf."""
+    return Leaf(_key(path, predicate.operators()), path, predicate)
+
+
+def _key(path: Path | None, operators: dict[str, Any]) -> str:
+    return encoded(operators) if path is None else f"{{{encoded(path.text)}:{encoded(operators)}}}"
 
 
 def equals(path: Path | None, values: Iterable[Any]) -> Node:
-    """Make the test of an equality with one of the values; they are in canonical form."""
-    known = {encoded(value): value for value in values}
-    members = tuple(known[text] for text in sorted(known))
+    """Make the node that matches if an element equals one of the values, which are in canonical form."""
+    distinct = {encoded(value): value for value in values}
+    members = tuple(distinct[text] for text in sorted(distinct))
     if not members:
         return FALSE
     if len(members) == 1:
@@ -179,46 +181,46 @@ def equals(path: Path | None, values: Iterable[Any]) -> Node:
 
 
 def conjunction(parts: Iterable[Node]) -> Node:
-    """Make the node that holds if all of the parts do."""
-    kept: dict[str, Node] = {}
+    """Make the node that matches if all parts do."""
+    by_key: dict[str, Node] = {}
     for part in parts:
-        kept.update((inner.key, inner) for inner in (part.parts if isinstance(part, And) else (part,)))
-    if FALSE.key in kept:
+        by_key.update((inner.key, inner) for inner in (part.parts if isinstance(part, And) else (part,)))
+    if FALSE.key in by_key:
         return FALSE
-    _bound(kept, tightest=True)
-    # None of these values and none of those: none of all.
-    excluded = [part.part for part in kept.values() if isinstance(part, Not) and _values(part.part) is not None]
-    for one in _merged(excluded):
-        for part in one.came:
-            del kept[negation(part).key]
-        joined = negation(one.joined)
-        kept[joined.key] = joined
-    found = tuple(kept[key] for key in sorted(kept))
+    _simplify_bounds(by_key, tightest=True)
+    # "None of these" and "none of those" become one "none of all".
+    excluded = [part.part for part in by_key.values() if isinstance(part, Not) and _values(part.part) is not None]
+    for alike, merged in _merge_equalities(excluded):
+        for part in alike:
+            del by_key[negation(part).key]
+        joined = negation(merged)
+        by_key[joined.key] = joined
+    found = tuple(by_key[key] for key in sorted(by_key))
     if len(found) == 1:
         return found[0]
     return And('{"$and":[' + ",".join(part.key for part in found) + "]}", found) if found else TRUE
 
 
 def disjunction(parts: Iterable[Node]) -> Node:
-    """Make the node that holds if some of the parts do."""
-    kept: dict[str, Node] = {}
+    """Make the node that matches if any part does."""
+    by_key: dict[str, Node] = {}
     for part in parts:
-        kept.update((inner.key, inner) for inner in (part.parts if isinstance(part, Or) else (part,)))
-    if TRUE.key in kept:
+        by_key.update((inner.key, inner) for inner in (part.parts if isinstance(part, Or) else (part,)))
+    if TRUE.key in by_key:
         return TRUE
-    _bound(kept, tightest=False)
-    for one in _merged([part for part in kept.values() if _values(part) is not None]):
-        for part in one.came:
-            del kept[part.key]
-        kept[one.joined.key] = one.joined
-    found = tuple(kept[key] for key in sorted(kept))
+    _simplify_bounds(by_key, tightest=False)
+    for alike, merged in _merge_equalities([part for part in by_key.values() if _values(part) is not None]):
+        for part in alike:
+            del by_key[part.key]
+        by_key[merged.key] = merged
+    found = tuple(by_key[key] for key in sorted(by_key))
     if len(found) == 1:
         return found[0]
     return Or('{"$or":[' + ",".join(part.key for part in found) + "]}", found) if found else FALSE
 
 
 def negation(part: Node) -> Node:
-    """Make the node that holds if the part does not."""
+    """Make the node that matches if the part does not."""
     if isinstance(part, Not):
         return part.part
     if part.key == TRUE.key or part.key == FALSE.key:
@@ -226,20 +228,19 @@ def negation(part: Node) -> Node:
     if isinstance(part, Or):
         return Not('{"$nor":[' + ",".join(inner.key for inner in part.parts) + "]}", part)
     if isinstance(part, Leaf):
-        found = encoded(_negated(part))
-        return Not(found if part.path is None else f"{{{encoded(part.path.text)}:{found}}}", part)
+        return Not(_key(part.path, _negated(part)), part)
     return Not('{"$nor":[' + part.key + "]}", part)
 
 
 def nodes(node: Node) -> Iterator[Node]:
-    """Yield a node and all that is below it, except what is inside ``$elemMatch``."""
+    """Yield a node and all nodes below it, except those inside ``$elemMatch``."""
     yield node
     for part in node.parts if isinstance(node, And | Or) else (node.part,) if isinstance(node, Not) else ():
         yield from nodes(part)
 
 
-def _bound(parts: dict[str, Node], tightest: bool) -> None:
-    """Leave one bound on a side of a path: what passes the tightest passes all, what passes the loosest, some."""
+def _simplify_bounds(parts: dict[str, Node], tightest: bool) -> None:
+    """Keep one upper and one lower bound of each path and kind: of a conjunction the tightest, else the loosest."""
     sides: dict[tuple[Path | None, bool, int], list[tuple[Ordered, str]]] = {}
     for part in parts.values():
         if isinstance(part, Leaf) and isinstance(part.predicate, Ordered) and part.predicate.scalar:
@@ -247,30 +248,25 @@ def _bound(parts: dict[str, Node], tightest: bool) -> None:
             sides.setdefault((part.path, bound.below, kind(bound.value)), []).append((bound, part.key))
     for (_, below, _), bounds in sides.items():
         choose = min if below == tightest else max
-        _, kept = choose(bounds, key=lambda each: (each[0].value, each[0].strict != each[0].below))
+        _, chosen = choose(bounds, key=lambda each: (each[0].value, each[0].strict != each[0].below))
         for _, key in bounds:
-            if key != kept:
+            if key != chosen:
                 del parts[key]
 
 
-class _Joined(msgspec.Struct):
-    joined: Node
-    came: list[Node]
-
-
-def _merged(parts: list[Node]) -> Iterator[_Joined]:
-    """Yield, for each path that has several equalities among these alternatives, the one that stands for them."""
+def _merge_equalities(parts: list[Node]) -> Iterator[tuple[list[Node], Node]]:
+    """Yield, for each path that has several of these alternative equalities, the equalities and their union."""
     by_path: dict[Path | None, list[Node]] = {}
     for part in parts:
         assert isinstance(part, Leaf)
         by_path.setdefault(part.path, []).append(part)
     for path, alike in by_path.items():
         if len(alike) > 1:
-            yield _Joined(equals(path, [value for part in alike for value in _values(part) or ()]), alike)
+            yield alike, equals(path, [value for part in alike for value in _values(part) or ()])
 
 
 def _values(node: Node) -> tuple[Any, ...] | None:
-    """The values of which an equality wants one; None for what is no equality, or none that ``$in`` could hold."""
+    """Return the accepted values of an equality; None for other nodes, and for values that ``$in`` cannot hold."""
     match node:
         case Leaf(predicate=Equal(value=value)) if not has_operators(value):
             return (value,)
@@ -280,7 +276,7 @@ def _values(node: Node) -> tuple[Any, ...] | None:
 
 
 def has_operators(operand: Any) -> bool:
-    """Whether a document holds operators: its first name tells, as in MongoDB."""
+    """Return whether a value is an operator document; as in MongoDB, its first name decides."""
     return isinstance(operand, dict) and next(iter(operand), "").startswith("$")
 
 
@@ -290,21 +286,21 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
-def query(node: Node) -> dict[str, Any]:
+def canonical_query(node: Node) -> dict[str, Any]:
     """Return the canonical query of a node."""
     found: dict[str, Any] = json.loads(node.key)
     return found
 
 
-def operators(node: Node) -> dict[str, Any]:
-    """Return the canonical operator document of tests on an element itself."""
+def canonical_operators(node: Node) -> dict[str, Any]:
+    """Return the canonical operator document of tests on the element itself."""
     if node.key == TRUE.key:
         return {"$nin": []}
     found: dict[str, Any] = {}
     origin: dict[str, Node] = {}
     left: list[Node] = []
     parts = list(node.parts) if isinstance(node, And) else [node]
-    # Several equalities, or several elements, are what $all is for.
+    # Several equalities, or several $elemMatch, are written as $all.
     for shape in (Equal, Element):
         alike = [part for part in parts if isinstance(part, Leaf) and isinstance(part.predicate, shape)]
         if len(alike) > 1 and "$all" not in found:
@@ -317,10 +313,10 @@ def operators(node: Node) -> dict[str, Any]:
         else:
             found.update(own)
             origin.update(dict.fromkeys(own, part))
-    if left:  # an operator twice: the rest goes where it may be named again
+    if left:  # an operator occurs twice: the rest goes into a double negation, where it may be named again
         if found.pop("$not", None) is not None:
             left.append(origin["$not"])
-        found["$not"] = {"$not": operators(conjunction(left))}
+        found["$not"] = {"$not": canonical_operators(conjunction(left))}
     return found
 
 
@@ -332,7 +328,7 @@ def _operators(part: Node) -> dict[str, Any]:
     if isinstance(part, Leaf):
         return part.predicate.operators()
     assert isinstance(part, Not)
-    return _negated(part.part) if isinstance(part.part, Leaf) else {"$not": operators(part.part)}
+    return _negated(part.part) if isinstance(part.part, Leaf) else {"$not": canonical_operators(part.part)}
 
 
 def _negated(part: Leaf) -> dict[str, Any]:

@@ -1,78 +1,89 @@
-"""JSON values: what is found at a path, without decoding the rest, and the canonical form in which values are compared.
+"""JSON values as bytes: reading some of their fields without decoding the rest, and their canonical form.
 
-Invariant: two values have the same canonical form exactly when they are the same JSON value. ``1``, ``1.0`` and ``1e0``
-are; ``1``, ``"1"`` and ``true`` are not; the order of an object's keys does not matter.
+Invariant: two values have the same canonical form exactly if they are the same JSON value. ``1``, ``1.0`` and ``1e0``
+are the same; ``1``, ``"1"`` and ``true`` are not; the order of an object's keys does not matter.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import msgspec
 
-Path: TypeAlias = tuple[str, ...]
+FieldPath: TypeAlias = tuple[str, ...]
+"""The keys that lead from an object to a value inside it."""
 
-CACHED = 100_000
-"""Canonical forms remembered in one process; the memory is emptied when it is full."""
+CACHE_SIZE = 100_000
+"""Canonical forms cached per process; the cache is emptied when it is full."""
 
 _PLAIN = re.compile(rb'"[^"\\]*"|0|-?[1-9]\d{0,18}|true|false|null')
 """Values that are their own canonical form, as most are."""
 
 _NUMBER = re.compile(rb"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?")
 
-_AWKWARD = re.compile(r'["\\\x00-\x1f]')
-"""What msgspec allows in no field's name."""
+_UNSUPPORTED_NAME = re.compile(r'["\\\x00-\x1f]')
+"""Characters that msgspec does not allow in a field's name."""
+
+_MAX_TYPED_FIELDS = 12
+"""With more fields than these, picking them out costs about as much as decoding all."""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_typed_dict: Any = TypedDict
 
 
-def steps(path: str) -> Path:
-    """Return the steps of a dotted path."""
-    return tuple(path.split("."))
+def document_reader(fields: frozenset[str] | None) -> Callable[[bytes], Any]:
+    """Return a function that decodes these top-level fields of a value, where present; None stands for all fields.
+
+    The function may decode more than these fields, and decodes a value that is no object as a whole. It reads integers
+    exactly, up to Python's limit of 4,300 digits, and takes the last of several members with one name. It raises
+    ValueError if the value is no JSON, or if a requested field holds invalid UTF-8 or a number beyond a float's range,
+    such as ``1e400``. It does not check the other fields.
+    """
+    # msgspec does not match names beyond ASCII.
+    if fields is None or len(fields) > _MAX_TYPED_FIELDS or not all(map(str.isascii, fields)):
+        return _decode
+    decode = msgspec.json.Decoder(_typed_dict("Fields", dict.fromkeys(sorted(fields), Any), total=False)).decode
+
+    def read(value: bytes) -> Any:
+        try:
+            return decode(value)
+        except msgspec.ValidationError:  # no object; or a number out of range, which is refused again
+            return _decode(value)
+
+    return read
 
 
-def members(raw: msgspec.Raw | bytes) -> dict[str, msgspec.Raw]:
-    """Return an object's members, undecoded; none of what is no object."""
-    try:
-        return _decode_members(raw)
-    except ValueError:
-        return {}
-
-
-def items(raw: msgspec.Raw | bytes) -> list[msgspec.Raw]:
-    """Return an array's elements, undecoded; none of what is no array."""
-    try:
-        return _decode_list(raw)
-    except ValueError:
-        return []
-
-
-def fields(names: Sequence[str]) -> Callable[[bytes], Sequence[bytes | None]]:
-    """Return a function that takes a value and returns those of its members, undecoded; None for those it lacks."""
-    if any(map(_AWKWARD.search, names)):
+def field_reader(names: Sequence[str]) -> Callable[[bytes], Sequence[bytes | None]]:
+    """Return a function that returns these top-level fields of a value, undecoded; None for those that it lacks."""
+    if any(map(_UNSUPPORTED_NAME.search, names)):
         return lambda value: [follow(value, (name,)) for name in names]
-    wanted = [(f"f{i}", msgspec.Raw, msgspec.Raw()) for i in range(len(names))]
+    attributes = [(f"f{i}", msgspec.Raw, msgspec.Raw()) for i in range(len(names))]
     renamed = {f"f{i}": name for i, name in enumerate(names)}
-    decode = msgspec.json.Decoder(msgspec.defstruct("Fields", wanted, rename=renamed)).decode
+    decode = msgspec.json.Decoder(msgspec.defstruct("Fields", attributes, rename=renamed)).decode
     nothing: tuple[None, ...] = (None,) * len(names)
 
-    def take(value: bytes) -> Sequence[bytes | None]:
+    def read(value: bytes) -> Sequence[bytes | None]:
         try:
             found = decode(value)
         except ValueError:
             return nothing
         return [bytes(raw) or None for raw in msgspec.structs.astuple(found)]
 
-    return take
+    return read
+
+
+def split_path(path: str) -> FieldPath:
+    """Return the keys of a dotted path."""
+    return tuple(path.split("."))
 
 
 def follow(raw: bytes | None, path: Sequence[str]) -> bytes | None:
-    """Return what a path leads to inside a value, undecoded; None if it leads nowhere."""
+    """Return the value at a path inside a value, undecoded; None if there is none."""
     for step in path:
         if raw is None:
             return None
@@ -81,19 +92,35 @@ def follow(raw: bytes | None, path: Sequence[str]) -> bytes | None:
     return raw
 
 
-_known: dict[bytes, bytes] = {}
+def members(raw: msgspec.Raw | bytes) -> dict[str, msgspec.Raw]:
+    """Return an object's members, undecoded; none if the value is no object."""
+    try:
+        return _decode_members(raw)
+    except ValueError:
+        return {}
+
+
+def items(raw: msgspec.Raw | bytes) -> list[msgspec.Raw]:
+    """Return an array's elements, undecoded; none if the value is no array."""
+    try:
+        return _decode_list(raw)
+    except ValueError:
+        return []
+
+
+_cache: dict[bytes, bytes] = {}
 
 
 def canonical(raw: bytes) -> bytes:
-    """Return the canonical form of one JSON value."""
-    found = _known.get(raw)
-    if found is None:
-        found = raw if _PLAIN.fullmatch(raw) else _canonical(raw)
-        if len(_known) >= CACHED:
-            _known.clear()
+    """Return the canonical form of a JSON value."""
+    form = _cache.get(raw)
+    if form is None:
+        form = raw if _PLAIN.fullmatch(raw) else _canonical(raw)
+        if len(_cache) >= CACHE_SIZE:
+            _cache.clear()
         if len(raw) <= 200:
-            _known[raw] = found
-    return found
+            _cache[raw] = form
+    return form
 
 
 def _canonical(raw: bytes) -> bytes:
@@ -108,14 +135,14 @@ def _canonical(raw: bytes) -> bytes:
         return _encode(_decode(raw))
     if raw in (b"true", b"false", b"null"):
         return raw
-    return _number(raw)
+    return _canonical_number(raw)
 
 
-def _number(raw: bytes) -> bytes:
-    found = _NUMBER.fullmatch(raw)
-    if found is None:
+def _canonical_number(raw: bytes) -> bytes:
+    match = _NUMBER.fullmatch(raw)
+    if match is None:
         return raw
-    sign, whole, part, power = found.groups(b"")
+    sign, whole, part, power = match.groups(b"")
     digits = (whole + part).lstrip(b"0")
     if not digits:
         return b"0"
@@ -132,8 +159,8 @@ def _number(raw: bytes) -> bytes:
     return b"%b%be%d" % (sign, text, exponent)
 
 
-def number_of(raw: bytes) -> int | float | None:
-    """Return a JSON number, an integer exactly; None for what is no number, or none that can be reckoned with."""
+def parse_number(raw: bytes) -> int | float | None:
+    """Return a JSON number, an integer exactly; None for other values, infinity and more than 300 digits."""
     if not (raw[:1].isdigit() or raw[:1] == b"-") or len(raw) > 300:
         return None
     try:
@@ -141,7 +168,7 @@ def number_of(raw: bytes) -> int | float | None:
     except ValueError:
         pass
     try:
-        found = float(raw)
+        number = float(raw)
     except ValueError:
         return None
-    return found if abs(found) != float("inf") else None
+    return number if abs(number) != float("inf") else None

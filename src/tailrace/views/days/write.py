@@ -18,7 +18,7 @@ from tailrace.log.event import home_of
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import DAY_MS, bucket_start
-from tailrace.query.filters import Sieve
+from tailrace.query import ValueFilter
 from tailrace.valkey.shards import Arg
 
 VIEW = "days"
@@ -85,7 +85,7 @@ class DaysWriter(Writer):
         self._shards = shards
         self.span_ms = span_ms
         self.future_ms = future_ms
-        self._terminal = Sieve(seal_when) if seal_when else None
+        self._terminal = ValueFilter(seal_when) if seal_when else None
         self._paths = None if paths is None else [path.split(".") for path in paths]
         # The limit holds for what is sent; a window's raw records compress about eightfold, spread over the shards.
         self._raw_bytes = window_bytes * 8

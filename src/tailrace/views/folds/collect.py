@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from tailrace.query.value import Path, canonical, items, members, number_of
+from tailrace.query.value import FieldPath, canonical, items, members, parse_number
 
 Position: TypeAlias = tuple[int, str, int]
 """Time, source and offset of an event: the order of a fold's events."""
@@ -194,7 +194,7 @@ class Min(Collector):
     kind = "min"
 
     def take(self, found: bytes | None, value: bytes) -> Any:
-        if found is None or (number_of(found) is None and found[:1] != b'"'):
+        if found is None or (parse_number(found) is None and found[:1] != b'"'):
             return None
         return found
 
@@ -240,7 +240,7 @@ class Sum(Collector):
     kind = "sum"
 
     def take(self, found: bytes | None, value: bytes) -> Any:
-        number = None if found is None else number_of(found)
+        number = None if found is None else parse_number(found)
         # As text where msgpack has no integer for it.
         return str(number) if isinstance(number, int) and number.bit_length() > 63 else number
 
@@ -351,7 +351,7 @@ class Collect(msgspec.Struct, frozen=True):
 
     name: str
     kind: str
-    path: Path = ()
+    path: FieldPath = ()
 
 
 def _by_place(item: tuple[Any, Any]) -> Any:
@@ -359,7 +359,7 @@ def _by_place(item: tuple[Any, Any]) -> Any:
 
 
 def _rank(raw: bytes) -> tuple[int, Any, bytes]:
-    number = number_of(raw)
+    number = parse_number(raw)
     return (0, number, raw) if number is not None else (1, msgspec.json.decode(raw), raw)
 
 

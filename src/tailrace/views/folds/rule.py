@@ -11,9 +11,8 @@ import msgspec
 
 from tailrace.log.event import Partition, event_id, iso_time
 from tailrace.log.name import join, shard_of
-from tailrace.query import Record
-from tailrace.query.filters import Sieve
-from tailrace.query.value import CACHED, Path, canonical, fields, follow
+from tailrace.query import Record, ValueFilter
+from tailrace.query.value import CACHE_SIZE, FieldPath, canonical, field_reader, follow
 from tailrace.views.folds.collect import COLLECTORS, Collect
 from tailrace.views.folds.model import Finished, Folding, Windows
 
@@ -36,7 +35,7 @@ class Rule(msgspec.Struct, frozen=True):
     name: str
     topics: str | tuple[str, ...]
     """A regular expression for the whole name, or names; none for a rule that only publishers feed."""
-    group: tuple[Path, ...]
+    group: tuple[FieldPath, ...]
     collect: tuple[Collect, ...]
     windows: Windows
     where: dict[str, Any] = {}
@@ -91,12 +90,12 @@ class RuleReader:
     """
 
     def __init__(self, rule: Rule) -> None:
-        self._where, self._null = Sieve(rule.where) if rule.where else None, rule.missing == "null"
+        self._where, self._null = ValueFilter(rule.where) if rule.where else None, rule.missing == "null"
         self.asks_record = self._where is not None and self._where.asks_record
         """Whether the rule's query asks for more than the event's value; if not, ``read`` needs no record."""
         paths = [*rule.group, *(collect.path for collect in rule.collect)]
         names = list(dict.fromkeys(path[0] for path in paths if path))
-        self._fields = fields(names)
+        self._fields = field_reader(names)
         self._group = [(names.index(path[0]), path[1:]) for path in rule.group]
         self._plain = self._group[0][0] if len(self._group) == 1 and not self._group[0][1] else None
         self._collect = [
@@ -123,7 +122,7 @@ class RuleReader:
         if group is None:
             parts = self._parts(found)
             group = self._canonical(parts)
-            if len(self._known) >= CACHED:
+            if len(self._known) >= CACHE_SIZE:
                 self._known.clear()
             if sum(len(part) for part in parts if part) <= SHORT:
                 self._known[key] = group

@@ -22,7 +22,7 @@ from tailrace.config.load import wanted_by
 from tailrace.config.settings import Settings
 from tailrace.config.units import compiled
 from tailrace.errors import StaleDriver
-from tailrace.query.value import steps
+from tailrace.query.value import split_path
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
 from tailrace.views.folds.collect import Collect
@@ -231,7 +231,7 @@ def rule_of(name: str, fold: FoldSettings) -> Rule:
     return Rule(
         name=name,
         topics=fold.topics,
-        group=tuple(map(steps, fold.group)),
+        group=tuple(map(split_path, fold.group)),
         collect=tuple(_collect(output, text) for output, text in fold.collect.items()),
         windows=windows_of(fold),
         where=fold.where.written(),
@@ -244,7 +244,7 @@ def rule_of(name: str, fold: FoldSettings) -> Rule:
 
 def _collect(output: str, text: str) -> Collect:
     kind, path = collected(text)
-    return Collect(output, kind, steps(path) if path else ())
+    return Collect(output, kind, split_path(path) if path else ())
 
 
 def windows_of(fold: FoldSettings) -> Windows:

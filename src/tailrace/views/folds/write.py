@@ -25,7 +25,7 @@ from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
 from tailrace.log.event import event_id, home_of
 from tailrace.log.segment import DAY_MS
-from tailrace.query.value import CACHED
+from tailrace.query.value import CACHE_SIZE
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Time
 from tailrace.views.folds.rule import SHORT, Rule, RuleReader
@@ -122,7 +122,7 @@ class Looker:
         return Looked(records, groups, stored, skipped, passed_on, arrivals, total)
 
     def _home(self, ruling: Ruling, group: bytes) -> int:
-        if len(ruling.homes) >= CACHED:
+        if len(ruling.homes) >= CACHE_SIZE:
             ruling.homes.clear()
         shard = ruling.rule.shard(group, self._shards)
         if len(group) <= SHORT:

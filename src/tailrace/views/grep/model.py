@@ -17,8 +17,7 @@ import msgspec
 
 from tailrace.errors import BadRequest, QueryError, TopicForbidden
 from tailrace.log.event import Partition
-from tailrace.query import Query, QueryLimits, compile_query
-from tailrace.query.predicate import compiled
+from tailrace.query import Query, QueryLimits, compile_query, compile_regex
 
 ALL = ".*"
 """The topics of a search that names none."""
@@ -78,7 +77,7 @@ class TopicFilter:
     def __init__(self, topics: str | tuple[str, ...], within: str = "") -> None:
         self._names = frozenset(topics) if not isinstance(topics, str) else None
         patterns = [topics] if isinstance(topics, str) else []
-        self._patterns = [compiled(pattern, "s") for pattern in (*patterns, within) if pattern]
+        self._patterns = [compile_regex(pattern, "s") for pattern in (*patterns, within) if pattern]
 
     def __contains__(self, topic: str) -> bool:
         if self._names is not None and topic not in self._names:
@@ -120,7 +119,7 @@ def _topics(topics: str | Sequence[str]) -> str | tuple[str, ...]:
     if _NAMES.fullmatch(text):
         return tuple(sorted({name for name in text.split(",") if name}))
     try:
-        compiled(text, "s")
+        compile_regex(text, "s")
     except QueryError as error:
         raise BadRequest(
             f"topics={text[:80]!r} {error.what}: names with commas between, or a regular expression"
@@ -138,7 +137,7 @@ def _key_query(text: str) -> dict[str, Any]:
             raise BadRequest("key=[]: name the first elements of the key, or leave it out")
         return {f"$key.{place}": {"$eq": element} for place, element in enumerate(elements)}
     try:
-        compiled(text, "")
+        compile_regex(text, "")
     except QueryError as error:
         raise BadRequest(f"key={text[:80]!r} {error.what}: a JSON array, or a regular expression") from None
     return {"$key": {"$regex": text}}

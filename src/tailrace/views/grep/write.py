@@ -21,9 +21,8 @@ from tailrace.log.event import home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import DAY_MS
-from tailrace.query import Query, Record
-from tailrace.query.filters import FilterSet
-from tailrace.query.path import reader_of
+from tailrace.query import FilterSet, Query, Record
+from tailrace.query.value import document_reader
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import SearchLife, TopicFilter
 from tailrace.views.grep.store import VIEW, KeptRecords, SearchRegistry, keep
@@ -53,7 +52,7 @@ class StandingSearches:
             number = self._set.add(query)
             self._names[number], self._queries[number] = name, query
             self._asks_record |= query.asks_record
-        self._read = reader_of(self._set.fields())
+        self._read = document_reader(self._set.fields())
 
     def find(self, records: Slice) -> dict[str, list[int]]:
         """Return the rows that each search matches, by the name of its log. Tombstones and poison match nothing."""
@@ -103,7 +102,7 @@ class StandingSearches:
         """
         for number, query in self._queries.items():
             with suppress(ValueError, RecursionError):
-                if query.matches(reader_of(query.fields())(value), record):
+                if query.matches(document_reader(query.fields())(value), record):
                     yield number
 
 

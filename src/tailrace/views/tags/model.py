@@ -18,9 +18,8 @@ from tailrace.log.columns import TagColumns
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Segment
-from tailrace.query import Record
-from tailrace.query.filters import Sieve
-from tailrace.query.value import fields, follow, items, steps
+from tailrace.query import Record, ValueFilter
+from tailrace.query.value import field_reader, follow, items, split_path
 from tailrace.views.grep.model import TopicFilter
 
 MANY_TAGS = 10
@@ -65,17 +64,17 @@ class Tagger:
 
     def __init__(self, tagging: Tagging) -> None:
         self._topics = TopicFilter(tagging.topics)
-        self._rules = [(tag, Sieve(where)) for tag, where in tagging.rules.items()]
+        self._rules = [(tag, ValueFilter(where)) for tag, where in tagging.rules.items()]
         self.asks_record = any(sieve.asks_record for _, sieve in self._rules)
         """True if a rule needs the record beside its value; else ``read`` takes None for it."""
         self._by_key = tagging.source is None
-        sources, sequence = [steps(path) for path in tagging.source or ()], tagging.sequence
-        tags = [steps(path) for path in tagging.paths]
-        paths = [*sources, *([steps(sequence)] if sequence else []), *tags]
+        sources, sequence = [split_path(path) for path in tagging.source or ()], tagging.sequence
+        tags = [split_path(path) for path in tagging.paths]
+        paths = [*sources, *([split_path(sequence)] if sequence else []), *tags]
         names = list(dict.fromkeys(path[0] for path in paths))
-        self._fields = fields(names) if names else None
+        self._fields = field_reader(names) if names else None
         self._sources = [(names.index(path[0]), path[1:]) for path in sources]
-        self._sequence = (names.index(steps(sequence)[0]), steps(sequence)[1:]) if sequence else None
+        self._sequence = (names.index(split_path(sequence)[0]), split_path(sequence)[1:]) if sequence else None
         self._paths = [(names.index(path[0]), path[1:]) for path in tags]
         self._source_of_key: dict[bytes | None, str] = {}
         self._tags_of_value: dict[bytes, tuple[str, ...]] = {}

@@ -25,8 +25,7 @@ from tailrace.log.event import Headers, Partition, headers_json, key_json
 from tailrace.log.name import MAX_TAG_BYTES, is_tag
 from tailrace.log.request import FeedRequest, make_request
 from tailrace.log.run import Run
-from tailrace.query import QueryLimits, Record
-from tailrace.query.filters import Sieve
+from tailrace.query import QueryLimits, Record, ValueFilter
 
 CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 
@@ -48,7 +47,7 @@ class TagRequest(FeedRequest, frozen=True, kw_only=True):
 
     start: Start | FromText  # type: ignore[assignment]
     mode: Literal["any", "all"] = "any"
-    query: Sieve | None = None
+    query: ValueFilter | None = None
     client: str | None = None
     """A name under which the reader's place is kept."""
 
@@ -81,7 +80,7 @@ def make_tag_request(
         raise BadRequest(f"a feed is over at most {MAX_NAMES} tags, each named once")
     if client is not None and not CLIENT.fullmatch(client):
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
-    sieve = None if query is None or query == {} else Sieve(query, limits=limits or QueryLimits())
+    sieve = None if query is None or query == {} else ValueFilter(query, limits=limits or QueryLimits())
     place = None
     if own_cursors:
         place = last_event_id or after or (start if start and _OWN.match(start) else None)

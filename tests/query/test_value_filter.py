@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tailrace.errors import QueryError
-from tailrace.query import Record, compile_query
-from tailrace.query.filters import Sieve
+from tailrace.query import Record, ValueFilter, compile_query
 from tests.query.generators import random_document, random_query, random_record
 
 TEXTS = ("metrics", "finished", "é", 'a "quoted" text', "back\\slash", "two\nlines", "\u2028", "\x7f", "日本語", "x")
@@ -26,10 +25,10 @@ def _finite(value: Any) -> bool:
 
 def _agrees(query: dict[str, Any], document: Any, mongo: int = 8, record: Record | None = None) -> bool:
     wanted = compile_query(query, mongo=mongo).matches(document, record)
-    sieve = Sieve(query, mongo)
+    filter_ = ValueFilter(query, mongo)
     for escaped in (True, False):
         value = json.dumps(document, ensure_ascii=escaped).encode()
-        assert sieve.matches(value, record) == wanted, (query, value)
+        assert filter_.matches(value, record) == wanted, (query, value)
     return wanted
 
 
@@ -74,43 +73,43 @@ def test_texts_are_found_however_they_are_written(seed: int) -> None:
 def test_a_value_that_cannot_be_decoded_does_not_match() -> None:
     for query in ({"a": {"$ne": 5}}, {"a": "x"}, {"$nor": [{"a": 5}]}):
         for value in (b"", b"{", b'{"a":1e400}', b'{"a":"\xff"}', b'"x'):
-            assert not Sieve(query).matches(value)
+            assert not ValueFilter(query).matches(value)
 
 
 def test_a_value_that_is_no_object_has_no_fields() -> None:
     for value in (b"1", b'"x"', b'["x"]', b"null"):
-        assert not Sieve({"a": "x"}).matches(value)
-        assert Sieve({"a": {"$exists": False}}).matches(value)
+        assert not ValueFilter({"a": "x"}).matches(value)
+        assert ValueFilter({"a": {"$exists": False}}).matches(value)
 
 
 def test_a_value_without_a_text_that_is_wanted_is_not_decoded() -> None:
     undecodable = b"[" * 100_000
     with pytest.raises(RecursionError):
-        Sieve({"n": 1}).matches(undecodable)
+        ValueFilter({"n": 1}).matches(undecodable)
     for query in (
         {"a": "x"},
         {"n": 1, "a": "x"},
         {"a": {"$in": ["x", "y"]}, "b": {"$ne": 2}},
         {"$or": [{"a": "x", "n": 1}, {"b": {"$regex": "^long"}}]},
     ):
-        assert not Sieve(query).matches(undecodable)
+        assert not ValueFilter(query).matches(undecodable)
 
 
 def test_what_is_asked_of_the_record_is_not_looked_for_in_the_value() -> None:
-    sieve = Sieve({"$topic": "jobs", "$key": "acme", "a": "x"})
-    assert sieve.asks_record
-    assert sieve.matches(b'{"a":"x"}', Record("jobs", 0, 1, 2, ["acme"]))
-    assert not sieve.matches(b'{"a":"x"}', Record("jobs", 0, 1, 2, ["other"]))
-    assert not sieve.matches(b'{"a":"x"}')
-    assert not Sieve({"a": "x"}).asks_record
+    filter_ = ValueFilter({"$topic": "jobs", "$key": "acme", "a": "x"})
+    assert filter_.asks_record
+    assert filter_.matches(b'{"a":"x"}', Record("jobs", 0, 1, 2, ["acme"]))
+    assert not filter_.matches(b'{"a":"x"}', Record("jobs", 0, 1, 2, ["other"]))
+    assert not filter_.matches(b'{"a":"x"}')
+    assert not ValueFilter({"a": "x"}).asks_record
 
 
 def test_a_list_of_many_texts_is_not_looked_through_for_each() -> None:
-    sieve = Sieve({"a": {"$in": [f"text {i}" for i in range(1000)]}})
-    assert sieve.matches(b'{"a":"text 999"}')
-    assert not sieve.matches(b'{"a":"text 1000"}')
+    filter_ = ValueFilter({"a": {"$in": [f"text {i}" for i in range(1000)]}})
+    assert filter_.matches(b'{"a":"text 999"}')
+    assert not filter_.matches(b'{"a":"text 1000"}')
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(QueryError, match=r"\$gtt at 'a': unknown operator; \$gt is one"):
-        Sieve({"a": {"$gtt": 1}})
+        ValueFilter({"a": {"$gtt": 1}})

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.query import Record, compile_query
-from tailrace.views.grep.scan import sift
+from tailrace.query import Record, compile_query, prefilter
 from tests.query.generators import random_document, random_query
 
 
@@ -20,7 +19,7 @@ def test_what_a_query_matches_passes_however_it_is_written(seed: int) -> None:
         # What is infinite is no JSON.
         documents = [document for _ in range(4) if "nf" not in str(document := random_document(chance))] or [{}]
         query = compile_query(random_query(chance, chance.choice(documents)))
-        passes = sift([query])
+        passes = prefilter([query])
         told += passes is not None
         for document in documents:
             if passes is not None and query.matches(document):
@@ -66,7 +65,7 @@ def written(value: Any, chance: random.Random) -> bytes:
     ],
 )
 def test_what_lacks_what_a_query_needs_is_left_out(query: Any, passing: list[str], left_out: list[str]) -> None:
-    passes = sift([compile_query(query)])
+    passes = prefilter([compile_query(query)])
     assert passes is not None
     assert [text for text in passing if not passes(None, text.encode())] == []
     assert [text for text in left_out if passes(None, text.encode())] == []
@@ -74,12 +73,12 @@ def test_what_lacks_what_a_query_needs_is_left_out(query: Any, passing: list[str
 
 @pytest.mark.parametrize("query", [{}, {"a": None}, {"a": {"$ne": 1}}, {"$topic": "a"}, {"$key.0": 1}, {"a.": 1}])
 def test_of_some_queries_nothing_can_be_said(query: Any) -> None:
-    assert sift([compile_query({"b": 1}), compile_query(query)]) is None
+    assert prefilter([compile_query({"b": 1}), compile_query(query)]) is None
 
 
 def test_a_key_is_looked_for_in_the_key() -> None:
     query = compile_query({"$and": [{"$key.1": "x-7"}, {"$key": {"$regex": "^acc"}}]})
-    passes = sift([query])
+    passes = prefilter([query])
     assert passes is not None
     for key in (b'["acc","x-7"]', b'["acc",\t"x\\u002d7"]'):
         assert query.matches({}, Record("t", 0, 0, 0, json.loads(key)))
