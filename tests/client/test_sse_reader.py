@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.client import connection as sse_reader
+from tailrace.client import sse_reader
 from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.errors import TooLarge
 
