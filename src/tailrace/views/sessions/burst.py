@@ -1,14 +1,12 @@
-"""Bursts: how samples, events and updates of a session become messages, and messages become bursts.
+"""Bursts: the serialised messages of a session, and the compressed blocks that hold them.
 
-A message here is a serialised ``StreamData``, and a burst is messages one after the other, each with a tag and its
-length; so what was made once is not parsed again to be put somewhere. Invariants: the samples of the messages that one
-call makes are those it was given, in order, with exactly their times; times are integers all the way; no burst is over
-``MAX_BURST`` bytes. All is a function of what is given, so that a replay makes the same bytes.
+A message is a serialised ``StreamData``; a burst is messages one after the other, each with a tag and its length, so
+that a message is serialised once. Invariants: the messages made by one call have exactly the given samples, in order,
+with their times, which are integers all the way; no burst exceeds ``MAX_BURST`` bytes; all output is a function of the
+input, so a replay makes the same bytes.
 
-Blocks: a burst as it is stored and sent, compressed with LZ4, in whichever container a writer has put it.
-
-Invariant: whatever the bytes say, no more is allocated than for ``most`` bytes of what they become; what would become
-more is refused. We write raw blocks. Of what others write we read five containers:
+A block is a burst as it is stored and sent, compressed with LZ4, in a container. Invariant: whatever the bytes are,
+decoding allocates at most ``most`` bytes; anything larger is refused. We write raw blocks and read five containers:
 
     block    a raw LZ4 block
     frame    an LZ4 frame, with its magic number
@@ -16,9 +14,8 @@ more is refused. We write raw blocks. Of what others write we read five containe
     pickle   K4os' LZ4Pickler, version 0
     plain    not compressed
 
-``auto`` finds out which one it is: the first of frame, plain, block, sized and pickle that decodes to its very end and
-is a burst in which no byte means nothing to us. If there is none, then the first that is a burst, preferably one whose
-first message is of a known kind.
+``auto`` detects the container: the first of frame, plain, block, sized and pickle that decodes to its very end and is a
+burst without unknown bytes; else the first that is a burst, preferably one whose first message is of a known kind.
 """
 
 from __future__ import annotations
@@ -47,27 +44,31 @@ from tailrace.views.sessions.rta import (
 )
 
 MAX_BURST = 1 << 20
-"""Bytes of a burst before compression that nobody may exceed."""
+"""Limit of the bytes of a burst before compression."""
 
 CONTAINERS = ("auto", "block", "frame", "sized", "pickle", "plain")
 
 _ORDER = ("frame", "plain", "block", "sized", "pickle")
 _BEGINS = {"frame": b"\x04\x22\x4d\x18", "plain": b"\n"}
 _MOST_RATIO = 255
-"""No byte of a block becomes more than so many."""
+"""Upper bound of LZ4's compression ratio."""
 _STEP = 64 << 10
 _CERTAIN = 2
 _DIFF_WIDTHS = (0, 1, 2, 4)
 
 
 def pack(data: bytes) -> bytes:
-    """Return a serialised burst as a raw block."""
+    """Compress a serialised burst into a raw block."""
     block: bytes = lz4.block.compress(data, store_size=False)
     return block
 
 
 def unpack(block: bytes, container: str = "auto", most: int = MAX_BURST) -> bytes:
-    """Return the serialised burst that a container holds; BadBurst if it holds none, or one over ``most`` bytes."""
+    """Return the serialised burst in a container.
+
+    Raises:
+        BadBurst: There is none, or it exceeds ``most`` bytes.
+    """
     if container == "auto":
         return _sniffed(block, most)
     open_it = _OPENERS.get(container)
@@ -141,7 +142,7 @@ def _frame(block: bytes, most: int) -> bytes:
     opened = lz4.frame.LZ4FrameDecompressor()
     parts: list[bytes] = []
     size = 0
-    # Step by step, since the decompressor copies what it is given and does not need yet.
+    # In steps, since the decompressor copies input that it does not need yet.
     for at in range(0, len(block), _STEP):
         try:
             parts.append(opened.decompress(block[at : at + _STEP], max_length=most + 1 - size))
@@ -184,30 +185,30 @@ _OPENERS: Mapping[str, Callable[[bytes, int], bytes]] = {
 
 
 TARGET = 64 << 10
-"""Bytes that a burst should have; what samples are cut to."""
+"""Size that bursts aim at, in bytes."""
 
 _HEAD = 64
-"""More bytes than tags, lengths and all else take in a message of samples, and in a burst for it."""
+"""Upper bound of the bytes of tags, lengths and small fields in a message of samples and its burst."""
 _TAG = b"\n"
 _MOST_CHANNEL = (1 << 32) - 1
 _INT32, _INT64 = 1 << 31, 1 << 63
 
 
 class Subscription(msgspec.Struct, frozen=True, weakref=True):
-    """What a reader has asked for so far. It only ever grows, by union."""
+    """Everything a viewer of the RTA protocol has asked for so far. It only grows, by union."""
 
     all_events: bool = False
     all_channels: bool = False
     channels: frozenset[int] = frozenset()
 
     def widened(self, more: StreamSubscription) -> Subscription:
-        """Return the subscription together with what a request adds."""
+        """Return the subscription extended by a request."""
         every = self.all_channels or more.all_data_channels
         channels = frozenset() if every else self.channels.union(more.data_channel_ids)
         return Subscription(self.all_events or more.all_events, every, channels)
 
     def wants(self, message: StreamData) -> bool:
-        """Return whether a message is for this reader. A row is if any of its channels is; updates always are."""
+        """Return True if a message is for this viewer. A row is if any of its channels is; updates always are."""
         kind = message.WhichOneof("data")
         if kind == "periodic_data":
             return self.all_channels or message.periodic_data.channel_id in self.channels
@@ -221,24 +222,23 @@ class Subscription(msgspec.Struct, frozen=True, weakref=True):
 
 
 NOTHING = Subscription()
-"""What a reader has asked for who has only just come: nothing but updates of the session."""
+"""Subscription of a new viewer: only updates of the session."""
 
 
 def session_json(text: str | bytes) -> bytes:
-    """Return the message of a session's JSON."""
     if isinstance(text, bytes):
         text = text.decode()
     return _bytes(StreamData(session_json=text))
 
 
 def time_range(start: int, end: int) -> bytes:
-    """Return the message that makes a session's range hold these two times and all between."""
+    """Return the message that extends a session's range to these two times."""
     _times_fit(start, end)
     return _bytes(StreamData(time_range=StreamTimeRange(start_time=start, end_time=end)))
 
 
 def periodic(channel: int, start: int, interval: int, width: int, buffer: bytes, target: int = TARGET) -> list[bytes]:
-    """Return messages of samples at equal distances, each of at most about ``target`` bytes; none of no samples."""
+    """Return messages of samples at equal intervals, each of at most about ``target`` bytes; none without samples."""
     count = _count(channel, width, buffer)
     if interval < 0 or (interval == 0 and count > 1):
         raise BadSample("bad-interval", f"{interval} ns between samples")
@@ -267,9 +267,9 @@ def timestamped(
     buffer: bytes,
     target: int = TARGET,
 ) -> list[bytes]:
-    """Return messages of samples with times of their own, each at most about ``target`` bytes.
+    """Return messages of samples with times of their own, each of at most about ``target`` bytes.
 
-    A new one begins wherever time goes back. The scale of each is the greatest common divisor of its distances.
+    A new message begins wherever time goes back. The scale of each is the greatest common divisor of its steps.
     """
     count = _count(channel, width, buffer)
     at = _nanoseconds(times)
@@ -290,7 +290,7 @@ def timestamped(
 
 
 def row(channels: Sequence[int], time: int, buffer: bytes) -> bytes:
-    """Return the message of one sample of each of some channels, side by side in the buffer."""
+    """Return the message of one sample of each of several channels, side by side in the buffer."""
     for channel in channels:
         _channel_fits(channel)
     _times_fit(time)
@@ -298,7 +298,6 @@ def row(channels: Sequence[int], time: int, buffer: bytes) -> bytes:
 
 
 def event(definition: int, app: str, time: int, text: str = "", values: Sequence[float] = ()) -> bytes:
-    """Return the message of an event."""
     _times_fit(time)
     if not -_INT32 <= definition < _INT32:
         raise BadSample("out-of-range", f"{definition} is no id of an event")
@@ -307,7 +306,7 @@ def event(definition: int, app: str, time: int, text: str = "", values: Sequence
 
 
 def bursts(messages: Iterable[bytes], target: int = TARGET) -> Iterator[bytes]:
-    """Put messages into bursts of up to about ``target`` bytes, in order; TooLarge if one alone is over the limit."""
+    """Put messages into bursts of up to about ``target`` bytes, in order; TooLarge if one alone exceeds the limit."""
     target = _room(target)
     parts: list[bytes] = []
     size = 0
@@ -329,7 +328,7 @@ def bursts(messages: Iterable[bytes], target: int = TARGET) -> Iterator[bytes]:
 
 
 def parse(data: bytes) -> StreamDataBurst:
-    """Read a serialised burst; BadBurst if it is none."""
+    """Parse a serialised burst; BadBurst if it is none."""
     try:
         burst: StreamDataBurst = StreamDataBurst.FromString(data)
     except DecodeError as error:
@@ -338,7 +337,7 @@ def parse(data: bytes) -> StreamDataBurst:
 
 
 def select(data: bytes, wanted: Subscription) -> bytes | None:
-    """Return a serialised burst with only what a reader has asked for; None if nothing of it is left."""
+    """Return a serialised burst reduced to a viewer's subscription; None if nothing is left."""
     if wanted.all_events and wanted.all_channels:
         return data or None
     messages = parse(data).data
@@ -362,14 +361,14 @@ def _run(
     scale = int(np.gcd.reduce(own)) or 1 if len(own) else 1
     np.floor_divide(own, scale, out=deltas[1:])
     head = TimestampedData(channel_id=channel, start_timestamp=int(at[first]), timestamp_deltas_scale=scale)
-    # The two long fields are put together by hand: as lists of integers they would take most of the time.
-    told = _field(TimestampedData.TIMESTAMP_DELTAS_FIELD_NUMBER, _varints(deltas))
+    # The two long fields are serialised by hand: lists of integers would take most of the time.
+    packed_deltas = _field(TimestampedData.TIMESTAMP_DELTAS_FIELD_NUMBER, _varints(deltas))
     samples = _field(TimestampedData.BUFFER_FIELD_NUMBER, buffer[first * width : last * width])
-    return _field(StreamData.TIMESTAMPED_DATA_FIELD_NUMBER, head.SerializeToString() + told + samples)
+    return _field(StreamData.TIMESTAMPED_DATA_FIELD_NUMBER, head.SerializeToString() + packed_deltas + samples)
 
 
 def _pieces(steps: npt.NDArray[np.int64], low: int, high: int, width: int, room: int) -> Iterator[tuple[int, int]]:
-    """Cut samples between which time does not go back, by the bytes that they and their deltas take at most."""
+    """Cut samples in ascending order of time into slices that fit, with their deltas, into ``room`` bytes."""
     own = steps[low : high - 1]
     scale = int(np.gcd.reduce(own)) if len(own) else 0
     most = int(own.max()) // scale if scale else 0
@@ -448,7 +447,7 @@ def _varint(value: int) -> bytes:
 
 
 def _varints(values: npt.NDArray[np.int64]) -> bytes:
-    """Return the same as ``_varint`` for each, all at once; they are not below 0."""
+    """Return the concatenated ``_varint`` of each value, vectorised; values are not negative."""
     most = _length(int(values.max()))
     if most == 1:
         return values.astype(np.uint8).tobytes()

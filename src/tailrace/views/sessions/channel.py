@@ -1,7 +1,7 @@
-"""Channels: what one number of a session's samples is, and the bytes that its samples are in a buffer.
+"""Channels of a session, and the packing of their samples into buffers.
 
-Invariant: ``unpack_values(channel, pack_values(channel.type, values))`` has the same numbers as ``values``, rounded
-only where the type is a float. What a type cannot hold is refused, never cut to fit.
+Invariant: ``unpack_values(channel, pack_values(channel.type, values))`` equals ``values``, rounded only where the type
+is a float. A value that the type cannot hold is refused, never clipped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from tailrace.errors import BadRequest
 
 Array: TypeAlias = npt.NDArray[Any]
 
-
 WIDTHS: dict[str, int] = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "u32": 4, "s32": 4, "f32": 4, "3f32": 12, "f64": 8}
 """Bytes of one sample of each type; ``3f32`` is three numbers."""
 
-
 SOURCES = ("row", "periodic", "timestamped", "synchro", "can", "event", "subSampledPeriodic")
-
 
 _KINDS = {
     "u8": "u1",
@@ -37,14 +34,13 @@ _KINDS = {
     "f64": "f8",
 }
 
-
 _DTYPES = {
     (name, big): np.dtype((">" if big else "<") + kind) for name, kind in _KINDS.items() for big in (False, True)
 }
 
 
 class BadSample(BadRequest):
-    """Samples that are not what their channel holds. ``reason`` is short and stable, for counts and dead letters."""
+    """Samples that do not fit their channel's type. ``reason`` is short and stable, for counters and dead letters."""
 
     code = "sample.invalid"
 
@@ -57,15 +53,13 @@ class BadSample(BadRequest):
 
 
 class Channel(msgspec.Struct, frozen=True):
-    """A channel of a session."""
-
     id: int
-    """Its number in the session: that of the configuration plus the offset of the binding."""
+    """Number in the session: the configuration's number plus the offset of the binding."""
     name: str = ""
     type: str = "f64"
     source: str = "row"
     interval: int = 0
-    """Nanoseconds between samples; 0 if they come at no fixed rate."""
+    """Nanoseconds between samples; 0 if there is no fixed rate."""
     big_endian: bool = False
 
     @property
@@ -75,15 +69,17 @@ class Channel(msgspec.Struct, frozen=True):
 
     @property
     def is_integer(self) -> bool:
-        """Whether its samples are integers, so that they can be shifted and masked."""
+        """True if samples are integers, which can be shifted and masked."""
         return "f" not in self.type
 
 
 def pack_values(type_: str, values: Sequence[Any] | Array, big_endian: bool = False) -> bytes:
-    """Return the buffer of raw values.
+    """Pack raw values into a buffer.
 
-    Values are numbers; None, only in a float, is not a number (NaN). Those of ``3f32`` are lists of three, or the same
-    numbers one after the other. BadSample if one is no number, no integer, or out of the type's range.
+    Values are numbers; None, in a float only, is NaN. Those of ``3f32`` are lists of three, or a flat list.
+
+    Raises:
+        BadSample: A value is no number, no integer, or out of the type's range.
     """
     dtype = _DTYPES.get((type_, big_endian))
     if dtype is None:
@@ -97,9 +93,10 @@ def pack_values(type_: str, values: Sequence[Any] | Array, big_endian: bool = Fa
 
 
 def unpack_values(channel: Channel, buffer: bytes) -> Array:
-    """Return the raw values of a buffer, in the machine's byte order; those of ``3f32`` as rows of three.
+    """Return the raw values of a buffer, in native byte order; those of ``3f32`` as rows of three.
 
-    BadSample if the buffer does not end with a whole sample.
+    Raises:
+        BadSample: The buffer does not end with a whole sample.
     """
     if len(buffer) % channel.width:
         raise BadSample(

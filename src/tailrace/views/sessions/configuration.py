@@ -1,33 +1,23 @@
-"""Configurations: which channels a session has, and the parameters and events that are read from them.
+"""Configurations: the channels of a session, and the parameters, events and conversions that are read from them.
 
 A configuration never changes once it is published. A session binds configurations, each with an offset that is added to
-the numbers of its channels. Invariant: a channel's number in a session means the same for everyone who has the same
-bindings; where two bindings give one number, the first is right.
+the numbers of its channels. Invariants: a channel's number in a session means the same for everyone with the same
+bindings, and if two bindings define one number, the first counts; a value is converted once, by the conversion of its
+parameter or of its position in an event. The parser skips unknown properties and reports recoverable mistakes as
+warnings; it refuses whatever would give samples another meaning than their writer's.
 
-Conversions: from the raw number of a sample to the value that a person reads.
+A conversion takes a raw number to the value that a person reads, in this order: shift, mask, the conversion itself,
+offset. These are the rules that the format leaves open:
 
-The steps are those of the configuration, in this order: shift, mask, the conversion itself, offset. Each is taken once,
-on raw numbers as they were sampled. What the format leaves open is settled here:
-
-- Shift and mask work on integers of up to 32 bits; those of a float are not applied. To the right a sign is kept, to
-  the left bits beyond the 32nd are lost. A mask with every bit of the channel's width changes nothing; any other gives
-  the bits that it leaves, as a number without a sign.
+- Shift and mask apply to integers of up to 32 bits, not to floats. A shift to the right keeps the sign, one to the left
+  loses bits beyond the 32nd. A mask with every bit of the channel's width changes nothing; any other gives the rest of
+  the bits as an unsigned number.
 - A rational is ``(c1 x² + c2 x + c3) / (c4 x² + c5 x + c6)`` in floats of 64 bits, without the terms whose coefficient
-  is 0. Where the divisor is 0 the value is infinite or not a number.
-- A table that is interpolated is a line between neighbours; one that is not has, up to the next entry, the value of the
-  entry at or below. Both have the first value below the first entry, and the last one above the last.
+  is 0. Where the divisor is 0 the value is infinite or NaN.
+- An interpolated table is linear between neighbours; any other has, up to the next entry, the value of the entry at or
+  below. Both have the first value below the first entry, and the last one above the last.
 - A text is that of the key that equals the number, otherwise the default; it takes no offset.
-- A formula is not computed: the number passes as it is, with shift, mask and offset.
-
-Parameters, events and errors: what a configuration says of the values that people read.
-
-Invariant: a value is converted by the one conversion that its parameter, or its place in an event, has; whoever shows
-it converts nothing more.
-
-The JSON of a configuration: an object of applications by name, each with parameters, channels, conversions, events.
-
-Invariants: properties that are not known are passed over; what can be read in spite of a slip is read, and the slip is
-told among the warnings; what would give samples another meaning than their writer's is refused.
+- A formula is not computed: the number passes unchanged, with shift, mask and offset.
 """
 
 from __future__ import annotations
@@ -45,15 +35,12 @@ import numpy.typing as npt
 from tailrace.errors import BadRequest
 from tailrace.views.sessions.channel import WIDTHS, Channel
 
-__all__ = ["BadConfiguration", "Channels", "Configuration", "ErrorDefinition", "EventDefinition", "Parameter"]
-
-
 Array: TypeAlias = npt.NDArray[Any]
 
 UNIT = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-"""The coefficients of a rational that changes nothing."""
+"""Coefficients of the rational that changes nothing."""
 MISPRINTED_UNIT = (0.0, 1.0, 0.0, 0.0, 1.0, 0.0)
-"""What published documents give as those coefficients. As a formula it is x / x: 1 everywhere but at 0."""
+"""The same coefficients as published documents misprint them. As a formula it is x / x: 1 everywhere but at 0."""
 
 _ALL_BITS = 0xFFFF_FFFF
 
@@ -75,14 +62,14 @@ class Rational(msgspec.Struct, frozen=True):
 
 
 class LookupTable(msgspec.Struct, frozen=True):
-    """A look-up table, its raw numbers rising."""
+    """A look-up table with ascending raw numbers."""
 
     raw: tuple[float, ...]
     calibrated: tuple[float, ...]
     interpolated: bool = False
 
     def values(self, raw: Array) -> Array:
-        """Return what the table gives for each number; not a number for what is none."""
+        """Return the table's value for each number; NaN for NaN."""
         x = raw.astype(np.float64)
         if self.interpolated:
             return np.interp(x, self.raw, self.calibrated)
@@ -98,19 +85,17 @@ class TextTable(msgspec.Struct, frozen=True):
     default: str = ""
 
     def values(self, raw: Array) -> list[str]:
-        """Return the name of each number."""
         distinct, at = np.unique(raw, return_inverse=True)
         known = [self.names.get(number, self.default) for number in distinct.tolist()]
         return [known[i] for i in at.reshape(-1).tolist()]
 
 
 class Formula(msgspec.Struct, frozen=True):
-    """Code in a language that is not ours."""
+    """Code in a language that Tailrace does not run."""
 
     code: str
 
     def values(self, raw: Array) -> Array:
-        """Return the numbers as they are."""
         return raw
 
 
@@ -122,22 +107,22 @@ class Conversion(msgspec.Struct, frozen=True):
 
     how: Rational | LookupTable | TextTable | Formula = Rational()
     shift: int = 0
-    """Bits to the right, or to the left if it is below 0."""
+    """Bits to the right, or to the left if negative."""
     mask: int = _ALL_BITS
     offset: float = 0.0
 
     @property
     def kind(self) -> str:
-        """What it is called in configurations."""
+        """Name of the kind in configurations."""
         return _KINDS[type(self.how)]
 
     @property
     def is_computed(self) -> bool:
-        """Whether what ``convert`` returns are the values that the configuration means."""
+        """False if ``convert`` cannot return the values that the configuration means."""
         return not isinstance(self.how, Formula)
 
     def convert(self, raw: Array) -> Array | list[str]:
-        """Return the values of raw numbers, one for each; texts if it is a conversion to text."""
+        """Return the value of each raw number; texts if it is a conversion to text."""
         values = self.how.values(_bits(raw, self.shift, self.mask))
         return values + self.offset if self.offset and not isinstance(values, list) else values
 
@@ -155,7 +140,7 @@ def _bits(raw: Array, shift: int, mask: int) -> Array:
 
 
 def _quadratic(x: Array, a: float, b: float, c: float) -> Array:
-    """Return the sum of the terms that there are: of each number, or one for all if it is the same."""
+    """Return the sum of the nonzero terms: an array, or a scalar if it does not depend on x."""
     total: Array = np.asarray(c, np.float64)
     if b:
         total = b * x + c if c else b * x
@@ -163,7 +148,7 @@ def _quadratic(x: Array, a: float, b: float, c: float) -> Array:
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """Something that is measured: one or several channels, and how their raw numbers are read."""
+    """A measured quantity: one or several channels, and the conversion of their raw numbers."""
 
     id: str
     """By convention ``name:app``."""
@@ -180,7 +165,7 @@ class Parameter(msgspec.Struct, frozen=True):
     conversion: Conversion = Conversion()
 
     def described(self) -> dict[str, Any]:
-        """Return it as JSON for clients, who get values that are converted already, unless ``converted`` is false."""
+        """Return it as JSON for clients; they get converted values, unless ``converted`` is false."""
         return {
             "id": self.id,
             "name": self.name,
@@ -208,7 +193,7 @@ class EventDefinition(msgspec.Struct, frozen=True):
     """One for each of the first values of an event."""
 
     def convert(self, values: Sequence[float]) -> list[float | str]:
-        """Return the values of an event, each converted by its own conversion; as they are where there is none."""
+        """Return the values of an event, each converted by its own conversion; unchanged where there is none."""
         converted: list[float | str] = list(values)
         for at, conversion in enumerate(self.conversions[: len(values)]):
             found = conversion.convert(np.array([values[at]], np.float64))
@@ -216,7 +201,6 @@ class EventDefinition(msgspec.Struct, frozen=True):
         return converted
 
     def described(self) -> dict[str, Any]:
-        """Return it as JSON for clients."""
         return {
             "id": self.id,
             "app": self.app,
@@ -227,7 +211,7 @@ class EventDefinition(msgspec.Struct, frozen=True):
 
 
 class ErrorDefinition(msgspec.Struct, frozen=True):
-    """A fault that is found in parameters: one says that it is there, another that it was."""
+    """A fault that shows in parameters: ``current`` has it now, ``logged`` had it."""
 
     name: str
     group: str = ""
@@ -235,16 +219,8 @@ class ErrorDefinition(msgspec.Struct, frozen=True):
     logged: str = ""
     desc: str = ""
     bit: int = 0
-    """Of the converted value."""
+    """Bit of the converted value."""
 
-
-Read: TypeAlias = tuple[
-    tuple[Channel, ...],
-    tuple[Parameter, ...],
-    tuple[EventDefinition, ...],
-    tuple[ErrorDefinition, ...],
-    tuple[str, ...],
-]
 
 _MASK = re.compile(r"(?:0[xX])?([0-9A-Fa-f]{1,8})")
 _MOST_CHANNEL = (1 << 32) - 1
@@ -327,17 +303,8 @@ class _Application(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(dict[str, _Application]).decode
 
 
-def read(data: bytes, unit_rational: bool) -> Read:
-    """Return a configuration's channels, parameters, events, errors and warnings; BadConfiguration if it is none."""
-    try:
-        apps = _decode(data)
-    except (ValueError, RecursionError) as error:
-        raise BadConfiguration(f"no configuration: {error}") from None
-    return _Reading(apps, unit_rational).all()
-
-
-class _Reading:
-    """One configuration being read: what its applications refer to, and what is to be told."""
+class _Parser:
+    """One configuration being parsed."""
 
     def __init__(self, apps: dict[str, _Application], unit_rational: bool) -> None:
         self._apps, self._unit_rational = apps, unit_rational
@@ -345,8 +312,7 @@ class _Reading:
         self._conversions = {each.name: each for app in apps.values() for each in app.conversions or ()}
         self._hows = {name: self._how(each) for name, each in self._conversions.items()}
 
-    def all(self) -> Read:
-        """Return what was read."""
+    def parse(self) -> Configuration:
         channels = self._channels()
         parameters = tuple(
             self._parameter(name, each, channels) for name, app in self._apps.items() for each in app.parameters or ()
@@ -364,7 +330,8 @@ class _Reading:
             for each in app.events or ()
         )
         errors = tuple(each for app in self._apps.values() for each in app.errors or ())
-        return tuple(channels.values()), parameters, events, errors, tuple(dict.fromkeys(self._warnings))
+        warnings = tuple(dict.fromkeys(self._warnings))
+        return Configuration(tuple(channels.values()), parameters, events, errors, warnings)
 
     def _channels(self) -> dict[int, Channel]:
         orders: dict[int, set[str]] = {}
@@ -383,36 +350,36 @@ class _Reading:
                     raise BadConfiguration(f"channel {each.id} of {name!r} is defined twice, and not alike")
         return found
 
-    def _parameter(self, app: str, given: _Parameter, channels: dict[int, Channel]) -> Parameter:
-        where = f"parameter {given.id!r}"
-        named = self._conversions.get(given.conv or "")
-        how = self._named(given.conv, where)
-        mask = _MASK.fullmatch(given.mask if given.mask is not None else "ffffffff")
+    def _parameter(self, app: str, written: _Parameter, channels: dict[int, Channel]) -> Parameter:
+        where = f"parameter {written.id!r}"
+        named = self._conversions.get(written.conv or "")
+        how = self._named(written.conv, where)
+        mask = _MASK.fullmatch(written.mask if written.mask is not None else "ffffffff")
         if mask is None:
-            raise BadConfiguration(f"{where}: the mask {given.mask!r} is no hexadecimal number of up to 32 bits")
-        for number in given.channels or ():
+            raise BadConfiguration(f"{where}: the mask {written.mask!r} is no hexadecimal number of up to 32 bits")
+        for number in written.channels or ():
             channel = channels.get(number)
             if channel is None:
                 self._warnings.append(f"{where}: channel {number} is not defined")
-            elif not channel.is_integer and (given.shift or int(mask[1], 16) != 0xFFFF_FFFF):
+            elif not channel.is_integer and (written.shift or int(mask[1], 16) != 0xFFFF_FFFF):
                 self._warnings.append(f"{where}: shift and mask are not applied to channel {number}, a float")
             if channel is not None and channel.type == "3f32" and isinstance(how, TextTable):
                 self._warnings.append(f"{where}: no text is looked up for channel {number}, which is of three numbers")
                 how = Rational()
-        low, high = given.min or 0.0, given.max or 0.0
+        low, high = written.min or 0.0, written.max or 0.0
         return Parameter(
-            id=given.id,
-            name=given.name or given.id.removesuffix(f":{app}"),
+            id=written.id,
+            name=written.name or written.id.removesuffix(f":{app}"),
             app=app,
-            description=given.desc or "",
-            unit=given.unit if given.unit is not None else (named and named.unit) or "",
-            format=given.format if given.format is not None else (named and named.format) or "",
+            description=written.desc or "",
+            unit=written.unit if written.unit is not None else (named and named.unit) or "",
+            format=written.format if written.format is not None else (named and named.format) or "",
             min=low,
             max=high,
-            warn_min=low if given.warn_min is None else given.warn_min,
-            warn_max=high if given.warn_max is None else given.warn_max,
-            channels=given.channels or (),
-            conversion=Conversion(how, given.shift or 0, int(mask[1], 16), given.offset or 0.0),
+            warn_min=low if written.warn_min is None else written.warn_min,
+            warn_max=high if written.warn_max is None else written.warn_max,
+            channels=written.channels or (),
+            conversion=Conversion(how, written.shift or 0, int(mask[1], 16), written.offset or 0.0),
         )
 
     def _named(self, name: str | None, where: str) -> Rational | LookupTable | TextTable | Formula:
@@ -423,9 +390,9 @@ class _Reading:
             return Rational()
         return self._hows[name]
 
-    def _how(self, given: _Conversion) -> Rational | LookupTable | TextTable | Formula:
-        where = f"conversion {given.name!r}"
-        rational, table, text, formula = given.rational, given.table, given.text, given.formula
+    def _how(self, written: _Conversion) -> Rational | LookupTable | TextTable | Formula:
+        where = f"conversion {written.name!r}"
+        rational, table, text, formula = written.rational, written.table, written.text, written.formula
         if sum(each is not None for each in (rational, table, text, formula)) > 1:
             raise BadConfiguration(f"{where} is of several kinds: keep one of rational, table, text and formula")
         if table is not None:
@@ -453,39 +420,46 @@ class _Reading:
         return Rational(rational.coeffs)
 
 
-def _channel(given: _Channel, app: str, big_endian: bool) -> Channel:
-    kind, interval = given.type or "f64", given.interval or 0
-    where = f"channel {given.id} of {app!r}"
-    if not 0 <= given.id <= _MOST_CHANNEL:
+def _channel(written: _Channel, app: str, big_endian: bool) -> Channel:
+    kind, interval = written.type or "f64", written.interval or 0
+    where = f"channel {written.id} of {app!r}"
+    if not 0 <= written.id <= _MOST_CHANNEL:
         raise BadConfiguration(f"{where}: a channel's number is from 0 to {_MOST_CHANNEL}")
     if kind not in WIDTHS:
         raise BadConfiguration(f"{where}: there is no type {kind!r}, only {', '.join(WIDTHS)}")
     if not 0 <= interval < 1 << 63:
         raise BadConfiguration(f"{where}: {interval} ns are no interval")
-    return Channel(given.id, given.name or "", kind, given.source or "row", interval, big_endian)
+    return Channel(written.id, written.name or "", kind, written.source or "row", interval, big_endian)
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """What a configuration says."""
+    """A parsed configuration."""
 
     channels: tuple[Channel, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     events: tuple[EventDefinition, ...] = ()
     errors: tuple[ErrorDefinition, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What was read, though it may not be what its writer meant."""
+    """Properties that were read, though their writer may have meant something else."""
 
     @classmethod
     def parse(cls, data: bytes, unit_rational: bool = False) -> Configuration:
-        """Read a configuration's JSON; BadConfiguration if it is none.
+        """Parse a configuration's JSON.
 
-        With ``unit_rational``, a rational with the coefficients that are often misprinted as those of the one that
-        changes nothing is taken for that one. Otherwise it is computed as it is written, and told.
+        With ``unit_rational``, the misprinted coefficients of the rational that changes nothing are taken for that
+        one. Otherwise they are computed as written, with a warning.
+
+        Raises:
+            BadConfiguration: It is none.
         """
-        return cls(*read(data, unit_rational))
+        try:
+            apps = _decode(data)
+        except (ValueError, RecursionError) as error:
+            raise BadConfiguration(f"no configuration: {error}") from None
+        return _Parser(apps, unit_rational).parse()
 
     def bound(self, offset: int) -> Configuration:
-        """Return it with the numbers that its channels have in a session that binds it with this offset."""
+        """Return it with the channel numbers of a session that binds it with this offset."""
         if not offset:
             return self
         change = msgspec.structs.replace
@@ -503,7 +477,7 @@ class Channels:
 
     def __init__(self, bound: Sequence[Configuration], complete: bool) -> None:
         self.complete = complete
-        """Whether every configuration is known; only then is a channel that is not known a mistake."""
+        """True if every configuration is known; only then is an unknown channel a mistake."""
         self.parameters = [parameter for each in bound for parameter in each.parameters]
         self.events = [event for each in bound for event in each.events]
         self._channels: dict[int, Channel] = {}
@@ -513,13 +487,13 @@ class Channels:
 
     @classmethod
     def of(cls, bindings: Iterable[tuple[Configuration | None, int]]) -> Channels:
-        """Put bindings together, each a configuration, or None if it is not known, and its offset.
+        """Combine bindings: each a configuration, or None if it is unknown, and its offset.
 
         A session that binds nothing is not complete.
         """
-        given = list(bindings)
-        known = [configuration.bound(offset) for configuration, offset in given if configuration is not None]
-        return cls(known, bool(given) and len(known) == len(given))
+        bound = list(bindings)
+        known = [configuration.bound(offset) for configuration, offset in bound if configuration is not None]
+        return cls(known, bool(bound) and len(known) == len(bound))
 
     def __iter__(self) -> Iterator[Channel]:
         return iter(self._channels.values())
@@ -528,15 +502,12 @@ class Channels:
         return len(self._channels)
 
     def get(self, channel: int) -> Channel | None:
-        """Return a channel by its number in the session."""
         return self._channels.get(channel)
 
     def event(self, app: str, definition: int) -> EventDefinition | None:
-        """Return the definition of an event."""
         return self._events.get((app, definition))
 
     def parameters_of(self, channel: int) -> list[Parameter]:
-        """Return the parameters that are read from a channel."""
         return self._parameters_of.get(channel, [])
 
     @cached_property
@@ -548,7 +519,7 @@ class Channels:
         return found
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the channels as JSON for clients, by number, each with what is read from it."""
+        """Return the channels as JSON for clients, by number, each with its parameters."""
         return [
             {
                 "id": channel.id,

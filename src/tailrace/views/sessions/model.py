@@ -1,18 +1,16 @@
-"""A telemetry session: what is known of it, and how records change it.
+"""A telemetry session and the rules by which records change it; also the retention of its stream entries.
 
-A session is opened, updated, closed once; a watchdog may say in between that it was abandoned, and its next record says
-that it was not. Its time range only grows. Two texts are kept of its Session JSON: ``json`` is what viewers of the
-stream were last told, and ``merged`` is all that is known, for whoever asks. In both, ``null`` (unknown, ask elsewhere)
-and empty (known to be empty) stay apart.
+A session is opened, updated, and closed once. In between, a watchdog may mark it abandoned, and its next record opens
+it again. Its time range only grows. Two texts of its Session JSON are stored: ``json`` is the last one in the stream,
+and ``merged`` is the union of all updates. In both, ``null`` (unknown, ask elsewhere) and empty (known to be empty)
+stay apart.
 
-Invariant: a session is a function of its records, in order; ``order`` grows with each of them and each word of the
-watchdog's, so of two states of a session the later one is known by it, whoever wrote them and however often.
+Invariant: a session is a function of its records, in order. ``order`` grows with each record and each change by the
+watchdog, so of two states of a session the later one can be told, whoever wrote them and however often.
 
-Retention: what a stream keeps of each of its sessions, and what is too much of it.
-
-A session keeps its newest entries: so many, so many bytes, and for so long. It loses none to another one, however much
-that writes, unless the stream has too many bytes of all of them together: then the largest gives first. Invariant: what
-is too much of a session are its oldest entries, so what is left of it has no hole.
+Retention (``Weights``): a stream keeps the newest entries of each session, limited by count, bytes and age. One session
+never costs another its entries, unless the whole stream has too many bytes: then the largest session gives first.
+Invariant: only the oldest entries of a session go, so the rest of it has no hole.
 """
 
 from __future__ import annotations
@@ -34,9 +32,11 @@ from tailrace.views.sessions.telemetry import CLOSED, FIRST, LAST, Fault, Refuse
 
 ABANDONED: Final = "abandoned"
 PROGRAM: Final = "~"
-"""What the names of writers begin with that are programs, and not partitions: no topic can be called so."""
+"""Prefix of the names of writers that are programs, not partitions: no topic can have such a name."""
 MAX_JSON = MAX_BURST - 64
-"""Bytes of Session JSON without the word for its state: that, and a message around it, must still fit into a burst."""
+"""Limit of the bytes of Session JSON without the word for its state: with it, and a message around it, it fits a
+burst.
+"""
 
 _Scalar: TypeAlias = str | int | float | bool
 _Instant: TypeAlias = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -44,7 +44,7 @@ _Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=FIRST, le=LAST)]
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """A configuration of a session: its channels are found so much higher in the session than they are called in it."""
+    """A configuration bound to a session: the session adds ``offset`` to the numbers of its channels."""
 
     identifier: str
     offset: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = msgspec.field(name="channelOffset")
@@ -77,7 +77,7 @@ _PROPERTIES: Final[dict[str, Any]] = {
     "alternates": list[str],
     "configBindings": list[Binding],
 }
-"""The properties that the format knows; others pass as they are. Any may be null."""
+"""The properties that the format defines; others pass unchanged. Any may be null."""
 _REQUIRED = ("identity", "state", "timestamp", "identifier")
 
 _encode = msgspec.json.Encoder().encode
@@ -86,7 +86,7 @@ _parts = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def checked(identity: str, update: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return what can be used of a Session JSON, and what is wrong with the rest of it."""
+    """Return the usable properties of a Session JSON, and the faults of the others."""
     good: dict[str, Any] = {}
     faults: list[Fault] = []
     for name, value in update.items():
@@ -104,40 +104,39 @@ def checked(identity: str, update: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a session."""
+    """The stored state of a session."""
 
     identity: str
     stream: str
     number: int
-    """Its id in the stream; 0 until it has one."""
+    """Id in the stream; 0 until it is assigned."""
     position: str
-    """The stream's last entry before the first of the session."""
+    """Last entry of the stream before the session's first one."""
     state: str
     json: str
-    """The Session JSON that viewers were last told."""
+    """Last Session JSON in the stream."""
     merged: str
-    """All that is known of the Session JSON."""
+    """Union of all Session JSONs."""
     writer: str
     opened: int
-    """The offset of the record that opened it."""
+    """Offset of the record that opened the session."""
     heard: int
-    """The latest time of its records, in milliseconds."""
+    """Latest time of its records, in milliseconds."""
     records: int = 0
-    """How many records it has had."""
+    """Number of records so far."""
     amendment: int = 0
-    """How often the watchdog spoke of it since the last one."""
+    """Number of changes by the watchdog since the last record."""
     start: int | None = None
     end: int | None = None
     shared: bool = False
-    """Whether records of it came from others than the writer that opened it."""
+    """True if records came from others than the writer that opened the session."""
 
     @classmethod
     def decode(cls, data: bytes) -> Session:
-        """Read what ``encode`` wrote."""
         return _read(data)
 
     def encode(self) -> bytes:
-        """Return the session as bytes, to be kept between its records."""
+        """Return the session as bytes for the store."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -155,29 +154,28 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is over for good."""
         return self.state in CLOSED
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Its place among all states of all sessions of its name: the later, the greater."""
+        """Order among all states of all sessions of this name: the later, the greater."""
         return self.number, self.records, self.amendment
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
-        """The configurations that say what its channels are."""
+        """The configurations that define its channels."""
         return _bindings(self.merged)
 
     def placed(self, number: int, position: str) -> Session:
-        """Return the session under the number that it was given, at its place in the stream."""
+        """Return the session with its assigned number and stream position."""
         return msgspec.structs.replace(self, number=number, position=position)
 
     def heard_of(self, time_ms: int) -> Session:
-        """Return the session after one more record, whatever that says."""
+        """Return the session after one more record, whatever its content."""
         return msgspec.structs.replace(self, heard=max(self.heard, time_ms), records=self.records + 1, amendment=0)
 
     def updated(self, update: Mapping[str, Any]) -> Session:
-        """Return the session after an update of its JSON that was checked; with a closed state, it is closed.
+        """Return the session after a checked update of its JSON; a closed state closes it.
 
         Raises:
             Refused: Its JSON is too large now.
@@ -194,7 +192,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         return changed.widened(spanned["startTime"], spanned["endTime"]) if spanned else changed
 
     def widened(self, start: int, end: int) -> Session:
-        """Return the session with a range that has these times in it, too."""
+        """Return the session with a range that includes these times."""
         if self.start is not None and self.end is not None:
             start, end = min(start, self.start), max(end, self.end)
             if start == self.start and end == self.end:
@@ -202,24 +200,24 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, start=start, end=end)
 
     def in_state(self, state: str) -> Session:
-        """Return the session in a state, and its JSON with it."""
+        """Return the session with another state, also in its JSON."""
         told, known = _decode(self.json), _decode(self.merged)
         told["state"] = known["state"] = state
-        # There is room for the word, however much the rest has taken.
+        # MAX_JSON leaves room for the word.
         return msgspec.structs.replace(self, state=state, json=_encode(told).decode(), merged=_encode(known).decode())
 
     def awake(self) -> Session:
-        """Return the session as one that has samples: if it was waiting, or abandoned, it is open."""
+        """Return the session as open: it has samples, even if it was waiting or abandoned."""
         return self if self.state == "open" else self.in_state("open")
 
     def abandoned(self) -> Session:
-        """Return the session as one that has been silent for too long; one that is not open stays what it is."""
+        """Return the session as silent for too long; one that is not open is unchanged."""
         if self.state != "open":
             return self
         return msgspec.structs.replace(self.in_state(ABANDONED), amendment=self.amendment + 1)
 
     def fields(self) -> dict[str, bytes | str | int]:
-        """Return the fields of its hash, all but the time at which that is written."""
+        """Return the fields of its hash, except the time of writing."""
         found: dict[str, bytes | str | int] = {
             "streamSessionId": self.number,
             "streamName": self.stream,
@@ -247,14 +245,14 @@ def text(json: Mapping[str, Any]) -> str:
         Refused: It does not fit into a message.
     """
     written = _encode(json)
-    # A session at the limit must still be able to end.
+        # The state does not count: a session at the limit must still be able to end.
     if len(written) - len(json["state"]) > MAX_JSON:
         raise Refused("session-too-large", f"{len(written)} bytes of Session JSON; {MAX_JSON} fit into a message")
     return written.decode()
 
 
 def both_said(before: str | None, update: str | None) -> str | None:
-    """Return the Session JSON that says what two in a row have said: what the later one does not know stays."""
+    """Merge two Session JSONs in a row: properties that the later one leaves out, or null, keep their value."""
     if before is None or update is None:
         return update if before is None else before
     try:
@@ -265,7 +263,7 @@ def both_said(before: str | None, update: str | None) -> str | None:
 
 
 def bindings_in(json: Mapping[str, Any]) -> tuple[Binding, ...]:
-    """Return the configurations that a Session JSON names; none if it does not say."""
+    """Return the configurations that a Session JSON names; none if it names none."""
     try:
         return tuple(msgspec.convert(json.get("configBindings") or [], list[Binding]))
     except ValueError:
@@ -283,11 +281,11 @@ def identifiers(bindings: Iterable[Binding]) -> set[str]:
 
 
 _SPARE = 1024
-"""Entries that are gone from the front of a line before it is moved up."""
+"""Dropped entries at the front of a line before the line is compacted."""
 
 
 class StreamLimits(msgspec.Struct, frozen=True):
-    """What is kept of each session, and of all sessions of a stream."""
+    """Limits of one session's entries, and of the bytes of a whole stream."""
 
     entries: int
     bytes: int
@@ -296,7 +294,7 @@ class StreamLimits(msgspec.Struct, frozen=True):
 
 
 class _Line:
-    """The entries of a session, the oldest first; 24 bytes each, since there may be a million."""
+    """The entries of a session, oldest first; 24 bytes each, since there may be a million."""
 
     def __init__(self) -> None:
         self._ms, self._seq, self._sizes = array("Q"), array("Q"), array("Q")
@@ -332,28 +330,28 @@ class _Line:
 
 
 class Weights:
-    """The entries of one stream as they were weighed, in the order of their ids."""
+    """The entries of one stream with their sizes, in the order of their ids."""
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
         self.last: EntryId = (0, 0)
-        """The last entry that was weighed, also when it is gone."""
+        """Last entry added, even if it was dropped since."""
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
     @property
     def bytes(self) -> int:
-        """All that is there."""
+        """Bytes of all entries."""
         return sum(line.bytes for line in self._lines.values())
 
     def add(self, entry: EntryId, number: int, size: int) -> None:
-        """Add the next entry, of the session with a number."""
+        """Add the next entry, of the session with this number."""
         self._lines.setdefault(number, _Line()).add(entry, size)
         self.last = entry
 
     def surplus(self, limits: StreamLimits, now_ms: int) -> dict[int, int]:
-        """Return of each session how many of its oldest entries are too many; ``now_ms`` is the server's clock."""
+        """Return how many of its oldest entries each session has to give; ``now_ms`` is the server's clock."""
         going: dict[int, int] = {}
         left: dict[int, int] = {}
         for number, line in self._lines.items():
@@ -379,7 +377,7 @@ class Weights:
         return self._lines[number].oldest(count)
 
     def drop(self, number: int, count: int) -> int:
-        """Forget the oldest entries of a session, which are gone; return their bytes."""
+        """Drop the oldest entries of a session; return their bytes."""
         line = self._lines[number]
         before = line.bytes
         line.drop(count)
@@ -388,10 +386,10 @@ class Weights:
         return before - line.bytes
 
 
-def told_enough(trimmed: Mapping[int, EntryId], known: Collection[int], oldest_ms: int) -> list[int]:
-    """Return the numbers of sessions of which nobody needs to be told any more that entries were trimmed.
+def stale_trims(trimmed: Mapping[int, EntryId], known: Collection[int], oldest_ms: int) -> list[int]:
+    """Return the numbers of sessions whose trim notes can be deleted.
 
     Those are sessions that the stream does not know any more and that were last trimmed before ``oldest_ms``: they
-    have no entries, and whoever read them then is gone.
+    have no entries, and their readers are gone.
     """
     return [number for number, (ms, _) in trimmed.items() if ms < oldest_ms and number not in known]

@@ -1,16 +1,14 @@
-"""Recording: what the records of one writer make of the sessions of its stream.
+"""Recording: turns the records of one writer into the entries of its stream.
 
-A recorder begins with sessions as they rest in the store, takes records one by one, and says at any moment what has to
-be written for those since it last said so. Invariant: what is written is a function of the sessions and the records; so
-records may come in any portions, again and again, as long as each recorder begins where the stream's mark says.
+A ``Recorder`` begins with the stored sessions, takes records one by one, and returns on demand the writes that the
+records since the last call need. Invariant: the writes are a function of the sessions and the records, so records may
+come in any batches, and again after a failure, as long as each recorder begins at the stream's mark.
 
-The first message of a session is its Session JSON and nothing else, and so is its last; where its range grew, the new
-one comes before the samples that made it grow.
+The first message of a session is its Session JSON alone, and so is the last one. Where its time range grew, the new
+range precedes the samples that made it grow.
 
-The catalogue: the configurations that a writer of sessions knows, and the channels that they make.
-
-A configuration never changes once it is published, so what is known stays right for ever, and what is not known yet is
-worth asking for again.
+A ``Catalogue`` has the configurations that a writer knows. A published configuration never changes, so a known one
+stays right for ever; an unknown one is worth asking for again.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from tailrace.views.sessions.telemetry import (
 )
 
 KNOWN = 1_000
-"""Configurations that are remembered from one time to the next."""
+"""Limit of remembered configurations."""
 
 
 class _Known(NamedTuple):
@@ -50,23 +48,23 @@ class _Known(NamedTuple):
 
 
 class Catalogue:
-    """Configurations by identifier."""
+    """Configurations by identifier, and the channels that they define."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
         self._channels: dict[tuple[Binding, ...], Channels] = {}
 
     def tidy(self) -> None:
-        """Forget everything if it is too much; to be called before what is needed is asked for, and not later."""
+        """Forget everything if there is too much; to be called only before asking for the missing ones."""
         if len(self._known) > KNOWN:
             self.forget(list(self._known))
 
     def missing(self, identifiers: Iterable[str]) -> set[str]:
-        """Return which of these are not known."""
+        """Return the unknown ones of these."""
         return {identifier for identifier in identifiers if identifier not in self._known}
 
     def learn(self, stored: Mapping[str, bytes]) -> None:
-        """Take note of configurations as they are published; one that cannot be read stays unknown."""
+        """Remember published configurations; an unreadable one stays unknown."""
         for identifier, text in stored.items():
             try:
                 self._add(identifier, text, Configuration.parse(text))
@@ -74,10 +72,10 @@ class Catalogue:
                 continue
 
     def publish(self, identifier: str, config: msgspec.Raw) -> bytes:
-        """Take note of a configuration that is to be published; return its text.
+        """Remember a configuration that is about to be published; return its text.
 
         Raises:
-            ValueError: It is none, or another one is known by that identifier.
+            ValueError: It is invalid, or its identifier is taken by another one.
         """
         if not identifier:
             raise ValueError("a configuration without an identifier")
@@ -93,13 +91,13 @@ class Catalogue:
         return text
 
     def forget(self, identifiers: Iterable[str]) -> None:
-        """Forget configurations that somebody else may have published meanwhile."""
+        """Forget configurations that another writer may have published meanwhile."""
         for identifier in identifiers:
             self._known.pop(identifier, None)
         self._channels.clear()
 
     def channel(self, bindings: tuple[Binding, ...], number: int) -> Channel | None:
-        """Return a channel of a session; None if it may be one of a configuration that is not known.
+        """Return a channel of a session; None if it may belong to an unknown configuration.
 
         Raises:
             BadSample: No configuration of the session has it.
@@ -125,13 +123,13 @@ class Catalogue:
 
 
 COPIES = 5
-"""How often a session's JSON is sent when the session changes, about: twice to each of two keys, and to the stream."""
+"""Estimate of how often a changed session's JSON is sent: twice to each of two keys, and to the stream."""
 MOST_FAULTS = 20
-"""Faults of one record that are told."""
+"""Limit of reported faults per record."""
 
 
 class RecordOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a record."""
+    """Result of taking a record."""
 
     kind: Literal["stored", "skipped", "dead"]
     reason: str = ""
@@ -142,7 +140,7 @@ STORED: Final = RecordOutcome("stored")
 
 
 def dead(reason: str, what: str = "") -> RecordOutcome:
-    """Return the outcome of a record that nothing came of."""
+    """Return the outcome of a record of which nothing was used."""
     return RecordOutcome("dead", reason, (Fault("", what[:200]),) if what else ())
 
 
@@ -150,17 +148,17 @@ ELSEWHERE: Final = dead("session-elsewhere", "it is open in another stream")
 
 
 class PendingWrites(msgspec.Struct, frozen=True):
-    """What has to be written for some records."""
+    """Writes that some records need."""
 
     sessions: tuple[Session, ...]
-    """Those that changed, as they are afterwards. One that begins here has no number yet."""
+    """Changed sessions, as they are afterwards. A new one has no number yet."""
     entries: tuple[tuple[str, bytes], ...]
-    """The stream's new entries, in order: of which session, and the compressed burst."""
+    """New entries of the stream, in order: session and compressed burst."""
     configs: Mapping[str, bytes]
 
 
 class _Sheet:
-    """What is to be said of one session."""
+    """Pending changes of one session."""
 
     __slots__ = ("closing", "known", "opening", "pieces", "session")
 
@@ -184,15 +182,15 @@ class _Sheet:
 
 
 class Recorder:
-    """Records of one writer on their way into its stream.
+    """Turns records of one writer into writes of its stream.
 
     Args:
-        stream: The name of the stream.
-        writer: Whose records these are.
-        sessions: The sessions of the stream that records may be of, as they rest there.
-        elsewhere: What becomes of records of sessions that cannot be written here.
-        catalogue: The configurations that are known.
-        target: Bytes that a burst should have.
+        stream: name of the stream.
+        writer: name of the writer.
+        sessions: stored sessions of the stream that the records may belong to.
+        elsewhere: outcomes for records of sessions that cannot be written here.
+        catalogue: known configurations.
+        target: size of a burst, in bytes.
     """
 
     def __init__(
@@ -209,24 +207,24 @@ class Recorder:
         self._sheets: dict[str, _Sheet] = {}
         self._configs: dict[str, bytes] = {}
         self.size = 0
-        """Bytes that are to be written, about."""
+        """Estimate of the bytes to write."""
 
     def session(self, identity: str) -> Session | None:
-        """Return a session as it is after the records so far."""
+        """Return a session as the records so far have left it."""
         return self._sessions.get(identity)
 
     def meet(self, sessions: Mapping[str, Session], elsewhere: Mapping[str, RecordOutcome]) -> None:
-        """Get to know further sessions, of which no record was taken yet."""
+        """Add sessions of which no record was taken yet."""
         self._sessions |= sessions
         self._elsewhere |= elsewhere
 
     def must_write(self, identity: str, record: Record) -> bool:
-        """Whether what there is must be written before this record is taken: one write has one life of a session."""
+        """Return True if ``write`` is due before this record: one write has at most one life of a session."""
         sheet = self._sheets.get(identity)
         return sheet is not None and sheet.session.is_closed and isinstance(record, OpenSession)
 
     def write(self) -> PendingWrites:
-        """Return what has to be written for the records since the last time."""
+        """Return the writes for the records since the last call."""
         entries = tuple(
             (identity, pack(data)) for identity, sheet in self._sheets.items() for data in sheet.bursts(self._target)
         )
@@ -237,7 +235,7 @@ class Recorder:
     def take(
         self, offset: int, time_ms: int, identity: str, record: Record, faults: Sequence[Fault] = ()
     ) -> RecordOutcome:
-        """Take the next record; ``faults`` is what was found wrong with it when it was read."""
+        """Take the next record; ``faults`` are those found while parsing it."""
         wrong = list(faults)
         try:
             outcome = self._take(offset, time_ms, identity, record, wrong)
@@ -270,8 +268,6 @@ class Recorder:
             self._update(known, begin, time_ms, identity, record, wrong)
         return STORED
 
-    # What a record does to its session. Nothing is changed before all that may be refused is behind.
-
     def _update(
         self,
         known: Session | None,
@@ -291,12 +287,12 @@ class Recorder:
             # It begins before it ends, if only by a moment.
             ended = str(update["state"])
             opened = begin({**update, "state": "open"})
-            self._say(None, opened.heard_of(time_ms), opening=True)
-            self._say(opened, self._sessions[identity].in_state(ended))
+            self._note(None, opened.heard_of(time_ms), opening=True)
+            self._note(opened, self._sessions[identity].in_state(ended))
         elif known is None:
-            self._say(None, begin(update).heard_of(time_ms), opening=True)
+            self._note(None, begin(update).heard_of(time_ms), opening=True)
         else:
-            self._say(known, known.updated(update).heard_of(time_ms))
+            self._note(known, known.updated(update).heard_of(time_ms))
 
     def _data(
         self,
@@ -306,23 +302,23 @@ class Recorder:
         record: Data,
         wrong: list[Fault],
     ) -> None:
-        made, spans = self._made(known, record, wrong)
-        if wrong and not made and not spans:
+        pieces, spans = self._pieces(known, record, wrong)
+        if wrong and not pieces and not spans:
             return
         session = begin({}) if known is None else known.awake()
         session = session.heard_of(time_ms)
         if spans:
             session = session.widened(min(start for start, _ in spans), max(end for _, end in spans))
-        sheet = self._say(known, session, opening=known is None)
+        sheet = self._note(known, session, opening=known is None)
         before = sheet.pieces.size
-        for piece in made:
+        for piece in pieces:
             sheet.pieces.add(piece)
         self.size += sheet.pieces.size - before
 
-    def _made(
+    def _pieces(
         self, known: Session | None, record: Data, wrong: list[Fault]
     ) -> tuple[list[Piece | Whole], list[tuple[int, int]]]:
-        """Return the parts of a record that can be used, and the times that they span."""
+        """Return the usable parts of a record, and the time spans that they cover."""
         channel_of = partial(self._catalogue.channel, known.bindings if known is not None else ())
         makers: list[tuple[str, Sequence[Any], Callable[[Any], Piece | Whole | None]]] = [
             ("periodic", record.periodic, lambda part: run_of(part, channel_of)),
@@ -330,7 +326,7 @@ class Recorder:
             ("rows", record.rows, lambda part: row_of(part, channel_of)),
             ("events", record.events, event_of),
         ]
-        made: list[Piece | Whole] = []
+        pieces: list[Piece | Whole] = []
         spans: list[tuple[int, int]] = []
         if record.range is not None:
             try:
@@ -348,12 +344,12 @@ class Recorder:
                     wrong.append(Fault(f"{name}[{i}]", str(error)[:200]))
                     continue
                 if piece is not None:
-                    made.append(piece)
+                    pieces.append(piece)
                     spans.append((piece.time, piece.time) if isinstance(piece, Whole) else (piece.start, piece.end))
-        return made, spans
+        return pieces, spans
 
-    def _say(self, known: Session | None, session: Session, *, opening: bool = False) -> _Sheet:
-        """Note how a session has changed, and what viewers have to be told of its JSON."""
+    def _note(self, known: Session | None, session: Session, *, opening: bool = False) -> _Sheet:
+        """Note a changed session, and queue its JSON for viewers if that changed."""
         if session.writer != self._writer and not session.shared:
             session = msgspec.structs.replace(session, shared=True)
         sheet = self._sheets.get(session.identity)

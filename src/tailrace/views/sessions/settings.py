@@ -1,4 +1,4 @@
-"""The settings of telemetry sessions: what they are made from, how long they are kept, and how they are served."""
+"""Settings of the sessions view: topics, streams, retention and serving."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _key(text: str) -> str:
 
 
 class SessionsSettings(Section):
-    """The view of telemetry sessions."""
+    """The table ``[sessions]``."""
 
     topics: Pattern | tuple[Topic, ...] = ()
     begin: Literal["end", "start"] = "end"
@@ -57,12 +57,12 @@ class SessionsSettings(Section):
 
     @property
     def forget_every(self) -> timedelta:
-        """How often idle sessions are looked for."""
+        """Interval of the search for idle sessions."""
         return min(timedelta(minutes=10), self.expire / 4)
 
     @property
     def is_used(self) -> bool:
-        """Whether any topic has sessions."""
+        """True if any topic has sessions."""
         return bool(self.topics)
 
     def stream_of(self, topic: str, partition: int) -> str:

@@ -1,7 +1,7 @@
-"""Telemetry records: what producers write into a topic that has sessions, one JSON object a record.
+"""Telemetry records: the JSON objects that producers write into the topics of sessions.
 
-A record belongs to the session that its field ``session`` names, or else its key, as text; or the text in the key, if
-that is a JSON array of one text, as Tailrace's own tools write keys. ``type`` says what it is:
+A record belongs to the session named by its field ``session``, or else by its key: plain text, or a JSON array of one
+text, as Tailrace's own tools write keys. ``type`` is its kind:
 
     {"type": "open", "session": "lap-7", "json": {…}, "configs": {"car-7": {…}}}
     {"type": "session", "session": "lap-7", "json": {"details": {"driver": "A"}}}
@@ -10,20 +10,19 @@ that is a JSON array of one text, as Tailrace's own tools write keys. ``type`` s
     {"type": "close", "session": "lap-7", "state": "closed", "json": {…}}
 
 ``open``
-    begins the session, with its Session JSON. What is missing of ``identity``, ``state``, ``timestamp`` and
-    ``identifier`` is filled in: the session's name, ``open``, the record's time, the name again. ``configs`` are
-    configurations that are published with it, by identifier. Written again while the session is open it is an update;
-    after the session was closed, it begins a new one under the same name.
+    begins the session, with its Session JSON. Missing ``identity``, ``state``, ``timestamp`` and ``identifier`` are
+    filled in: the session's name, ``open``, the record's time, the name again. ``configs`` are configurations to
+    publish with it, by identifier. While the session is open, a second one is an update; after the session was closed,
+    it begins a new one of the same name.
 ``session``
-    updates the Session JSON. A property that is missing or ``null`` stays what it was; one that is empty is known to be
-    empty from here on. With a ``state`` that is a closed one it closes the session.
+    updates the Session JSON. A property that is missing or ``null`` keeps its value; an empty one is known to be empty
+    from here on. A closed ``state`` closes the session.
 ``config``
     publishes a configuration, which never changes afterwards. It needs no session.
 ``data``
-    is samples and events, as many as there are of any kind; see below. The first of a session that was never opened
-    opens it.
+    has samples and events of any kind; see below. The first one of an unknown session opens it.
 ``close``
-    closes the session: ``state`` is ``closed`` (if it is missing), ``truncated`` or ``failed``.
+    closes the session: ``state`` is ``closed`` (the default), ``truncated`` or ``failed``.
 
 The parts of ``data``:
 
@@ -34,28 +33,27 @@ The parts of ``data``:
     events       {"id": 4, "app": "engine", "time": T, "text": "over speed", "values": [301.5]}
     range        {"start": T, "end": T}
 
-Times are nanoseconds since the epoch: JSON integers, or the same digits as a text, since many writers of JSON lose what
-is beyond 2^53. ``deltas`` are the steps from sample to sample in units of ``scale`` nanoseconds (1 if it is missing),
-the first one from ``start``. ``interval`` may be missing if the configuration has it.
+Times are nanoseconds since the epoch: JSON integers, or the same digits as a text, since many JSON writers lose digits
+beyond 2^53. ``deltas`` are the steps from sample to sample in units of ``scale`` nanoseconds (default 1), the first one
+from ``start``. ``interval`` may be missing if the configuration has it.
 
-Samples are ``values``, numbers as they are before conversion, in which ``null`` stands for a float that is not there,
-or ``data``, the base64 of the same numbers as bytes, in the order of bytes that the configuration says (little-endian).
-Of which type they are the configuration says, too; for a channel that no configuration has, ``as`` does: ``u8``,
-``s8``, ``u16``, ``s16``, ``u32``, ``s32``, ``f32``, ``3f32`` or ``f64``, which it is if that is missing; for a row, one
-type for all of its channels. A sample of ``3f32`` is three values.
+Samples are ``values``, numbers before conversion, in which ``null`` is a missing float; or ``data``, the base64 of the
+same numbers as bytes, in the byte order of the configuration (default little-endian). The configuration also has their
+type. For a channel without configuration, ``as`` has it: ``u8``, ``s8``, ``u16``, ``s16``, ``u32``, ``s32``, ``f32``,
+``3f32`` or ``f64`` (the default); a row has one type for all of its channels. A sample of ``3f32`` is three values.
 
-Invariant: what can be used is used. A part that cannot, a sample that is not of its channel's type, or a field that is
-unknown, costs that part alone: the others of its record are taken, and the record goes to the dead letters with the
-names of the parts and what is wrong with each. The reasons of dead letters:
+Invariant: everything usable is used. A bad part, a sample that does not fit its channel's type, or an unknown field
+costs that part alone: the rest of the record is taken, and the record goes to the dead letters with the names of the
+bad parts and the fault of each. The reasons of dead letters:
 
-    bad-record          no object, an unknown type, or something that it cannot do without is missing or wrong
+    bad-record          no object, an unknown type, or a required field is missing or wrong
     bad-part            some of its parts; ``parts`` in the letter names them
     no-session          neither a field ``session`` nor a key that is text
-    bad-identity        a name of a session that is empty, longer than 1,000 bytes, or has control characters in it
+    bad-identity        a session name that is empty, longer than 1,000 bytes, or has control characters
     session-closed      samples, events or updates of a session after its end
     session-elsewhere   the session is open in another stream
-    session-key         what the store has under the key of the session is none; the letter names it
-    session-too-large   Session JSON that does not fit into a message, or would not with what is known of it before
+    session-key         the key of the session holds something else; the letter names it
+    session-too-large   Session JSON that does not fit into a message, alone or merged with the former updates
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 import msgspec
 
 Time: TypeAlias = int | str
-"""Nanoseconds since the epoch, as they are written."""
+"""Nanoseconds since the epoch, as written in JSON."""
 ChannelId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Type: TypeAlias = Literal["u8", "s8", "u16", "s16", "u32", "s32", "f32", "3f32", "f64"]
 Closed: TypeAlias = Literal["closed", "truncated", "failed"]
@@ -76,16 +74,16 @@ Values: TypeAlias = list[float | None]
 CLOSED: frozenset[str] = frozenset(get_args(Closed))
 """States that end a session."""
 LONGEST = 1_000
-"""Bytes of a session's name."""
+"""Limit of the bytes of a session's name."""
 FIRST, LAST = -(2**63), 2**63 - 1
-"""The bounds of time."""
+"""Bounds of time."""
 
 _DIGITS = re.compile(r"-?[0-9]{1,19}")
 _UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class Refused(ValueError):
-    """A record of which nothing can be used, with the word for why."""
+    """A record that cannot be used at all; ``reason`` is that of its dead letter."""
 
     def __init__(self, reason: str, what: str = "") -> None:
         self.reason, self.what = reason, what
@@ -93,18 +91,18 @@ class Refused(ValueError):
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a record that cannot be used."""
+    """A bad part of a record."""
 
     part: str
-    """Its name, such as ``periodic[2]``."""
+    """Name of the part, such as ``periodic[2]``."""
     what: str
 
 
 def nanoseconds(time: Time) -> int:
-    """Return a time as it is meant.
+    """Return a written time as an integer.
 
     Raises:
-        ValueError: It is no number, or none that a message can hold.
+        ValueError: It is no number, or does not fit into 64 bits.
     """
     if isinstance(time, str):
         if _DIGITS.fullmatch(time) is None:
@@ -113,9 +111,6 @@ def nanoseconds(time: Time) -> int:
     if not FIRST <= time <= LAST:
         raise ValueError(f"{time} is no time: it does not fit into 64 bits")
     return time
-
-
-# The parts of data.
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, gc=False):
@@ -159,7 +154,7 @@ class SampleRow(_Part, frozen=True):
 
 
 class TelemetryEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that happened; what it is called is in the configuration of its app."""
+    """An event; the configuration of its app has its definition."""
 
     id: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
     time: Time
@@ -169,13 +164,10 @@ class TelemetryEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TimeRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time that the session spans, at least: both ends belong to it."""
+    """A time range that the session spans at least, both ends included."""
 
     start: Time
     end: Time
-
-
-# The records.
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", kw_only=True):
@@ -183,7 +175,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class OpenSession(_Record, frozen=True, tag="open"):
-    """Begins a session, or updates it if it is open."""
+    """Begins a session, or updates an open one."""
 
     json: dict[str, Any] = {}
     configs: dict[str, msgspec.Raw] = {}
@@ -225,12 +217,12 @@ Record: TypeAlias = OpenSession | Update | Config | Data | Close
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What is looked at first: whose record it is, and what."""
+    """The routing fields of a record: kind and session."""
 
     type: str = ""
     session: str | None = None
     identifier: Any = ""
-    """Of a configuration; in other records a field that there is not, so that it may be anything."""
+    """Identifier of a configuration; other records have no such field, so anything may stand there."""
 
 
 _KINDS: dict[str, type[Record]] = {
@@ -255,7 +247,7 @@ _decode_key = msgspec.json.Decoder(tuple[str]).decode
 
 
 def head(value: bytes) -> Head:
-    """Return whose record it is, and what; the rest is not looked at.
+    """Return the routing fields of a record without parsing the rest.
 
     Raises:
         Refused: It is no such record.
@@ -270,7 +262,7 @@ def identity_of(session: str | None, key: bytes | None) -> str:
     """Return the name of a record's session.
 
     Raises:
-        Refused: It has none, or one that cannot be used.
+        Refused: It has none, or an invalid one.
     """
     if session is None:
         try:
@@ -294,7 +286,7 @@ def _text_of(key: bytes) -> str:
 
 
 def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
-    """Return a record with the parts of it that can be read, and what is wrong with the others.
+    """Return a record with its readable parts, and the faults of the others.
 
     Raises:
         Refused: Nothing of it can be used.
@@ -308,33 +300,33 @@ def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
 
 
 def _leniently(value: bytes, error: Exception) -> tuple[Record, Sequence[Fault]]:
-    """Read a record in which something is wrong, field by field."""
-    head(value)  # whoever looked at that first must have found a session in all that is used
+    """Parse an invalid record field by field."""
+    head(value)  # raises if the routing fields are bad: callers have read the session from them
     try:
         fields = _decode_fields(value)
         kind = _KINDS[msgspec.json.decode(fields.pop("type", msgspec.Raw(b"null")), type=str)]
     except (ValueError, KeyError, RecursionError):
         raise Refused("bad-record", str(error)) from None
     known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    given: dict[str, Any] = {}
+    fields_read: dict[str, Any] = {}
     faults: list[Fault] = []
     for name, raw in fields.items():
         try:
             if name not in known:
                 faults.append(Fault(name[:100], "there is no such field"))
             elif name in _PARTS:
-                given[name] = list(_parts(name, raw, faults))
+                fields_read[name] = list(_parts(name, raw, faults))
             else:
-                given[name] = msgspec.json.decode(raw, type=known[name].type)
+                fields_read[name] = msgspec.json.decode(raw, type=known[name].type)
         except (ValueError, RecursionError) as wrong:
-            # Whose record it is must be certain; the rest is worth having without.
+            # Whose record it is must be certain; the rest of it is useful without the bad field.
             if known[name].required or name == "session":
                 raise Refused("bad-record", f"{name}: {wrong}") from None
             faults.append(Fault(name, str(wrong)))
-    missing = [name for name, field in known.items() if field.required and name not in given]
+    missing = [name for name, field in known.items() if field.required and name not in fields_read]
     if missing or not faults:
         raise Refused("bad-record", str(error))
-    return kind(**given), faults
+    return kind(**fields_read), faults
 
 
 def _parts(name: str, raw: msgspec.Raw, faults: list[Fault]) -> Any:
