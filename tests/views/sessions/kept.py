@@ -21,7 +21,7 @@ from tailrace.views.grep.store import Searched
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.reader import Archive, first_of
 from tailrace.views.sessions.store import SessionStore
-from tailrace.views.sessions.streams import SessionKeeping
+from tailrace.views.sessions.upkeep import SessionKeeping
 from tests.views.sessions.recorded import MS, T0, Track
 from tests.views.sessions.test_feed import BOUND, CONFIG
 from tests.views.sessions.viewing import feeds_of

@@ -14,7 +14,7 @@ from tailrace.errors import BadRequest, CursorGone, SessionNotFound
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import start as session_start
-from tailrace.views.sessions.cursor import SessionCursor, StreamPlace
+from tailrace.views.sessions.cursor import SessionCursor, StreamPosition
 from tailrace.views.sessions.reader import first_entry
 from tailrace.views.sessions.request import make_session_request
 from tests.views.sessions.foreign import Foreign, connected
@@ -291,7 +291,7 @@ async def test_what_was_trimmed_is_told_and_the_rest_comes(any_store: StoreOptio
         located = await live.get("lap")
         assert located is not None
         entries = await live.read(located.stream, (0, 0), 100, located.number)
-        first = str(SessionCursor(located.number, StreamPlace.of(entries[1].id)))
+        first = str(SessionCursor(located.number, StreamPosition.of(entries[1].id)))
         track.shed(located.number, [entry.id for entry in entries[:4]])
         got = await read(feeds, after=first, follow=False)
         assert controls(got)[0] == (
@@ -302,7 +302,7 @@ async def test_what_was_trimmed_is_told_and_the_rest_comes(any_store: StoreOptio
         assert any("json" in shown for shown in shown_in(got))
         with pytest.raises(CursorGone):
             await opened(feeds, after=first, on_gap="fail")
-        exact = str(SessionCursor(located.number, StreamPlace.of(entries[3].id)))
+        exact = str(SessionCursor(located.number, StreamPosition.of(entries[3].id)))
         assert [name for name, _ in controls(await read(feeds, after=exact, follow=False))] == ["caught-up", "end"]
         assert samples(head) == {"1": expected(*range(60))}
 

@@ -18,7 +18,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as joined
 from tailrace.views.sessions import feed as session
 from tailrace.views.sessions import reader as session_reader
-from tailrace.views.sessions.cursor import SessionCursor, StreamPlace
+from tailrace.views.sessions.cursor import SessionCursor, StreamPosition
 from tests.views.sessions.kept import Kept, archived, lap
 from tests.views.sessions.recorded import MS, T0
 from tests.views.sessions.viewing import controls, events, opened, read, samples, shown_in
@@ -59,13 +59,13 @@ def check(frames: list[AnyFrame], whole: Whole, writes: list[tuple[EntryId, Entr
     assert len(texts) == len(set(texts)), "an event came twice"
     lost: set[int] = set()
     for gap in gaps(frames):
-        after, to = StreamPlace.parse(gap["from"]), StreamPlace.parse(gap["to"])
+        after, to = StreamPosition.parse(gap["from"]), StreamPosition.parse(gap["to"])
         assert gap["reason"] == "trimmed"
         found = [n for n, (first, last, _) in enumerate(writes) if first <= after.entry < last]
-        found += [n for n in range(1, len(writes)) if thinned and after == StreamPlace.at_offset(writes[n - 1][2])]
+        found += [n for n in range(1, len(writes)) if thinned and after == StreamPosition.at_offset(writes[n - 1][2])]
         assert found, f"{gap} is in no write"
         _, last, mark = writes[found[0]]
-        assert to == StreamPlace.at_offset(mark) if not to.in_stream else to.entry <= last
+        assert to == StreamPosition.at_offset(mark) if not to.in_stream else to.entry <= last
         begin = (found[0] - 1) * PER_WRITE  # the first write has no samples
         lost |= {T0 + n * MS for n in range(begin, begin + PER_WRITE)}
     values = dict(whole[NAME])

@@ -9,7 +9,7 @@ import pytest
 from tailrace.valkey.entry_id import EntryId, id_text
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write
-from tailrace.views.sessions.streams import KeptSession, SessionKeeping, Weighed
+from tailrace.views.sessions.upkeep import KeptSession, SessionKeeping, Weighed
 
 _fresh = count()
 NOTHING = -1

@@ -14,7 +14,7 @@ from tailrace import SessionWriter
 from tailrace.demo.cars import CONFIGURATION, IDENTIFIER, LAP
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.sessions.store import SessionStore
-from tailrace.views.sessions.streams import SessionKeeping
+from tailrace.views.sessions.upkeep import SessionKeeping
 from tests.browser import Tab, browsing
 from tests.views.sessions.served import Mortal, served
 

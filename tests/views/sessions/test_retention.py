@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.valkey.entry_id import EntryId
-from tailrace.views.sessions.model import StreamLimits, Weights, told_enough
+from tailrace.views.sessions.model import StreamLimits, Weights, stale_trims
 
 PLENTY = StreamLimits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
 
@@ -66,7 +66,7 @@ def test_what_was_dropped_is_forgotten_and_weighing_goes_on_after_it() -> None:
 
 def test_it_is_told_of_trimmed_entries_while_somebody_may_ask() -> None:
     trimmed: dict[int, EntryId] = {1: (10, 0), 2: (10, 5), 3: (20, 0)}
-    assert told_enough(trimmed, {2}, 15) == [1]
+    assert stale_trims(trimmed, {2}, 15) == [1]
 
 
 _entries = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 50)), max_size=60)

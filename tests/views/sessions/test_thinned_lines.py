@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.cursor import StreamPlace
+from tailrace.views.sessions.cursor import StreamPosition
 from tailrace.views.sessions.thinning import Series, State, Thinning, between, step, thinned
 
 EPOCH = 1_789_200_000_000_000_000
@@ -28,9 +28,9 @@ class Plain:
         self.thinning = thinning
         self.cell: int | None = None
         self.held: dict[str, list[Sample]] = {}
-        self.origin: StreamPlace | None = None
+        self.origin: StreamPosition | None = None
 
-    def take(self, before: StreamPlace, newest: int | None, series: Given) -> Given:
+    def take(self, before: StreamPosition, newest: int | None, series: Given) -> Given:
         if newest is None:
             return []
         cell = max(newest // self.thinning.cell, newest // self.thinning.cell if self.cell is None else self.cell)
@@ -118,7 +118,7 @@ def test_what_goes_out_and_what_is_held_is_what_a_loop_over_samples_finds(
 ) -> None:
     state, wanted = State[str](), Plain(thinning)
     for seq, (newest, series) in enumerate(given_):
-        before = StreamPlace(True, 1000, seq)
+        before = StreamPosition(True, 1000, seq)
         out, state = step(thinning, state, before, newest, series)
         assert told(out) == plain(wanted.take(before, newest, samples_in(series)))
         assert state.key == (wanted.cell, wanted.origin)

@@ -16,9 +16,9 @@ from tailrace.errors import BadRequest, CursorError
 from tailrace.log.cursor import FromEnd, FromLast, FromStart
 from tailrace.views.sessions.cursor import (
     FromMoment,
-    FromPlace,
+    FromSessionCursor,
     SessionCursor,
-    StreamPlace,
+    StreamPosition,
     UnsentSamples,
     parse_session_start,
     parse_session_until,
@@ -32,7 +32,7 @@ EPOCH = 1_789_200_000_000_000_000
 class Brought(msgspec.Struct, frozen=True):
     """What an entry brings: times and values by line, and the newest time of its session."""
 
-    place: StreamPlace
+    place: StreamPosition
     lines: dict[str, list[tuple[int, Any]]]
     newest: int
 
@@ -60,7 +60,7 @@ def sessions(draw: st.DrawFn) -> list[Brought]:
             lines[line] = [(t, f"v{t}" if line == "text" else draw(VALUES)) for t in sorted(times)]
         others = draw(st.integers(0, now + 30))
         newest = max([others, *(t for samples in lines.values() for t, _ in samples)])
-        entries.append(Brought(StreamPlace(True, 1000, seq + 1), lines, EPOCH + newest))
+        entries.append(Brought(StreamPosition(True, 1000, seq + 1), lines, EPOCH + newest))
     return entries
 
 
@@ -73,7 +73,7 @@ def flat(out: list[Series[str]]) -> dict[str, list[tuple[int, str]]]:
 
 
 def run(
-    thinner: Thinner[str], entries: list[Brought], before: StreamPlace, held: UnsentSamples | None = None
+    thinner: Thinner[str], entries: list[Brought], before: StreamPosition, held: UnsentSamples | None = None
 ) -> list[Any]:
     """Give the entries after a place to a thinner, as a feed does: those that were sent only build what was held."""
     out: list[Series[str]] = []
@@ -94,7 +94,7 @@ def run(
 def test_what_went_out_before_a_cursor_and_after_it_is_what_goes_out_without_a_stop(
     entries: list[Brought], keeps: Any, cell: int
 ) -> None:
-    thinning, start = Thinning(keeps, cell), StreamPlace(True, 0, 0)
+    thinning, start = Thinning(keeps, cell), StreamPosition(True, 0, 0)
     whole: Thinner[str] = Thinner(thinning)
     everything = flat([*run(whole, entries, start), *whole.flush()])
     first: Thinner[str] = Thinner(thinning)
@@ -113,7 +113,7 @@ def test_a_cursor_of_a_thinned_feed_loses_nothing_for_one_that_is_not_thinned(
     entries: list[Brought], cell: int
 ) -> None:
     first: Thinner[str] = Thinner(Thinning("extremes", cell))
-    last = StreamPlace(True, 0, 0)
+    last = StreamPosition(True, 0, 0)
     for entry in entries:
         first.take(last, entry.newest, entry.series())
         held, last = first.held(entry.place), entry.place
@@ -135,7 +135,7 @@ def test_a_cursor_of_a_thinned_feed_loses_nothing_for_one_that_is_not_thinned(
 def test_what_is_thinned_entry_by_entry_before_comes_out_the_same(
     entries: list[Brought], keeps: Any, cell: int
 ) -> None:
-    thinning, start = Thinning(keeps, cell), StreamPlace(True, 0, 0)
+    thinning, start = Thinning(keeps, cell), StreamPosition(True, 0, 0)
     one: Thinner[str] = Thinner(thinning)
     other: Thinner[str] = Thinner(thinning)
     out, before = run(one, entries, start), list[Series[str]]()
@@ -148,7 +148,7 @@ def test_what_is_thinned_entry_by_entry_before_comes_out_the_same(
 @given(sessions(), st.integers(1, 40))
 def test_every_cell_that_has_numbers_shows_its_least_and_greatest(entries: list[Brought], cell: int) -> None:
     thinner: Thinner[str] = Thinner(Thinning("extremes", cell))
-    shown = flat([*run(thinner, entries, StreamPlace(True, 0, 0)), *thinner.flush()])
+    shown = flat([*run(thinner, entries, StreamPosition(True, 0, 0)), *thinner.flush()])
     wanted: dict[tuple[str, int], list[float]] = defaultdict(list)
     for entry in entries:
         for line, samples in entry.lines.items():
@@ -164,7 +164,7 @@ def test_every_cell_that_has_numbers_shows_its_least_and_greatest(entries: list[
 def test_extremes_keep_their_own_times_to_the_nanosecond() -> None:
     times = np.array([EPOCH + t for t in (1, 2, 3, 4, 20_000_000)], np.int64)
     thinner: Thinner[str] = Thinner(parse_thinning("20ms", None))
-    [went] = thinner.take(StreamPlace(True, 0, 0), int(times[-1]), [Series("a", times, np.array([5, 1, 9, 1, 7]))])
+    [went] = thinner.take(StreamPosition(True, 0, 0), int(times[-1]), [Series("a", times, np.array([5, 1, 9, 1, 7]))])
     assert went.times.tolist() == [EPOCH + 2, EPOCH + 3]
     assert went.values.tolist() == [1, 9]
     assert thinner.flush()[0].times.tolist() == [EPOCH + 20_000_000]
@@ -174,7 +174,7 @@ def test_a_rate_keeps_the_first_sample_of_each_cell() -> None:
     times = EPOCH + np.arange(1000, dtype=np.int64) * 1_000_000
     thinner: Thinner[str] = Thinner(parse_thinning(None, 10))
     out = [
-        *thinner.take(StreamPlace(True, 0, 0), int(times[-1]), [Series("a", times, np.arange(1000.0))]),
+        *thinner.take(StreamPosition(True, 0, 0), int(times[-1]), [Series("a", times, np.arange(1000.0))]),
         *thinner.flush(),
     ]
     assert [int(v) for each in out for v in each.values] == list(range(0, 1000, 100))
@@ -183,8 +183,8 @@ def test_a_rate_keeps_the_first_sample_of_each_cell() -> None:
 def test_what_is_not_thinned_goes_out_as_it_came() -> None:
     thinner: Thinner[str] = Thinner(None)
     series = Series("a", np.array([3, 1, 2], np.int64), np.array([1.0, math.nan, 2.0]))
-    assert thinner.take(StreamPlace(True, 0, 0), 3, [series]) == [series]
-    assert thinner.held(StreamPlace(True, 1, 1)) is None
+    assert thinner.take(StreamPosition(True, 0, 0), 3, [series]) == [series]
+    assert thinner.held(StreamPosition(True, 1, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_thinning_that_cannot_be_meant_is_refused(pixel: str | None, rate: float
 
 
 PLACES = st.one_of(
-    st.builds(StreamPlace.at_offset, st.integers(-1, 2**62)),
-    st.builds(lambda ms, seq: StreamPlace(True, ms, seq), st.integers(0, 2**63), st.integers(0, 2**63)),
+    st.builds(StreamPosition.at_offset, st.integers(-1, 2**62)),
+    st.builds(lambda ms, seq: StreamPosition(True, ms, seq), st.integers(0, 2**63), st.integers(0, 2**63)),
 )
 
 
@@ -210,12 +210,12 @@ PLACES = st.one_of(
     st.booleans(),
 )
 def test_a_cursor_is_read_back_as_it_was_written(
-    number: int, places: list[StreamPlace], floor: int | None, sent: int | None, since: int | None, ended: bool
+    number: int, places: list[StreamPosition], floor: int | None, sent: int | None, since: int | None, ended: bool
 ) -> None:
     held = None if floor is None else UnsentSamples(places[0], floor)
     cursor = SessionCursor(number, places[1], held, None if ended else sent, None if ended else since, ended)
     assert SessionCursor.parse(str(cursor)) == cursor
-    assert parse_session_start(str(cursor), 0) == FromPlace(cursor)
+    assert parse_session_start(str(cursor), 0) == FromSessionCursor(cursor)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_start_is_read_as_everywhere_and_times_may_be_nanoseconds() -> None:
     assert parse_session_start("-3", 0) == FromLast(3)
     assert parse_session_start("-1s", 5_000) == FromMoment(4_000_000_000)
     assert parse_session_start("1620129055000000001", 0) == FromMoment(1_620_129_055_000_000_001)
-    assert parse_session_until("42.1-2", 0) == SessionCursor(42, StreamPlace(True, 1, 2))
+    assert parse_session_until("42.1-2", 0) == SessionCursor(42, StreamPosition(True, 1, 2))
     with pytest.raises(CursorError):
         parse_session_start("1789200000.42", 0)
     with pytest.raises(BadRequest):

@@ -23,7 +23,7 @@ from tailrace.views.sessions import upkeep as trim
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session, StreamLimits
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.views.sessions.streams import SessionKeeping
+from tailrace.views.sessions.upkeep import SessionKeeping
 from tests.views.sessions.foreign import Foreign, connected
 
 HOUR = 3_600_000

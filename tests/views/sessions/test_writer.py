@@ -157,7 +157,7 @@ def test_two_processes_with_one_name_are_told(rig: Rig) -> None:
             second.open("c")
         with pytest.raises(StoreError, match="somebody else writes as '~w'"):
             first.flush()
-        first._said.clear()
+        first._pending.clear()
 
 
 def test_what_is_refused_costs_nothing_else(rig: Rig) -> None:

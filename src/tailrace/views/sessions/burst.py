@@ -31,7 +31,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from tailrace.errors import BadBurst, TooLarge
-from tailrace.views.sessions.channel import BadSample
+from tailrace.views.sessions.channel import MAX_CHANNEL, BadSample
 from tailrace.views.sessions.rta import (
     Event,
     PeriodicData,
@@ -190,7 +190,6 @@ TARGET = 64 << 10
 _HEAD = 64
 """Upper bound of the bytes of tags, lengths and small fields in a message of samples and its burst."""
 _TAG = b"\n"
-_MOST_CHANNEL = (1 << 32) - 1
 _INT32, _INT64 = 1 << 31, 1 << 63
 
 
@@ -415,7 +414,7 @@ def _count(channel: int, width: int, buffer: bytes) -> int:
 
 
 def _channel_fits(channel: int) -> None:
-    if not 0 <= channel <= _MOST_CHANNEL:
+    if not 0 <= channel <= MAX_CHANNEL:
         raise BadSample("out-of-range", f"{channel} is no number of a channel")
 
 

@@ -19,6 +19,8 @@ Array: TypeAlias = npt.NDArray[Any]
 
 WIDTHS: dict[str, int] = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "u32": 4, "s32": 4, "f32": 4, "3f32": 12, "f64": 8}
 """Bytes of one sample of each type; ``3f32`` is three numbers."""
+MAX_CHANNEL = (1 << 32) - 1
+"""Highest number of a channel."""
 
 SOURCES = ("row", "periodic", "timestamped", "synchro", "can", "event", "subSampledPeriodic")
 

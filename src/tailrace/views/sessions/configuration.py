@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailrace.errors import BadRequest
-from tailrace.views.sessions.channel import WIDTHS, Channel
+from tailrace.views.sessions.channel import MAX_CHANNEL, WIDTHS, Channel
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -223,7 +223,6 @@ class ErrorDefinition(msgspec.Struct, frozen=True):
 
 
 _MASK = re.compile(r"(?:0[xX])?([0-9A-Fa-f]{1,8})")
-_MOST_CHANNEL = (1 << 32) - 1
 
 
 class BadConfiguration(BadRequest):
@@ -423,8 +422,8 @@ class _Parser:
 def _channel(written: _Channel, app: str, big_endian: bool) -> Channel:
     kind, interval = written.type or "f64", written.interval or 0
     where = f"channel {written.id} of {app!r}"
-    if not 0 <= written.id <= _MOST_CHANNEL:
-        raise BadConfiguration(f"{where}: a channel's number is from 0 to {_MOST_CHANNEL}")
+    if not 0 <= written.id <= MAX_CHANNEL:
+        raise BadConfiguration(f"{where}: a channel's number is from 0 to {MAX_CHANNEL}")
     if kind not in WIDTHS:
         raise BadConfiguration(f"{where}: there is no type {kind!r}, only {', '.join(WIDTHS)}")
     if not 0 <= interval < 1 << 63:

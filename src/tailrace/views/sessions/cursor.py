@@ -35,7 +35,7 @@ _STATE = re.compile(r"(?=.)(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?", re.ASCII)
 _NS = re.compile(r"\d{16,19}", re.ASCII)
 
 
-class StreamPlace(msgspec.Struct, frozen=True, order=True):
+class StreamPosition(msgspec.Struct, frozen=True, order=True):
     """After an entry of a stream, or after an offset in Kafka, which is before every entry."""
 
     in_stream: bool
@@ -51,17 +51,17 @@ class StreamPlace(msgspec.Struct, frozen=True, order=True):
         return (self.major, self.minor) if self.in_stream else (0, 0)
 
     @classmethod
-    def of(cls, entry: EntryId) -> StreamPlace:
+    def of(cls, entry: EntryId) -> StreamPosition:
         """Return the place after an entry."""
         return cls(True, *entry)
 
     @classmethod
-    def at_offset(cls, offset: int) -> StreamPlace:
+    def at_offset(cls, offset: int) -> StreamPosition:
         """Return the place after an offset."""
         return cls(False, offset)
 
     @classmethod
-    def parse(cls, text: str) -> StreamPlace:
+    def parse(cls, text: str) -> StreamPosition:
         """Read what ``str`` wrote and the grammar has checked."""
         if text.startswith("k"):
             return cls(False, int(text[1:]))
@@ -72,7 +72,7 @@ class StreamPlace(msgspec.Struct, frozen=True, order=True):
 class UnsentSamples(msgspec.Struct, frozen=True):
     """What a thinned feed had not sent at its place: samples from ``floor`` (ns) on, in entries after ``after``."""
 
-    after: StreamPlace
+    after: StreamPosition
     floor: int
 
 
@@ -81,7 +81,7 @@ class SessionCursor(msgspec.Struct, frozen=True):
 
     number: int
     """Which life of the session."""
-    place: StreamPlace
+    place: StreamPosition
     held: UnsentSamples | None = None
     sent: int | None = None
     """How many bursts the request had sent, when it has a limit."""
@@ -102,7 +102,7 @@ class SessionCursor(msgspec.Struct, frozen=True):
         return f"~{count}{since}" if count or since else ""
 
     @property
-    def origin(self) -> StreamPlace:
+    def origin(self) -> StreamPosition:
         """After which place it is read on."""
         return self.place if self.held is None else self.held.after
 
@@ -121,10 +121,10 @@ class SessionCursor(msgspec.Struct, frozen=True):
             raise CursorError(
                 f"cannot read cursor {text[:80]!r}: expected the id of a frame of a session, such as 42.1789200000000-3"
             )
-        first, held = StreamPlace.parse(found[2]), None
+        first, held = StreamPosition.parse(found[2]), None
         place = first
         if found[3] is not None:
-            place = StreamPlace.parse(found[3])
+            place = StreamPosition.parse(found[3])
             held = UnsentSamples(first, int(found[4]))
             if first > place:
                 raise CursorError(f"cannot read cursor {text[:80]!r}: its first place is behind its second")
@@ -145,13 +145,13 @@ class FromMoment(msgspec.Struct, frozen=True):
     time: int
 
 
-class FromPlace(msgspec.Struct, frozen=True):
+class FromSessionCursor(msgspec.Struct, frozen=True):
     """After a cursor."""
 
     cursor: SessionCursor
 
 
-SessionStart = FromStart | FromEnd | FromLast | FromMoment | FromPlace
+SessionStart = FromStart | FromEnd | FromLast | FromMoment | FromSessionCursor
 
 
 def parse_session_start(text: str, now_ms: int) -> SessionStart:
@@ -160,7 +160,7 @@ def parse_session_start(text: str, now_ms: int) -> SessionStart:
     if _NS.fullmatch(text):
         return FromMoment(int(text))
     if is_session_cursor(text):
-        return FromPlace(SessionCursor.parse(text))
+        return FromSessionCursor(SessionCursor.parse(text))
     start = parse_start(text, 1, now_ms)
     if isinstance(start, FromTime):
         return FromMoment(start.time_ms * 1_000_000)

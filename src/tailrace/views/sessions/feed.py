@@ -27,9 +27,9 @@ from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import FromStart
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
-from tailrace.views.sessions.cursor import FromPlace, SessionCursor, SessionStart, StreamPlace, UnsentSamples
+from tailrace.views.sessions.cursor import FromSessionCursor, SessionCursor, SessionStart, StreamPosition, UnsentSamples
 from tailrace.views.sessions.life import LifeItem, SessionLife, SessionParts
-from tailrace.views.sessions.model import both_said
+from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.reader import LostStretch, spot_of
 from tailrace.views.sessions.request import Line, Selection, SessionRequest
 from tailrace.views.sessions.samples import LineSeries, SampleFrame, as_json
@@ -49,7 +49,7 @@ class Until:
         self.time = until if isinstance(until, int) else None
         """Samples after it (ns) are left out."""
         self._cursor = until if isinstance(until, SessionCursor) else None
-        self._in_kafka: StreamPlace | None = None
+        self._in_kafka: StreamPosition | None = None
 
     async def look_up(self, live: LiveSessions, located: Located) -> None:
         """Find where the place is in Kafka: a part of the session's life will be read from there."""
@@ -57,9 +57,9 @@ class Until:
         if cursor is None or cursor.number != located.number or not cursor.place.in_stream:
             return
         spot = await spot_of(live, located, cursor.place.entry)
-        self._in_kafka = None if spot is None else StreamPlace.at_offset(spot.high)
+        self._in_kafka = None if spot is None else StreamPosition.at_offset(spot.high)
 
-    def is_reached(self, number: int, place: StreamPlace, upcoming: StreamPlace | None) -> bool:
+    def is_reached(self, number: int, place: StreamPosition, upcoming: StreamPosition | None) -> bool:
         """Whether everything up to the end was read by whoever is at a place of a life, and what comes is beyond it."""
         if self._cursor is None or self._cursor.number != number:
             return self._cursor is not None and self._cursor.number < number
@@ -67,7 +67,7 @@ class Until:
         is_beyond = upcoming is not None and next_end is not None and upcoming > next_end
         return (end is not None and place >= end) or is_beyond
 
-    def _end_for(self, place: StreamPlace) -> StreamPlace | None:
+    def _end_for(self, place: StreamPosition) -> StreamPosition | None:
         """Return the end as it compares with a place; None if it is not known where it is in Kafka."""
         end = None if self._cursor is None else self._cursor.place
         return self._in_kafka if end is not None and end.in_stream and not place.in_stream else end
@@ -203,7 +203,7 @@ class SessionFeed:
         self._thinner: Thinner[Line] = Thinner(request.thinning)
         self._held: UnsentSamples | None = None
         """What the feed that is resumed here had not sent, of entries up to ``_place``."""
-        self._place = StreamPlace.of(BEGINNING)
+        self._place = StreamPosition.of(BEGINNING)
         self._joined = Joined()
         self._sent = request.sent
         self._range: Span | None = None
@@ -310,14 +310,14 @@ class SessionFeed:
         if begin.is_over:
             # What is left of the life that is over comes first, if it was in this stream.
             await self._expect(life, life.located)
-            life.turn(start.cursor.number if isinstance(start, FromPlace) else 0, begin.origin)
+            life.turn(start.cursor.number if isinstance(start, FromSessionCursor) else 0, begin.origin)
         else:
             life.begin(begin.origin, begin.past)
-            self._resumed_range = life.located.span if isinstance(start, FromPlace) else None
+            self._resumed_range = life.located.span if isinstance(start, FromSessionCursor) else None
         await self._begin_at(life, begin)
         if begin.lost is not None:
             self._unsaid.append(self._lose(begin.lost))
-        if begin.lost is not None or not isinstance(start, FromPlace | FromStart):
+        if begin.lost is not None or not isinstance(start, FromSessionCursor | FromStart):
             self._describe(life.located)
 
     async def _begin_at(self, life: SessionLife, begin: Beginning) -> None:
@@ -410,7 +410,7 @@ class SessionFeed:
             joined.add(life.thinned(piece, self._thinner))
         if not is_seen:
             self._place = piece.place
-            joined.json = both_said(joined.json, content.json)
+            joined.json = merge_session_json(joined.json, content.json)
             if content.range is not None:
                 grown = together(content.range, joined.range or self._range or self._resumed_range)
                 joined.range = None if grown == self._range else grown
@@ -539,17 +539,17 @@ class SessionFeed:
         between = await life_between(self._parts, life, self._place.entry, found)
         number, position = (found.number, found.position) if between is None else between
         if not await is_whole(self._parts, life):
-            frames.append(self._lose(LostStretch(self._place, StreamPlace.of(position), "life-over")))
+            frames.append(self._lose(LostStretch(self._place, StreamPosition.of(position), "life-over")))
         self._thinner, self._held = Thinner(self._request.thinning), None
         self._wait.begin_anew()
         self._range = self._resumed_range = None
         if between is not None:
-            self._place = StreamPlace.of(position)
+            self._place = StreamPosition.of(position)
             life.turn(number, self._place)
             await self._expect(life, found)
         else:
             await life.stack.aclose()
-            self._place, self._life, self._next_life = StreamPlace.of(BEGINNING), None, None
+            self._place, self._life, self._next_life = StreamPosition.of(BEGINNING), None, None
             await self._join(found, FromStart(), is_latest=False)
         facts = {"before": before, "number": number, "position": id_text(position)}
         return [*frames, ControlFrame("life", self.cursor, _encode(facts))]

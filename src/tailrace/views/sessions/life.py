@@ -17,9 +17,9 @@ import msgspec
 
 from tailrace.valkey.entry_id import EntryId
 from tailrace.views.sessions.configuration import BadConfiguration, Channels, Configuration
-from tailrace.views.sessions.cursor import StreamPlace
+from tailrace.views.sessions.cursor import StreamPosition
 from tailrace.views.sessions.hub import StreamHub, Tap
-from tailrace.views.sessions.model import Binding, bindings_in, both_said
+from tailrace.views.sessions.model import Binding, bindings_in, merge_session_json
 from tailrace.views.sessions.reader import Archive, LostStretch, Retained, SessionReader, Told
 from tailrace.views.sessions.request import Line, Lines, Selection
 from tailrace.views.sessions.samples import Content, LineSeries, content_of
@@ -41,8 +41,8 @@ _fields = msgspec.json.Decoder(dict[str, object]).decode
 class LifeItem(msgspec.Struct, frozen=True):
     """What an entry, or a record, brings."""
 
-    before: StreamPlace
-    place: StreamPlace
+    before: StreamPosition
+    place: StreamPosition
     content: Content
     entry: StreamEntry | None = None
     """If it is one that is held for all."""
@@ -110,7 +110,7 @@ class SessionLife:
         self.stack = AsyncExitStack()
         """What has to be let go in the end."""
         self.reader = SessionReader(parts.live, tap, located.number, target)
-        self.place = StreamPlace.of(target)
+        self.place = StreamPosition.of(target)
         """After the last piece."""
         self._parts, self._selection = parts, selection
         self._past: Retained | None = None
@@ -154,7 +154,7 @@ class SessionLife:
         """Which life it is."""
         return self.reader.number
 
-    def begin(self, place: StreamPlace, past: Retained | None = None) -> None:
+    def begin(self, place: StreamPosition, past: Retained | None = None) -> None:
         """Begin after a place; what is in Kafka alone, if there is any, comes before the stream."""
         self.place, self._past = place, past
         self.reader.looked = place.entry
@@ -201,11 +201,15 @@ class SessionLife:
         return bool(self._ahead)
 
     @property
-    def upcoming(self) -> StreamPlace | None:
+    def upcoming(self) -> StreamPosition | None:
         """The place after the next piece, if one is there."""
         head = self._ahead[0] if self._ahead else None
         return (
-            StreamPlace.of(head.id) if isinstance(head, StreamEntry) else head.place if isinstance(head, Told) else None
+            StreamPosition.of(head.id)
+            if isinstance(head, StreamEntry)
+            else head.place
+            if isinstance(head, Told)
+            else None
         )
 
     def is_past(self, place: EntryId) -> bool:
@@ -219,7 +223,7 @@ class SessionLife:
                 self._ahead.extend(await self._past.next())
                 if not self._ahead:
                     self.reader.looked = max(self.reader.looked, self._past.entry)
-                    self._ahead.append(Told(StreamPlace.of(self.reader.looked)))  # the seam
+                    self._ahead.append(Told(StreamPosition.of(self.reader.looked)))  # the seam
                     self._past = None
                 continue
             looked = self.reader.looked
@@ -246,7 +250,7 @@ class SessionLife:
             self.place = found.place
             content = _together([self._content(block, "block") for block in found.blocks])
         else:
-            self.place = StreamPlace.of(found.id)
+            self.place = StreamPosition.of(found.id)
             held = found if self.reader.holds(found) else None
             content = self._content(found.data) if held is None else self._held_content(held)
             if len(found.data) > LARGE:
@@ -264,7 +268,7 @@ class SessionLife:
         """Return it again: what was before it goes out first."""
         self._ahead.appendleft(lost)
 
-    def turn(self, number: int, place: StreamPlace) -> None:
+    def turn(self, number: int, place: StreamPosition) -> None:
         """Go on with another life in the same stream, after a place."""
         self.reader.number, self.state = number, ""
         self.begin(place)
@@ -274,7 +278,7 @@ class SessionLife:
         missed = self.reader.behind + sum(len(each.data) for each in self._ahead if isinstance(each, StreamEntry))
         self._ahead.clear()
         self._past = None
-        self.place = StreamPlace.of(self.reader.skip())
+        self.place = StreamPosition.of(self.reader.skip())
         return missed
 
     def _content(self, block: bytes, container: str = "") -> Content:
@@ -319,7 +323,7 @@ def _together(contents: list[Content]) -> Content:
         return contents[0]
     newest = [each.newest for each in contents if each.newest is not None]
     return Content(
-        reduce(both_said, (each.json for each in contents), None),
+        reduce(merge_session_json, (each.json for each in contents), None),
         next((each.range for each in reversed(contents) if each.range is not None), None),
         tuple(series for each in contents for series in each.series),
         tuple(event for each in contents for event in each.events),

@@ -1,21 +1,14 @@
-"""Pieces: the samples of records on their way into messages.
+"""Builds the messages of a session from the parts of its records.
 
-A piece is samples of one channel that one message can hold, unless they are too many for it. A piece that goes on where
-the last one of its channel ended becomes part of it, so that messages are large however small records are. Invariant:
-for each channel, the samples of the messages are those of the records, in order, and no samples pass an update.
-
-Samples as a program gives them to the writer library, and what a record has of them.
-
-Invariant: what comes out is a copy, since a program may use its arrays again before all is in the stream; and it is of
-the right kind, since what were refused only when it is sent would keep all the rest from being sent. Whatever is not
-raises ValueError or TypeError.
+A piece is samples of one channel for one message, or several if they are too many. A piece that continues the last one
+of its channel is appended to it, so that messages are large however small records are. Invariant: for each channel, the
+samples of the messages are those of the records, in order, and no samples pass an update of the session.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import index
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,23 +19,21 @@ from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import MAX_BURST
 from tailrace.views.sessions.channel import WIDTHS, BadSample, Channel, pack_values
 from tailrace.views.sessions.telemetry import (
-    LAST,
     Periodic,
     SampleRow,
     TelemetryEvent,
     Time,
     Timestamped,
-    Type,
     nanoseconds,
 )
 
 ChannelOf: TypeAlias = Callable[[int], Channel | None]
-"""Says what a channel is, if that is known; BadSample if there is certainly no such channel."""
+"""Returns a channel by number, None if its configuration is unknown; raises BadSample if there is no such channel."""
 
 UNUSABLE = (ValueError, BadRequest)
-"""What is raised of a part, or of a configuration, that cannot be used."""
+"""Exceptions of a part, or a configuration, that cannot be used."""
 HEAD = 64
-"""Bytes of a message beside its samples, about."""
+"""Estimate of the bytes of a message without its samples."""
 
 
 class SampleRun(msgspec.Struct, gc=False):
@@ -57,11 +48,10 @@ class SampleRun(msgspec.Struct, gc=False):
 
     @property
     def end(self) -> int:
-        """The time of the last sample."""
         return self.start + self.interval * (self.count - 1)
 
     def absorb(self, other: Piece) -> bool:
-        """Take what goes on where this one ends; return whether it does."""
+        """Append a run that continues this one; return False if it does not."""
         if (
             type(other) is not SampleRun
             or other.interval != self.interval
@@ -89,10 +79,10 @@ class Points(msgspec.Struct, gc=False):
     buffers: list[bytes]
     start: int
     end: int
-    """The earliest and the latest time; they need not be the first and the last."""
+    """Earliest and latest time; not necessarily those of the first and the last sample."""
 
     def absorb(self, other: Piece) -> bool:
-        """Take what is not before the end of this one; return whether it is not."""
+        """Append points that are not before the end of these; return False if they are."""
         if type(other) is not Points or other.width != self.width or other.start < self.end:
             return False
         self.times += other.times
@@ -105,8 +95,8 @@ class Points(msgspec.Struct, gc=False):
         return burst.timestamped(self.channel, times, self.width, b"".join(self.buffers), target)
 
 
-class Whole(msgspec.Struct, frozen=True):
-    """A message that is never put together with others: a row, an event."""
+class WholeMessage(msgspec.Struct, frozen=True):
+    """A message that is never joined with others: a row, an event."""
 
     message: bytes
     time: int
@@ -116,47 +106,45 @@ class Whole(msgspec.Struct, frozen=True):
 Piece: TypeAlias = SampleRun | Points
 
 
-class Pieces:
-    """What a session has to say, in order."""
+class MessageQueue:
+    """The pending messages of a session, in order."""
 
     def __init__(self) -> None:
-        self._said: list[Piece | bytes] = []
+        self._pending: list[Piece | bytes] = []
         self._last: dict[int, Piece] = {}
-        """The piece that samples of a channel may go on with."""
+        """The piece of each channel that further samples may continue."""
         self.size = 0
-        """Bytes, about."""
+        """Estimate of the bytes."""
 
-    def add(self, made: Piece | Whole) -> None:
-        """Say samples, or an event."""
-        if isinstance(made, Whole):
-            for channel in made.channels:
+    def add(self, piece: Piece | WholeMessage) -> None:
+        if isinstance(piece, WholeMessage):
+            for channel in piece.channels:
                 self._last.pop(channel, None)
-            self._said.append(made.message)
-            self.size += len(made.message)
+            self._pending.append(piece.message)
+            self.size += len(piece.message)
             return
-        last = self._last.get(made.channel)
-        self.size += sum(map(len, made.buffers))
-        if last is None or not last.absorb(made):
-            self._last[made.channel] = made
-            self._said.append(made)
+        last = self._last.get(piece.channel)
+        self.size += sum(map(len, piece.buffers))
+        if last is None or not last.absorb(piece):
+            self._last[piece.channel] = piece
+            self._pending.append(piece)
             self.size += HEAD
 
     def update(self, message: bytes) -> None:
-        """Say something that samples after it may depend upon, and none before it."""
+        """Add an update of the session: samples after it may depend on it, and those before it may not."""
         self._last.clear()
-        self._said.append(message)
+        self._pending.append(message)
         self.size += len(message)
 
     def messages(self, target: int) -> Iterator[bytes]:
-        """Yield all of it as messages."""
-        for said in self._said:
-            if isinstance(said, bytes):
-                yield said
+        for each in self._pending:
+            if isinstance(each, bytes):
+                yield each
             else:
-                yield from said.messages(target)
+                yield from each.messages(target)
 
 
-# What the parts of records are. Each raises what is in UNUSABLE if it cannot be used.
+# The parts of records as pieces. Each function raises one of UNUSABLE for a bad part.
 
 
 def run_of(part: Periodic, channel_of: ChannelOf) -> SampleRun | None:
@@ -185,8 +173,7 @@ def points_of(part: Timestamped, channel_of: ChannelOf) -> Points | None:
     return Points(part.channel, [times], width, [buffer], int(times.min()), int(times.max()))
 
 
-def row_of(part: SampleRow, channel_of: ChannelOf) -> Whole:
-    """Return one sample of each of some channels."""
+def row_of(part: SampleRow, channel_of: ChannelOf) -> WholeMessage:
     time, channels = nanoseconds(part.time), [channel_of(channel) for channel in part.channels]
     if not channels:
         raise BadSample("bad-count", "a row without channels")
@@ -205,16 +192,15 @@ def row_of(part: SampleRow, channel_of: ChannelOf) -> Whole:
     return _whole(burst.row(part.channels, time, buffer), time, part.channels)
 
 
-def event_of(part: TelemetryEvent) -> Whole:
-    """Return an event."""
+def event_of(part: TelemetryEvent) -> WholeMessage:
     time = nanoseconds(part.time)
     return _whole(burst.event(part.id, part.app, time, part.text, part.values), time)
 
 
-def _whole(message: bytes, time: int, channels: Sequence[int] = ()) -> Whole:
+def _whole(message: bytes, time: int, channels: Sequence[int] = ()) -> WholeMessage:
     if len(message) > MAX_BURST - HEAD:
         raise BadSample("too-large", f"{len(message)} bytes that cannot be divided; {MAX_BURST - HEAD} are possible")
-    return Whole(message, time, channels)
+    return WholeMessage(message, time, channels)
 
 
 def _samples(part: Periodic | Timestamped, channel: Channel | None) -> tuple[bytes, int]:
@@ -242,58 +228,13 @@ def _array(times: Sequence[Time] | npt.NDArray[np.int64]) -> npt.NDArray[np.int6
 
 
 def _spread(part: Timestamped) -> npt.NDArray[np.int64]:
-    """Return the times that start, scale and deltas say."""
+    """Return the times that start, scale and deltas define."""
     start, scale = nanoseconds(part.start or 0), nanoseconds(part.scale)
     try:
         steps = np.array(part.deltas, np.int64)
     except OverflowError:
         raise BadSample("bad-time", "a delta does not fit into 64 bits") from None
-    # In floats first, which do not wrap round.
+    # In floats first: they do not overflow.
     if abs(start) + abs(scale) * float(np.abs(steps.astype(np.float64)).sum()) >= 2.0**63:
         raise BadSample("bad-time", "the times do not fit into 64 bits")
     return start + scale * np.cumsum(steps)
-
-
-Values: TypeAlias = Sequence[float | None] | npt.NDArray[Any]
-Times: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
-
-_MOST_CHANNEL = (1 << 32) - 1
-
-
-def channel_of(number: int) -> int:
-    """Return the number of a channel."""
-    if not 0 <= index(number) <= _MOST_CHANNEL:
-        raise ValueError(f"{number} is no number of a channel")
-    return index(number)
-
-
-def times_of(times: Times) -> Any:
-    """Return times: a list of integers, or an array of them."""
-    if not isinstance(times, np.ndarray):
-        return [index(time) for time in times]
-    if times.ndim != 1 or times.dtype.kind not in "iu" or (times.size and int(times.max()) > LAST):
-        raise ValueError(f"times are integers of nanoseconds in a row, not an array of {times.dtype} like this one")
-    return times.astype(np.int64)
-
-
-def values_of(values: Values | None) -> Any:
-    """Return values: a list, or an array."""
-    if values is None:
-        return None
-    return values.copy() if isinstance(values, np.ndarray) else list(values)
-
-
-def bytes_of(data: bytes | None) -> bytes | None:
-    """Return samples as bytes."""
-    if data is None:
-        return None
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"samples as bytes are wanted, not {type(data).__name__}")
-    return bytes(data)
-
-
-def type_of(name: Type) -> Type:
-    """Return the type of samples."""
-    if name not in WIDTHS:
-        raise ValueError(f"no channel has the type {name!r}: one of {', '.join(WIDTHS)}")
-    return name

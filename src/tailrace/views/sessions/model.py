@@ -245,13 +245,13 @@ def text(json: Mapping[str, Any]) -> str:
         Refused: It does not fit into a message.
     """
     written = _encode(json)
-        # The state does not count: a session at the limit must still be able to end.
+    # The state does not count: a session at the limit must still be able to end.
     if len(written) - len(json["state"]) > MAX_JSON:
         raise Refused("session-too-large", f"{len(written)} bytes of Session JSON; {MAX_JSON} fit into a message")
     return written.decode()
 
 
-def both_said(before: str | None, update: str | None) -> str | None:
+def merge_session_json(before: str | None, update: str | None) -> str | None:
     """Merge two Session JSONs in a row: properties that the later one leaves out, or null, keep their value."""
     if before is None or update is None:
         return update if before is None else before

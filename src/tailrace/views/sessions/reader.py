@@ -27,7 +27,7 @@ from tailrace.log.event import Partition, poison
 from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import LEDGER_WHOLE
 from tailrace.valkey.shards import mapping
-from tailrace.views.sessions.cursor import StreamPlace
+from tailrace.views.sessions.cursor import StreamPosition
 from tailrace.views.sessions.hub import Tap
 from tailrace.views.sessions.model import PROGRAM, Session
 from tailrace.views.sessions.recording import Catalogue, Recorder
@@ -47,15 +47,15 @@ TRIES = 5
 class LostStretch(msgspec.Struct, frozen=True):
     """A stretch that is gone."""
 
-    after: StreamPlace
-    to: StreamPlace
+    after: StreamPosition
+    to: StreamPosition
     reason: str
     possible: bool = False
     """Somebody else trimmed the stream: whether the session had anything there, nobody knows."""
     back: bool = False
     """It begins in the stream, and what comes after it is in Kafka."""
 
-    def moves(self, place: StreamPlace) -> StreamPlace:
+    def moves(self, place: StreamPosition) -> StreamPosition:
         """Return the place of whoever was told."""
         return self.to if self.back or self.reason == "store-rolled-back" else max(place, self.to)
 
@@ -106,7 +106,7 @@ class SessionReader:
         if tap.era != self._era:
             self._era, lost = (
                 tap.era,
-                LostStretch(StreamPlace.of(self.looked), StreamPlace.of(tap.base), "store-rolled-back"),
+                LostStretch(StreamPosition.of(self.looked), StreamPosition.of(tap.base), "store-rolled-back"),
             )
             self.looked = tap.base
             return [lost]
@@ -131,15 +131,15 @@ class SessionReader:
             entries = [entry for entry in entries if entry.id > gone]
         found: list[StreamEntry | LostStretch] = []
         if gone > self.looked:
-            found.append(LostStretch(StreamPlace.of(self.looked), StreamPlace.of(gone), "trimmed"))
+            found.append(LostStretch(StreamPosition.of(self.looked), StreamPosition.of(gone), "trimmed"))
         self.looked = max(reached, begin)
         cut = await self._cut(begin)
         if cut is None:
             return [*found, *entries]
         self.looked = max(self.looked, before(cut))
         earlier, later = [e for e in entries if e.id < cut], [e for e in entries if e.id >= cut]
-        after = StreamPlace.of(earlier[-1].id if earlier else begin)
-        return [*found, *earlier, LostStretch(after, StreamPlace.of(before(cut)), "trimmed", possible=True), *later]
+        after = StreamPosition.of(earlier[-1].id if earlier else begin)
+        return [*found, *earlier, LostStretch(after, StreamPosition.of(before(cut)), "trimmed", possible=True), *later]
 
     async def _cut(self, place: EntryId) -> EntryId | None:
         """Return where the stream begins, if somebody else has cut it behind a place.
@@ -255,7 +255,7 @@ class Hole(msgspec.Struct, frozen=True):
 class Told(msgspec.Struct, frozen=True):
     """What one record of the session became: the blocks of its bursts; none if it was of another session."""
 
-    place: StreamPlace
+    place: StreamPosition
     blocks: tuple[bytes, ...] = ()
 
 
@@ -319,7 +319,7 @@ class Retained:
             seam = None if is_shared else await seam_behind(self._live, located, gone)
             if seam is None:
                 self._seam = Seam(self._after, gone)
-                return [LostStretch(StreamPlace.at_offset(self._after), StreamPlace.of(gone), "trimmed")]
+                return [LostStretch(StreamPosition.at_offset(self._after), StreamPosition.of(gone), "trimmed")]
             self._seam = seam
             if self._over:
                 self._after = max(self._after, seam.offset)
@@ -337,7 +337,7 @@ class Retained:
 
     async def _read(self, last: int) -> list[Told | LostStretch]:
         archive, source = self._archive, self._source
-        after = StreamPlace.at_offset(self._after)
+        after = StreamPosition.at_offset(self._after)
         if not await archive.is_current(source):
             return self._lost(after, last, "deleted")
         try:
@@ -350,20 +350,20 @@ class Retained:
             return self._lost(after, last, "deleted")
         found: list[Told | LostStretch] = []
         if stretch.first > self._after + 1:
-            found.append(LostStretch(after, StreamPlace.at_offset(stretch.first - 1), "expired"))
+            found.append(LostStretch(after, StreamPosition.at_offset(stretch.first - 1), "expired"))
         if self._recorder is None:
             self._recorder = await self._begin(is_whole=not found)
         for record in stretch.records:
             blocks = self._record(record)
             if blocks:
-                found.append(Told(StreamPlace.at_offset(record.offset), blocks))
+                found.append(Told(StreamPosition.at_offset(record.offset), blocks))
         self._after = last if self._over else stretch.reached
-        found.append(Told(StreamPlace.at_offset(self._after)))
+        found.append(Told(StreamPosition.at_offset(self._after)))
         return found
 
-    def _lost(self, after: StreamPlace, last: int, reason: str) -> list[Told | LostStretch]:
+    def _lost(self, after: StreamPosition, last: int, reason: str) -> list[Told | LostStretch]:
         self._after = last
-        return [LostStretch(after, StreamPlace.at_offset(last), reason)]
+        return [LostStretch(after, StreamPosition.at_offset(last), reason)]
 
     async def _begin(self, is_whole: bool) -> Recorder:
         located = self._located

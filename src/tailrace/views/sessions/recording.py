@@ -23,7 +23,16 @@ from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import pack
 from tailrace.views.sessions.channel import BadSample, Channel
 from tailrace.views.sessions.configuration import Channels, Configuration
-from tailrace.views.sessions.message_builder import UNUSABLE, Piece, Pieces, Whole, event_of, points_of, row_of, run_of
+from tailrace.views.sessions.message_builder import (
+    UNUSABLE,
+    MessageQueue,
+    Piece,
+    WholeMessage,
+    event_of,
+    points_of,
+    row_of,
+    run_of,
+)
 from tailrace.views.sessions.model import ABANDONED, Binding, Session, checked
 from tailrace.views.sessions.telemetry import (
     CLOSED,
@@ -165,7 +174,7 @@ class _Sheet:
     def __init__(self, known: Session | None, session: Session) -> None:
         self.known, self.session = known, session
         self.opening = self.closing = b""
-        self.pieces = Pieces()
+        self.pieces = MessageQueue()
 
     def bursts(self, target: int) -> Iterator[bytes]:
         now, before = self.session, self.known
@@ -317,16 +326,16 @@ class Recorder:
 
     def _pieces(
         self, known: Session | None, record: Data, wrong: list[Fault]
-    ) -> tuple[list[Piece | Whole], list[tuple[int, int]]]:
+    ) -> tuple[list[Piece | WholeMessage], list[tuple[int, int]]]:
         """Return the usable parts of a record, and the time spans that they cover."""
         channel_of = partial(self._catalogue.channel, known.bindings if known is not None else ())
-        makers: list[tuple[str, Sequence[Any], Callable[[Any], Piece | Whole | None]]] = [
+        makers: list[tuple[str, Sequence[Any], Callable[[Any], Piece | WholeMessage | None]]] = [
             ("periodic", record.periodic, lambda part: run_of(part, channel_of)),
             ("timestamped", record.timestamped, lambda part: points_of(part, channel_of)),
             ("rows", record.rows, lambda part: row_of(part, channel_of)),
             ("events", record.events, event_of),
         ]
-        pieces: list[Piece | Whole] = []
+        pieces: list[Piece | WholeMessage] = []
         spans: list[tuple[int, int]] = []
         if record.range is not None:
             try:
@@ -345,7 +354,8 @@ class Recorder:
                     continue
                 if piece is not None:
                     pieces.append(piece)
-                    spans.append((piece.time, piece.time) if isinstance(piece, Whole) else (piece.start, piece.end))
+                    span = (piece.time, piece.time) if isinstance(piece, WholeMessage) else (piece.start, piece.end)
+                    spans.append(span)
         return pieces, spans
 
     def _note(self, known: Session | None, session: Session, *, opening: bool = False) -> _Sheet:

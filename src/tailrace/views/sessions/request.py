@@ -22,7 +22,7 @@ from tailrace.log.request import check_options
 from tailrace.views.sessions.configuration import Channels, Conversion
 from tailrace.views.sessions.cursor import (
     FromMoment,
-    FromPlace,
+    FromSessionCursor,
     SessionCursor,
     SessionStart,
     UnsentSamples,
@@ -196,10 +196,10 @@ def make_session_request(
         cursor = SessionCursor.parse(last_event_id)
         if cursor.ended:
             return None
-        begin, sent, since, resumed = FromPlace(cursor), cursor.sent or 0, cursor.since, True
+        begin, sent, since, resumed = FromSessionCursor(cursor), cursor.sent or 0, cursor.since, True
     elif after:
         cursor = SessionCursor.parse(after)
-        begin, since = FromPlace(cursor), cursor.since
+        begin, since = FromSessionCursor(cursor), cursor.since
     elif start:
         begin = parse_session_start(start, now_ms)
         since = begin.time if isinstance(begin, FromMoment) else None

@@ -39,7 +39,7 @@ from tailrace.errors import BadBurst
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.channel import Channel, unpack_values
 from tailrace.views.sessions.configuration import Channels
-from tailrace.views.sessions.model import both_said
+from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.request import Line, Lines
 from tailrace.views.sessions.rta import PeriodicData, RowData, StreamDataBurst, TimestampedData
 from tailrace.views.sessions.thinning import Series, Times, Values, concatenated
@@ -243,7 +243,7 @@ def _json(decoded: Decoded) -> str | None:
             msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, RecursionError):
             continue  # another program's slip; it could not be a part of our JSON
-        found = both_said(found, text)
+        found = merge_session_json(found, text)
     return found
 
 

@@ -15,10 +15,10 @@ from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.cursor import (
     FromMoment,
-    FromPlace,
+    FromSessionCursor,
     SessionCursor,
     SessionStart,
-    StreamPlace,
+    StreamPosition,
     UnsentSamples,
 )
 from tailrace.views.sessions.life import SessionLife, SessionParts
@@ -125,7 +125,7 @@ NEAR_MS = 200
 class Beginning(msgspec.Struct, frozen=True):
     """Where a feed begins."""
 
-    place: StreamPlace
+    place: StreamPosition
     """Up to here everything was sent, but for what was held."""
     held: UnsentSamples | None = None
     past: Retained | None = None
@@ -135,7 +135,7 @@ class Beginning(msgspec.Struct, frozen=True):
     """Whether this is a life before the one that the session has now."""
 
     @property
-    def origin(self) -> StreamPlace:
+    def origin(self) -> StreamPosition:
         """After which place it is read."""
         return self.place if self.held is None else self.held.after
 
@@ -143,25 +143,25 @@ class Beginning(msgspec.Struct, frozen=True):
 async def beginning(parts: SessionParts, life: SessionLife, start: SessionStart) -> Beginning:
     """Find where a request begins in the life of a session that was joined."""
     located, live = life.located, parts.live
-    if isinstance(start, FromPlace):
+    if isinstance(start, FromSessionCursor):
         return await _resumed(parts, life, start.cursor)
     gone = await live.trimmed(located.stream, located.number)
-    end = StreamPlace.of(max(life.target, gone or BEGINNING, located.position))
+    end = StreamPosition.of(max(life.target, gone or BEGINNING, located.position))
     if isinstance(start, FromEnd) or (isinstance(start, FromLast) and not start.count):
         return Beginning(end)
     if isinstance(start, FromLast):
         count = start.count + 1
         found = await last_entries(live, located.stream, located.number, count, located.position, life.target)
         before = found[-1] if len(found) == count else max(located.position, gone or BEGINNING)
-        return Beginning(StreamPlace.of(before))
+        return Beginning(StreamPosition.of(before))
     if isinstance(start, FromMoment):
         first = None if gone is None else await life.first_time()
         if gone is None or (first is not None and start.time >= first):  # the stream has it
-            return Beginning(StreamPlace.of(max(await _before(parts, life, start.time), gone or BEGINNING)))
+            return Beginning(StreamPosition.of(max(await _before(parts, life, start.time), gone or BEGINNING)))
     past = await _trimmed(parts, located, None)
     if past is not None:
-        return Beginning(StreamPlace.at_offset((located.opened or 0) - 1), past=past)
-    return Beginning(StreamPlace.of(located.position))
+        return Beginning(StreamPosition.at_offset((located.opened or 0) - 1), past=past)
+    return Beginning(StreamPosition.of(located.position))
 
 
 async def _before(parts: SessionParts, life: SessionLife, time: int) -> EntryId:
@@ -194,14 +194,14 @@ async def _resumed(parts: SessionParts, life: SessionLife, cursor: SessionCursor
         past = None if is_over else await _trimmed(parts, located, cursor.origin.major)
         if past is not None:
             return Beginning(place, cursor.held, past)
-        to = StreamPlace.of(located.position)
+        to = StreamPosition.of(located.position)
         return Beginning(to, lost=LostStretch(place, to, "life-over" if is_over else "trimmed"), is_over=is_over)
     if is_over and await is_of_another(parts, life, cursor.number):
-        to = StreamPlace.of(located.position)
+        to = StreamPosition.of(located.position)
         return Beginning(to, lost=LostStretch(place, to, "life-over"))
     end = max(life.target, await live.last_given(located.stream))
     if place.entry > end and not is_over:
-        to = StreamPlace.of(life.target)
+        to = StreamPosition.of(life.target)
         return Beginning(to, lost=LostStretch(place, to, "store-rolled-back"))
     found = None if is_over else await _in_kafka(parts, located, cursor)
     return found or Beginning(place, cursor.held, is_over=is_over)
@@ -242,22 +242,22 @@ async def _in_kafka(parts: SessionParts, located: Located, cursor: SessionCursor
         # The stream has the rest of that write; Kafka is read for what was held of others alone.
         if first_lost.in_stream:
             return None
-        hole = Hole(spot.low, LostStretch(first_lost, StreamPlace.of(gone), "trimmed"))
+        hole = Hole(spot.low, LostStretch(first_lost, StreamPosition.of(gone), "trimmed"))
     elif not spot.is_exact:
-        hole = Hole(spot.low, LostStretch(first_lost, StreamPlace.at_offset(spot.high), "trimmed", back=True))
+        hole = Hole(spot.low, LostStretch(first_lost, StreamPosition.at_offset(spot.high), "trimmed", back=True))
     past = Retained(parts.archive, live, located, source, after, BEGINNING if hole else place.entry, hole)
-    begin = StreamPlace.at_offset(spot.low) if hole is None else place
-    return Beginning(begin, None if held is None else UnsentSamples(StreamPlace.at_offset(after), held.floor), past)
+    begin = StreamPosition.at_offset(spot.low) if hole is None else place
+    return Beginning(begin, None if held is None else UnsentSamples(StreamPosition.at_offset(after), held.floor), past)
 
 
-def _first_lost(cursor: SessionCursor, spot: Spot) -> StreamPlace:
+def _first_lost(cursor: SessionCursor, spot: Spot) -> StreamPosition:
     """Return after which place something is lost; of what was held, too, unless that is before what nobody knows."""
-    if cursor.held is None or spot.begin is None or cursor.origin > StreamPlace.of(spot.begin):
+    if cursor.held is None or spot.begin is None or cursor.origin > StreamPosition.of(spot.begin):
         return cursor.origin
-    return StreamPlace.at_offset(spot.low)
+    return StreamPosition.at_offset(spot.low)
 
 
-async def _at_or_before(live: LiveSessions, located: Located, place: StreamPlace) -> int:
+async def _at_or_before(live: LiveSessions, located: Located, place: StreamPosition) -> int:
     if not place.in_stream:
         return place.major
     spot = await spot_of(live, located, place.entry)

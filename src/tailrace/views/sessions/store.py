@@ -1,22 +1,20 @@
-"""Where telemetry sessions rest, and the order of steps in which their writers change them.
+"""The stored form of telemetry sessions, and the steps in which their writers change it.
 
-A writer is a Kafka partition, or a program with the writer library; each has a mark in the stream that it writes to:
-the last of its records that is in there. It reads its mark and the sessions that its records are of, works out what
-becomes of them, and writes that in three steps, each of which can be repeated:
+A writer is a Kafka partition, or a program with the writer library. Each has a mark in its stream: the last of its
+records that is in there. It reads its mark and the sessions of its records, records (see ``recording``), and writes the
+result in three steps, each of which can be repeated:
 
-1. ``claim``: a session that is opened gets its number and its position; whoever repeats the opening gets the same;
-2. the session's hash, if its order is greater than that of what is there, and then
+1. ``claim``: a session that is opened gets its number and its position; a repeated opening gets the same;
+2. the session's hash, if its order is greater than the stored one's, and then
 3. entries, states and the mark, in one call, if the mark and the states are still those that were read.
 
-Invariant: the hash is never behind the stream, so whoever reads the stream's end first and the hash then misses
-nothing; and a record is in the stream once, however often and in whichever portions its writer comes back to it. The
-hash may be ahead for a while, of a writer that died between the steps: it comes back. Whoever is refused reads again.
+Invariants: the hash is never behind the stream, so a reader that takes the stream's end first and the hash then misses
+nothing; and a record is in the stream once, however often and in whichever batches its writer repeats it. The hash may
+be ahead for a while if a writer dies between the steps: it comes back. A refused writer reads again.
 
-What a recorder of sessions begins with, and how what it recorded is written: for the pipeline and programs alike.
-
-Whoever records reads his mark and the sessions, cuts what records say into drafts, each of which begins where the one
-before it ends, and has them written. Invariant: of one writer's drafts, those up to some one are in the stream, and
-those after it are not; then he reads again.
+The pipeline and programs share the code below: recorded writes become drafts, each of which begins where the one before
+it ends. Invariant: of one writer's drafts, those up to some one are in the stream, and those after it are not; then the
+writer reads again.
 """
 
 from __future__ import annotations
@@ -41,27 +39,26 @@ if TYPE_CHECKING:
 
 
 OVER = CLOSED | {ABANDONED}
-"""States in which a session leaves its name to other streams."""
+"""States in which another stream may take over a session's name."""
 VERSION_BYTES = 8
 WRONG_KIND, HASH_KINDS = "WRONGTYPE", (b"hash", b"none")
-"""How the store says that a key is of another kind, and of which kinds keys of sessions may be."""
+"""The server's error for a key of another type, and the types that keys of sessions may have."""
 
 _OVER = f" {' '.join(sorted(OVER))} "
 
 
 class SessionOptions(msgspec.Struct, frozen=True):
-    """What a writer of sessions must know; what a Spark task gets from its driver."""
+    """Settings that a writer of sessions needs; a Spark task gets them from its driver."""
 
     key: str = "sessions:{identity}"
-    """The template of the key of a session's hash."""
+    """Template of the key of a session's hash."""
     expire_ms: int = 86_400_000
-    """How long after its last update a session is forgotten."""
+    """Time after its last update at which a session is forgotten."""
     burst: int = 64 << 10
-    """About how large a message is before it is compressed."""
+    """Approximate size of a message before compression."""
 
     @classmethod
     def of(cls, settings: Settings) -> SessionOptions:
-        """Return the options that the configuration gives."""
         sessions = settings.sessions
         return cls(sessions.key, round(sessions.expire.total_seconds() * 1000), sessions.burst)
 
@@ -74,29 +71,31 @@ class Opening(msgspec.Struct, frozen=True):
     writer: str
     offset: int
     seen: bytes = b""
-    """What was read of the session in the stream; empty if there was nothing."""
+    """The session's value in the stream as it was read; empty if there was none."""
 
 
 class SessionChange(msgspec.Struct, frozen=True):
-    """What becomes of a session; at most one for each session of a write."""
+    """New state of a session; at most one for each session of a write."""
 
     identity: str
     number: int
     seen: bytes
-    """What was read of it; empty if there was nothing. Its version is compared."""
+    """Value that was read; empty if there was none. Its version is compared."""
     value: bytes
-    """Its state now, without a version."""
+    """New state, without a version."""
     order: tuple[int, int, int]
     fields: Mapping[str, Arg]
-    """All fields of its hash but ``lastUpdated``; ``order`` is written as given above. Without any it has no hash."""
+    """All fields of its hash but ``lastUpdated``; ``order`` is written as given above. Empty for notes, which have no
+    hash.
+    """
     version: bytes = b""
-    """Its new version, from ``new_version``, if the next write goes on from here; otherwise the store makes one."""
+    """New version, from ``new_version``, if the next write continues from here; otherwise the store makes one."""
 
 
 class Write(msgspec.Struct, frozen=True):
-    """What a writer has for a stream: entries, each with the number of its session, in order; and its new mark.
+    """A write of one writer to one stream: entries in order, each with the number of its session, and the new mark.
 
-    Without entries and changes only the mark is moved. The writer without a name, the watchdog, has none.
+    Without entries and changes only the mark moves. The watchdog writes without a name and has no mark.
     """
 
     stream: str
@@ -108,51 +107,51 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Verdict(StrEnum):
-    """What became of a write; all or nothing of its entries is in the stream."""
+    """Outcome of a write; all or none of its entries are in the stream."""
 
     OK = "ok"
     MOVED = "moved"
-    """The writer's mark is another one: somebody wrote these records, or some of them."""
+    """The writer's mark is another one: these records, or some of them, were written already."""
     CONFLICT = "conflict"
     """A session is not what was read, or another writer is about to open it."""
     OLD = "old"
-    """The watchdog's word came too late. Only that is refused: another writer that is behind finds its mark moved."""
+    """The watchdog came too late. Others are not refused for this: a writer that is behind finds its mark moved."""
     TAKEN = "taken"
-    """A session is open in another stream, or had a later life there, or its key is no hash: it will not be taken."""
+    """A session is open in another stream, or had a later life there, or its key is no hash. Repeating is useless."""
 
 
 class Owner(NamedTuple):
-    """Which stream a session's hash is of, in which state it is, and under which number."""
+    """Stream, state and number in a session's hash."""
 
     stream: str
     state: str
     number: int
     strange: str = ""
-    """What is under the key of the hash, if that is something else; then it is nobody's."""
+    """Description of the key's content, if that is no hash; then nobody owns the session."""
 
 
 def new_version() -> bytes:
-    """Return a version that no session has had, nor will have."""
+    """Return a version that is never used again."""
     return os.urandom(VERSION_BYTES)
 
 
 def state_of(value: bytes) -> bytes:
-    """Return the state in what was read of a session."""
+    """Return the state in the stored value of a session."""
     return value[VERSION_BYTES:]
 
 
 def is_stream_name(name: str) -> bool:
-    """Whether a stream of this name can have what is ours beside it in its slot."""
+    """Return True if Tailrace's own keys of a stream of this name can be in its slot."""
     return bool(name) and "{" not in name and "}" not in name
 
 
 class SessionStore:
-    """The blocking side: what the pipeline, the writer library and upkeep do with sessions.
+    """The blocking client of stored sessions, for the pipeline, the writer library and upkeep.
 
     Args:
-        shards: An open client, with the functions loaded.
-        options: What the configuration says of sessions.
-        clock: Seconds since the epoch, for ``lastUpdated``; nothing else depends on it.
+        shards: an open client, with the functions loaded.
+        options: settings of sessions.
+        clock: seconds since the epoch, for ``lastUpdated`` only.
     """
 
     def __init__(
@@ -161,10 +160,8 @@ class SessionStore:
         self.shards, self.options, self._clock = shards, options or SessionOptions(), clock
         self._keys = shards.keys
 
-    # What is there.
-
     def read(self, stream: str, writer: str, identities: Iterable[str]) -> tuple[int, dict[str, bytes]]:
-        """Return a writer's mark in a stream, and what the stream knows of sessions: version and state of each."""
+        """Return a writer's mark in a stream, and the stored values of sessions: version and state of each."""
         return self.read_all([(stream, writer, tuple(identities))])[0]
 
     def read_all(self, wanted: Sequence[tuple[str, str, Sequence[str]]]) -> list[tuple[int, dict[str, bytes]]]:
@@ -185,7 +182,7 @@ class SessionStore:
         return found
 
     def owners(self, identities: Iterable[str]) -> dict[str, Owner]:
-        """Return which stream has each session, as its hash says; an empty state if others wrote that."""
+        """Return the owner of each session from its hash; another program's hash has an empty state."""
         names = list(identities)
         found: dict[str, Owner] = {}
         answers, strange = self._hashes(names, ("streamName", "state", "streamSessionId"))
@@ -197,13 +194,15 @@ class SessionStore:
         return found
 
     def hash_fields(self, identities: Sequence[str], fields: Sequence[str]) -> list[list[bytes | None]]:
-        """Return some fields of the hashes of sessions; None for what is not there."""
+        """Return fields of the hashes of sessions; None for missing ones."""
         return self._hashes(identities, fields)[0]
 
     def _hashes(
         self, identities: Sequence[str], fields: Sequence[str]
     ) -> tuple[list[list[bytes | None]], dict[str, str]]:
-        """Return the same, and what is under keys that are no hashes, by identity: others may use such keys, too."""
+        """Return the same, and by identity a description of each key that is no hash: other programs may use such
+        keys.
+        """
         keys = [self._keys.session(self.options.key, identity) for identity in identities]
         commands: list[Keyed] = [(key, ("HMGET", key, *fields)) for key in keys]
         try:
@@ -227,7 +226,7 @@ class SessionStore:
         return {name.decode(errors="replace") for name in self.shards.run_keyed([(key, ("SMEMBERS", key))])[0]}
 
     def stream_marks(self, streams: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Return how far each writer has come in streams."""
+        """Return the marks of all writers of streams."""
         names = list(streams)
         commands: list[Keyed] = [(self._keys.stream(s), ("HGETALL", self._keys.stream_marks(s))) for s in names]
         return {
@@ -236,11 +235,9 @@ class SessionStore:
         }
 
     def server_ms(self, stream: str) -> int:
-        """Return the time of the server that a stream is on, in milliseconds: what its entries' ids are made of."""
+        """Return the time of a stream's server in milliseconds: the clock of its entry ids."""
         seconds, micros = self.shards.run_keyed([(self._keys.stream(stream), ("TIME",))])[0]
         return int(seconds) * 1000 + int(micros) // 1000
-
-    # The steps of a writer.
 
     def claim(self, stream: str, identity: str, writer: str, offset: int, seen: bytes = b"") -> tuple[int, str] | None:
         """Return the number of a session that a record opens, and its position in the stream.
@@ -267,7 +264,7 @@ class SessionStore:
             for candidate, i in enumerate(open_still, last - len(open_still) + 1):
                 each = openings[i]
                 owner = owners.get(each.identity)
-                # Of its own stream the hash may have a later life already, of openings that are repeated here.
+                # In its own stream the hash may have a later life already, of openings that are repeated here.
                 floor = owner.number if owner is not None and owner.stream != each.stream else 0
                 version = each.seen[:VERSION_BYTES]
                 args: tuple[Arg, ...] = (each.writer, each.offset, each.identity, version, candidate, floor)
@@ -275,8 +272,8 @@ class SessionStore:
             answers = self._call(calls, names)
             for i, answer in zip(open_still, answers, strict=True):
                 found[i] = (int(answer[1]), answer[2].decode()) if answer[0] == b"ok" else None
-            # A number that was taken from the counter before another one may come to the stream after it; and the
-            # counter may have lost its last writes.
+            # A later number of the counter may reach the stream before an earlier one, and the counter may have lost
+            # its last writes.
             low = {i: int(answer[1]) for i, answer in zip(open_still, answers, strict=True) if answer[0] == b"low"}
             open_still, needed = list(low), max(low.values(), default=0)
         return found
@@ -285,7 +282,7 @@ class SessionStore:
         """Call functions on streams.
 
         Raises:
-            StoreError: Also if what is under the key of one is no stream.
+            StoreError: Also if the key of one is no stream.
         """
         try:
             return self.shards.call_keyed(calls)
@@ -302,7 +299,7 @@ class SessionStore:
         return self.shards.call_keyed(calls)
 
     def write(self, writes: Sequence[Write]) -> list[Verdict]:
-        """Write hashes, then streams; return what became of each write, in their order."""
+        """Write hashes, then streams; return the verdict of each write."""
         verdicts = self.put(writes)
         going = [i for i, verdict in enumerate(verdicts) if verdict is Verdict.OK]
         for i, verdict in zip(going, self.append([writes[i] for i in going]), strict=True):
@@ -310,7 +307,7 @@ class SessionStore:
         return verdicts
 
     def put(self, writes: Sequence[Write]) -> list[Verdict]:
-        """Write the hashes of sessions, unless they are further; return which writes may go on."""
+        """Write the hashes of sessions, unless the stored ones are further; return which writes may go on."""
         now_ms = round(self._clock() * 1000)
         streams, index = self._keys.streams(), self._keys.sessions()
         commands: list[Keyed] = []
@@ -334,7 +331,7 @@ class SessionStore:
         return verdicts
 
     def append(self, writes: Sequence[Write]) -> list[Verdict]:
-        """Write entries, states and marks; each write as a whole or not at all."""
+        """Write entries, states and marks, each write as a whole or not at all."""
         calls: list[KeyedCall] = []
         for write in writes:
             args: list[Arg] = [write.writer, write.seen, write.mark, len(write.changes)]
@@ -360,10 +357,8 @@ class SessionStore:
             raise StoreError(f"{stream!r} is no name for a stream of sessions: it is empty or has braces in it")
         return [self._keys.stream(stream), self._keys.stream_tag(stream)]
 
-    # Configurations.
-
     def put_config(self, identifier: str, data: bytes) -> bool:
-        """Publish a configuration, or keep it for longer; False if another one is published under its identifier."""
+        """Publish a configuration, or extend its life; False if its identifier is taken by another one."""
         key = self._keys.config(identifier)
         expire = self.options.expire_ms
         (is_new,) = self.shards.run_keyed([(key, ("SET", key, data, "NX", "PX", expire))])
@@ -373,7 +368,7 @@ class SessionStore:
         return stored == data if stored is not None else self.put_config(identifier, data)
 
     def configs(self, identifiers: Iterable[str]) -> dict[str, bytes]:
-        """Return the configurations that are published under identifiers."""
+        """Return the published ones of these configurations."""
         names = list(identifiers)
         keys = [self._keys.config(name) for name in names]
         answers = self.shards.run_keyed([(key, ("GET", key)) for key in keys])
@@ -381,19 +376,19 @@ class SessionStore:
 
 
 def _is_opened(write: Write, change: SessionChange) -> bool:
-    """Whether a session was opened by a record of the write."""
+    """Return True if a record of this write opened the session."""
     return change.fields.get("writer") == write.writer and int(change.fields.get("opened", NOTHING)) > write.seen
 
 
 AT_ONCE = 8 << 20
-"""Bytes of entries that are sent in one round trip, about."""
+"""Approximate limit of the bytes of entries in one round trip."""
 
 Numbers: TypeAlias = dict[tuple[str, str, int], tuple[int, str]]
-"""Number and position of sessions that began, by identity, and writer and offset of the opening."""
+"""Number and position of new sessions, by identity, and writer and offset of the opening."""
 
 
 class StreamDraft(NamedTuple):
-    """What some records of a writer come to, to be written as a whole."""
+    """The recorded writes of some records of one writer, written as a whole."""
 
     stream: str
     writer: str
@@ -401,23 +396,23 @@ class StreamDraft(NamedTuple):
     mark: int
     written: PendingWrites
     versions: Mapping[str, tuple[bytes, bytes]]
-    """Of each session: the version that was read, and the new one."""
+    """By session: the version that was read, and the new one."""
     notes: SessionChange | None = None
-    """What the writer notes down for itself."""
+    """The writer's notes for itself."""
 
 
 class Known:
-    """The sessions of a stream, as far as a recorder knows: as they were read, and as its drafts leave them."""
+    """A recorder's view of the sessions of a stream: as they were read, then as its drafts leave them."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         self.seen: dict[str, bytes] = {}
-        """Their versions, and those of notes."""
+        """Versions of the sessions and of notes."""
         self.elsewhere: dict[str, RecordOutcome] = {}
-        """What becomes of records of sessions that are open in another stream, or whose keys others use."""
+        """Outcomes for records of sessions that are open in another stream, or whose keys others use."""
 
     def learn(self, stream: str, values: Mapping[str, bytes], owners: Mapping[str, Owner]) -> None:
-        """Take note of sessions as they rest in the stream, and of which streams their hashes are."""
+        """Add stored sessions of the stream, and the owners of their hashes."""
         self.seen |= values
         self.sessions |= {identity: Session.decode(state_of(value)) for identity, value in values.items()}
         for identity, owner in owners.items():
@@ -433,7 +428,7 @@ class Known:
                 del self.sessions[identity]  # its name has had another life meanwhile
 
     def draft(self, stream: str, writer: str, seen: int, mark: int, written: PendingWrites) -> StreamDraft:
-        """Return what was recorded as a draft; what comes next goes on from there."""
+        """Make a draft of recorded writes; the next draft continues from it."""
         versions: dict[str, tuple[bytes, bytes]] = {}
         for session in written.sessions:
             versions[session.identity] = self.renew(session.identity)
@@ -441,13 +436,13 @@ class Known:
         return StreamDraft(stream, writer, seen, mark, written, versions)
 
     def renew(self, name: str) -> tuple[bytes, bytes]:
-        """Return the version of what is to be written anew, and its next one."""
+        """Return the version of a value that is written anew, and its next one."""
         seen, self.seen[name] = self.seen.get(name, b""), new_version()
         return seen, self.seen[name]
 
 
 def learn_configs(store: SessionStore, catalogue: Catalogue, known: Iterable[Known], named: Iterable[str] = ()) -> None:
-    """Read the configurations of sessions, and others that are named, unless the catalogue has them."""
+    """Read the configurations of sessions, and further named ones, unless the catalogue has them."""
     bound = (binding for each in known for session in each.sessions.values() for binding in session.bindings)
     if missing := catalogue.missing({*named, *identifiers(bound)}):
         catalogue.learn(store.configs(missing))
@@ -456,9 +451,9 @@ def learn_configs(store: SessionStore, catalogue: Catalogue, known: Iterable[Kno
 def write_drafts(
     store: SessionStore, catalogue: Catalogue, drafts: Sequence[StreamDraft], numbers: Numbers | None = None
 ) -> list[bool]:
-    """Take the steps of a writer for drafts, in their order; return which of them are in their streams now.
+    """Take the three steps for drafts, in their order; return which of them are in their streams now.
 
-    ``numbers`` remembers those of sessions that began, for whoever goes on with them and does not read them again.
+    ``numbers`` collects those of new sessions, for writers that do not read them again.
     """
     written = [False] * len(drafts)
     lost: set[str] = set()
@@ -473,7 +468,7 @@ def write_drafts(
 
 
 def _portions(drafts: Sequence[StreamDraft]) -> Iterator[list[int]]:
-    """Yield which drafts are sent together; a session begins in no portion in which its last life ends."""
+    """Yield the indexes of drafts to send together; a session never begins in a portion that ends its former life."""
     portion: list[int] = []
     changed: set[tuple[str, str]] = set()
     size = 0
@@ -499,10 +494,10 @@ def _write(store: SessionStore, catalogue: Catalogue, drafts: Sequence[StreamDra
         sessions = [found for session in draft.written.sessions if (found := _placed(session, numbers)) is not None]
         if len(sessions) < len(draft.written.sessions) or not _publish(store, catalogue, draft.written.configs):
             continue
-        given = {session.identity: session.number for session in sessions}
+        numbered = {session.identity: session.number for session in sessions}
         changes = [_change(session, *draft.versions[session.identity]) for session in sessions]
         changes += [draft.notes] if draft.notes is not None else []
-        entries = [(given[identity], data) for identity, data in draft.written.entries]
+        entries = [(numbered[identity], data) for identity, data in draft.written.entries]
         writes.append(Write(draft.stream, draft.writer, draft.seen, draft.mark, changes, entries))
         going.append(i)
     for i, verdict in zip(going, store.write(writes), strict=True):
@@ -511,7 +506,7 @@ def _write(store: SessionStore, catalogue: Catalogue, drafts: Sequence[StreamDra
 
 
 def _claim(store: SessionStore, drafts: Sequence[StreamDraft], numbers: Numbers) -> None:
-    """Add number and position of each session that begins in these drafts."""
+    """Claim number and position of each session that begins in these drafts."""
     wanted: dict[tuple[str, str, int], Opening] = {}
     for draft in drafts:
         for session in draft.written.sessions:
@@ -525,7 +520,7 @@ def _claim(store: SessionStore, drafts: Sequence[StreamDraft], numbers: Numbers)
 
 
 def _placed(session: Session, numbers: Numbers) -> Session | None:
-    """Return a session under its number; None if it could not get one."""
+    """Return a session with its number; None if it got none."""
     if session.number:
         return session
     found = numbers.get((session.identity, session.writer, session.opened))
@@ -540,6 +535,6 @@ def _change(session: Session, seen: bytes, version: bytes) -> SessionChange:
 def _publish(store: SessionStore, catalogue: Catalogue, configs: Mapping[str, bytes]) -> bool:
     for identifier, text in configs.items():
         if not store.put_config(identifier, text):
-            catalogue.forget([identifier])  # somebody was first with another one: it is read again
+            catalogue.forget([identifier])  # another one was first: it is read again
             return False
     return True

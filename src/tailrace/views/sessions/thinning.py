@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from tailrace.config.units import parse_duration
 from tailrace.errors import BadRequest
-from tailrace.views.sessions.cursor import StreamPlace, UnsentSamples
+from tailrace.views.sessions.cursor import StreamPosition, UnsentSamples
 
 Places = NDArray[np.intp]
 
@@ -158,10 +158,10 @@ class State(msgspec.Struct, Generic[K], frozen=True):
 
     cell: int | None = None
     held: tuple[Series[K], ...] = ()
-    origin: StreamPlace | None = None
+    origin: StreamPosition | None = None
 
     @property
-    def key(self) -> tuple[int | None, StreamPlace | None]:
+    def key(self) -> tuple[int | None, StreamPosition | None]:
         """The same for all states that are the same, of viewers who are given the same samples."""
         return self.cell, self.origin
 
@@ -171,7 +171,7 @@ Step = tuple[tuple[Series[K], ...], State[K]]
 
 
 def step(
-    thinning: Thinning, state: State[K], before: StreamPlace, newest: int | None, series: Iterable[Series[K]]
+    thinning: Thinning, state: State[K], before: StreamPosition, newest: int | None, series: Iterable[Series[K]]
 ) -> Step[K]:
     """Take what an entry brings.
 
@@ -213,14 +213,14 @@ class Thinner(Generic[K]):
         self._thinning = thinning
         self.state: State[K] = State(None if thinning is None or held is None else held.floor // thinning.cell)
 
-    def held(self, place: StreamPlace) -> UnsentSamples | None:
+    def held(self, place: StreamPosition) -> UnsentSamples | None:
         """Return what a successor has to know, at the place after the last entry; None if nothing is thinned."""
         state = self.state
         if self._thinning is None or state.cell is None:
             return None
         return UnsentSamples(place if state.origin is None else state.origin, state.cell * self._thinning.cell)
 
-    def take(self, before: StreamPlace, newest: int | None, series: Iterable[Series[K]]) -> Sequence[Series[K]]:
+    def take(self, before: StreamPosition, newest: int | None, series: Iterable[Series[K]]) -> Sequence[Series[K]]:
         """Take what an entry brings and return what goes out; see ``step``."""
         if self._thinning is None:
             return [each for each in series if len(each.times)]

@@ -1,10 +1,10 @@
-"""Telemetry sessions in the one pass: what records say goes into the stream of their partition, each of them once.
+"""The sessions view in the pass: writes each record once into the stream of its partition.
 
-A task reads how far its source is in its stream, and the sessions that its records are of; works out what becomes of
-them (``recording``); and writes that before the home shard is told. The stream has a mark of its own, which
-decides what goes into it; the home shard's decides what is counted. After a crash, or in a store that lost its last
-writes, either may be ahead. What became of records that are in the stream and not yet counted cannot be told from the
-sessions any more, which are further: so those that were not simply stored are noted in the stream, with its mark.
+A task reads its partition's mark in the stream and the sessions of its records, records them (see ``recording``), and
+writes the stream before the home shard. The stream has a mark of its own, which decides what goes into it; the home
+shard's mark decides what is counted. After a crash, or in a store that lost its last writes, either may be ahead. The
+outcome of a record that is in the stream and not yet counted cannot be derived from the sessions any more, which are
+further: so every outcome other than stored is noted in the stream, with the mark.
 """
 
 from __future__ import annotations
@@ -44,23 +44,22 @@ if TYPE_CHECKING:
 VIEW = "sessions"
 
 OLDER = 100
-"""Notes of records that were counted which are kept all the same: the home shard may lose its last writes alone."""
+"""Number of notes of counted records to keep: the home shard alone may lose its last writes."""
 
 
 class SessionPlan(msgspec.Struct, frozen=True):
-    """Everything that a task must know to write sessions."""
+    """Settings that a task needs to write sessions."""
 
     topics: str | tuple[str, ...] = ()
-    """A regular expression for the whole name, or names."""
+    """Regular expression for the whole name, or names."""
     stream: str = "{topic}-{partition}"
     window: int = 1 << 20
-    """Bytes of bursts, or of dead letters, that one window has, about."""
+    """Approximate bytes of bursts, or of dead letters, in one window."""
     store: SessionOptions = SessionOptions()
     name: str = VIEW
 
     @classmethod
     def of(cls, settings: Settings) -> SessionPlan:
-        """Return the plan that the configuration gives."""
         return cls(settings.sessions.topics, settings.sessions.stream, store=SessionOptions.of(settings))
 
     def writer(self, plan: Plan) -> Writer:
@@ -68,23 +67,23 @@ class SessionPlan(msgspec.Struct, frozen=True):
         return SessionsWriter(plan.store.shards, self, plan.dead_letters)
 
     def stream_of(self, topic: str, partition: int) -> str:
-        """Return the name of the stream that a partition's sessions go to."""
+        """Return the name of the stream of a partition's sessions."""
         return self.stream.replace("{topic}", topic).replace("{partition}", str(partition))
 
 
 def held_back(shards: Shards, plan: SessionPlan, marks: Mapping[Partition, int]) -> dict[Partition, int]:
-    """Return how far sources are applied by the shards and in their streams: whichever is less."""
+    """Return the offsets up to which partitions are applied both by the shards and in their streams."""
     topics = TopicFilter(plan.topics)
     streams = {s: plan.stream_of(s.topic, s.partition) for s in marks if s.topic in topics}
     stored = SessionStore(shards, plan.store).stream_marks(set(streams.values()))
     counted = read_times(shards, VIEW)
     found = dict(marks)
-    for source, stream in streams.items():
-        mark, (_, last) = stored[stream].get(str(source)), counted.get(source, LONG_AGO)
-        # A stream that nothing came into yet, or that is gone, holds nobody back. Nor does one that has the last record
-        # that was counted: marks go beyond it, over offsets that have no records.
+    for partition, stream in streams.items():
+        mark, (_, last) = stored[stream].get(str(partition)), counted.get(partition, LONG_AGO)
+        # A stream that is new or gone holds nobody back. Nor does one that has the last counted record: marks go beyond
+        # it, over offsets without records.
         if mark is not None and mark < last:
-            found[source] = min(marks[source], mark)
+            found[partition] = min(marks[partition], mark)
     return found
 
 
@@ -105,26 +104,26 @@ class SessionsDriver(ViewDriver):
         return held_back(start.shards, self._sessions, applied)
 
 
-class _Looked(NamedTuple):
-    """Whose records a slice has."""
+class _SliceNames(NamedTuple):
+    """The sessions and configurations of a slice's records."""
 
     records: Slice
     identities: tuple[str, ...]
     configs: frozenset[str]
-    """Configurations that they name."""
+    """Identifiers of the configurations that they name."""
 
 
-class _Begin(NamedTuple):
-    """Where a source is in its stream."""
+class _StreamState(NamedTuple):
+    """State of a partition in its stream."""
 
     stream: str
     mark: int
     notes: dict[int, RecordOutcome]
-    """What became of records up to the mark, if they were not simply stored."""
+    """Outcomes of records up to the mark, other than stored."""
 
 
 class SessionsWriter(Writer):
-    """Sessions in the streams of their partitions."""
+    """Writes sessions into the streams of their partitions."""
 
     name = VIEW
     span_ms = DAY_MS
@@ -137,44 +136,42 @@ class SessionsWriter(Writer):
         self._topics = TopicFilter(plan.topics)
         self._catalogue = Catalogue()
         self._store: SessionStore | None = None
-        self._looked: dict[int, _Looked] = {}
-        self._begins: dict[int, _Begin] = {}
+        self._names: dict[int, _SliceNames] = {}
+        self._states: dict[int, _StreamState] = {}
         self._streams: dict[str, Known] = {}
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
-        """Read marks, notes, sessions, who has their names elsewhere, and configurations."""
+        """Read marks, notes, sessions, the owners of their names, and configurations."""
         self._store = store = SessionStore(shards, self._plan.store, self._clock)
-        looked_at, self._looked, self._begins, self._streams = self._looked, {}, {}, {}
+        former, self._names, self._states, self._streams = self._names, {}, {}, {}
         for records, _ in work:
             if records.source.topic in self._topics:
-                looked = looked_at.get(id(records))
-                self._looked[id(records)] = looked if looked and looked.records is records else _look(records)
-        wanted = [
-            (self._stream_of(looked.records), str(looked.records.source), looked) for looked in self._looked.values()
-        ]
+                names = former.get(id(records))
+                self._names[id(records)] = names if names and names.records is records else _names_in(records)
+        wanted = [(self._stream_of(names.records), str(names.records.source), names) for names in self._names.values()]
         if not wanted:
             return
-        asked = [(stream, writer, (*looked.identities, _notes_of(writer))) for stream, writer, looked in wanted]
-        owners = store.owners({identity for _, _, looked in wanted for identity in looked.identities})
-        for (stream, writer, looked), (mark, values) in zip(wanted, store.read_all(asked), strict=True):
-            notes = values.pop(_notes_of(writer), b"")
+        requests = [(stream, writer, (*names.identities, _notes_name(writer))) for stream, writer, names in wanted]
+        owners = store.owners({identity for _, _, names in wanted for identity in names.identities})
+        for (stream, writer, names), (mark, values) in zip(wanted, store.read_all(requests), strict=True):
+            notes = values.pop(_notes_name(writer), b"")
             known = self._streams.setdefault(stream, Known())
-            known.learn(stream, values, {i: owners[i] for i in looked.identities if i in owners})
-            known.seen[_notes_of(writer)] = notes
-            self._begins[id(looked.records)] = _Begin(stream, mark, _notes(notes))
+            known.learn(stream, values, {i: owners[i] for i in names.identities if i in owners})
+            known.seen[_notes_name(writer)] = notes
+            self._states[id(names.records)] = _StreamState(stream, mark, _decode_notes(notes))
         self._catalogue.tidy()
-        named = {identifier for _, _, looked in wanted for identifier in looked.configs}
-        learn_configs(store, self._catalogue, self._streams.values(), named)
+        configs = {identifier for _, _, names in wanted for identifier in names.configs}
+        learn_configs(store, self._catalogue, self._streams.values(), configs)
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
-        """Return the windows of a slice. Call after ``load``; what is written is remembered for the slices after it."""
+        """Return the windows of a slice. Call after ``load``; the writes are remembered for the slices after it."""
         home = home_of(records.source, self._shards)
-        begin = self._begins.get(id(records))
-        if begin is None:
-            return _left_out(records, home, marks[home])
-        known = self._streams[begin.stream]
+        state = self._states.get(id(records))
+        if state is None:
+            return _uncovered(records, home, marks[home])
+        known = self._streams[state.stream]
         recorder = Recorder(
-            begin.stream,
+            state.stream,
             str(records.source),
             known.sessions,
             known.elsewhere,
@@ -182,28 +179,28 @@ class SessionsWriter(Writer):
             self._plan.store.burst,
         )
         windows: list[Window] = []
-        sheet = _Sheet(records, self._topic, home, marks[home], begin)
-        # A source that is new to its stream begins there where it is counted.
-        floor = marks[home] if begin.mark == NOTHING else begin.mark
+        builder = _WindowBuilder(records, self._topic, home, marks[home], state)
+        # A partition that is new to its stream begins there at its count.
+        floor = marks[home] if state.mark == NOTHING else state.mark
         for i in range(bisect_right(records.offsets, min(marks[home], floor)), len(records)):
-            offset, record = records.offsets[i], _read(records, i)
+            offset, record = records.offsets[i], _parse(records, i)
             if isinstance(record, RecordOutcome):
-                sheet.add(i, record)
+                builder.add(i, record)
             elif offset <= floor:
-                sheet.add(i, begin.notes.get(offset, STORED))
+                builder.add(i, state.notes.get(offset, STORED))
             else:
                 identity, parsed, faults = record
                 if recorder.must_write(identity, parsed):
-                    windows.append(self._window(sheet, recorder, known))
-                sheet.add(i, recorder.take(offset, records.times[i], identity, parsed, faults), noted=True)
-            if max(recorder.size, sheet.size) >= self._plan.window:
-                windows.append(self._window(sheet, recorder, known))
-        if sheet.rows:
-            windows.append(self._window(sheet, recorder, known))
+                    windows.append(self._window(builder, recorder, known))
+                builder.add(i, recorder.take(offset, records.times[i], identity, parsed, faults), noted=True)
+            if max(recorder.size, builder.size) >= self._plan.window:
+                windows.append(self._window(builder, recorder, known))
+        if builder.rows:
+            windows.append(self._window(builder, recorder, known))
         return windows
 
     def store(self, windows: Sequence[Window]) -> list[Window]:
-        """Write the streams of windows; return those that were refused, with all that come after them."""
+        """Write the streams of windows; return the refused ones, and all after them."""
         drafted = [window for window in windows if window.rows]
         if not drafted or self._store is None:
             return []
@@ -213,33 +210,33 @@ class SessionsWriter(Writer):
     def _stream_of(self, records: Slice) -> str:
         return self._plan.stream_of(records.source.topic, records.source.partition)
 
-    def _window(self, sheet: _Sheet, recorder: Recorder, known: Known) -> Window:
-        """End a window: what the home shard counts of it, and what goes into the stream."""
-        stream, writer, end = sheet.begin.stream, str(sheet.records.source), sheet.end
+    def _window(self, builder: _WindowBuilder, recorder: Recorder, known: Known) -> Window:
+        """End a window: the counts of the home shard, and the draft for the stream."""
+        stream, writer, end = builder.state.stream, str(builder.records.source), builder.end
         drafts: list[StreamDraft] = []
-        if end > sheet.mark:
-            draft = known.draft(stream, writer, sheet.mark, end, recorder.write())
-            if sheet.notes:
-                name = _notes_of(writer)
+        if end > builder.mark:
+            draft = known.draft(stream, writer, builder.mark, end, recorder.write())
+            if builder.notes:
+                name = _notes_name(writer)
                 seen, version = known.renew(name)
-                value = _noted(name, stream, writer, sheet.kept())
+                value = _encode_notes(name, stream, writer, builder.all_notes())
                 draft = draft._replace(notes=SessionChange(name, 0, seen, value, (0, 0, 0), {}, version))
             drafts.append(draft)
-        return Window(sheet.home, end, sheet.items(), rows=drafts)
+        return Window(builder.home, end, builder.items(), rows=drafts)
 
 
-class _Sheet:
-    """A window in the making: what the home shard has to count, and what has to be noted in the stream."""
+class _WindowBuilder:
+    """A window in the making: counts and dead letters for the home shard, and notes for the stream."""
 
-    def __init__(self, records: Slice, topic: str, home: int, counted: int, begin: _Begin) -> None:
-        self.records, self.home, self.begin = records, home, begin
+    def __init__(self, records: Slice, topic: str, home: int, counted: int, state: _StreamState) -> None:
+        self.records, self.home, self.state = records, home, state
         self._topic, self._counted = topic, counted
-        self.mark, self.rows = begin.mark, 0
-        """Where the stream will be when this window comes; records of the window."""
-        self.end = begin.mark
+        self.mark, self.rows = state.mark, 0
+        """Mark of the stream before this window; records of the window."""
+        self.end = state.mark
         self.notes: dict[int, RecordOutcome] = {}
-        older = sum(offset <= counted for offset in begin.notes)
-        self._all: dict[int, RecordOutcome] = dict(sorted(begin.notes.items())[max(0, older - OLDER) :])
+        older = sum(offset <= counted for offset in state.notes)
+        self._all: dict[int, RecordOutcome] = dict(sorted(state.notes.items())[max(0, older - OLDER) :])
         self._clear()
 
     def _clear(self) -> None:
@@ -248,7 +245,7 @@ class _Sheet:
         self._newest, self.size = 0, 0
 
     def add(self, i: int, outcome: RecordOutcome, *, noted: bool = False) -> None:
-        """Add a record, with what became of it."""
+        """Add a record with its outcome."""
         self.end, self.rows = self.records.offsets[i], self.rows + 1
         if noted and outcome is not STORED:
             self.notes[self.end] = outcome
@@ -264,13 +261,13 @@ class _Sheet:
             self._letters += letter
             self.size += sum(len(part) for part in letter if isinstance(part, bytes))
 
-    def kept(self) -> dict[int, RecordOutcome]:
+    def all_notes(self) -> dict[int, RecordOutcome]:
         """Return all notes of records that the home shard has not counted yet."""
         self._all |= self.notes
         return self._all
 
     def items(self) -> list[Arg]:
-        """Return what the home shard has to write, and begin the next window."""
+        """Return the home shard's items, and begin the next window."""
         items: list[Arg] = []
         if total := sum(self._counts.values()):
             items += ["C", "in", total, "T", self._newest, *self._letters]
@@ -281,8 +278,8 @@ class _Sheet:
         return items
 
 
-def _look(records: Slice) -> _Looked:
-    """Look into a slice, as far as is needed to know what to read."""
+def _names_in(records: Slice) -> _SliceNames:
+    """Inspect a slice as far as is needed to load its sessions."""
     identities: dict[str, None] = {}
     configs: set[str] = set()
     for i, value in enumerate(records.values):
@@ -295,20 +292,20 @@ def _look(records: Slice) -> _Looked:
                 continue
             identities[identity_of(found.session, records.keys[i])] = None
             if found.type in ("open", "session"):
-                configs |= _named(parse(value)[0])
+                configs |= _configs_in(parse(value)[0])
         except Refused:
             continue
-    return _Looked(records, tuple(identities), frozenset(configs))
+    return _SliceNames(records, tuple(identities), frozenset(configs))
 
 
-def _named(record: Record) -> set[str]:
-    """Return the configurations that a record names, or has."""
+def _configs_in(record: Record) -> set[str]:
+    """Return the configurations that a record names or has."""
     found = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
     return found | set(record.configs) if isinstance(record, OpenSession) else found
 
 
-def _read(records: Slice, i: int) -> RecordOutcome | tuple[str, Record, Sequence[Any]]:
-    """Return a record with the name of its session, or what becomes of it whatever the session is."""
+def _parse(records: Slice, i: int) -> RecordOutcome | tuple[str, Record, Sequence[Any]]:
+    """Return a record with the name of its session, or its outcome if that does not depend on the session."""
     value = records.values[i]
     if value is None:
         return RecordOutcome("skipped", "tombstone")
@@ -321,8 +318,8 @@ def _read(records: Slice, i: int) -> RecordOutcome | tuple[str, Record, Sequence
         return dead(refused.reason, refused.what)
 
 
-def _left_out(records: Slice, home: int, counted: int) -> list[Window]:
-    """Return the window of records of a topic that has no sessions."""
+def _uncovered(records: Slice, home: int, counted: int) -> list[Window]:
+    """Return the window of records of a topic without sessions."""
     begin = bisect_right(records.offsets, counted)
     if begin == len(records):
         return []
@@ -335,23 +332,20 @@ def _left_out(records: Slice, home: int, counted: int) -> list[Window]:
     return [Window(home, records.offsets[-1], items)]
 
 
-# Notes rest among the sessions of the stream, under a name that no session can have, as one that is over: so whoever
-# looks after sessions leaves them alone, and removes them in the end.
+# Notes are stored among the sessions of the stream, under a name that no session can have, in a closed state: so upkeep
+# leaves them alone.
+
+_decode = msgspec.json.Decoder(list[tuple[int, RecordOutcome]]).decode
 
 
-def _notes_of(writer: str) -> str:
+def _notes_name(writer: str) -> str:
     return f"\0{writer}"
 
 
-def _noted(name: str, stream: str, writer: str, notes: Mapping[int, RecordOutcome]) -> bytes:
+def _encode_notes(name: str, stream: str, writer: str, notes: Mapping[int, RecordOutcome]) -> bytes:
     text = msgspec.json.encode(list(notes.items())).decode()
     return Session(name, stream, 0, "0-0", "closed", "{}", text, writer, max(notes), 0).encode()
 
 
-def _notes(value: bytes) -> dict[int, RecordOutcome]:
-    if not value:
-        return {}
-    return dict(_decode_notes(Session.decode(state_of(value)).merged))
-
-
-_decode_notes = msgspec.json.Decoder(list[tuple[int, RecordOutcome]]).decode
+def _decode_notes(value: bytes) -> dict[int, RecordOutcome]:
+    return dict(_decode(Session.decode(state_of(value)).merged)) if value else {}

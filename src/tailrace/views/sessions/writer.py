@@ -1,4 +1,4 @@
-"""The writer library: telemetry sessions straight into Valkey or Redis, for programs that have no Kafka and no Spark.
+"""The writer library: writes telemetry sessions straight to Valkey or Redis, for programs without Kafka and Spark.
 
     with tailrace.SessionWriter("valkey://127.0.0.1:6379", stream="rig", writer="rig-1") as rig:
         rig.open("run-7", {"identifier": "Run 7", "details": {"driver": "A"}})
@@ -6,10 +6,10 @@
         rig.event(4, time.time_ns(), text="over speed")
         rig.close_session()
 
-What is written is gathered, and sent when it is a megabyte, or ``flush_every`` seconds after the first of it when a
-method is called; ``flush`` sends it at once. Invariant: each call has the next number of its writer, and the store
-keeps the last one that is in the stream and compares it; so what was sent and not answered is sent again, and is in the
-stream once. A new process that writes under the same name goes on after the last number. Two at once may not.
+Records are collected, and sent when they reach a megabyte, or when a method is called ``flush_every`` seconds after the
+first of them; ``flush`` sends them at once. Invariant: each record has the next number of its writer, and the store
+compares it with the last one in the stream; so a write without an answer is repeated, and is in the stream once. A new
+process of the same writer name continues after the last number. Two at once are not allowed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from contextlib import suppress
 from datetime import timedelta
 from operator import index
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavailable, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions
-from tailrace.views.sessions.message_builder import Times, Values, bytes_of, channel_of, times_of, type_of, values_of
+from tailrace.views.sessions.channel import MAX_CHANNEL, WIDTHS
 from tailrace.views.sessions.model import PROGRAM, bindings_in, checked, identifiers
 from tailrace.views.sessions.recording import STORED, Catalogue, Recorder, RecordOutcome
 from tailrace.views.sessions.store import (
@@ -41,6 +43,7 @@ from tailrace.views.sessions.store import (
 )
 from tailrace.views.sessions.telemetry import (
     CLOSED,
+    LAST,
     Close,
     Closed,
     Config,
@@ -61,18 +64,19 @@ from tailrace.views.sessions.telemetry import (
 
 logger = logging.getLogger(__name__)
 
-GATHERED = 1 << 20
-"""Bytes that are sent at once, about."""
+Values: TypeAlias = Sequence[float | None] | npt.NDArray[Any]
+Times: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+FLUSH_BYTES = 1 << 20
+"""Estimate of the pending bytes at which a flush is due."""
 ATTEMPTS = 100
-"""Refusals of one flush before it gives up."""
+"""Refusals after which one flush gives up."""
 PAUSE_S = (0.05, 2.0)
+_NO_DATA = Data()
 
 
-_NOTHING = Data()
-
-
-class _Said(NamedTuple):
-    """A call, until it is in the stream."""
+class _PendingRecord(NamedTuple):
+    """A record that is not in the stream yet."""
 
     number: int
     time_ms: int
@@ -83,23 +87,23 @@ class _Said(NamedTuple):
 class SessionWriter:
     """Writes sessions into one stream. It is a context manager, for one thread.
 
-    Methods that take samples raise EventRefused if they cannot be stored, and then nothing of that call is; and
-    StoreUnavailable if the store does not answer for so long as ``patience_s``: what was gathered is kept, and the next
-    ``flush`` sends it.
+    Methods that take samples raise EventRefused if these cannot be stored, and then nothing of that call is; and
+    StoreUnavailable if the store does not answer for ``patience_s``: pending records stay, and the next ``flush`` sends
+    them.
 
     Args:
-        url: Of the server, or of any node of a cluster.
-        stream: The name of the stream, without its prefix. Streams are made to stay: one for each source of data.
-        writer: The name of this writer, which no other process has at the same time.
-        prefix: Of the keys that are Tailrace's own, as in its settings (``valkey.prefix``).
-        key: The key of a session's hash, as in its settings (``sessions.key``).
-        burst: About how many bytes a message has before it is compressed.
-        flush_every: Seconds that what was written is gathered for, at most, as long as methods are called.
-        expire: How long after its last update a session is forgotten.
-        password: Of the server, if it has one.
-        timeout_s: How long one answer of the store is waited for.
-        patience_s: How long the store is tried again when it does not answer.
-        clock: Seconds since the epoch.
+        url: URL of the server, or of any node of a cluster.
+        stream: name of the stream, without its prefix. Streams are long-lived: one for each source of data.
+        writer: name of this writer, which no other process has at the same time.
+        prefix: prefix of Tailrace's own keys, as in its settings (``valkey.prefix``).
+        key: key of a session's hash, as in its settings (``sessions.key``).
+        burst: approximate bytes of a message before compression.
+        flush_every: seconds after which pending records are sent, at the next call of a method.
+        expire: time after its last update at which a session is forgotten.
+        password: password of the server, if it has one.
+        timeout_s: limit for one answer of the store.
+        patience_s: time for which a store that does not answer is tried again.
+        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -120,17 +124,17 @@ class SessionWriter:
     ) -> None:
         if not is_stream_name(stream) or "{identity}" not in key:
             raise ValueError("the name of a stream has no braces and is not empty, and a key has {identity} in it")
-        self._place = StoreOptions(url, password, prefix, timeout_s=timeout_s)
+        self._store_options = StoreOptions(url, password, prefix, timeout_s=timeout_s)
         self._options = SessionOptions(key, round(expire.total_seconds() * 1000), burst)
         self._stream, self._writer = stream, f"{PROGRAM}{writer}"
         self._flush_s, self._patience_s, self._clock = flush_every, patience_s, clock
         self._catalogue = Catalogue()
-        self._said: list[_Said] = []
+        self._pending: list[_PendingRecord] = []
         self._current = ""
         self._mark = self._next = self._sent = 0
         self._since = 0.0
         self._is_lost = False
-        """Whether it is not known what the store has."""
+        """True while the content of the store is unknown."""
 
     def __enter__(self) -> Self:
         self._connect()
@@ -146,12 +150,10 @@ class SessionWriter:
             if error is None:
                 self.flush()
             else:
-                with suppress(TailraceError):  # the first error is the one to tell
+                with suppress(TailraceError):  # the first error is the one to report
                     self.flush()
         finally:
             self._shards.close()
-
-    # What is written.
 
     def open(
         self,
@@ -159,27 +161,27 @@ class SessionWriter:
         json: Mapping[str, Any] | None = None,
         configs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin a session, or update it if it is open; the calls after this one are about it.
+        """Begin a session, or update an open one; it is the default session of the following calls.
 
         Args:
-            identity: The name of the session.
-            json: Its Session JSON; what must be in it and is missing is filled in.
-            configs: Configurations that are published with it, by identifier.
+            identity: name of the session.
+            json: its Session JSON; missing required properties are filled in.
+            configs: configurations to publish with it, by identifier.
         """
         for identifier, config in (configs or {}).items():
             self.config(identifier, config)
-        self._say(identity, OpenSession(json=self._checked(identity, json)))
+        self._record(identity, OpenSession(json=self._checked(identity, json)))
         self._current = identity
 
     def update(self, json: Mapping[str, Any], session: str | None = None) -> None:
-        """Update a session's JSON: what is missing or None stays as it was, what is empty is known to be empty."""
+        """Update a session's JSON: missing and None keep the former value; an empty value is known to be empty."""
         identity = self._of(session)
-        self._say(identity, Update(json=self._checked(identity, json)))
+        self._record(identity, Update(json=self._checked(identity, json)))
 
     def config(self, identifier: str, config: Mapping[str, Any]) -> None:
         """Publish a configuration. It never changes; the same one may be published again."""
         self._patiently(lambda: learn_configs(self._store, self._catalogue, (), [identifier]))
-        self._say("", Config(identifier=identifier, config=msgspec.Raw(msgspec.json.encode(config))))
+        self._record("", Config(identifier=identifier, config=msgspec.Raw(msgspec.json.encode(config))))
 
     def periodic(
         self,
@@ -192,17 +194,17 @@ class SessionWriter:
         as_: Type = "f64",
         session: str | None = None,
     ) -> None:
-        """Write samples at a fixed interval, all times in nanoseconds: ``values``, or the bytes that they are."""
+        """Write samples at a fixed interval, times in nanoseconds: ``values``, or ``data``, their packed bytes."""
         self._part(
             session,
             "periodic",
             lambda: Periodic(
-                channel=channel_of(channel),
+                channel=_channel(channel),
                 start=index(start),
                 interval=None if interval is None else index(interval),
-                values=values_of(values),
-                data=bytes_of(data),
-                as_=type_of(as_),
+                values=_values(values),
+                data=_bytes(data),
+                as_=_type(as_),
             ),
         )
 
@@ -216,16 +218,16 @@ class SessionWriter:
         as_: Type = "f64",
         session: str | None = None,
     ) -> None:
-        """Write samples that each have a time of their own."""
+        """Write samples with individual times."""
         self._part(
             session,
             "timestamped",
             lambda: Timestamped(
-                channel=channel_of(channel),
-                times=times_of(times),
-                values=values_of(values),
-                data=bytes_of(data),
-                as_=type_of(as_),
+                channel=_channel(channel),
+                times=_times(times),
+                values=_values(values),
+                data=_bytes(data),
+                as_=_type(as_),
             ),
         )
 
@@ -239,16 +241,16 @@ class SessionWriter:
         as_: Type = "f64",
         session: str | None = None,
     ) -> None:
-        """Write one sample of each of some channels, at one time."""
+        """Write one sample of each of several channels, at one time."""
         self._part(
             session,
             "rows",
             lambda: SampleRow(
-                channels=[channel_of(channel) for channel in channels],
+                channels=[_channel(channel) for channel in channels],
                 time=index(time),
                 values=None if values is None else list(values),
-                data=bytes_of(data),
-                as_=type_of(as_),
+                data=_bytes(data),
+                as_=_type(as_),
             ),
         )
 
@@ -270,27 +272,25 @@ class SessionWriter:
         )
 
     def range(self, start: int, end: int, session: str | None = None) -> None:
-        """Let the session span these times, whether it has samples of them or not."""
+        """Extend the session's time range, with or without samples."""
         self._part(session, "range", lambda: TimeRange(index(start), index(end)))
 
     def close_session(
         self, state: Closed = "closed", json: Mapping[str, Any] | None = None, session: str | None = None
     ) -> None:
-        """End a session, and send all that there is of it."""
+        """End a session, and flush."""
         identity = self._of(session)
         if state not in CLOSED:
             raise _refused(
                 identity, RecordOutcome("dead", "bad-record", (Fault("state", f"{state!r} ends no session"),))
             )
-        self._say(identity, Close(state=state, json=self._checked(identity, json)))
+        self._record(identity, Close(state=state, json=self._checked(identity, json)))
         self.flush()
 
     def flush(self) -> None:
-        """Send what was gathered; when this returns, it is in the stream."""
-        if self._said:
+        """Send pending records; when this returns, they are in the stream."""
+        if self._pending:
             self._patiently(self._flush)
-
-    # How it gets there.
 
     def _of(self, session: str | None) -> str:
         if session is None and not self._current:
@@ -299,7 +299,7 @@ class SessionWriter:
 
     def _checked(self, identity: str, json: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
-            # A copy, since the caller may go on with what it has given.
+            # A copy, since the caller may change its own.
             update, faults = checked(identity, msgspec.json.decode(msgspec.json.encode(dict(json or {}))))
         except (TypeError, ValueError) as error:
             faults = [Fault("json", str(error))]
@@ -313,9 +313,9 @@ class SessionWriter:
             part = make()
         except (TypeError, ValueError) as error:
             raise _refused(identity, RecordOutcome("dead", "bad-part", (Fault(name, str(error)),))) from None
-        self._say(identity, msgspec.structs.replace(_NOTHING, **{name: part if name == "range" else [part]}))
+        self._record(identity, msgspec.structs.replace(_NO_DATA, **{name: part if name == "range" else [part]}))
 
-    def _say(self, identity: str, record: Record) -> None:
+    def _record(self, identity: str, record: Record) -> None:
         named = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
         if not isinstance(record, Config):
             try:
@@ -326,19 +326,19 @@ class SessionWriter:
                 self._patiently(lambda: self._meet(identity, named))
         if self._recorder.must_write(identity, record):
             self.flush()
-        said = _Said(self._next + 1, round(self._clock() * 1000) + self._ahead_ms, identity, record)
-        outcome = self._recorder.take(*said)
+        pending = _PendingRecord(self._next + 1, round(self._clock() * 1000) + self._ahead_ms, identity, record)
+        outcome = self._recorder.take(*pending)
         if outcome is not STORED:
             raise _refused(identity, outcome)
-        if not self._said:
+        if not self._pending:
             self._since = time.monotonic()
         self._next += 1
-        self._said.append(said)
-        if self._recorder.size >= GATHERED or time.monotonic() - self._since >= self._flush_s:
+        self._pending.append(pending)
+        if self._recorder.size >= FLUSH_BYTES or time.monotonic() - self._since >= self._flush_s:
             self.flush()
 
     def _patiently(self, act: Callable[[], None]) -> None:
-        """Do something with the store; if that does not answer, connect again, find out what it has, and repeat it."""
+        """Act on the store; while it does not answer, reconnect, reload its state, and repeat."""
         deadline, pause = time.monotonic() + self._patience_s, PAUSE_S[0]
         while True:
             try:
@@ -357,25 +357,25 @@ class SessionWriter:
 
     def _flush(self) -> None:
         for _ in range(ATTEMPTS):
-            if not self._said:
+            if not self._pending:
                 return
-            self._sent = self._said[-1].number
+            self._sent = self._pending[-1].number
             draft = self._known.draft(self._stream, self._writer, self._mark, self._sent, self._recorder.write())
             if write_drafts(self._store, self._catalogue, [draft], self._numbers)[0]:
-                self._mark, self._said = self._sent, []
+                self._mark, self._pending = self._sent, []
                 return
             self._reload()
         raise StoreError(f"stream {self._stream!r} keeps changing under {self._writer!r}")
 
     def _connect(self) -> None:
-        self._shards = Shards(self._place).open()
+        self._shards = Shards(self._store_options).open()
         load_functions(self._shards)
         self._store = SessionStore(self._shards, self._options, self._clock)
         # Silence is measured by the store's clock.
         self._ahead_ms = self._store.server_ms(self._stream) - round(self._clock() * 1000)
 
     def _begin(self, identities: set[str], values: Mapping[str, bytes]) -> None:
-        """Begin to record, with sessions as they rest in the stream."""
+        """Make a new recorder of the stored sessions."""
         self._known, self._met = Known(), identities
         self._numbers: Numbers = {}
         self._known.learn(self._stream, values, self._store.owners(identities))
@@ -386,7 +386,7 @@ class SessionWriter:
         )
 
     def _meet(self, identity: str, named: set[str]) -> None:
-        """Get to know a session, and configurations that are named."""
+        """Load a session, and configurations that a record names."""
         if identity not in self._met:
             _, values = self._store.read(self._stream, self._writer, [identity])
             self._known.learn(self._stream, values, self._store.owners([identity]))
@@ -396,7 +396,7 @@ class SessionWriter:
         learn_configs(self._store, self._catalogue, [self._known], named)
 
     def _reload(self) -> None:
-        """Find out what the store has, and record anew what it does not have."""
+        """Read the mark and the sessions, and record again the records that the store lacks."""
         mark, values = self._store.read(self._stream, self._writer, self._met)
         if mark > self._mark and mark != self._sent:
             raise StoreError(
@@ -407,12 +407,12 @@ class SessionWriter:
             logger.warning("the store has lost what %r wrote after number %d", self._writer, mark)
         self._mark = mark
         self._begin(self._met, values)
-        said, self._said, refused = self._said, [], list[EventRefused]()
-        for each in said:
+        pending, self._pending, refused = self._pending, [], list[EventRefused]()
+        for each in pending:
             if each.number > mark:
                 outcome = self._recorder.take(*each)
                 if outcome is STORED:
-                    self._said.append(each)
+                    self._pending.append(each)
                 else:
                     refused.append(_refused(each.identity, outcome))
         self._is_lost = False
@@ -423,3 +423,41 @@ class SessionWriter:
 def _refused(identity: str, outcome: RecordOutcome) -> EventRefused:
     what = "; ".join(f"{fault.part}: {fault.what}" if fault.part else fault.what for fault in outcome.faults)
     return EventRefused(f"session {identity[:40]!r}: {outcome.reason}{f' ({what})' if what else ''}")
+
+
+# The arguments of the methods as fields of records. Each is copied, since the program may reuse its arrays before the
+# flush, and checked, since a fault found only at the flush would keep everything else from being sent.
+
+
+def _channel(number: int) -> int:
+    if not 0 <= index(number) <= MAX_CHANNEL:
+        raise ValueError(f"{number} is no number of a channel")
+    return index(number)
+
+
+def _times(times: Times) -> Any:
+    if not isinstance(times, np.ndarray):
+        return [index(time) for time in times]
+    if times.ndim != 1 or times.dtype.kind not in "iu" or (times.size and int(times.max()) > LAST):
+        raise ValueError(f"times are integers of nanoseconds in a row, not an array of {times.dtype} like this one")
+    return times.astype(np.int64)
+
+
+def _values(values: Values | None) -> Any:
+    if values is None:
+        return None
+    return values.copy() if isinstance(values, np.ndarray) else list(values)
+
+
+def _bytes(data: bytes | None) -> bytes | None:
+    if data is None:
+        return None
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"samples as bytes are wanted, not {type(data).__name__}")
+    return bytes(data)
+
+
+def _type(name: Type) -> Type:
+    if name not in WIDTHS:
+        raise ValueError(f"no channel has the type {name!r}: one of {', '.join(WIDTHS)}")
+    return name
