@@ -84,7 +84,7 @@ def jobs_of(settings: Settings, spread: Spread) -> Jobs:
 
 def session_jobs(settings: Settings) -> Jobs:
     """Return the jobs of telemetry sessions."""
-    memory = trim.Memory()
+    memory = trim.TrimMemory()
     rules = trim.TrimRules.of(settings), abandon.AbandonRules.of(settings), forget.ForgetRules.of(settings)
 
     def run(work: Work) -> Facts:

@@ -21,7 +21,7 @@ from tailrace.views.grep.store import Searched
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.reader import Archive, first_of
 from tailrace.views.sessions.store import SessionStore
-from tailrace.views.sessions.upkeep import SessionKeeping
+from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.views.sessions.recorded import MS, T0, Track
 from tests.views.sessions.test_feed import BOUND, CONFIG
 from tests.views.sessions.viewing import feeds_of
@@ -66,7 +66,7 @@ class Kept(Track):
     def forget_writes(self) -> None:
         """Forget all writes that the stream does not have any more, as upkeep does after a time."""
         store = SessionStore(self.shards, self.plan.store)
-        SessionKeeping(store).cut_ledger(self.stream(), store.server_ms(self.stream()) + 60_000)
+        SessionUpkeep(store).cut_ledger(self.stream(), store.server_ms(self.stream()) + 60_000)
 
 
 @asynccontextmanager

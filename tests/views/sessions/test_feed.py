@@ -90,7 +90,7 @@ async def test_a_session_is_followed_from_its_start_to_its_close(any_store: Stor
         assert samples(before) == {"1": expected(*range(30))}
         ((name, said),) = controls(before)
         assert name == "caught-up"
-        assert said["position"] == str(SessionCursor.parse(before[-1].cursor).place)
+        assert said["position"] == str(SessionCursor.parse(before[-1].cursor).position)
         assert shown_in(before)[0]["json"]["state"] == "open"
         feed = await opened(feeds, last_event_id=before[-1].cursor)
         lap(track, 2, 3)

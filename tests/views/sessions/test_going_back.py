@@ -99,7 +99,7 @@ async def test_from_every_cursor_that_a_feed_gave_exactly_the_rest_comes_after_i
             for at in range(1, len(given)):
                 cursor = SessionCursor.parse(given[at - 1].cursor)
                 rest = await read(feeds, after=str(cursor.renewed()), follow=False, **asked)
-                in_the_middle += any(first <= cursor.place.entry < last for first, last, _ in writes)
+                in_the_middle += any(first <= cursor.position.entry < last for first, last, _ in writes)
                 told += check([*given[:at], *rest], whole, writes, bool(asked))
                 ranges = [int(shown["range"][0]) for shown in shown_in(rest) if "range" in shown]
                 assert set(ranges) <= {T0}
@@ -127,8 +127,8 @@ async def test_a_reader_that_trimming_overtakes_goes_back_to_kafka(
                         break
             frames = await read(feeds, after=feed.cursor, follow=False, **asked)
             assert [name for name, _ in controls(got)].count("caught-up") == 1
-            assert SessionCursor.parse(place).place.in_stream
-            backs = [frame.cursor for frame in got if not SessionCursor.parse(frame.cursor).place.in_stream]
+            assert SessionCursor.parse(place).position.in_stream
+            backs = [frame.cursor for frame in got if not SessionCursor.parse(frame.cursor).position.in_stream]
             assert backs, "nothing was read from Kafka"
             counts.append(check([*got, *frames], whole, writes, bool(asked)))
         assert max(counts) <= 1
@@ -144,7 +144,7 @@ async def test_whoever_wants_no_gaps_gets_what_is_before_one_and_is_told_in_the_
         given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 100)
         for at, frame in enumerate(given[:-1], 1):
-            place = SessionCursor.parse(frame.cursor).place.entry
+            place = SessionCursor.parse(frame.cursor).position.entry
             if any(first <= place < last for first, last, _ in writes):
                 with pytest.raises(CursorGone, match="trimmed"):
                     await opened(feeds, after=frame.cursor, on_gap="fail", follow=False)
@@ -168,7 +168,7 @@ async def test_what_the_ledger_has_forgotten_is_told_and_the_rest_comes(
         track.write(track.periodic("lap", 805, [2.0] * 5))
         got = await read(feeds, after=early, follow=False)
         (gap,) = gaps(got)
-        assert (gap["from"], gap["to"]) == (str(SessionCursor.parse(early).place), f"k{mark}")
+        assert (gap["from"], gap["to"]) == (str(SessionCursor.parse(early).position), f"k{mark}")
         assert [n for _, n in samples(got)[NAME]] == [0.1] * 5 + [0.2] * 5
         # The beginning of the session needs no ledger.
         again = samples(await read(feeds, follow=False))[NAME]
@@ -241,7 +241,7 @@ async def test_a_request_ends_at_a_cursor_also_where_that_comes_from_kafka(
         given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 100)
         for at, frame in enumerate(given, 1):
-            place = SessionCursor.parse(frame.cursor).place.entry
+            place = SessionCursor.parse(frame.cursor).position.entry
             got = samples(await read(feeds, start="start", until=frame.cursor)).get(NAME, [])
             wanted = samples(given[:at]).get(NAME, [])
             if any(first <= place < last for first, last, _ in writes):  # a write is not divided

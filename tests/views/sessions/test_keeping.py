@@ -9,7 +9,7 @@ import pytest
 from tailrace.valkey.entry_id import EntryId, id_text
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write
-from tailrace.views.sessions.upkeep import KeptSession, SessionKeeping, Weighed
+from tailrace.views.sessions.upkeep import IndexedSession, SessionUpkeep, Weighed
 
 _fresh = count()
 NOTHING = -1
@@ -44,7 +44,7 @@ def a_session(store: SessionStore, stream: str, identity: str, number: int) -> N
 
 
 def test_entries_are_weighed_in_portions_without_their_data(sessions: SessionStore) -> None:
-    keeping, stream = SessionKeeping(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions), a_stream()
     assert keeping.weigh(stream, (0, 0)) == []
     written(sessions, stream, [(1, b"x" * 700_000), (22, b"y" * 700_000)] * 3)
     key = sessions.shards.keys.stream(stream)
@@ -62,7 +62,7 @@ def test_entries_are_weighed_in_portions_without_their_data(sessions: SessionSto
 
 
 def test_readers_are_told_what_was_shed_and_the_ledger_stays(sessions: SessionStore) -> None:
-    keeping, stream = SessionKeeping(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions), a_stream()
     written(sessions, stream, [(1, b"a"), (2, b"b"), (1, b"c"), (2, b"d")])
     ids = [entry.id for entry in keeping.weigh(stream, (0, 0))]
     keys = sessions.shards.keys
@@ -98,7 +98,7 @@ def test_readers_are_told_what_was_shed_and_the_ledger_stays(sessions: SessionSt
 
 
 def test_the_ledger_forgets_writes_after_a_time_but_none_that_the_stream_has(sessions: SessionStore) -> None:
-    keeping, stream = SessionKeeping(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions), a_stream()
     keys = sessions.shards.keys
     ledger, trimmed = keys.ledger(stream), keys.trimmed(stream)
 
@@ -125,13 +125,13 @@ def test_the_ledger_forgets_writes_after_a_time_but_none_that_the_stream_has(ses
 
 
 def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) -> None:
-    keeping, stream = SessionKeeping(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions), a_stream()
     a_session(sessions, stream, f"{stream}-old", 5)
     a_session(sessions, stream, f"{stream}-live", 6)
     # What a writer notes for itself is no session; an opening that came to nothing is, as long as it is young.
     sessions.write([Write(stream, "", NOTHING, NOTHING, [SessionChange("\0t:0", 0, b"", b"n", (0, 0, 0), {})])])
     assert sessions.claim(stream, f"{stream}-claimed", "t:0", 1) is not None
-    found = {kept.identity.removeprefix(f"{stream}-"): kept for kept in keeping.kept(stream)}
+    found = {kept.identity.removeprefix(f"{stream}-"): kept for kept in keeping.sessions(stream)}
     assert {name: kept.updated_ms for name, kept in found.items()} == {
         "old": 1_000_000,
         "live": 1_000_000,
@@ -141,21 +141,21 @@ def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) ->
     assert not keeping.forget(stream, live._replace(value=b"another one"), 6, 0)
     assert keeping.forget(stream, found["old"], 5, 0)
     assert keeping.forget(stream, found["claimed"], None, 0)
-    assert {kept.identity for kept in keeping.kept(stream)} == {f"{stream}-live", f"{stream}-claimed"}
+    assert {kept.identity for kept in keeping.sessions(stream)} == {f"{stream}-live", f"{stream}-claimed"}
     later = sessions.server_ms(stream) + 1
-    assert keeping.forget(stream, KeptSession(f"{stream}-claimed", b"", None), None, later)
-    assert list(keeping.kept(stream)) == [live]
+    assert keeping.forget(stream, IndexedSession(f"{stream}-claimed", b"", None), None, later)
+    assert list(keeping.sessions(stream)) == [live]
 
 
 def test_a_stream_goes_when_it_has_no_sessions_and_marks_stay(sessions: SessionStore) -> None:
-    keeping, stream = SessionKeeping(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions), a_stream()
     later = sessions.server_ms(stream) + 60_000
     assert not keeping.drop(stream, later)
     written(sessions, stream, [(5, b"a")])
     a_session(sessions, stream, f"{stream}-s", 5)
     sessions.write([Write(stream, "", NOTHING, NOTHING, [SessionChange("\0t:0", 0, b"", b"notes", (0, 0, 0), {})])])
     assert not keeping.drop(stream, later)
-    (kept,) = keeping.kept(stream)
+    (kept,) = keeping.sessions(stream)
     assert keeping.forget(stream, kept, 5, 0)
     assert not keeping.drop(stream, later - 3_600_000)
     assert stream in keeping.streams()
@@ -170,7 +170,7 @@ def test_a_stream_goes_when_it_has_no_sessions_and_marks_stay(sessions: SessionS
 
 
 def test_configurations_live_on_while_they_are_renewed(sessions: SessionStore) -> None:
-    keeping, name = SessionKeeping(sessions), f"car-{next(_fresh)}"
+    keeping, name = SessionUpkeep(sessions), f"car-{next(_fresh)}"
     sessions.put_config(name, b"{}")
     key = sessions.shards.keys.config(name)
     sessions.shards.run_keyed([(key, ("PEXPIRE", key, 60_000))])
@@ -182,4 +182,4 @@ def test_streams_of_others_with_braces_in_their_names_are_left_alone(sessions: S
     keys, name = sessions.shards.keys, "theirs{7}"
     sessions.shards.run_keyed([(keys.streams(), ("SADD", keys.streams(), name))])
     assert name in sessions.streams()
-    assert name not in SessionKeeping(sessions).streams()
+    assert name not in SessionUpkeep(sessions).streams()

@@ -14,7 +14,7 @@ from tailrace import SessionWriter
 from tailrace.demo.cars import CONFIGURATION, IDENTIFIER, LAP
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.sessions.store import SessionStore
-from tailrace.views.sessions.upkeep import SessionKeeping
+from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.browser import Tab, browsing
 from tests.views.sessions.served import Mortal, served
 
@@ -162,7 +162,7 @@ def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
             service.kill()
             for _ in range(5):
                 car.go(1)
-            keeping = SessionKeeping(SessionStore(Shards(store).open()))
+            keeping = SessionUpkeep(SessionStore(Shards(store).open()))
             *older, newest = keeping.weigh(identity, (0, 0))
             keeping.shed(identity, newest.number, [entry.id for entry in older])
             service.start()

@@ -71,7 +71,7 @@ async def test_more_may_be_trimmed_while_the_past_is_read(track: Kept, kafka: Em
         got = await until(feed, lambda found: controls(found))
         assert samples(got) == whole
         place = next(frame.cursor for frame in got if isinstance(frame, EventFrame))
-        assert not SessionCursor.parse(place).place.in_stream
+        assert not SessionCursor.parse(place).position.in_stream
 
 
 async def test_what_kafka_no_longer_has_is_told(track: Kept, kafka: EmbeddedKafka, tmp_path: Path) -> None:

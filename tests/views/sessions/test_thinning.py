@@ -101,9 +101,9 @@ def test_what_went_out_before_a_cursor_and_after_it_is_what_goes_out_without_a_s
     out: list[Any] = []
     for at, entry in enumerate(entries):
         out += first.take(entries[at - 1].place if at else start, entry.newest, entry.series())
-        cursor = SessionCursor.parse(str(SessionCursor(7, entry.place, first.held(entry.place))))
-        second: Thinner[str] = Thinner(thinning, cursor.held)
-        rest = run(second, entries, cursor.place, cursor.held)
+        cursor = SessionCursor.parse(str(SessionCursor(7, entry.place, first.unsent(entry.place))))
+        second: Thinner[str] = Thinner(thinning, cursor.unsent)
+        rest = run(second, entries, cursor.position, cursor.unsent)
         assert flat([*out, *rest, *second.flush()]) == everything
 
 
@@ -116,7 +116,7 @@ def test_a_cursor_of_a_thinned_feed_loses_nothing_for_one_that_is_not_thinned(
     last = StreamPosition(True, 0, 0)
     for entry in entries:
         first.take(last, entry.newest, entry.series())
-        held, last = first.held(entry.place), entry.place
+        held, last = first.unsent(entry.place), entry.place
         assert held is not None
         second: Thinner[str] = Thinner(None, held)
         got = [
@@ -184,7 +184,7 @@ def test_what_is_not_thinned_goes_out_as_it_came() -> None:
     thinner: Thinner[str] = Thinner(None)
     series = Series("a", np.array([3, 1, 2], np.int64), np.array([1.0, math.nan, 2.0]))
     assert thinner.take(StreamPosition(True, 0, 0), 3, [series]) == [series]
-    assert thinner.held(StreamPosition(True, 1, 1)) is None
+    assert thinner.unsent(StreamPosition(True, 1, 1)) is None
 
 
 @pytest.mark.parametrize(

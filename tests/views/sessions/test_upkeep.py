@@ -23,7 +23,7 @@ from tailrace.views.sessions import upkeep as trim
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session, StreamLimits
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.views.sessions.upkeep import SessionKeeping
+from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.views.sessions.foreign import Foreign, connected
 
 HOUR = 3_600_000
@@ -38,14 +38,14 @@ class Site:
         self.server = server
         self.options = StoreOptions(server.url, prefix="s")
         self.connect()
-        self.memory = trim.Memory()
+        self.memory = trim.TrimMemory()
 
     def connect(self) -> None:
         self.shards = Shards(self.options).open()
         prepare(self.shards)
         # Whatever is written here was written ten minutes ago.
         self.store = SessionStore(self.shards, SessionOptions(), lambda: time.time() - 600)
-        self.keeping = SessionKeeping(self.store)
+        self.keeping = SessionUpkeep(self.store)
 
     def do(self, work: Work) -> dict[str, object]:
         with JobLease(self.shards, "test", what=SESSIONS) as lease:
@@ -154,7 +154,7 @@ def test_a_run_goes_on_where_the_last_one_ended_and_after_a_restart_at_the_begin
     assert site.memory.of("cars-0") is weights
     assert weights.last > last
     # A process that was started anew knows nothing, and comes to the same.
-    site.memory = trim.Memory()
+    site.memory = trim.TrimMemory()
     assert site.trim(entries=20)["entries"] == 0
     assert site.trim(entries=19)["entries"] == 1
     # And if the store was, what is known may not be there any more.
@@ -315,7 +315,7 @@ def test_idle_sessions_are_forgotten_and_the_configurations_of_others_kept(site:
     site.trim(entries=1)
     assert set(site.keeping.trimmed("cars-0")) == set()
     assert site.forget() == {"sessions": 1, "streams": 0}
-    assert [kept.identity for kept in site.keeping.kept("cars-0")] == ["live"]
+    assert [kept.identity for kept in site.keeping.sessions("cars-0")] == ["live"]
     assert site.keeping.listed() == ["live"]
     assert site.shards.run_keyed([(key, ("PTTL", key))])[0] > 60_000
     assert site.forget() == {"sessions": 0, "streams": 0}

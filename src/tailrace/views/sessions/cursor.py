@@ -1,13 +1,13 @@
-"""Cursors of session feeds: where a viewer stopped in a session's stream, and what was open there.
+"""Cursors of session feeds: a viewer's position in a session, and the samples not yet sent there.
 
     42.1789200000000-3                            of life 42 everything up to this entry was sent
     42.1789200000000-1~1789200000000-3~17892…     thinned: of the entries up to the second one everything before this
-                                                  time (ns) was sent; what is later is in entries after the first one
-    42.k1234                                      the same, of the part that is read from Kafka: up to this offset
-    …~n7   …~@1789200000000000000   …~end         seven bursts were sent; it began at this time (ns); it has ended
+                                                  time (ns) was sent; later samples are in entries after the first one
+    42.k1234                                      the same in the part that is read from Kafka: up to this offset
+    …~n7   …~@1789200000000000000   …~end         seven bursts were sent; the feed began at this time (ns); it has ended
 
-The life is the number that the session has in its stream: one that was closed and opened again has another. Invariant:
-``parse(str(cursor)) == cursor``; a cursor means the same place for ever, or one that is known to be gone.
+The life is the session's number in its stream: a session that was closed and opened again has another one. Invariant:
+``parse(str(cursor)) == cursor``; a cursor means the same position for ever, or one that is known to be gone.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tailrace.log.cursor import (
 )
 from tailrace.valkey.entry_id import EntryId
 
-_PLACE = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
-_CURSOR = re.compile(rf"(\d{{1,19}})\.({_PLACE})(?:~({_PLACE})~(-?\d{{1,19}}))?(?:~(.+))?", re.ASCII)
+_POSITION = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
+_CURSOR = re.compile(rf"(\d{{1,19}})\.({_POSITION})(?:~({_POSITION})~(-?\d{{1,19}}))?(?:~(.+))?", re.ASCII)
 _STATE = re.compile(r"(?=.)(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?", re.ASCII)
 _NS = re.compile(r"\d{16,19}", re.ASCII)
 
 
 class StreamPosition(msgspec.Struct, frozen=True, order=True):
-    """After an entry of a stream, or after an offset in Kafka, which is before every entry."""
+    """The position after an entry of a stream, or after an offset in Kafka; the latter precedes every entry."""
 
     in_stream: bool
     major: int
@@ -47,22 +47,20 @@ class StreamPosition(msgspec.Struct, frozen=True, order=True):
 
     @property
     def entry(self) -> EntryId:
-        """The id of the entry; before all of them while it is in Kafka."""
+        """Id of the entry; BEGINNING for an offset in Kafka."""
         return (self.major, self.minor) if self.in_stream else (0, 0)
 
     @classmethod
     def of(cls, entry: EntryId) -> StreamPosition:
-        """Return the place after an entry."""
         return cls(True, *entry)
 
     @classmethod
     def at_offset(cls, offset: int) -> StreamPosition:
-        """Return the place after an offset."""
         return cls(False, offset)
 
     @classmethod
     def parse(cls, text: str) -> StreamPosition:
-        """Read what ``str`` wrote and the grammar has checked."""
+        """Parse a text that the grammar has checked."""
         if text.startswith("k"):
             return cls(False, int(text[1:]))
         major, _, minor = text.partition("-")
@@ -70,28 +68,28 @@ class StreamPosition(msgspec.Struct, frozen=True, order=True):
 
 
 class UnsentSamples(msgspec.Struct, frozen=True):
-    """What a thinned feed had not sent at its place: samples from ``floor`` (ns) on, in entries after ``after``."""
+    """The samples that a thinned feed still held: those from ``floor`` (ns) on, in entries after ``after``."""
 
     after: StreamPosition
     floor: int
 
 
 class SessionCursor(msgspec.Struct, frozen=True):
-    """A place in the feed of a session, and the state of its request."""
+    """A position in the feed of a session, and the state of its request."""
 
     number: int
-    """Which life of the session."""
-    place: StreamPosition
-    held: UnsentSamples | None = None
+    """Life of the session."""
+    position: StreamPosition
+    unsent: UnsentSamples | None = None
     sent: int | None = None
-    """How many bursts the request had sent, when it has a limit."""
+    """Bursts sent so far, if the request has a limit."""
     since: int | None = None
-    """The time (ns) at which the request began, when it began at one."""
+    """Time (ns) at which the request began, if it began at one."""
     ended: bool = False
 
     def __str__(self) -> str:
-        held = self.held
-        body = str(self.place) if held is None else f"{held.after}~{self.place}~{held.floor}"
+        unsent = self.unsent
+        body = str(self.position) if unsent is None else f"{unsent.after}~{self.position}~{unsent.floor}"
         return f"{self.number}.{body}{self._suffix()}"
 
     def _suffix(self) -> str:
@@ -103,16 +101,16 @@ class SessionCursor(msgspec.Struct, frozen=True):
 
     @property
     def origin(self) -> StreamPosition:
-        """After which place it is read on."""
-        return self.place if self.held is None else self.held.after
+        """The position after which reading resumes."""
+        return self.position if self.unsent is None else self.unsent.after
 
     def renewed(self) -> SessionCursor:
-        """Return the same place for a new request: what was sent is counted anew, when it began is not."""
-        return SessionCursor(self.number, self.place, self.held, None, self.since)
+        """Return the same position for a new request: it counts from zero, but keeps the time of its begin."""
+        return SessionCursor(self.number, self.position, self.unsent, None, self.since)
 
     @classmethod
     def parse(cls, text: str) -> SessionCursor:
-        """Read a cursor; anything else is a CursorError."""
+        """Parse a cursor; raise CursorError for anything else."""
         if len(text) > MAX_CURSOR_BYTES:
             raise CursorError(f"a cursor has at most {MAX_CURSOR_BYTES} bytes; this one has {len(text)}")
         found = _CURSOR.fullmatch(text.strip())
@@ -121,18 +119,18 @@ class SessionCursor(msgspec.Struct, frozen=True):
             raise CursorError(
                 f"cannot read cursor {text[:80]!r}: expected the id of a frame of a session, such as 42.1789200000000-3"
             )
-        first, held = StreamPosition.parse(found[2]), None
-        place = first
+        first, unsent = StreamPosition.parse(found[2]), None
+        position = first
         if found[3] is not None:
-            place = StreamPosition.parse(found[3])
-            held = UnsentSamples(first, int(found[4]))
-            if first > place:
-                raise CursorError(f"cannot read cursor {text[:80]!r}: its first place is behind its second")
+            position = StreamPosition.parse(found[3])
+            unsent = UnsentSamples(first, int(found[4]))
+            if first > position:
+                raise CursorError(f"cannot read cursor {text[:80]!r}: its first position is behind its second")
         sent, since = (None, None) if state is None else state.groups()
         return cls(
             int(found[1]),
-            place,
-            held,
+            position,
+            unsent,
             None if sent is None else int(sent),
             None if since is None else int(since),
             found[5] == "end",
@@ -146,7 +144,7 @@ class FromMoment(msgspec.Struct, frozen=True):
 
 
 class FromSessionCursor(msgspec.Struct, frozen=True):
-    """After a cursor."""
+    """Everything after a cursor."""
 
     cursor: SessionCursor
 
@@ -155,7 +153,7 @@ SessionStart = FromStart | FromEnd | FromLast | FromMoment | FromSessionCursor
 
 
 def parse_session_start(text: str, now_ms: int) -> SessionStart:
-    """Read ``start | end | -N | TIME | -1h | CURSOR``; a time may be nanoseconds, as frames have them."""
+    """Parse ``start | end | -N | TIME | -1h | CURSOR``; a time may be nanoseconds, as in frames."""
     text = text.strip()
     if _NS.fullmatch(text):
         return FromMoment(int(text))
@@ -170,7 +168,7 @@ def parse_session_start(text: str, now_ms: int) -> SessionStart:
 
 
 def parse_session_until(text: str, now_ms: int) -> int | SessionCursor:
-    """Read where a request ends: a time, in nanoseconds if it is a number, or a cursor."""
+    """Parse the end of a request: a time, in nanoseconds if it is a number, or a cursor."""
     text = text.strip()
     if _NS.fullmatch(text):
         return int(text)
@@ -183,5 +181,5 @@ def parse_session_until(text: str, now_ms: int) -> int | SessionCursor:
 
 
 def is_session_cursor(text: str) -> bool:
-    """Whether a text is meant as a cursor of a session, and not as another start."""
-    return re.match(rf"\d+\.{_PLACE}", text, re.ASCII) is not None
+    """Return True if a text looks like a cursor of a session, and not like another start."""
+    return re.match(rf"\d+\.{_POSITION}", text, re.ASCII) is not None

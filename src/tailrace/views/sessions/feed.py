@@ -54,9 +54,9 @@ class Until:
     async def look_up(self, live: LiveSessions, located: Located) -> None:
         """Find where the place is in Kafka: a part of the session's life will be read from there."""
         cursor = self._cursor
-        if cursor is None or cursor.number != located.number or not cursor.place.in_stream:
+        if cursor is None or cursor.number != located.number or not cursor.position.in_stream:
             return
-        spot = await spot_of(live, located, cursor.place.entry)
+        spot = await spot_of(live, located, cursor.position.entry)
         self._in_kafka = None if spot is None else StreamPosition.at_offset(spot.high)
 
     def is_reached(self, number: int, place: StreamPosition, upcoming: StreamPosition | None) -> bool:
@@ -69,7 +69,7 @@ class Until:
 
     def _end_for(self, place: StreamPosition) -> StreamPosition | None:
         """Return the end as it compares with a place; None if it is not known where it is in Kafka."""
-        end = None if self._cursor is None else self._cursor.place
+        end = None if self._cursor is None else self._cursor.position
         return self._in_kafka if end is not None and end.in_stream and not place.in_stream else end
 
     def left_ns(self, now_ms: int) -> int | None:
@@ -321,7 +321,7 @@ class SessionFeed:
             self._describe(life.located)
 
     async def _begin_at(self, life: SessionLife, begin: Beginning) -> None:
-        life.thinning = self._request.thinned_before(begin.held)
+        life.thinning = self._request.shared_thinning(begin.held)
         self._place, self._held = begin.place, begin.held
         self._thinner = Thinner(self._request.thinning, begin.held)
         if begin.past is not None:
@@ -562,6 +562,6 @@ class SessionFeed:
 
     def _cursor(self) -> SessionCursor:
         assert self._life is not None
-        held = self._thinner.held(self._place) if self._is_rebuilt else self._held
+        held = self._thinner.unsent(self._place) if self._is_rebuilt else self._held
         sent = self._sent if self._request.limit is not None else None
         return SessionCursor(self._life.number, self._place, held, sent, self._request.since)

@@ -263,7 +263,7 @@ class StreamHub:
     async def _advance(self, tap: Tap, key: str, who: str) -> None:
         if not tap.opened.is_set():
             # Not the last entry: of a stream that was trimmed to nothing something may be missing, too.
-            tap.restart(await self.live.last_given(tap.stream))
+            tap.restart(await self.live.last_generated_id(tap.stream))
             tap.opened.set()
         clock = asyncio.get_running_loop().time
         heard = clock()
@@ -271,7 +271,7 @@ class StreamHub:
             command = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
             answer = await self.live.nodes.block_keyed(key, who, command, BLOCK_MS / 1000)
             gone = await self.live.trimmed_newest(tap.stream) if answer else BEGINNING
-            if gone > tap.head and gone <= await self.live.last_given(tap.stream):
+            if gone > tap.head and gone <= await self.live.last_generated_id(tap.stream):
                 tap.restart(gone)  # something was trimmed before it was read: what it was, followers ask the store
             # From here on nothing is awaited before the followers are woken: they see a tap before or after the change.
             for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
@@ -287,7 +287,7 @@ class StreamHub:
         """Begin anew if the stream did: its ids may be lower than those that were read, and would never be seen."""
         if (
             await self.live.tail(tap.stream) < tap.head
-            and BEGINNING < await self.live.last_given(tap.stream) < tap.head
+            and BEGINNING < await self.live.last_generated_id(tap.stream) < tap.head
         ):
             tap.era += 1
             tap.restart(BEGINNING)

@@ -153,7 +153,7 @@ class SessionReader:
         if first is None or first <= place:
             return None
         if await self._is_ours():
-            return first if await live.noted(stream, place, first) else None
+            return first if await live.has_untrimmed_write(stream, place, first) else None
         key = live.keys.stream(stream)
         (answer,) = await live.nodes.read_keyed([(key, ("XINFO", "STREAM", key))])
         facts = mapping(answer)

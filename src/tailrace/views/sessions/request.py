@@ -1,10 +1,8 @@
-"""Requests for the feed of a session: what a viewer asks for, checked before the first byte.
+"""Requests for the feed of a session, checked before the first byte, and the selection of its lines.
 
-Selections: which lines of a session a viewer wants, by id, name, parameter or pattern.
-
-A line is a channel as one parameter shows it: a channel that several parameters are read from has several lines, one
-without parameters has one, and raw samples have one for each channel. Invariant: a value is converted exactly once, by
-the conversion of its line's parameter, or not at all.
+A line is a channel converted by one parameter: a channel with several parameters has several lines, one without
+parameters has one, and raw samples have one for each channel. A viewer selects lines by channel id, name, parameter or
+pattern. Invariant: a value is converted exactly once, by the conversion of its line's parameter, or not at all.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from tailrace.views.sessions.cursor import (
 )
 from tailrace.views.sessions.thinning import Thinning, parse_thinning
 
-SHOWN = 50
-"""Names that are listed for someone who asked for one that is not there."""
+LISTED = 50
+"""Limit of the names listed in the error for an unknown one."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A channel as a viewer sees it."""
+    """A channel converted by one of its parameters."""
 
     channel: int
     name: str
@@ -48,55 +46,55 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """What was asked for."""
+    """The lines that a viewer asked for."""
 
     names: tuple[str, ...] = ()
-    """None for everything."""
+    """Ids, names, parameters or patterns; empty for all."""
     raw: bool = False
 
     def lines(self, channels: Channels) -> Lines:
-        """Return the lines that are wanted, as far as the configuration says.
+        """Return the selected lines of the known channels.
 
         Raises:
-            BadRequest: The configuration is known, and has nothing by one of the names.
+            BadRequest: All configurations are known, and none has one of the names.
         """
         return Lines(self, channels)
 
 
 class Lines:
-    """The lines of a session that a viewer wants."""
+    """The selected lines of a session."""
 
     def __init__(self, selection: Selection, channels: Channels) -> None:
-        self._wanted = _Wanted(selection.names)
+        self._matcher = _NameMatcher(selection.names)
         self._lines: dict[int, tuple[Line, ...]] = {}
-        """By channel; one that the configuration does not have is added when it is met."""
+        """By channel; one without configuration is added with its first samples."""
         used: set[str] = set()
         every: list[str] = []
         for line, called in _all(selection, channels):
             every.append(line.name)
-            found = self._wanted.among(called)
+            found = self._matcher.matches(called)
             used |= found
             wanted = (line,) if found or not selection.names else ()
             self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
         unknown = [name for name in selection.names if name not in used]
         if unknown and channels.complete:
-            more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
+            more = f" and {len(every) - LISTED} more" if len(every) > LISTED else ""
             raise BadRequest(
-                f"no channel of the session is called {unknown[0][:80]!r}: there are {', '.join(every[:SHOWN])}{more}"
+                f"no channel of the session is called {unknown[0][:80]!r}: there are {', '.join(every[:LISTED])}{more}"
             )
 
     def of(self, channel: int) -> tuple[Line, ...]:
-        """Return the lines of a channel that are wanted."""
+        """Return the selected lines of a channel."""
         found = self._lines.get(channel)
         if found is None:
             name = str(channel)
-            is_wanted = self._wanted.is_all or self._wanted.among((name,))
+            is_wanted = self._matcher.is_all or self._matcher.matches((name,))
             found = self._lines[channel] = (Line(channel, name),) if is_wanted else ()
         return found
 
 
 def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple[str, ...]]]:
-    """Yield every line that the configuration has, with the names that it goes by."""
+    """Yield every line of the configured channels, with all of its names."""
     for channel in sorted(channels, key=lambda each: each.id):
         own = (str(channel.id), channel.name)
         parameters = channels.parameters_of(channel.id)
@@ -110,56 +108,55 @@ def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple
             yield line, (*own, parameter.id, parameter.name)
 
 
-class _Wanted:
-    """What was asked for: names are looked up, and only patterns are tried one by one."""
+class _NameMatcher:
+    """Matches names: exact ones by look-up, patterns one by one."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.is_all = not names
         self._names = frozenset(names)
         self._patterns = [(name, re.compile(translate(name))) for name in names if is_pattern(name)]
 
-    def among(self, called: tuple[str, ...]) -> frozenset[str]:
-        """Return which of the names and patterns that were asked for a line goes by."""
+    def matches(self, called: tuple[str, ...]) -> frozenset[str]:
+        """Return the requested names and patterns that match one of a line's names."""
         found = self._names.intersection(called)
         return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name stands for all that are like it."""
     return any(sign in name for sign in "*?[")
 
 
 MOST_CHANNELS, MOST_PATTERNS = 1_000, 50
-"""Names of channels in one request, and patterns among them: each is tried with every channel."""
+"""Limits of names in one request, and of patterns among them: each is matched with every channel."""
 
 
 class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A feed of one session. All of the start grammar is resolved; times are nanoseconds."""
+    """A request for the feed of one session, with the start grammar resolved; times are nanoseconds."""
 
     identity: str
     start: SessionStart
     channels: tuple[str, ...] = ()
-    """Ids, names, parameters or patterns; none for all."""
+    """Ids, names, parameters or patterns; empty for all."""
     raw: bool = False
     thinning: Thinning | None = None
     until: int | SessionCursor | None = None
     limit: int | None = None
     sent: int = 0
-    """Bursts that the same request sent before it was resumed; they count towards the limit."""
+    """Bursts sent before the request was resumed; they count towards the limit."""
     since: int | None = None
-    """Samples older than this are left out: the request began at a time."""
+    """Samples before this time are left out: the request began at a time."""
     follow: bool = True
     missing: Literal["wait", "fail"] = "wait"
     on_gap: Literal["skip", "fail"] = "skip"
     resumed: bool = False
-    """Whether this continues an earlier request (``Last-Event-ID``)."""
+    """True if this continues an earlier request (``Last-Event-ID``)."""
 
-    def thinned_before(self, held: UnsentSamples | None) -> Thinning | None:
-        """Return how samples may be thinned before any are left out; only whole cells may be left out afterwards."""
+    def shared_thinning(self, unsent: UnsentSamples | None) -> Thinning | None:
+        """Return the thinning that viewers may share, before samples are left out; only whole cells may be, then."""
         thinning = self.thinning
         if thinning is None or self.since is not None or isinstance(self.until, int):
             return None
-        return thinning if held is None or held.floor % thinning.cell == 0 else None
+        return thinning if unsent is None or unsent.floor % thinning.cell == 0 else None
 
 
 def make_session_request(
@@ -179,7 +176,7 @@ def make_session_request(
     missing: str = "wait",
     on_gap: str = "skip",
 ) -> SessionRequest | None:
-    """Read the parameters of a feed. None when the request has ended before (HTTP answers 204)."""
+    """Parse the parameters of a feed; None if the request has ended before (HTTP answers 204)."""
     check_options(limit, missing, on_gap, "bursts")
     names = tuple(dict.fromkeys(name for part in (channels or "").split(",") if (name := part.strip())))
     if channels is not None and not names:

@@ -1,27 +1,21 @@
-"""Channels: what one number of a session's samples is, and the bytes that its samples are in a buffer.
+"""Decodes bursts into samples of a viewer's lines, and encodes frames of them in two forms.
 
-Invariant: ``unpack_values(channel, pack_values(channel.type, values))`` has the same numbers as ``values``, rounded
-only where the type is a float. What a type cannot hold is refused, never cut to fit.
+Invariant: times are integers of nanoseconds from end to end, never floats. Decoding is lenient with known mistakes of
+writers: of unequal numbers of times and samples the common prefix is taken, and the message is counted. A channel
+without configuration is read as ``f64`` if its samples are 8 bytes wide; otherwise it is unreadable, and counted. Where
+a configured channel is narrower, samples of 8 bytes are ``f64``, too: they were written before it was published.
 
-Samples: what a burst says, as arrays of times and raw numbers for each channel.
-
-Invariant: times are integers of nanoseconds, computed as the format says and never through a float. Reading is lenient
-where writers are known to slip: of times and samples that are not equally many, as many as there are of both are
-taken, and it is counted. A channel that no configuration knows is read as ``f64`` if its samples are 8 bytes wide, as a
-channel is of which nothing is said; otherwise it cannot be read, which is counted as well. Where a channel has narrower
-samples, those of 8 bytes are read as ``f64``, too: they were written before anybody had published what they are.
-
-What a session's viewer is shown of its entries, and the two forms in which that travels.
+A frame as JSON:
 
     {"session": "lap-7", "position": "1789200000000-3", "range": ["1789…", "1789…"], "json": {…},
      "channels": [{"channel": 1, "name": "vCar:Chassis", "unit": "km/h", "start": "1789200000000000000",
                    "t": [0, 5000000], "v": [12.5, null]}],
      "events": [{"id": 4, "app": "engine", "time": "1789…", "text": "over speed", "values": [301.5]}]}
 
-The binary form of the same is the length of a header (32 bits, little-endian), the header, which is JSON and has the
-cursor as ``id``, zeros up to a multiple of eight, and the samples: for each channel ``n`` times as int64 at ``times``
-and as many values as float64 at ``values``, in bytes from where the samples begin; texts are in the header, as ``v``.
-Invariant: a time is an integer of nanoseconds from end to end; offsets in JSON are below 2^53.
+The binary form is the length of a header (32 bits, little-endian), the header, which is JSON and has the cursor as
+``id``, zeros up to a multiple of eight, and the samples: for each channel ``n`` times as int64 at ``times`` and as many
+values as float64 at ``values``, in bytes from the begin of the samples; texts are in the header, as ``v``. Offsets of
+times in JSON are below 2^53.
 """
 
 from __future__ import annotations
@@ -45,9 +39,9 @@ from tailrace.views.sessions.rta import PeriodicData, RowData, StreamDataBurst, 
 from tailrace.views.sessions.thinning import Series, Times, Values, concatenated
 
 SHORT = 4096
-"""Samples of a message, up to which their distances are remembered."""
+"""Largest message whose time offsets are cached."""
 _PLAIN = Channel(0)
-"""A channel of which nothing is said."""
+"""A channel without configuration."""
 _PLAIN_WIDTH = _PLAIN.width
 
 
@@ -60,7 +54,7 @@ class RawSeries(msgspec.Struct, frozen=True):
 
 
 class Occurrence(msgspec.Struct, frozen=True):
-    """An event that happened."""
+    """An event in a burst."""
 
     definition: int
     app: str
@@ -70,20 +64,20 @@ class Occurrence(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct):
-    """What a burst says, kind by kind, each in its order."""
+    """The content of a burst by kind, each in its order."""
 
     session_json: list[str] = msgspec.field(default_factory=list)
     ranges: list[tuple[int, int]] = msgspec.field(default_factory=list)
     series: list[RawSeries] = msgspec.field(default_factory=list)
     events: list[Occurrence] = msgspec.field(default_factory=list)
     uneven: int = 0
-    """Messages whose times and samples were not equally many."""
+    """Messages with unequal numbers of times and samples."""
     unreadable: int = 0
-    """Messages of samples whose width nobody knows, or that are too short for their channels."""
+    """Messages of samples of unknown width, or too short for their channels."""
 
 
 def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
-    """Read a burst; BadBurst if its bytes are none."""
+    """Decode a burst; BadBurst if it is none."""
     decoded = Decoded()
     rows: dict[tuple[int, ...], list[RowData]] = {}
     for message in (parse(burst) if isinstance(burst, bytes) else burst).data:
@@ -95,11 +89,9 @@ def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
         elif kind == "row_data":
             rows.setdefault(tuple(message.row_data.channel_ids), []).append(message.row_data)
         elif kind == "event":
-            given = message.event
-            values = tuple(given.raw_data)
-            decoded.events.append(
-                Occurrence(given.event_definition_id, given.app_name, given.timestamp, given.status_text, values)
-            )
+            e = message.event
+            occurrence = Occurrence(e.event_definition_id, e.app_name, e.timestamp, e.status_text, tuple(e.raw_data))
+            decoded.events.append(occurrence)
         elif kind == "session_json":
             decoded.session_json.append(message.session_json)
         elif kind == "time_range":
@@ -109,30 +101,29 @@ def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
     return decoded
 
 
-def _periodic(decoded: Decoded, given: PeriodicData, channels: Channels) -> None:
-    raw = _raw(decoded, given.channel_id, given.buffer, given.samples, channels)
+def _periodic(decoded: Decoded, message: PeriodicData, channels: Channels) -> None:
+    raw = _raw(decoded, message.channel_id, message.buffer, message.samples, channels)
     if raw is not None:
-        distances = _remembered if len(raw) <= SHORT else _distances
-        times = given.start_timestamp + distances(given.interval, len(raw))
-        decoded.series.append(RawSeries(given.channel_id, times, raw))
+        distances = _cached_distances if len(raw) <= SHORT else _distances
+        times = message.start_timestamp + distances(message.interval, len(raw))
+        decoded.series.append(RawSeries(message.channel_id, times, raw))
 
 
 def _distances(interval: int, count: int) -> npt.NDArray[np.int64]:
-    """Return how far samples are from their first."""
     return interval * np.arange(count, dtype=np.int64)
 
 
-_remembered = lru_cache(maxsize=256)(_distances)
-"""Messages of a source have mostly as many samples, as far apart, as the one before."""
+_cached_distances = lru_cache(maxsize=256)(_distances)
+"""Most messages of a channel have the count and interval of the one before."""
 
 
-def _timestamped(decoded: Decoded, given: TimestampedData, channels: Channels) -> None:
-    count = len(given.timestamp_deltas)
-    raw = _raw(decoded, given.channel_id, given.buffer, count, channels)
+def _timestamped(decoded: Decoded, message: TimestampedData, channels: Channels) -> None:
+    count = len(message.timestamp_deltas)
+    raw = _raw(decoded, message.channel_id, message.buffer, count, channels)
     if raw is not None:
-        deltas = np.fromiter(given.timestamp_deltas, np.int64, count)[: len(raw)]
-        times = given.start_timestamp + given.timestamp_deltas_scale * np.cumsum(deltas)
-        decoded.series.append(RawSeries(given.channel_id, times, raw))
+        deltas = np.fromiter(message.timestamp_deltas, np.int64, count)[: len(raw)]
+        times = message.start_timestamp + message.timestamp_deltas_scale * np.cumsum(deltas)
+        decoded.series.append(RawSeries(message.channel_id, times, raw))
 
 
 def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
@@ -175,7 +166,7 @@ def _columns(decoded: Decoded, numbers: tuple[int, ...], known: Sequence[Channel
 
 
 FARTHEST = 1 << 52
-"""Nanoseconds between samples of one item, at most: twice that is the last integer that a double holds."""
+"""Limit of nanoseconds between samples of one item: twice that is the last integer that a double holds."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -183,31 +174,31 @@ LineSeries: TypeAlias = Series[Line]
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What an entry brings for a viewer."""
+    """The content of an entry for a viewer."""
 
     json: str | None = None
-    """The last Session JSON in it."""
+    """Session JSONs in it, merged."""
     range: tuple[int, int] | None = None
     series: tuple[LineSeries, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
     newest: int | None = None
-    """The time of the newest sample of any channel, wanted or not."""
+    """Time of the newest sample of any channel, selected or not."""
     unread: str = ""
-    """Why it could not be read."""
+    """Error, if it could not be read."""
 
     @property
     def samples(self) -> int:
-        """How many samples it has that are wanted."""
+        """Number of samples of the selected lines."""
         return sum(len(each.times) for each in self.series)
 
     @property
     def size(self) -> int:
-        """About the bytes that it takes."""
+        """Estimate of the bytes in memory."""
         return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * self.samples
 
 
 def content_of(block: bytes, container: str, channels: Channels, lines: Lines) -> Content:
-    """Return what a compressed burst brings; one that cannot be read brings nothing, and says why."""
+    """Decode a compressed burst; an unreadable one has only ``unread``."""
     try:
         decoded = samples_of(unpack(block, container), channels)
     except BadBurst as error:
@@ -215,14 +206,14 @@ def content_of(block: bytes, container: str, channels: Channels, lines: Lines) -
     return Content(
         _json(decoded),
         decoded.ranges[-1] if decoded.ranges else None,
-        tuple(_lined(decoded, lines)),
+        tuple(_line_series(decoded, lines)),
         tuple(_event(each, channels) for each in decoded.events),
         _newest(decoded),
     )
 
 
 def range_end(block: bytes, container: str) -> int | None:
-    """Return the end of the time range that a compressed burst says; None if it says none, or cannot be read."""
+    """Return the end of the time range in a compressed burst; None if it has none, or is unreadable."""
     try:
         messages = parse(unpack(block, container)).data
     except BadBurst:
@@ -242,12 +233,12 @@ def _json(decoded: Decoded) -> str | None:
         try:
             msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, RecursionError):
-            continue  # another program's slip; it could not be a part of our JSON
+            continue  # another program's mistake; it cannot be embedded in a frame
         found = merge_session_json(found, text)
     return found
 
 
-def _lined(decoded: Decoded, lines: Lines) -> Iterator[LineSeries]:
+def _line_series(decoded: Decoded, lines: Lines) -> Iterator[LineSeries]:
     for each in decoded.series:
         for line in lines.of(each.channel):
             yield Series(line, each.times, _values(line, each.raw))
@@ -277,7 +268,7 @@ def _event(event: Occurrence, channels: Channels) -> dict[str, Any]:
 
 
 class SampleFrame(msgspec.Struct, frozen=True):
-    """One frame: what some entries in a row brought, thinned."""
+    """One frame: the thinned content of consecutive entries."""
 
     session: str
     position: str
@@ -288,12 +279,11 @@ class SampleFrame(msgspec.Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
         return self.json is None and self.range is None and not self.series and not self.events
 
 
 def as_json(shown: SampleFrame, cursor: str) -> bytes:
-    """Return the form for event streams and lines; the cursor travels beside it."""
+    """Return the JSON form for SSE and lines; the cursor is sent beside it."""
     channels = []
     for line, times, values in _items(shown.series):
         start = int(times.min())
@@ -323,7 +313,7 @@ def as_bytes(shown: SampleFrame, cursor: str) -> bytes:
 
 
 def message(header: bytes) -> bytes:
-    """Return the first part of a binary message, up to where samples may begin."""
+    """Return a header with its length and padding: the part of a binary message before the samples."""
     return struct.pack("<I", len(header)) + header + bytes(-(len(header) + 4) % 8)
 
 
@@ -341,7 +331,7 @@ def _named(line: Line) -> dict[str, Any]:
 
 
 def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]:
-    """Yield the samples of each line, in as few stretches as offsets from their start allow."""
+    """Yield the samples of each line, in as few slices as the limit of offsets allows."""
     lines: dict[Line, list[LineSeries]] = {}
     for each in series:
         lines.setdefault(each.line, []).append(each)

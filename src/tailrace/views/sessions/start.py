@@ -189,22 +189,22 @@ async def _before(parts: SessionParts, life: SessionLife, time: int) -> EntryId:
 
 async def _resumed(parts: SessionParts, life: SessionLife, cursor: SessionCursor) -> Beginning:
     located, live = life.located, parts.live
-    place, is_over = cursor.place, cursor.number != located.number
+    place, is_over = cursor.position, cursor.number != located.number
     if not place.in_stream:
         past = None if is_over else await _trimmed(parts, located, cursor.origin.major)
         if past is not None:
-            return Beginning(place, cursor.held, past)
+            return Beginning(place, cursor.unsent, past)
         to = StreamPosition.of(located.position)
         return Beginning(to, lost=LostStretch(place, to, "life-over" if is_over else "trimmed"), is_over=is_over)
     if is_over and await is_of_another(parts, life, cursor.number):
         to = StreamPosition.of(located.position)
         return Beginning(to, lost=LostStretch(place, to, "life-over"))
-    end = max(life.target, await live.last_given(located.stream))
+    end = max(life.target, await live.last_generated_id(located.stream))
     if place.entry > end and not is_over:
         to = StreamPosition.of(life.target)
         return Beginning(to, lost=LostStretch(place, to, "store-rolled-back"))
     found = None if is_over else await _in_kafka(parts, located, cursor)
-    return found or Beginning(place, cursor.held, is_over=is_over)
+    return found or Beginning(place, cursor.unsent, is_over=is_over)
 
 
 async def overtaken(
@@ -228,7 +228,7 @@ async def _in_kafka(parts: SessionParts, located: Located, cursor: SessionCursor
 
     What was held may be looked for further back than it was: all samples from its time on lie behind its first place.
     """
-    live, source, place, held = parts.live, source_of(located), cursor.place, cursor.held
+    live, source, place, held = parts.live, source_of(located), cursor.position, cursor.unsent
     gone = await live.trimmed(located.stream, located.number)
     if parts.archive is None or source is None or gone is None or cursor.origin.entry >= gone:
         return None
@@ -252,7 +252,7 @@ async def _in_kafka(parts: SessionParts, located: Located, cursor: SessionCursor
 
 def _first_lost(cursor: SessionCursor, spot: Spot) -> StreamPosition:
     """Return after which place something is lost; of what was held, too, unless that is before what nobody knows."""
-    if cursor.held is None or spot.begin is None or cursor.origin > StreamPosition.of(spot.begin):
+    if cursor.unsent is None or spot.begin is None or cursor.origin > StreamPosition.of(spot.begin):
         return cursor.origin
     return StreamPosition.at_offset(spot.low)
 

@@ -1,14 +1,9 @@
-"""Sessions as they are read: where each one is, what is in its stream, and the configurations beside them.
+"""The read side of sessions: their hashes, the entries of their streams, and their configurations.
 
-Everything here was written by the pipeline, by the writer library, or by a program that knows nothing of Tailrace: what
-only we write may be missing, and a hash that lacks what every writer must write is no session. Whoever joins a session
-takes the end of its stream first and its hash then; since writers write the hash first and the stream then, nothing is
-lost between the two.
-
-What upkeep does to the streams of sessions: weighs and sheds entries, and forgets what nobody writes to any more.
-
-Every call does a little, so that the server is not kept from others for long, and is safe beside writers: what has
-changed since it was looked at stays.
+The pipeline, the writer library, or a program that knows nothing of Tailrace wrote all of this: fields that only
+Tailrace writes may be missing, and a hash without the fields that every writer must write is no session. A reader that
+joins a session takes the end of its stream first and its hash then; since writers write the hash before the stream,
+nothing is lost between the two.
 """
 
 from __future__ import annotations
@@ -25,45 +20,45 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
 
 PAGE = 32
-"""Entries that are read at once: each may have a megabyte."""
+"""Entries in one read: each may have a megabyte."""
 PAGES = 16
-"""Of those, that are looked through backwards for an entry of one session."""
+"""Reads of a backward search for an entry of one session."""
 AT_ONCE = 500
-"""Sessions that are looked up in one round trip."""
+"""Sessions in one round trip."""
 NUMBER_DIGITS = 19
 
 
-class _Stated(msgspec.Struct):
+class _StateField(msgspec.Struct):
     state: str = ""
 
 
-_decode = msgspec.json.Decoder(_Stated).decode
+_decode = msgspec.json.Decoder(_StateField).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class StreamEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One message of a stream: a compressed burst of one session."""
+    """One entry of a stream: a compressed burst of one session."""
 
     id: EntryId
     number: int
-    """Of its session; below zero if the entry has none."""
+    """Number of its session; negative if the entry has none."""
     data: bytes
     forms: dict[Any, Any] = msgspec.field(default_factory=dict)
-    """What was made of it for readers: by form, once for all who want the same. Bounded by who shares the entry."""
+    """Derived forms, shared by all readers of the entry; the hub bounds their size."""
 
 
 class Located(msgspec.Struct, frozen=True):
-    """A session as its hash has it."""
+    """The hash of a session."""
 
     identity: str
     number: int
     stream: str
     position: EntryId
-    """The last entry before the session's first one."""
+    """Last entry before the session's first one."""
     json: str | None = None
-    """The last Session JSON in the stream; a session that has none yet, or none that is JSON, cannot be followed."""
+    """Last Session JSON in the stream; a session without a valid one cannot be followed yet."""
     merged: str | None = None
-    """All of them merged, if the writer does that."""
+    """Union of all Session JSONs, if the writer maintains it."""
     start: int | None = None
     end: int | None = None
     """Nanoseconds; both or none."""
@@ -73,31 +68,30 @@ class Located(msgspec.Struct, frozen=True):
     opened: int | None = None
     order: tuple[int, ...] = ()
     shared: bool = False
-    """Whether others than its writer have written it, too."""
+    """True if others than its writer have written it, too."""
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The session's time range, in nanoseconds."""
         return None if self.start is None or self.end is None else (self.start, self.end)
 
 
 def number_of(text: bytes) -> int:
-    """Read the number of a session; below zero if it is none."""
+    """Parse the number of a session; negative if it is none."""
     return int(text) if text.isdigit() and len(text) <= NUMBER_DIGITS else -1
 
 
 def entry_of(answer: Sequence[Any]) -> StreamEntry:
-    """Return an entry as a stream's command answers it."""
+    """Parse an entry in the answer of a stream command."""
     fields = mapping(answer[1] or ())
     return StreamEntry(parse_id(answer[0]), number_of(fields.get(b"id", b"")), fields.get(b"data", b""))
 
 
 class LiveSessions:
-    """The read side of sessions.
+    """Reads sessions.
 
     Args:
-        nodes: where they are.
-        template: the key of a session's hash, with ``{identity}`` in it.
+        nodes: client of the store.
+        template: key of a session's hash, with ``{identity}`` in it.
     """
 
     def __init__(self, nodes: Nodes, template: str = "sessions:{identity}") -> None:
@@ -105,22 +99,20 @@ class LiveSessions:
         self._template = template
 
     def key(self, identity: str) -> str:
-        """Return the key of a session's hash."""
         return self.keys.session(self._template, identity)
 
     async def get(self, identity: str) -> Located | None:
-        """Return a session; None when there is none."""
         return (await self.get_all([identity]))[0]
 
     async def get_all(self, identities: Sequence[str]) -> list[Located | None]:
-        """Return sessions in the order of their identities."""
+        """Return sessions in the order of their identities; None for missing ones."""
         keys = [self.key(identity) for identity in identities]
         try:
             answers = await self.nodes.read_keyed([(key, ("HGETALL", key)) for key in keys])
         except StoreError as error:
             if "WRONGTYPE" not in str(error):
                 raise
-            # Somebody else uses such a key for something else: that is no session.
+            # Another program uses such a key for something else.
             kinds = await self.nodes.read_keyed([(key, ("TYPE", key)) for key in keys])
             known = [key for key, kind in zip(keys, kinds, strict=True) if kind == b"hash"]
             found = dict(
@@ -130,10 +122,10 @@ class LiveSessions:
         return [_located(identity, mapping(answer)) for identity, answer in zip(identities, answers, strict=True)]
 
     async def listing(self, most: int = 10_000) -> list[Located]:
-        """Return the sessions that were updated last, the latest first; those without a Session JSON are not shown.
+        """Return the last updated sessions, the latest first, without those that have no Session JSON.
 
-        The index has what Tailrace wrote. A session of another program is served at once, and listed when upkeep has
-        come across it.
+        The index has Tailrace's own sessions. Another program's session is served at once, but listed only after
+        upkeep has found it.
         """
         index = self.keys.sessions()
         (found,) = await self.nodes.read_keyed([(index, ("ZREVRANGE", index, 0, most - 1))])
@@ -146,19 +138,19 @@ class LiveSessions:
         return listed
 
     async def config(self, identifier: str) -> bytes | None:
-        """Return a configuration as it was published; None when there is none."""
+        """Return a published configuration; None if there is none."""
         key = self.keys.config(identifier)
         (found,) = await self.nodes.read_keyed([(key, ("GET", key))])
         return None if found is None else bytes(found)
 
     async def tail(self, stream: str) -> EntryId:
-        """Return the id of a stream's last entry; the beginning when it has none."""
+        """Return the id of a stream's last entry; BEGINNING if it has none."""
         key = self.keys.stream(stream)
         (found,) = await self.nodes.read_keyed([(key, ("XREVRANGE", key, "+", "-", "COUNT", 1))])
         return parse_id(found[0][0]) if found else BEGINNING
 
-    async def last_given(self, stream: str) -> EntryId:
-        """Return the last id that a stream gave out, also when that entry is gone; the beginning without a stream."""
+    async def last_generated_id(self, stream: str) -> EntryId:
+        """Return the last id that a stream generated, even if that entry is gone; BEGINNING without a stream."""
         key = self.keys.stream(stream)
         try:
             (found,) = await self.nodes.read_keyed([(key, ("XINFO", "STREAM", key))])
@@ -169,21 +161,21 @@ class LiveSessions:
         return parse_id(mapping(found)[b"last-generated-id"])
 
     async def first(self, stream: str) -> EntryId | None:
-        """Return the id of a stream's first entry; None when it has none."""
+        """Return the id of a stream's first entry; None if it has none."""
         key = self.keys.stream(stream)
         (found,) = await self.nodes.read_keyed([(key, ("XRANGE", key, "-", "+", "COUNT", 1))])
         return parse_id(found[0][0]) if found else None
 
     async def read(self, stream: str, after: EntryId, count: int, number: int | None = None) -> list[StreamEntry]:
-        """Return the next entries after a place, of one session or of all; fewer than asked for only at the end."""
+        """Return the next entries after a position, of one session or of all; fewer than ``count`` only at the end."""
         return (await self.scan(stream, after, count, number))[0]
 
     async def scan(
         self, stream: str, after: EntryId, count: int, number: int | None = None, until: EntryId = END
     ) -> tuple[list[StreamEntry], EntryId]:
-        """The same, up to a place, with how far was looked: everything up to there is in the answer.
+        """Do the same up to a position; return also the position up to which the answer is complete.
 
-        That is ``until`` when there is nothing more to look at, and the last entry returned when there may be.
+        That is ``until`` at the end, and the last entry returned if there may be more.
         """
         key, found, size = self.keys.stream(stream), list[StreamEntry](), min(count, PAGE)
         while after < until:
@@ -198,11 +190,11 @@ class LiveSessions:
                         return found, after
             if len(answers) < size:
                 break
-            size = min(2 * size, PAGE)  # the session is one of several: more must be looked at
+            size = min(2 * size, PAGE)  # the stream has several sessions
         return found, until
 
     async def newest(self, stream: str, number: int, until: EntryId = END) -> StreamEntry | None:
-        """Return the last entry of a session up to a place; None if it is not among the last few hundred there."""
+        """Return the last entry of a session up to a position; None if it is not among the last few hundred there."""
         key, size = self.keys.stream(stream), 1
         for _ in range(PAGES):
             (answers,) = await self.nodes.read_keyed([(key, ("XREVRANGE", key, id_text(until), "-", "COUNT", size))])
@@ -216,21 +208,21 @@ class LiveSessions:
         return None
 
     async def trimmed(self, stream: str, number: int) -> EntryId | None:
-        """Return the newest entry of a session that was trimmed away; None when none was."""
+        """Return the newest trimmed entry of a session; None if none was trimmed."""
         key = self.keys.trimmed(stream)
         (found,) = await self.nodes.read_keyed([(key, ("HGET", key, number))])
         return None if found is None else parse_id(found)
 
     async def trimmed_newest(self, stream: str) -> EntryId:
-        """Return the newest entry of any session that was trimmed away; the beginning when none was."""
+        """Return the newest trimmed entry of any session; BEGINNING if none was trimmed."""
         key = self.keys.trimmed(stream)
         (found,) = await self.nodes.read_keyed([(key, ("HGET", key, TRIMMED_NEWEST))])
         return BEGINNING if found is None else parse_id(found)
 
-    async def noted(self, stream: str, after: EntryId, until: EntryId) -> bool:
-        """Whether the ledger has a write whose last entry lies between two places, and that we have not trimmed.
+    async def has_untrimmed_write(self, stream: str, after: EntryId, until: EntryId) -> bool:
+        """Return True if the ledger has a write that ends between two entries and that upkeep has not trimmed.
 
-        Neither place is included. The second one has to be where the stream began, read before this is asked.
+        Both ends are exclusive. ``until`` must be the first entry of the stream, read before this call.
         """
         key, trimmed = self.keys.ledger(stream), self.keys.trimmed(stream)
         (ours,) = await self.nodes.read_keyed([(trimmed, ("HGET", trimmed, TRIMMED_BY_US))])
@@ -239,15 +231,6 @@ class LiveSessions:
         command = ("XRANGE", key, f"({id_text(after)}", f"({id_text(until)}", "COUNT", 1)
         (found,) = await self.nodes.read_keyed([(key, command)])
         return bool(found)
-
-    async def ledger(self, stream: str, entry: EntryId) -> tuple[str, int, int] | None:
-        """Return the write that an entry is from: the writer, its mark before and its mark after; None if not known."""
-        key = self.keys.ledger(stream)
-        (found,) = await self.nodes.read_keyed([(key, ("XRANGE", key, id_text(entry), "+", "COUNT", 1))])
-        if not found:
-            return None
-        fields = mapping(found[0][1])
-        return fields[b"w"].decode(), int(fields[b"f"]), int(fields[b"m"])
 
 
 def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
@@ -275,12 +258,12 @@ def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
             order=tuple(int(part) for part in fields.get(b"order", b"").split()),
             shared=b"shared" in fields,
         )
-    except ValueError:  # numbers or text that no writer of the protocol writes
+    except ValueError:  # invalid numbers or text
         return None
 
 
 def _object(text: bytes | None) -> str | None:
-    """Return a JSON object as it is written; None for anything else, which could not be a part of ours."""
+    """Return the text of a JSON object; None for anything else, which cannot be embedded in a frame."""
     found = None if text is None else text.decode()
     try:
         return None if found is None or _fields(found) is None else found
@@ -293,7 +276,7 @@ def _integer(text: bytes | None) -> int | None:
 
 
 def state_of(json: str | bytes | None) -> str:
-    """Return the state that a Session JSON says; empty if it says none."""
+    """Return the state in a Session JSON; empty if it has none."""
     try:
         return _decode(json).state if json else ""
     except (msgspec.DecodeError, RecursionError):

@@ -1,18 +1,17 @@
-"""Thinning: of the samples of a cell of time, the least and the greatest, or the first.
+"""Thinning: keeps of each cell of time the least and the greatest sample of a line, or the first.
 
-Cells have one length and are aligned to the epoch. All cells of a session before the one that its newest sample is in
-are closed, for all channels alike; so at most one is open. What an entry brings is reduced within its cells, together
-with what the open cell holds: cells that are closed go out, the open one is held. A sample that comes too late for its
-cell is one of a cell of its own, which goes out at once.
+Cells have one length and are aligned to the epoch. All cells before that of the session's newest sample are closed, for
+all channels alike; so at most one is open. The samples of an entry are reduced within their cells, together with those
+of the open cell: closed cells go out, the open one is held. A sample that is too late for its cell forms a cell of its
+own, which goes out at once.
 
-Invariant: what went out and what is held depend on the entries in their order alone, not on how often, or where, it was
-stopped and resumed: ``Held`` says which samples a successor has to be given again.
+Invariant: the output and the held samples depend on the entries in their order alone, not on how often, or where, the
+feed was stopped and resumed: ``UnsentSamples`` tells a successor which samples to read again.
 
-Cells of time: which samples are left of each, for many lines at once.
-
-Samples lie line after line, each with the number of its line, which rises, and those of a line lie in the order of
-time; a cell is a stretch of them. Work on a whole lot costs a few calls of numpy, however many lines and cells it has:
-feeds have hundreds of lines with a few samples each. Invariant: of a line there is left what would be if it were alone.
+The functions on numpy arrays below work on a lot: samples of many lines, line after line in ascending order of their
+numbers, those of a line in the order of time; a cell is a slice of them. A lot costs a few numpy calls, however many
+lines and cells it has: feeds have hundreds of lines with a few samples each. Invariant: each line is thinned as if it
+were alone.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from tailrace.config.units import parse_duration
 from tailrace.errors import BadRequest
 from tailrace.views.sessions.cursor import StreamPosition, UnsentSamples
 
-Places = NDArray[np.intp]
+Indexes = NDArray[np.intp]
 
 
-def in_order(owners: Places, times: NDArray[np.int64]) -> Places | None:
-    """Return where the samples are to be taken from to be in the order of time, line by line; None if they are."""
+def in_order(owners: Indexes, times: NDArray[np.int64]) -> Indexes | None:
+    """Return the indexes that sort samples by time within each line; None if they are sorted."""
     if not ((times[1:] < times[:-1]) & (owners[1:] == owners[:-1])).any():
         return None
     return np.lexsort((times, owners))
 
 
-def starts_of(owners: Places, times: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
-    """Return which samples are the first of their cell."""
+def starts_of(owners: Indexes, times: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+    """Return a mask of the first sample of each cell."""
     cells = times // length
     starts = np.ones(len(times), np.bool_)
     np.not_equal(cells[1:], cells[:-1], out=starts[1:])
@@ -49,17 +48,17 @@ def starts_of(owners: Places, times: NDArray[np.int64], length: int) -> NDArray[
     return starts
 
 
-def ends(starts: NDArray[np.bool_]) -> Places:
-    """Return where the first and the last sample of each cell are."""
+def ends(starts: NDArray[np.bool_]) -> Indexes:
+    """Return the indexes of the first and the last sample of each cell."""
     last = np.ones(len(starts), np.bool_)
     last[:-1] = starts[1:]
     return np.flatnonzero(starts | last)
 
 
-def extremes(values: NDArray[Any], starts: NDArray[np.bool_]) -> Places:
-    """Return where the least and the greatest number of each cell are; of a cell without numbers, its first sample.
+def extremes(values: NDArray[Any], starts: NDArray[np.bool_]) -> Indexes:
+    """Return the indexes of the least and the greatest number of each cell, the first ones if several are equal.
 
-    Of several that are equal it is the first.
+    Of a cell without finite numbers it is the first sample.
     """
     cell = np.cumsum(starts) - 1
     usable = np.isfinite(values) if values.dtype.kind == "f" else None
@@ -74,8 +73,8 @@ def extremes(values: NDArray[Any], starts: NDArray[np.bool_]) -> Places:
     return np.flatnonzero(chosen)
 
 
-def _extremes(values: NDArray[Any], cell: Places, first: Places) -> NDArray[np.bool_]:
-    """Return which numbers are the first least or the first greatest of their cell; cells are counted from 0."""
+def _extremes(values: NDArray[Any], cell: Indexes, first: Indexes) -> NDArray[np.bool_]:
+    """Return a mask of the first least and the first greatest number of each cell; cells are numbered from 0."""
     chosen = np.zeros(len(values), np.bool_)
     for extreme in (np.minimum, np.maximum):
         at = np.flatnonzero(values == extreme.reduceat(values, first)[cell])
@@ -83,13 +82,13 @@ def _extremes(values: NDArray[Any], cell: Places, first: Places) -> NDArray[np.b
     return chosen
 
 
-def _numbered(cell: Places) -> tuple[Places, Places]:
-    """Count cells from 0, leaving out none, and return where each begins."""
+def _numbered(cell: Indexes) -> tuple[Indexes, Indexes]:
+    """Renumber cells from 0 without gaps; return also the index of each one's begin."""
     starts = _changes(cell)
     return np.cumsum(starts) - 1, np.flatnonzero(starts)
 
 
-def _changes(cell: Places) -> NDArray[np.bool_]:
+def _changes(cell: Indexes) -> NDArray[np.bool_]:
     starts = np.ones(len(cell), np.bool_)
     np.not_equal(cell[1:], cell[:-1], out=starts[1:])
     return starts
@@ -101,19 +100,19 @@ MOST_PER_SECOND = 1_000_000
 
 Times = NDArray[np.int64]
 Values = NDArray[Any]
-"""Numbers; texts, and numbers that belong together, are objects, and have no least and greatest."""
+"""Numbers; texts and triples are objects, and have no least and greatest."""
 K = TypeVar("K", bound=Hashable)
 
 
 class Thinning(msgspec.Struct, frozen=True):
-    """What is left of a cell, and how long cells are, in nanoseconds."""
+    """The rule of a cell, and the length of cells in nanoseconds."""
 
     keeps: Literal["extremes", "first"]
     cell: int
 
 
 def parse_thinning(pixel: str | None, rate: float | None) -> Thinning | None:
-    """Read ``pixel=20ms`` or ``rate=10``; None if samples are not thinned."""
+    """Parse ``pixel=20ms`` or ``rate=10``; None if samples are not thinned."""
     if pixel is not None and rate is not None:
         raise BadRequest("pixel and rate are two ways to thin samples: give one of them")
     if pixel is not None:
@@ -132,21 +131,19 @@ def parse_thinning(pixel: str | None, rate: float | None) -> Thinning | None:
 
 
 class Series(msgspec.Struct, Generic[K], frozen=True):
-    """Samples of one line: a channel as one of its parameters shows it."""
+    """Samples of one line."""
 
     line: K
     times: Times
     values: Values
 
     def since(self, floor: int | None) -> Series[K]:
-        """Return the samples from a time on."""
         if floor is None or not len(self.times) or self.times.min() >= floor:
             return self
         wanted = self.times >= floor
         return Series(self.line, self.times[wanted], self.values[wanted])
 
     def until(self, last: int | None) -> Series[K]:
-        """Return the samples up to a time, and at it."""
         if last is None or not len(self.times) or self.times.max() <= last:
             return self
         wanted = self.times <= last
@@ -154,7 +151,7 @@ class Series(msgspec.Struct, Generic[K], frozen=True):
 
 
 class State(msgspec.Struct, Generic[K], frozen=True):
-    """Where thinning stands: which cell is open, what it holds, and the place before the first entry of that."""
+    """State of thinning: the open cell, its samples, and the position before the first entry of those."""
 
     cell: int | None = None
     held: tuple[Series[K], ...] = ()
@@ -162,28 +159,28 @@ class State(msgspec.Struct, Generic[K], frozen=True):
 
     @property
     def key(self) -> tuple[int | None, StreamPosition | None]:
-        """The same for all states that are the same, of viewers who are given the same samples."""
+        """Equal for equal states of viewers that get the same samples."""
         return self.cell, self.origin
 
 
 Step = tuple[tuple[Series[K], ...], State[K]]
-"""What goes out, and where thinning stands afterwards."""
+"""Output, and the state afterwards."""
 
 
 def step(
     thinning: Thinning, state: State[K], before: StreamPosition, newest: int | None, series: Iterable[Series[K]]
 ) -> Step[K]:
-    """Take what an entry brings.
+    """Thin the samples of one entry.
 
     Args:
-        thinning: how samples are thinned.
-        state: where it stands.
-        before: the place before the entry.
-        newest: the time of the session's newest sample in it, whether it is wanted or not.
-        series: the samples that are wanted.
+        thinning: the rule.
+        state: state before the entry.
+        before: position before the entry.
+        newest: time of the newest sample in it, of any channel.
+        series: samples of the selected lines.
     """
     if newest is None:
-        return (), state  # no samples at all
+        return (), state
     cell = newest // thinning.cell
     if state.cell is not None:
         cell = max(cell, state.cell)
@@ -192,7 +189,7 @@ def step(
     for line, found in brought.items():
         if (open_one := held.pop(line, None)) is not None:
             found.insert(0, open_one)
-    lots = [_left(lot, thinning) for lot in _lots(list(brought.values()))]
+    lots = [_thin(lot, thinning) for lot in _lots(list(brought.values()))]
     is_open = [lot.times >= cell * thinning.cell for lot in lots]
     lines = list(brought)
     out = _spread([lot.only(~which) for lot, which in zip(lots, is_open, strict=True)], lines)
@@ -206,44 +203,44 @@ def step(
 
 
 class Thinner(Generic[K]):
-    """Thins the samples of one session, entry by entry."""
+    """Thins the samples of one feed, entry by entry."""
 
-    def __init__(self, thinning: Thinning | None, held: UnsentSamples | None = None) -> None:
-        """Begin, or go on where another one stopped: it is to be given what came after ``held.after``."""
+    def __init__(self, thinning: Thinning | None, unsent: UnsentSamples | None = None) -> None:
+        """Begin, or resume: then the entries after ``unsent.after`` must come first."""
         self._thinning = thinning
-        self.state: State[K] = State(None if thinning is None or held is None else held.floor // thinning.cell)
+        self.state: State[K] = State(None if thinning is None or unsent is None else unsent.floor // thinning.cell)
 
-    def held(self, place: StreamPosition) -> UnsentSamples | None:
-        """Return what a successor has to know, at the place after the last entry; None if nothing is thinned."""
+    def unsent(self, position: StreamPosition) -> UnsentSamples | None:
+        """Return the held samples for a cursor at the position after the last entry; None without thinning."""
         state = self.state
         if self._thinning is None or state.cell is None:
             return None
-        return UnsentSamples(place if state.origin is None else state.origin, state.cell * self._thinning.cell)
+        return UnsentSamples(position if state.origin is None else state.origin, state.cell * self._thinning.cell)
 
     def take(self, before: StreamPosition, newest: int | None, series: Iterable[Series[K]]) -> Sequence[Series[K]]:
-        """Take what an entry brings and return what goes out; see ``step``."""
+        """Thin the samples of one entry; return the output. See ``step``."""
         if self._thinning is None:
             return [each for each in series if len(each.times)]
         out, self.state = step(self._thinning, self.state, before, newest, series)
         return out
 
     def flush(self) -> Sequence[Series[K]]:
-        """Return what is held: nothing more comes, or whoever reads ends here."""
+        """Return the held samples: no more will come for their cell."""
         out, self.state = self.state.held, State(self.state.cell)
         return out
 
 
 def thinned(series: Iterable[Series[K]], thinning: Thinning) -> list[Series[K]]:
-    """Return what is left of each cell of each line: one series for a line, in the order of time.
+    """Thin each cell of each line: one series for a line, in the order of time.
 
-    What is left of parts that are put together is what is left of the whole, so it may be done for all viewers first.
+    Thinning the joined output of parts equals thinning the whole, so this may be done once for all viewers.
     """
     lines = _by_line(series)
-    return _spread([_left(lot, thinning) for lot in _lots(list(lines.values()))], list(lines))
+    return _spread([_thin(lot, thinning) for lot in _lots(list(lines.values()))], list(lines))
 
 
 def between(series: Sequence[Series[K]], since: int | None, until: int | None) -> Sequence[Series[K]]:
-    """Return the samples from a time on, and those up to a time and at it."""
+    """Return the samples between two times, both included."""
     if not series or (since is None and until is None):
         return series
     times = np.concatenate([each.times for each in series])
@@ -255,19 +252,19 @@ def between(series: Sequence[Series[K]], since: int | None, until: int | None) -
 
 
 def concatenated(series: list[Series[K]]) -> Series[K]:
-    """Return several series of one line as one."""
+    """Join several series of one line."""
     values = np.concatenate([each.values for each in series], dtype=_kind(series))
     return Series(series[0].line, np.concatenate([each.times for each in series]), values)
 
 
 class _Lot(msgspec.Struct, frozen=True):
-    """Samples of lines whose values are of one kind, line after line, each with the number of its line."""
+    """Samples of lines with values of one dtype, line after line, each with the number of its line."""
 
-    owners: Places
+    owners: Indexes
     times: Times
     values: Values
 
-    def only(self, wanted: Places | NDArray[np.bool_]) -> _Lot:
+    def only(self, wanted: Indexes | NDArray[np.bool_]) -> _Lot:
         return _Lot(self.owners[wanted], self.times[wanted], self.values[wanted])
 
 
@@ -279,7 +276,7 @@ def _by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
 
 
 def _kind(series: list[Series[K]]) -> np.dtype[Any]:
-    """Return the type that holds the values of several series of a line."""
+    """Return the dtype for the values of several series of a line."""
     first = series[0].values.dtype
     for each in series:
         if each.values.dtype is not first:
@@ -288,7 +285,7 @@ def _kind(series: list[Series[K]]) -> np.dtype[Any]:
 
 
 def _lots(lines: Sequence[list[Series[K]]]) -> Iterator[_Lot]:
-    """Put the samples of lines together; the number of a line is its place."""
+    """Join the samples of lines by dtype; the number of a line is its index."""
     kinds: dict[np.dtype[Any], list[int]] = {}
     for number, found in enumerate(lines):
         kinds.setdefault(_kind(found), []).append(number)
@@ -303,7 +300,7 @@ def _lots(lines: Sequence[list[Series[K]]]) -> Iterator[_Lot]:
 
 
 def _spread(lots: Iterable[_Lot], lines: Sequence[K]) -> list[Series[K]]:
-    """Return the samples of each line that has any, in the order of the lines."""
+    """Split lots into series, in the order of the lines, without empty ones."""
     found: list[Series[K] | None] = [None] * len(lines)
     for lot in lots:
         if not len(lot.owners):
@@ -314,8 +311,7 @@ def _spread(lots: Iterable[_Lot], lines: Sequence[K]) -> list[Series[K]]:
     return [each for each in found if each is not None]
 
 
-def _left(lot: _Lot, thinning: Thinning) -> _Lot:
-    """Return what is left of each cell."""
+def _thin(lot: _Lot, thinning: Thinning) -> _Lot:
     if not len(lot.times):
         return lot
     order = in_order(lot.owners, lot.times)
