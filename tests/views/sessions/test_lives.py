@@ -139,7 +139,7 @@ async def test_a_read_that_trims_cross_again_and_again_tells_all_that_is_gone(
 async def test_a_stream_that_begins_anew_is_told_and_followed(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "LOOK_S", 0.1)
+    monkeypatch.setattr(streams, "CHECK_S", 0.1)
     monkeypatch.setattr(streams, "BLOCK_MS", 50)
     with connected(store) as client:
         mine = Foreign(client, f"{store.prefix}-cars", f"{store.prefix}-mine").open()

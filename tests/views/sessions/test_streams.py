@@ -241,7 +241,7 @@ async def test_entries_that_are_deleted_while_they_are_read_are_only_missing(sto
 async def test_a_stream_that_begins_anew_with_lower_ids_is_read_from_its_beginning(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "LOOK_S", 0.1)
+    monkeypatch.setattr(streams, "CHECK_S", 0.1)
     monkeypatch.setattr(streams, "BLOCK_MS", 50)
     key, waiter = f"stream:{store.prefix}", asyncio.Event()
     with connected(store) as client:

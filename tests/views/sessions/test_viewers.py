@@ -221,7 +221,7 @@ async def test_a_viewer_too_far_behind_is_closed_if_that_is_configured(store: St
 async def test_a_session_that_is_gone_or_began_anew_is_noticed_in_the_silence(
     store: StoreOptions, session: Foreign, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewers, "LOOK_S", 0.1)
+    monkeypatch.setattr(viewers, "CHECK_S", 0.1)
     chatty = Foreign(client, session.stream, f"{session.identity}-other").open()
 
     async def chat() -> None:

@@ -1,9 +1,9 @@
-"""The hub of streams: all who follow sessions of a process share one reader of each stream, and what is made of it.
+"""The hub of streams: all followers of a process share one reader of each stream, and the forms derived from entries.
 
 A stream can only be read as a whole. So it is read once, by a connection that blocks at its end, and its newest entries
-are held for those who follow any of its sessions. A follower that is further back reads the store itself, so a slow one
-slows nobody. Invariant: what a tap holds is one unbroken stretch of the stream, ``base`` to ``head``; places of two
-eras do not compare, and an era ends when the stream begins anew.
+are buffered for the followers of any of its sessions. A follower that is further back reads the store itself, so a slow
+one slows nobody. Invariant: the buffer of a tap is one unbroken range of the stream, after ``base`` up to ``head``;
+positions of two eras do not compare, and an era ends when the stream begins anew.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000
 READ_ENTRIES = 32
-"""At once: each may have a megabyte."""
-LOOK_S = 5.0
-"""After so long a silence it is looked whether the stream still is the one that was read."""
+"""Entries in one read: each may have a megabyte."""
+CHECK_S = 5.0
+"""Silence after which the hub checks that the stream is still the same."""
 OPEN_S = 10.0
-"""How long a follower waits for a stream's end to be found."""
+"""Limit of a follower's wait for the position of a stream's end."""
 OVERHEAD = 500
-"""What an entry takes beside its bytes."""
-WHO = "sessions"
+"""Estimate of the memory of an entry beside its bytes."""
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
 
 class _Line:
-    """Entries in their order, with how many bytes they have together; places in it are found by halves."""
+    """Entries in order, with cumulative sizes, searched by bisection."""
 
     def __init__(self) -> None:
         self._entries: list[StreamEntry] = []
         self._ends: list[int] = []
-        """How many bytes came up to the end of each entry, those that are gone included."""
+        """Bytes up to the end of each entry, dropped ones included."""
         self._first = 0
-        """What lies before this index is gone."""
+        """Index of the first entry that is not dropped."""
 
     def __bool__(self) -> bool:
         return self._first < len(self._entries)
@@ -58,73 +57,72 @@ class _Line:
         self._ends.append((self._ends[-1] if self._ends else 0) + len(entry.data))
 
     def drop(self) -> StreamEntry:
-        """Take the oldest entry out."""
         gone = self._entries[self._first]
         self._first += 1
         if self._first >= 64 and 2 * self._first >= len(self._entries):
             self._entries, self._ends, self._first = self._entries[self._first :], self._ends[self._first :], 0
         return gone
 
-    def after(self, place: EntryId, most: int | None) -> list[StreamEntry]:
-        begin = self._find(place)
+    def after(self, position: EntryId, most: int | None) -> list[StreamEntry]:
+        begin = self._find(position)
         return self._entries[begin : None if most is None else begin + most]
 
-    def size_after(self, place: EntryId) -> int:
-        begin = self._find(place)
+    def size_after(self, position: EntryId) -> int:
+        begin = self._find(position)
         if begin == len(self._entries):
             return 0
         return self._ends[-1] - self._ends[begin] + len(self._entries[begin].data)
 
-    def _find(self, place: EntryId) -> int:
-        return bisect_right(self._entries, place, self._first, key=attrgetter("id"))
+    def _find(self, position: EntryId) -> int:
+        return bisect_right(self._entries, position, self._first, key=attrgetter("id"))
 
 
 class Tap:
-    """The live end of one stream, shared by all who follow it."""
+    """The live end of one stream, shared by its followers."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
         self.base: EntryId = BEGINNING
-        """What lies after this place is held, up to ``head``."""
+        """Entries after this one are buffered, up to ``head``."""
         self.head: EntryId = BEGINNING
         self.era = 0
-        """Counts how often the stream began anew."""
+        """Number of times that the stream began anew."""
         self.waiters: set[asyncio.Event] = set()
         self.opened = asyncio.Event()
-        """Set when the end of the stream was found: from then on ``head`` is a place in it."""
+        """Set when the end of the stream is known: from then on ``head`` is a position in it."""
         self._all = _Line()
         self._lines: dict[int, _Line] = {}
-        """The same entries, by session."""
+        """The same entries by session."""
         self._size = 0
 
-    def after(self, place: EntryId, number: int | None = None, most: int | None = None) -> list[StreamEntry] | None:
-        """Return what is held after a place, of one session or of all; None when it must be read from the store.
+    def after(self, position: EntryId, number: int | None = None, most: int | None = None) -> list[StreamEntry] | None:
+        """Return the buffered entries after a position, of one session or of all; None if the store must be read.
 
-        What is returned goes up to ``head``, also when the last entries are of other sessions; unless there were more
-        than ``most``.
+        The answer is complete up to ``head``, even if the last entries are of other sessions, unless it has ``most``
+        entries.
         """
-        if place < self.base:
+        if position < self.base:
             return None
         line = self._line(number)
-        return [] if line is None else line.after(place, most)
+        return [] if line is None else line.after(position, most)
 
-    def behind(self, place: EntryId, number: int | None = None) -> int:
-        """Return how many bytes are held after a place; what is no longer held is not counted."""
+    def behind(self, position: EntryId, number: int | None = None) -> int:
+        """Return the buffered bytes after a position."""
         line = self._line(number)
-        return 0 if line is None else line.size_after(place)
+        return 0 if line is None else line.size_after(position)
 
     def _line(self, number: int | None) -> _Line | None:
         return self._all if number is None else self._lines.get(number)
 
-    def restart(self, place: EntryId) -> None:
-        """Hold nothing; begin after a place."""
+    def restart(self, position: EntryId) -> None:
+        """Empty the buffer; begin after a position."""
         self._all = _Line()
         self._lines = {}
         self._size = 0
-        self.base = self.head = place
+        self.base = self.head = position
 
     def add(self, entries: Iterable[StreamEntry], limit: int) -> None:
-        """Hold newer entries and forget the oldest ones over the limit."""
+        """Buffer newer entries and drop the oldest ones over the limit."""
         for entry in entries:
             if entry.id > self.head:
                 self._all.append(entry)
@@ -142,51 +140,24 @@ class Tap:
             self.base = gone.id
 
     def wake(self) -> None:
-        """Tell everyone who follows the stream to look."""
         for waiter in self.waiters:
             waiter.set()
-
-
-class _Forms:
-    """What was made of entries, with an end to its size: the oldest go first."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._made: deque[tuple[dict[Hashable, Any], Hashable, int]] = deque()
-        self._size = 0
-
-    def get(
-        self, entry: StreamEntry, form: Hashable, make: Callable[[StreamEntry], T], size_of: Callable[[T], int]
-    ) -> T:
-        forms: dict[Hashable, Any] = entry.forms
-        if form in forms:
-            found: T = forms[form]
-            return found
-        made = make(entry)
-        size = size_of(made) + OVERHEAD
-        forms[form] = made
-        self._made.append((forms, form, size))
-        self._size += size
-        while self._size > self._limit and self._made:
-            old, name, freed = self._made.popleft()
-            old.pop(name, None)
-            self._size -= freed
-        return made
 
 
 class StreamHub:
     """The shared readers of a process. Use as ``async with``: its tasks end with it.
 
     Args:
-        live: where the streams are.
-        ring_bytes: how much is held of all streams together, as it came, and as much again of what was made of it.
+        live: reader of the streams.
+        ring_bytes: limit of the buffered entries of all streams together, and of the forms derived from them.
     """
 
     def __init__(self, live: LiveSessions, ring_bytes: int = 64 << 20) -> None:
         self.live = live
         self._ring_bytes = ring_bytes
-        self._forms = _Forms(ring_bytes)
-        self._known: WeakValueDictionary[Hashable, Hashable] = WeakValueDictionary()
+        self._forms: deque[tuple[dict[Hashable, Any], Hashable, int]] = deque()
+        self._forms_size = 0
+        self._interned: WeakValueDictionary[Hashable, Hashable] = WeakValueDictionary()
         self._taps: dict[str, Tap] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
 
@@ -205,26 +176,39 @@ class StreamHub:
 
     @property
     def followed(self) -> int:
-        """How many streams are followed now."""
+        """Number of streams with followers."""
         return len(self._taps)
 
     def form(
         self, entry: StreamEntry, form: Hashable, make: Callable[[StreamEntry], T], size_of: Callable[[T], int]
     ) -> T:
-        """Return what ``make`` makes of an entry: made once for all who ask for the same form of it."""
-        return self._forms.get(entry, form, make, size_of)
+        """Return the result of ``make`` for an entry, computed once for all who ask for the same form."""
+        forms: dict[Hashable, Any] = entry.forms
+        if form in forms:
+            cached: T = forms[form]
+            return cached
+        result = make(entry)
+        size = size_of(result) + OVERHEAD
+        forms[form] = result
+        self._forms.append((forms, form, size))
+        self._forms_size += size
+        while self._forms_size > self._ring_bytes and self._forms:
+            oldest, name, freed = self._forms.popleft()
+            oldest.pop(name, None)
+            self._forms_size -= freed
+        return result
 
     def one(self, value: H) -> H:
-        """Return the equal value that somebody has, if there is one: as part of a form it is found by identity."""
-        found: Any = self._known.setdefault(value, value)
+        """Intern a value, so that forms that contain it compare by identity."""
+        found: Any = self._interned.setdefault(value, value)
         return cast("H", found)
 
     @contextlib.asynccontextmanager
     async def follow(self, stream: str, waiter: asyncio.Event) -> AsyncIterator[Tap]:
-        """Follow a stream: ``waiter`` is set whenever its tap has something new. The tap's head is a place in it.
+        """Follow a stream: ``waiter`` is set whenever its tap changes. The tap's head is a position in it.
 
         Raises:
-            StoreUnavailable: The store does not say where the stream ends.
+            StoreUnavailable: The store does not answer.
         """
         tap = self._taps.get(stream)
         if tap is None:
@@ -245,12 +229,11 @@ class StreamHub:
                 self._readers.pop(stream).cancel()
 
     async def _read(self, tap: Tap) -> None:
-        """Read a stream for as long as somebody follows it."""
-        key, who = self.live.keys.stream(tap.stream), f"{WHO} {id(tap)}"
+        key, reader = self.live.keys.stream(tap.stream), f"sessions {id(tap)}"
         try:
             while True:
                 try:
-                    await self._advance(tap, key, who)
+                    await self._advance(tap, key, reader)
                 except TailraceError as error:
                     logger.warning("stream %s: %s", tap.stream, error)
                     await asyncio.sleep(0.5)
@@ -258,33 +241,33 @@ class StreamHub:
                     logger.exception("stream %s cannot be read", tap.stream)
                     await asyncio.sleep(0.5)
         finally:
-            await self.live.nodes.end_block(key, who)
+            await self.live.nodes.end_block(key, reader)
 
-    async def _advance(self, tap: Tap, key: str, who: str) -> None:
+    async def _advance(self, tap: Tap, key: str, reader: str) -> None:
         if not tap.opened.is_set():
-            # Not the last entry: of a stream that was trimmed to nothing something may be missing, too.
+            # Not the last entry: a stream may have been trimmed to nothing.
             tap.restart(await self.live.last_generated_id(tap.stream))
             tap.opened.set()
         clock = asyncio.get_running_loop().time
-        heard = clock()
+        read_at = clock()
         while True:
             command = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
-            answer = await self.live.nodes.block_keyed(key, who, command, BLOCK_MS / 1000)
+            answer = await self.live.nodes.block_keyed(key, reader, command, BLOCK_MS / 1000)
             gone = await self.live.trimmed_newest(tap.stream) if answer else BEGINNING
             if gone > tap.head and gone <= await self.live.last_generated_id(tap.stream):
-                tap.restart(gone)  # something was trimmed before it was read: what it was, followers ask the store
-            # From here on nothing is awaited before the followers are woken: they see a tap before or after the change.
+                tap.restart(gone)  # entries were trimmed before they were read: followers ask the store
+            # No await from here until the followers are woken: they see a tap before or after the change.
             for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
                 tap.add(map(entry_of, entries), max(1 << 16, self._ring_bytes // max(1, len(self._taps))))
-                heard = clock()
+                read_at = clock()
             if answer:
                 tap.wake()
-            elif clock() - heard >= LOOK_S:
-                await self._look(tap)
-                heard = clock()
+            elif clock() - read_at >= CHECK_S:
+                await self._check(tap)
+                read_at = clock()
 
-    async def _look(self, tap: Tap) -> None:
-        """Begin anew if the stream did: its ids may be lower than those that were read, and would never be seen."""
+    async def _check(self, tap: Tap) -> None:
+        """Begin a new era if the stream began anew: its ids may be lower than those read, and would never be seen."""
         if (
             await self.live.tail(tap.stream) < tap.head
             and BEGINNING < await self.live.last_generated_id(tap.stream) < tap.head

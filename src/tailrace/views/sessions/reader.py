@@ -407,7 +407,7 @@ class Retained:
         return tuple(block for named, block in self._recorder.write().entries if named == identity)
 
 
-PAGE = 100
+LEDGER_PAGE = 100
 """Writes of a ledger that are looked at, at once."""
 
 
@@ -500,12 +500,12 @@ async def _write_from(live: LiveSessions, located: Located, begin: str) -> _Writ
     """Return the writer's first write in a range of the ledger that begins here."""
     key, writer = live.keys.ledger(located.stream), located.writer.encode()
     while True:
-        (writes,) = await live.nodes.read_keyed([(key, ("XRANGE", key, begin, "+", "COUNT", PAGE))])
+        (writes,) = await live.nodes.read_keyed([(key, ("XRANGE", key, begin, "+", "COUNT", LEDGER_PAGE))])
         for entry, answer in writes:
             fields = mapping(answer)
             if fields[b"w"] == writer:
                 last = parse_id(entry)
                 return _Write(first_of(last, fields.get(b"a")), last, int(fields[b"f"]), int(fields[b"m"]))
-        if len(writes) < PAGE:
+        if len(writes) < LEDGER_PAGE:
             return None
         begin = f"({writes[-1][0].decode()}"

@@ -1,15 +1,15 @@
--- Telemetry sessions. All calls but put_session declare a stream and the tag of what is ours beside it; both are in one slot.
+-- Telemetry sessions. All calls but put_session have two keys: a stream, and the tag of our keys beside it in the same slot.
 
 local NOTHING = '-1'
--- So many bytes before the state of a session are its version, which is never used again.
-local STAMP = 8
--- Where the sessions of a stream are, the highest number that was given out there; no session can have that name.
-local GIVEN = '\0'
--- Where it is noted what was trimmed of sessions, beside their numbers: the newest entry of all; up to where the beginning of the
--- stream is our own doing, as the end of a range of the ledger; and from which id on the ledger has every write, if it has lost some.
+-- The first bytes of a session's stored value are its version, which is never used again.
+local PREFIX_BYTES = 8
+-- Field of the hash of sessions: the highest number assigned in the stream. No session can have that name.
+local HIGHEST = '\0'
+-- Fields of the hash of trim notes, beside the numbers of sessions: the newest trimmed entry of all; the end of the stream's
+-- beginning that we have trimmed, as the end of a range of the ledger; and the id from which the ledger is complete, if it was cut.
 local NEWEST, OURS, WHOLE = 'newest', 'ours', 'whole'
 
--- Answers the id that the stream's last entry had, also when it is gone.
+-- Return the last id that the stream generated, even if that entry is gone.
 local function last_id(stream)
   if redis.call('EXISTS', stream) == 0 then return '0-0' end
   local info = redis.call('XINFO', 'STREAM', stream)
@@ -19,10 +19,10 @@ local function last_id(stream)
 end
 
 local function version_of(tag, identity)
-  return string.sub(redis.call('HGET', tag .. ':sessions', identity) or '', 1, STAMP)
+  return string.sub(redis.call('HGET', tag .. ':sessions', identity) or '', 1, PREFIX_BYTES)
 end
 
--- Openings of an identity that are under way, in a hash of claims: {number, position, writer, offset, ms}.
+-- Return the unfinished openings of an identity: {number, position, writer, offset, ms}.
 local function claims_of(tag, identity)
   local known = redis.call('HGET', tag .. ':claims', identity)
   return known and cmsgpack.unpack(known) or {}
@@ -36,7 +36,7 @@ local function keep_claims(tag, identity, claims)
   end
 end
 
--- Answers the highest number that other writers have claimed.
+-- Return the highest number that other writers have claimed.
 local function highest_other(claims, writer)
   local highest = 0
   for _, each in ipairs(claims) do
@@ -45,11 +45,11 @@ local function highest_other(claims, writer)
   return highest
 end
 
--- claim(writer, offset, identity, version seen, number, floor): the number and the position of a session that a record opens.
--- Whoever repeats it gets the same, unless the name had a life in another stream meanwhile, whose number is the floor. old: the
--- record is in the stream, or the session has changed since it was read; low: a number above the one answered is needed. Numbers
--- rise with the offsets of a writer, and of several writers only the one that was last may go on; no number is given twice in a
--- stream, also when the counter has lost its last writes.
+-- claim(writer, offset, identity, version seen, number, floor): return the number and the position of a session that a record
+-- opens. A repeated opening gets the same, unless the name had a life in another stream meanwhile, whose number is the floor.
+-- old: the record is in the stream, or the session has changed since it was read; low: a number above the answer is needed.
+-- Numbers ascend with the offsets of a writer, and of several writers only the last one may go on; no number is assigned twice in
+-- a stream, even if the counter has lost its last writes.
 local function claim(keys, args)
   local stream, tag = keys[1], keys[2]
   local writer, offset, identity, number = args[1], tonumber(args[2]), args[3], tonumber(args[5])
@@ -57,7 +57,7 @@ local function claim(keys, args)
   if version_of(tag, identity) ~= args[4] then return {'old'} end
   local claims = claims_of(tag, identity)
   local floor = math.max(highest_other(claims, writer), tonumber(args[6]))
-  local highest, kept = math.max(floor, tonumber(redis.call('HGET', tag .. ':sessions', GIVEN) or 0)), {}
+  local highest, kept = math.max(floor, tonumber(redis.call('HGET', tag .. ':sessions', HIGHEST) or 0)), {}
   for _, each in ipairs(claims) do
     highest = math.max(highest, each[1])
     if each[3] == writer and each[4] == offset and each[1] > floor then return {'ok', text(each[1]), each[2]} end
@@ -67,13 +67,13 @@ local function claim(keys, args)
   local position = last_id(stream)
   kept[#kept + 1] = {number, position, writer, offset, milliseconds()}
   keep_claims(tag, identity, kept)
-  redis.call('HSET', tag .. ':sessions', GIVEN, text(number))
+  redis.call('HSET', tag .. ':sessions', HIGHEST, text(number))
   return {'ok', text(number), position}
 end
 
 -- put_session(stream, number, mark, amendment, expire ms, states that are over, field, value…), on the key of a session's hash:
--- writes it unless what is there is of a higher order. taken: it is another stream's, and not over there, or of a later life; or it
--- is no hash.
+-- write it unless the stored one is of a higher order. taken: it belongs to another stream, and is not over there, or has a later
+-- life; or the key is no hash.
 local function put_session(keys, args)
   local known = redis.pcall('HMGET', keys[1], 'streamName', 'streamSessionId', 'state', 'order')
   if known.err then return {'taken', ''} end
@@ -96,9 +96,9 @@ local function put_session(keys, args)
   return {'ok'}
 end
 
--- append(writer, mark seen, mark, n, (identity, version seen, value, number if it is opened)…, (number, data)…): entries, what
--- sessions have become, and the mark of whoever writes; or nothing, if the mark is not the one seen, or a version, or if a session
--- that is opened was claimed by another writer since. A writer without a name has no mark.
+-- append(writer, mark seen, mark, n, (identity, version seen, value, number if it is opened)…, (number, data)…): write entries,
+-- values of sessions, and the writer's mark; or nothing, if the mark or a version is not the one seen, or if another writer has
+-- claimed a session that is opened here. A writer without a name has no mark.
 local function append_entries(keys, args)
   local stream, tag, writer, marks = keys[1], keys[2], args[1], keys[2] .. ':marks'
   if writer ~= '' then
@@ -131,13 +131,13 @@ local function append_entries(keys, args)
   end
   if id then
     local ledger = tag .. ':ledger'
-    -- All ids of a write are of one millisecond: then it is enough to say how far the first is from the last, which is shorter.
+    -- If all ids of a write have the same millisecond, the distance from the first to the last is enough, and shorter.
     local ms, last_seq = string.match(id, '^(%d+)-(%d+)$')
     local first_ms, seq = string.match(first, '^(%d+)-(%d+)$')
     if first_ms == ms then first = text(tonumber(last_seq) - tonumber(seq)) end
     local noted = redis.pcall('XADD', ledger, id, 'w', writer, 'f', args[2], 'm', args[3], 'a', first)
     if type(noted) == 'table' and noted.err then
-      -- Somebody removed the stream, and its ids began anew: what the ledger said is of no use any more.
+      -- The stream was removed, and its ids began anew: the ledger is useless.
       redis.call('DEL', ledger)
       redis.call('HDEL', tag .. ':trimmed', NEWEST, OURS, WHOLE)
       redis.call('XADD', ledger, id, 'w', writer, 'f', args[2], 'm', args[3], 'a', first)
@@ -146,10 +146,10 @@ local function append_entries(keys, args)
   return {'ok'}
 end
 
--- weigh(after, entries, bytes): id, number and size of the next entries, up to so many of them, or little more than so many bytes.
+-- weigh(after, entries, bytes): return id, number and size of the next entries, within limits of their count and their bytes.
 local function weigh(keys, args)
   local found, after, entries, left = {}, args[1], tonumber(args[2]), tonumber(args[3])
-  -- How many are copied at once goes by the largest so far: each may have a megabyte.
+  -- The page size follows from the largest entry so far: each may have a megabyte.
   local page, largest = 1, 1
   while entries > 0 and left > 0 do
     local some = redis.call('XRANGE', keys[1], '(' .. after, '+', 'COUNT', page)
@@ -177,8 +177,8 @@ local function is_before(a, b)
   return tonumber(a_n) < tonumber(b_n)
 end
 
--- shed(number, ids…): takes entries of a session out of the stream, the oldest first, and says so for its readers; and up to where
--- the stream's beginning is gone by our own doing. Answers how many there were.
+-- shed(number, ids…): delete entries of a session from the stream, the oldest first, and note that for its readers, and the end of
+-- the beginning that we have trimmed. Return the number of entries deleted.
 local function shed(keys, args)
   local trimmed = keys[2] .. ':trimmed'
   local gone = redis.call('XDEL', keys[1], unpack(args, 2))
@@ -191,8 +191,7 @@ local function shed(keys, args)
   return gone
 end
 
--- cut_ledger(ms): takes writes from before then out of the ledger, unless they are in the stream, or later than what is. Answers how
--- many there were.
+-- cut_ledger(ms): delete writes before a time from the ledger, unless the stream has their entries. Return the number deleted.
 local function cut_ledger(keys, args)
   local first = redis.call('XRANGE', keys[1], '-', '+', 'COUNT', 1)[1]
   local begin = args[1] .. '-0'
@@ -202,8 +201,8 @@ local function cut_ledger(keys, args)
   return gone
 end
 
--- forget_session(identity, version seen, number, ms): what the stream knows of a session, if it is what was seen; and claims from
--- before then that came to nothing.
+-- forget_session(identity, version seen, number, ms): delete the stored value of a session, if it is the one seen, and unfinished
+-- openings from before a time.
 local function forget_session(keys, args)
   local tag, identity = keys[2], args[1]
   if version_of(tag, identity) ~= args[2] then return 0 end
@@ -217,8 +216,8 @@ local function forget_session(keys, args)
   return 1
 end
 
--- drop_stream(ms): removes a stream that has no session and got nothing since then. Marks stay, and what writers noted down, which
--- is under names that begin with a zero byte: they guard against records that may come again after years.
+-- drop_stream(ms): delete a stream without sessions and without entries since a time. Marks and notes of writers (names that begin
+-- with a zero byte) stay: they guard against records that may come again after years.
 local function drop_stream(keys, args)
   local stream, tag = keys[1], keys[2]
   if redis.call('EXISTS', stream) == 0 or redis.call('EXISTS', tag .. ':claims') == 1 then return 0 end

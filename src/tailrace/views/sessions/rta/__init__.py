@@ -1,7 +1,7 @@
-"""The messages of the telemetry protocol, as ``data.proto`` and ``stream.proto`` write them down.
+"""The messages of the RTA telemetry protocol, defined in ``data.proto`` and ``stream.proto``.
 
-The code beside them is made by ``make protos``. Rules about messages are elsewhere: how they are made and cut in
-``views/sessions/burst.py``, how they are read in ``views/sessions/samples.py``.
+``make protos`` generates the modules beside them. ``views/sessions/burst.py`` builds messages, and
+``views/sessions/samples.py`` decodes them.
 """
 
 from __future__ import annotations

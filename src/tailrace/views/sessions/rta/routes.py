@@ -1,9 +1,8 @@
-"""The telemetry protocol as its clients know it: the stream of a session, and the lists that they look into before.
+"""The routes of the RTA telemetry protocol: the stream of a session, and the lists of sessions and configurations.
 
-Stream and lists read the same hash of a session, so what a list says of its time range is as new as the last message.
-Times in nanoseconds are integers all the way. What a session's JSON does not say (null, or nothing) and what it says to
-be empty are passed on as they are: they mean different things. Parameters that are not known are ignored, since the
-clients are not ours.
+Stream and lists read the same hash of a session, so the time range in a list is as new as the last message. Times in
+nanoseconds are integers all the way. Unknown (null or missing) and empty properties of a session's JSON are passed on
+unchanged: they mean different things. Unknown query parameters are ignored, since the clients are not ours.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tailrace.views.sessions.streams import Located
 SUBPROTOCOL = "mat.ocs.rta.stream-lz4"
 CONFIG_TYPE = "application/vnd.mat.config+json"
 MOST = 10_000
-"""Sessions that are listed at most, those that were updated last."""
+"""Limit of listed sessions, the last updated ones."""
 
 Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
 Identifier = Annotated[str, Path(description="Identifier of a configuration, URL-encoded."), AfterValidator(decoded)]
@@ -100,7 +99,7 @@ async def rta_config(service: Here, identifier: Identifier) -> Response:
 
 
 def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
-    """Return a session's JSON with its time range as the hash has it; None when it has none that can be read."""
+    """Return a session's JSON with the time range of its hash; None if it has no valid one."""
     try:
         fields = _fields(located.merged or located.json or "")
     except (msgspec.DecodeError, RecursionError):
@@ -113,17 +112,17 @@ def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
 
 
 def iso(ns: int) -> str:
-    """Return a time in UTC; to the microsecond, which is what clients can read."""
+    """Format a time in UTC with microseconds, the precision that clients can read."""
     seconds, rest = divmod(ns, 1_000_000_000)
     try:
         text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # years that no calendar here has
+    except (ValueError, OverflowError, OSError):  # a year beyond the calendar
         return "1970-01-01T00:00:00.000000Z"
     return f"{text}.{rest // 1000:06d}Z"
 
 
 def sort_key(fields: dict[str, msgspec.Raw], path: str) -> tuple[int, Any]:
-    """Return what a session is ordered by: numbers before texts, and what is missing before all."""
+    """Return the sort key of a session: numbers before texts, and missing values before all."""
     name, _, rest = path.partition(".")
     value: Any = _value(fields[name]) if name in fields else None
     for step in rest.split(".") if rest else ():
@@ -136,7 +135,7 @@ def sort_key(fields: dict[str, msgspec.Raw], path: str) -> tuple[int, Any]:
 
 
 def _instant(text: str) -> str:
-    """Return a time with an offset as one in UTC, so that texts compare as times do."""
+    """Convert a time to UTC, so that texts compare as times."""
     try:
         found = datetime.fromisoformat(text)
         found = found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)

@@ -1,22 +1,21 @@
-"""A viewer of one session, as the telemetry protocol wants it: what is sent, in which order, and when it is over.
+"""A viewer of one session in the RTA telemetry protocol: its messages, their order, and its end.
 
-First a burst with nothing but the Session JSON, then the time range; from then on updates of both as they come, time
-ranges at most ten times a second. Samples and events only after a subscription, which only widens: from the live end at
-once, and beside that, whenever nothing new is there, from as far back as is configured: only what the widening added.
+First comes a burst with the Session JSON alone, then the time range; from then on updates of both as they come, time
+ranges at most ten times a second. Samples and events follow only after a subscription, which only widens: live ones at
+once, and, while nothing new is there, past ones as far back as configured: only those that the widening added.
 
-It is pulled, so a viewer that does not read costs what it was last given. Invariant: a place in the stream (``_edge``)
-divides what was handled from what is to come; it was taken before the hash was read, and writers write the hash before
-the stream, so no update is missed. A viewer whose place falls too far behind is closed, or goes on at the end as if it
-had just come: it gets the Session JSON anew, which says what was dropped since the connection began.
+Messages are pulled, so a viewer that does not read costs no more than the last one. Invariant: a position in the stream
+(``_edge``) divides handled entries from future ones; it was taken before the hash was read, and writers write the hash
+before the stream, so no update is missed. A viewer whose position falls too far behind is closed, or continues at the
+end as a new one: it gets the Session JSON again, with the count of dropped bursts since the connection began.
 
 When the session has ended and everything was sent, the viewer is closed normally: nothing can come after it, and a
-client that keeps reading until the server closes would wait for ever. Who comes to a session that has ended has a few
-seconds to subscribe, and gets what the stream still holds. An abandoned session may speak again, and is not closed.
+client that reads until the server closes would wait for ever. A client that joins an ended session has a few seconds to
+subscribe, and gets the entries that are still in the stream. An abandoned session may speak again, and is not closed.
 
-What viewers of a session are sent of an entry: only what they subscribed to, packed anew, and made once for all.
-
-An entry that a viewer wants as a whole, and that is a raw block, goes out as it is stored. Invariant: what is sent is a
-raw block of a burst that could be read; an entry that could not is never passed on.
+A message is the form of an entry: the subscribed part of it, repacked, and computed once for all viewers. An entry that
+a viewer gets as a whole, and that is a raw block, is sent as stored. Invariant: only raw blocks of readable bursts are
+sent.
 """
 
 from __future__ import annotations
@@ -43,25 +42,24 @@ _UPDATES = ("session_json", "time_range")
 
 
 class Form(msgspec.Struct, frozen=True, gc=False):
-    """What there is for a viewer in an entry."""
+    """The part of an entry for a viewer."""
 
     block: bytes | None = None
-    """To be sent; None when there is nothing, or nothing but time ranges."""
+    """Block to send; None if there is nothing but time ranges."""
     span: tuple[int, int] | None = None
-    """What the time ranges in it span."""
+    """Span of the time ranges in it."""
     state: str = ""
-    """The session's state, if the entry says it."""
+    """The session's state, if the entry has it."""
     unread: str = ""
-    """Why the entry could not be read."""
+    """Error, if the entry could not be read."""
 
     @property
     def size(self) -> int:
-        """The bytes that it takes."""
         return len(self.block or b"")
 
 
 def live_form(entry: StreamEntry, wanted: Subscription, container: str = "auto") -> Form:
-    """Return what is sent of an entry when it comes: updates of the session, and what was subscribed to."""
+    """Return the form of a new entry: updates of the session, and subscribed messages."""
     try:
         data = unpack(entry.data, container)
         messages = burst.parse(data).data
@@ -72,17 +70,17 @@ def live_form(entry: StreamEntry, wanted: Subscription, container: str = "auto")
     span = (min(r.start_time for r in ranges), max(r.end_time for r in ranges)) if ranges else None
     if len(kept) == len(ranges):
         return Form(None, span)
-    said = [message.session_json for message in kept if message.WhichOneof("data") == "session_json"]
+    jsons = [message.session_json for message in kept if message.WhichOneof("data") == "session_json"]
     whole = len(kept) == len(messages)
     if whole and (container == "block" or _is_block(entry.data, data)):
         block = entry.data
     else:
         block = pack(data if whole else _serialised(kept))
-    return Form(block, span, state_of(said[-1]) if said else "")
+    return Form(block, span, state_of(jsons[-1]) if jsons else "")
 
 
 def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, container: str = "auto") -> Form:
-    """Return what is sent of an entry from before: what ``wanted`` adds to ``had``, and no updates.
+    """Return the form of a past entry: the messages that ``wanted`` adds to ``had``, without updates.
 
     The session has been described since then, and an older description must not come after a newer one.
     """
@@ -99,7 +97,7 @@ def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, conta
 
 
 def message_block(*messages: bytes) -> bytes:
-    """Return the block of a burst of a few small messages."""
+    """Return the block of a burst of small messages."""
     (data,) = burst.bursts(messages, 1 << 20)
     return pack(data)
 
@@ -117,48 +115,47 @@ def _is_block(stored: bytes, data: bytes) -> bool:
 
 
 TICK_S = 0.1
-"""Between two time ranges that come without anything else."""
-LOOK_S = 5.0
-"""After so long a silence it is looked whether the session is still there."""
+"""Interval between time ranges that are sent alone."""
+CHECK_S = 5.0
+"""Silence after which the viewer checks that the session still exists."""
 LINGER_S = 5.0
-"""How long a viewer of a session that has ended may think about what to subscribe to."""
+"""Time that a viewer of an ended session has to subscribe."""
 SETTLE_S = 1.0
-"""The same, after it has subscribed to something."""
+"""Time that it has to subscribe to more."""
 AT_ONCE = 16
-"""Entries between two looks at how far behind the viewer is."""
+"""Entries between two checks of how far behind the viewer is."""
 OWN_AT_ONCE = 4
-"""The same of those that are read for this viewer alone: each may have a megabyte."""
+"""The same for entries that are read for this viewer alone: each may have a megabyte."""
 MOST_CHANNELS = 100_000
-"""Channels that one viewer may name."""
+"""Limit of the channels that one viewer may name."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
 class ViewerOptions(msgspec.Struct, frozen=True):
-    """How viewers are served."""
+    """Settings of viewers."""
 
     backfill_ms: int = 60_000
     client_bytes: int = 8 << 20
     drop: bool = True
-    """Whether a viewer that is too far behind goes on at the end; it is closed otherwise."""
+    """True if a viewer that is too far behind continues at the end; otherwise it is closed."""
     container: str = "auto"
 
     @classmethod
     def of(cls, settings: SessionsSettings) -> ViewerOptions:
-        """Return what the settings say."""
         backfill_ms = round(settings.backfill.total_seconds() * 1000)
         return cls(backfill_ms, settings.client_bytes, settings.slow == "drop", settings.container)
 
 
 class Closing(msgspec.Struct, frozen=True):
-    """How a connection ends: a code of RFC 6455, and what is said."""
+    """The end of a connection: a code of RFC 6455, and a reason."""
 
     code: int
     reason: str
 
 
-class _Past(msgspec.Struct):
+class _Backfill(msgspec.Struct):
     """Entries from before a subscription that are still to be sent."""
 
     after: EntryId
@@ -167,12 +164,12 @@ class _Past(msgspec.Struct):
     wanted: Subscription
     begun: bool = False
     page: deque[StreamEntry] = msgspec.field(default_factory=deque)
-    held: bool = False
-    """Whether the entries of the page are those that all viewers share."""
+    shared: bool = False
+    """True if the entries of the page are those of the hub, shared by all viewers."""
 
 
 class Viewer:
-    """One viewer. ``messages`` is what is sent to it; afterwards ``closing`` says how it ended."""
+    """One viewer: ``messages`` yields its messages; afterwards ``closing`` has the reason of its end."""
 
     def __init__(self, hub: StreamHub, identity: str, options: ViewerOptions) -> None:
         self._hub, self._live, self._options = hub, hub.live, options
@@ -181,38 +178,38 @@ class Viewer:
         self.dropped_bursts = 0
         self.dropped_bytes = 0
         self.unread = 0
-        """Entries that no burst could be read from."""
+        """Number of unreadable entries."""
         self._wanted: Subscription = NOTHING
-        self._given: Subscription = NOTHING
-        """What the live end is sent by; what ``_wanted`` adds to it begins in the next round."""
+        self._active: Subscription = NOTHING
+        """Subscription of the live end; it becomes ``_wanted`` in the next round."""
         self._edge: EntryId = (0, 0)
         self._spoke_ms = 0
-        self._past: deque[_Past] = deque()
+        self._backfills: deque[_Backfill] = deque()
         self._span: tuple[int, int] | None = None
         self._ticked = 0.0
         self._ended = False
-        self._looked = 0.0
+        self._checked = 0.0
         self._patience = 0.0
         self._stopped = False
         self._waiter = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
 
     def stop(self) -> None:
-        """End soon, telling the client to come back."""
+        """End soon, with the request to reconnect."""
         self._stopped = True
         self._waiter.set()
 
     def hear(self, frame: bytes | str) -> Closing | None:
-        """Widen the subscription by what a client sent; return how the connection ends if it is no request."""
+        """Widen the subscription by a client's request; return the end of the connection if it is invalid."""
         if isinstance(frame, str):
             return Closing(1003, "text: requests are binary frames")
         try:
-            asked = StreamRequest.FromString(frame)
+            request = StreamRequest.FromString(frame)
         except DecodeError:
             return Closing(1007, "a frame that is no StreamRequest")
-        if asked.WhichOneof("option") != "subscribe":
-            return None  # what later versions of the protocol may ask for
-        wider = self._wanted.widened(asked.subscribe)
+        if request.WhichOneof("option") != "subscribe":
+            return None  # a request of a later version of the protocol
+        wider = self._wanted.widened(request.subscribe)
         if len(wider.channels) > MOST_CHANNELS:
             return Closing(1008, f"over {MOST_CHANNELS} channels: subscribe to all of them")
         if wider != self._wanted:
@@ -221,7 +218,7 @@ class Viewer:
         return None
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
-        """Give blocks to send, until the viewer is to be closed. Close the iterator when it is left."""
+        """Yield blocks to send until the viewer is to be closed. Close the iterator if it is left early."""
         located = await self._live.get(self.identity)
         while located is not None and located.json is not None:
             async with self._hub.follow(located.stream, self._waiter) as tap:
@@ -239,8 +236,8 @@ class Viewer:
         era = tap.era
         self._ended = await self._has_ended(tap, located)
         self._spoke_ms = located.updated_ms
-        self._looked = self._clock()
-        self._patience = self._looked + LINGER_S
+        self._checked = self._clock()
+        self._patience = self._checked + LINGER_S
         for block in self._described(located):
             yield block
         while True:
@@ -251,7 +248,7 @@ class Viewer:
             if tap.era != era:
                 self.closing = Closing(1012, "the stream began anew: connect again")
                 return
-            if self._wanted is not self._given:
+            if self._wanted is not self._active:
                 self._widen(tap, located)
             behind = tap.behind(self._edge, located.number)
             if behind > self._options.client_bytes:
@@ -265,30 +262,30 @@ class Viewer:
                     yield block
                 continue
             entries, reached = await self._next(tap, located.number)
-            for entry, held in entries:
+            for entry, is_shared in entries:
                 self._edge, self._spoke_ms = entry.id, entry.id[0]
-                form = self._noted(self._live_form(entry, held))
+                form = self._note(self._live_form(entry, is_shared))
                 if form.block is not None:
                     yield form.block
             self._edge = reached
             if self._span is not None and self._clock() >= self._ticked + TICK_S:
                 yield self._tick()
             if entries:
-                self._looked = self._clock()
-            elif self._past:
-                past = await self._from_before(tap, located.number)
+                self._checked = self._clock()
+            elif self._backfills:
+                past = await self._next_past(tap, located.number)
                 if past is not None:
                     yield past
             elif self._ended and self._span is None and self._clock() >= self._patience:
                 self.closing = Closing(1000, "the session has ended")
                 return
-            elif self._clock() < self._looked + LOOK_S:
-                await self._happens()
+            elif self._clock() < self._checked + CHECK_S:
+                await self._wait()
             elif not await self._is_there(located):
                 return
 
     def _described(self, located: Located) -> Iterator[bytes]:
-        """Say what the session is: its JSON, alone in a burst, and its time range."""
+        """Yield the session's JSON, alone in a burst, and its time range."""
         json = located.json or ""
         if self.dropped_bursts:
             with suppress(msgspec.DecodeError):
@@ -300,20 +297,20 @@ class Viewer:
             self._ticked = self._clock()
 
     def _widen(self, tap: Tap, located: Located) -> None:
-        had, self._given = self._given, self._wanted
+        had, self._active = self._active, self._wanted
         self._patience = self._clock() + SETTLE_S
         if not self._options.backfill_ms:
             return
-        if self._past and not self._past[-1].begun and self._past[-1].until == self._edge:
-            self._past[-1].wanted = self._given  # nothing was sent since then that would come twice
+        if self._backfills and not self._backfills[-1].begun and self._backfills[-1].until == self._edge:
+            self._backfills[-1].wanted = self._active  # nothing was sent since then that would come twice
             return
-        # What the session said last counts, not the clock: it may have been silent for long.
+        # The session's last entry counts, not the clock: it may have been silent for long.
         spoke_ms = min(self._spoke_ms or tap.head[0], tap.head[0])
         begin = max(0, spoke_ms - self._options.backfill_ms), 0
-        self._past.append(_Past(max(located.position, begin), self._edge, had, self._given))
+        self._backfills.append(_Backfill(max(located.position, begin), self._edge, had, self._active))
 
     async def _skip(self, tap: Tap, number: int) -> Located | None:
-        """Go to the end, and count what is left out, as far as it is held; None when the viewer is to be closed."""
+        """Go to the end, and count the skipped entries that are buffered; None if the viewer is to be closed."""
         missed = tap.after(max(self._edge, tap.base), number) or ()
         self.dropped_bursts += len(missed)
         self.dropped_bytes += sum(len(entry.data) for entry in missed)
@@ -327,29 +324,29 @@ class Viewer:
         return found
 
     async def _has_ended(self, tap: Tap, located: Located) -> bool:
-        """Whether a session is over in its stream too: the hash is written first, and the last samples after it."""
+        """Return True if a session has ended in its stream, too: its last samples are written after the hash."""
         if located.state not in CLOSED:
             return False
         last = await self._live.newest(tap.stream, located.number, self._edge)
         return last is None or live_form(last, NOTHING, self._options.container).state in CLOSED
 
     async def _next(self, tap: Tap, number: int) -> tuple[list[tuple[StreamEntry, bool]], EntryId]:
-        """Return the next entries, whether each is held for all, and the place up to which they are all."""
+        """Return the next entries, whether each is shared, and the position up to which they are complete."""
         head = tap.head
-        held = tap.after(self._edge, number, AT_ONCE + 1)
-        if held is not None:
-            reached = held[AT_ONCE - 1].id if len(held) > AT_ONCE else head
-            return [(entry, True) for entry in held[:AT_ONCE]], reached
+        buffered = tap.after(self._edge, number, AT_ONCE + 1)
+        if buffered is not None:
+            reached = buffered[AT_ONCE - 1].id if len(buffered) > AT_ONCE else head
+            return [(entry, True) for entry in buffered[:AT_ONCE]], reached
         read, reached = await self._live.scan(tap.stream, self._edge, OWN_AT_ONCE, number, head)
         return [(entry, False) for entry in read], reached
 
-    def _live_form(self, entry: StreamEntry, held: bool) -> Form:
-        wanted, container = self._given, self._options.container
-        if not held:
+    def _live_form(self, entry: StreamEntry, is_shared: bool) -> Form:
+        wanted, container = self._active, self._options.container
+        if not is_shared:
             return live_form(entry, wanted, container)
         return self._hub.form(entry, wanted, lambda e: live_form(e, wanted, container), lambda form: form.size)
 
-    def _noted(self, form: Form) -> Form:
+    def _note(self, form: Form) -> Form:
         self.unread += bool(form.unread)
         if form.state:
             self._ended = form.state in CLOSED
@@ -365,39 +362,38 @@ class Viewer:
         self._span, self._ticked = None, self._clock()
         return block
 
-    async def _from_before(self, tap: Tap, number: int) -> bytes | None:
-        """Return what is sent of the next entry from before the subscription, if there is something."""
-        job = self._past[0]
+    async def _next_past(self, tap: Tap, number: int) -> bytes | None:
+        """Return the block of the next entry from before the subscription, if there is one."""
+        job = self._backfills[0]
         if not job.page:
-            await asyncio.sleep(0)  # others have their turn, however fast this client reads
+            await asyncio.sleep(0)  # let others run, however fast this client reads
             job.begun = True
-            held = tap.after(job.after, number, AT_ONCE)
-            job.held = held is not None
-            if held is None:
-                held, job.after = await self._live.scan(tap.stream, job.after, OWN_AT_ONCE, number, job.until)
+            buffered = tap.after(job.after, number, AT_ONCE)
+            job.shared = buffered is not None
+            if buffered is None:
+                buffered, job.after = await self._live.scan(tap.stream, job.after, OWN_AT_ONCE, number, job.until)
             else:
-                held = [entry for entry in held if entry.id <= job.until]
-                job.after = held[-1].id if held else job.until
-            job.page.extend(held)
+                buffered = [entry for entry in buffered if entry.id <= job.until]
+                job.after = buffered[-1].id if buffered else job.until
+            job.page.extend(buffered)
         if not job.page:
             if job.after >= job.until:
-                self._past.popleft()
+                self._backfills.popleft()
             return None
         form = self._past_form(job, job.page.popleft())
         self.unread += bool(form.unread)
         return form.block
 
-    def _past_form(self, job: _Past, entry: StreamEntry) -> Form:
+    def _past_form(self, job: _Backfill, entry: StreamEntry) -> Form:
         had, wanted, container = job.had, job.wanted, self._options.container
-        if not job.held:
+        if not job.shared:
             return past_form(entry, had, wanted, container)
         return self._hub.form(
             entry, (had, wanted), lambda e: past_form(e, had, wanted, container), lambda form: form.size
         )
 
-    async def _happens(self) -> None:
-        """Wait until there may be something to do."""
-        until = self._looked + LOOK_S
+    async def _wait(self) -> None:
+        until = self._checked + CHECK_S
         if self._span is not None:
             until = min(until, self._ticked + TICK_S)
         if self._ended:
@@ -407,7 +403,7 @@ class Viewer:
                 await self._waiter.wait()
 
     async def _is_there(self, located: Located) -> bool:
-        self._looked = self._clock()
+        self._checked = self._clock()
         return self._same(await self._live.get(self.identity), located.stream, located.number)
 
     def _same(self, found: Located | None, stream: str, number: int) -> bool:
