@@ -282,6 +282,13 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Tried] = []
 
 
+class Closing(msgspec.Struct, frozen=True):
+    """The end of a WebSocket: a code of RFC 6455, and the reason."""
+
+    code: int
+    reason: str
+
+
 _decode = msgspec.json.Decoder(Event).decode
 
 

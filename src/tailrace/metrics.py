@@ -7,6 +7,7 @@ they leave in the store, and shows them unchanged: a scrape of one service shows
 from __future__ import annotations
 
 import time
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -90,28 +91,28 @@ class Metrics:
             "tailrace_put_seconds", "From the last byte of a request to the acknowledgement of its events", **given
         )
         self.errors = Counter("tailrace_http_errors", "Problems answered, by their code", ["code"], **given)
-        self._pipeline, self._upkeep, self._folds, self._searches = _Pipeline(), _Upkeep(), _Folds(), _Searches()
-        self._readers = _Readers()
-        for shown in (self._pipeline, self._upkeep, self._folds, self._searches, self._readers):
-            self.registry.register(shown)
+        self._pipeline, self._upkeep = _Pipeline(), _Upkeep()
+        self.registry.register(self._pipeline)
+        self.registry.register(self._upkeep)
+
+    def register(self, collectors: Iterable[Collector]) -> None:
+        """Show the metrics of the views, and then those of the process."""
+        for collector in collectors:
+            self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
-    def text(
-        self,
-        views: Iterable[str],
-        reports: Mapping[str, Report],
-        runs: Sequence[JobRun] = (),
-        folds: Sequence[FoldFigures] = (),
-        searches: SearchFigures | None = None,
-        readers: Sequence[ReaderFigures] = (),
-    ) -> bytes:
+    def text(self, views: Iterable[str], reports: Mapping[str, Report], runs: Sequence[JobRun] = ()) -> bytes:
         """Return everything in Prometheus's text format, with these reports of the other parts."""
         self._pipeline.views, self._pipeline.reports = tuple(views), reports
         self._upkeep.runs = runs
-        self._folds.figures = folds
-        self._searches.figures = searches
-        self._readers.figures = readers
         return generate_latest(self.registry)
+
+
+class Figures(Collector, ABC):
+    """Metrics whose figures are read from the store before each scrape."""
+
+    figures: Any = None
+    """None while they are not known."""
 
 
 class _Shown(NamedTuple):
@@ -270,21 +271,20 @@ _OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldFigu
 _EMITTED = "tailrace_fold_emitted", "Folds given out, by reason"
 
 
-class _Folds(Collector):
+class FoldMetrics(Figures):
     """What the rules of folds have done, and what they hold."""
 
-    def __init__(self) -> None:
-        self.figures: Sequence[FoldFigures] = ()
+    figures: Sequence[FoldFigures] | None
 
     def collect(self) -> Iterator[Metric]:
         for name, about, kind, value_of in _OF_FOLDS:
             family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, about, labels=["rule"])
-            for figures in self.figures:
+            for figures in self.figures or ():
                 if (value := value_of(figures)) is not None:
                     family.add_metric([figures.rule], value)
             yield family
         emitted = CounterMetricFamily(*_EMITTED, labels=["rule", "reason"])
-        for figures in self.figures:
+        for figures in self.figures or ():
             for reason, count in figures.reasons.items():
                 emitted.add_metric([figures.rule, reason], count)
         yield emitted
@@ -298,11 +298,10 @@ _OF_SEARCHES = {
 }
 
 
-class _Searches(Collector):
+class SearchMetrics(Figures):
     """What there is of searches; nothing is shown while it is not known."""
 
-    def __init__(self) -> None:
-        self.figures: SearchFigures | None = None
+    figures: SearchFigures | None
 
     def collect(self) -> Iterator[Metric]:
         for field, (name, about) in _OF_SEARCHES.items():
@@ -318,14 +317,13 @@ _READER_LAG = (
 )
 
 
-class _Readers(Collector):
+class ReaderMetrics(Figures):
     """How far readers of tags that have a name are behind."""
 
-    def __init__(self) -> None:
-        self.figures: Sequence[ReaderFigures] = ()
+    figures: Sequence[ReaderFigures] | None
 
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(*_READER_LAG, labels=["reader", "tags"])
-        for figures in self.figures:
+        for figures in self.figures or ():
             family.add_metric([figures.reader, figures.tags], figures.lag_s)
         yield family

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tailrace.config.settings import Settings
     from tailrace.driver.hooks import Start, ViewDriver
     from tailrace.driver.plan import ViewPlan
+    from tailrace.http.service import Service, ViewService
     from tailrace.upkeep.loop import ScheduledJob
 
 
@@ -51,6 +52,10 @@ class View(ABC):
 
     def routes(self) -> APIRouter | None:
         """Return the URLs of this view."""
+        return None
+
+    def open(self, service: Service) -> ViewService | None:
+        """Return what the requests of this view share."""
         return None
 
     def commands(self, app: typer.Typer) -> None:

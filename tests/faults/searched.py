@@ -13,8 +13,10 @@ from tailrace.config.load import load
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
 from tailrace.log.request import EventFrame
+from tailrace.views import VIEWS
 from tailrace.views.grep.model import Search, make_search
 from tailrace.views.grep.request import make_grep_request
+from tailrace.views.grep.routes import GrepService
 from tailrace.views.grep.store import VIEW, scanning
 from tests.faults.rig import Installation, assert_ordered, wait_for
 from tests.views.grep.rig import finds
@@ -46,7 +48,7 @@ class Searcher:
     async def _run(self) -> None:
         store, kafka = self._installation.store, self._installation.kafka
         flags = {"valkey.url": store.url, "valkey.prefix": store.prefix, "kafka.bootstrap": kafka.address}
-        service = Service(load(flags=flags | {"kafka.topics": rf"{self._installation.prefix}\..*"}))
+        service = Service(load(flags=flags | {"kafka.topics": rf"{self._installation.prefix}\..*"}), VIEWS)
         async with service.running():
             reading = asyncio.create_task(self._read(service))
             await asyncio.to_thread(self._stopping.wait)
@@ -59,7 +61,7 @@ class Searcher:
             request = make_grep_request(self.search, now_ms=now_ms(), start=start, last_event_id=self._cursor)
             assert request is not None
             try:
-                feed = await service.grep.open(request)
+                feed = await service.part_of(VIEW, GrepService).feeds.open(request)
                 try:
                     async for frames in feed:
                         self.events += [

@@ -14,6 +14,7 @@ import httpx
 from tailrace.config.settings import Settings
 from tailrace.http.app import Server, create_app, listen
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views import VIEWS
 from tests.writing import Record, Writer
 
 NO_BROKER = "127.0.0.1:1"
@@ -47,7 +48,7 @@ class Running:
     """A server in a thread of its own."""
 
     def __init__(self, settings: Settings) -> None:
-        app = create_app(settings)
+        app = create_app(settings, VIEWS)
         self.service = app.state.service
         ping_s = settings.sessions.ping.total_seconds()
         self.server = Server(app, self.service.drain, settings.serve.client_bytes, ping_s)

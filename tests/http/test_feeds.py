@@ -15,6 +15,7 @@ import pytest
 
 from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.http.service import LogService
 from tailrace.log.name import shard_of
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Running, Serve, Streams
@@ -227,7 +228,7 @@ def test_a_client_that_goes_away_ends_its_feed(streams: Streams, service: Runnin
     while service.service.connections and time.monotonic() < deadline:
         time.sleep(0.01)
     assert service.service.connections == 0
-    assert service.service.hub.followed == 0
+    assert service.service.part_of("days", LogService).hub.followed == 0
 
 
 def test_heartbeats_keep_an_idle_feed_alive(streams: Streams, serve: Serve) -> None:

@@ -97,7 +97,9 @@ def service(settings: Settings) -> int:
         from tailrace.http.app import main
     except ImportError as error:
         raise lacking(error, "serve") from None
-    return main(settings)
+    from tailrace.views import VIEWS
+
+    return main(settings, VIEWS)
 
 
 def examine(settings: Settings) -> int:

@@ -21,7 +21,7 @@ import logging
 import re
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
@@ -29,6 +29,7 @@ from uuid import uuid4
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -39,14 +40,13 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from tailrace.config.settings import Settings
 from tailrace.errors import PrerequisiteMissing
-from tailrace.http import routes
 from tailrace.http.health import VERSION, Health
 from tailrace.http.openapi import ABOUT, describe
 from tailrace.http.request import Problems, problem_of
+from tailrace.http.routes import ROUTERS
 from tailrace.http.service import Service
 from tailrace.http.sse import ABORT
-from tailrace.views.days.routes import Largest
-from tailrace.views.tags.routes import watch
+from tailrace.view import View
 
 DRAIN_S = 4
 BACKLOG = 2048
@@ -210,19 +210,14 @@ SPARE_FILES = 256
 """Files besides one for each connection: sockets to Valkey and Kafka, libraries, logs."""
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """Return the application. Its lifespan opens the parts and closes them; ``app.state.service`` has them."""
-    service = Service(settings)
-    largest = Largest(service.nodes, service.days)
+def create_app(settings: Settings, views: Sequence[View]) -> FastAPI:
+    """Return the application. Its lifespan opens the service and closes it; ``app.state.service`` is the service."""
+    service = Service(settings, views)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with service.running(), largest:
-            watching = asyncio.create_task(watch(service), name="readers of tags")
-            try:
-                yield
-            finally:
-                watching.cancel()
+        async with service.running():
+            yield
 
     app = FastAPI(
         title="Tailrace",
@@ -234,21 +229,30 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.service = service
-    app.state.largest = largest
     app.state.health = Health(service)
     problems = Problems(service.metrics, settings.serve.retry.total_seconds())
     problems.install(app)
-    routes.install(app)
+    routers = [router for view in views if (router := view.routes()) is not None]
+    routers += ROUTERS
+    for router in routers:
+        app.include_router(router)
+    app.state.listed = {
+        f"{method} {route.path}": route.summary
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in route.methods or ()
+    }
     describe(app)
     app.add_middleware(Edge, problems=problems)
     return app
 
 
-def main(settings: Settings) -> int:
+def main(settings: Settings, views: Sequence[View]) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit code."""
     raise_file_limit(settings.serve.connections + SPARE_FILES)
     listener = listen(settings.serve.host, settings.serve.port)
-    app = create_app(settings)
+    app = create_app(settings, views)
     ping_s = settings.sessions.ping.total_seconds()
     server = Server(app, app.state.service.drain, settings.serve.client_bytes, ping_s)
     host, port = listener.getsockname()[:2]

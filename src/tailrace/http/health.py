@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import ChainMap
 from collections.abc import Awaitable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
@@ -23,14 +24,9 @@ from pydantic import BaseModel, Field
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
 from tailrace.log.event import iso_time
-from tailrace.metrics import FoldFigures, JobRun, ReaderFigures
+from tailrace.metrics import JobRun
 from tailrace.valkey.shards import mapping
-from tailrace.views.folds.routes import figures
 
-PERIODIC = ("pack", "sweep", "audit")
-"""The jobs that run by themselves, each every so often."""
-SESSIONS = {"trim": "trim_every", "abandon": "trim_every", "forget": "forget_every"}
-"""Those of telemetry sessions, and which setting says how often."""
 LATE = 2
 """Intervals without a run after which a job is overdue."""
 
@@ -60,11 +56,10 @@ class UpkeepReports:
     async def jobs(self) -> list[JobStatus]:
         """Return every job that has run or that should run, by view and name."""
         runs = {(run.job, run.view): run.report for run in await self.runs()}
-        jobs = (*PERIODIC, *SESSIONS)
-        wanted = {(job, view) for job in jobs for view in self._views(job) if self._every(job) is not None}
+        schedule = self._schedule()
         return [
-            self._job(job, view, runs.get((job, view), {}))
-            for job, view in sorted(wanted | runs.keys(), key=lambda key: key[::-1])
+            self._job(job, view, runs.get((job, view), {}), schedule.get((job, view)))
+            for job, view in sorted(schedule.keys() | runs.keys(), key=lambda key: key[::-1])
         ]
 
     async def runs(self) -> list[JobRun]:
@@ -74,23 +69,19 @@ class UpkeepReports:
         pairs = mapping(answer).items()
         return [run for field, stored in sorted(pairs) if (run := _run(field, stored))]
 
-    def _views(self, job: str) -> tuple[str, ...]:
+    def _schedule(self) -> dict[tuple[str, str], timedelta]:
+        """Return how often each job runs over each view."""
         settings = self._service.settings
-        if job in SESSIONS:
-            return ("sessions",) if settings.sessions.is_used else ()
-        return settings.audited_views if job == "audit" else settings.log_views
+        upkeep, views = settings.upkeep, settings.log_views
+        found = {("pack", view): upkeep.pack_every for view in views}
+        found |= {("sweep", view): upkeep.sweep_every for view in views}
+        found |= {("audit", view): upkeep.audit_every for view in settings.audited_views}
+        for view, part in self._service.parts.items():
+            found |= {(job, view): every for job, every in part.intervals().items()}
+        return {key: every for key, every in found.items() if every is not None}
 
-    def _every(self, job: str) -> timedelta | None:
-        settings, found = self._service.settings, None
-        if job in SESSIONS:
-            found = getattr(settings.sessions, SESSIONS[job])
-        elif job in PERIODIC:
-            found = getattr(settings.upkeep, f"{job}_every")
-        return found
-
-    def _job(self, job: str, view: str, report: Mapping[str, Any]) -> JobStatus:
+    def _job(self, job: str, view: str, report: Mapping[str, Any], every: timedelta | None) -> JobStatus:
         started, ended = report.get("started_ms"), report.get("ended_ms")
-        every = self._every(job) if view in self._views(job) else None
         since = ended or started or round(self._service.started * 1000)
         return JobStatus(
             job=job,
@@ -162,8 +153,8 @@ class Status(BaseModel):
     parts: list[PartStatus]
     views: dict[str, dict[str, Any]] = Field(description="The last report of each view's driver.")
     upkeep: list[JobStatus] = Field(description="The last run of each upkeep job; empty while valkey does not answer.")
-    folds: list[FoldStatus] = Field(description="The rules of folds; empty while valkey does not answer.")
-    searches: Searching | None = Field(description="Searches; null while valkey does not answer.")
+    folds: list[FoldStatus] = Field(default=[], description="The rules of folds; empty while valkey does not answer.")
+    searches: Searching | None = Field(default=None, description="Searches; null while valkey does not answer.")
 
 
 class Health:
@@ -172,7 +163,6 @@ class Health:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._upkeep = UpkeepReports(service)
-        self._searches = service.searches
         self._asked: tuple[float, asyncio.Task[tuple[list[PartStatus], dict[str, dict[str, Any]]]]] | None = None
 
     async def readiness(self) -> Readiness:
@@ -181,40 +171,36 @@ class Health:
         return Readiness(ready=all(part.state == "up" for part in parts), parts=parts)
 
     async def status(self) -> Status:
-        """Return everything that is known."""
+        """Return what is known of the whole installation."""
         service = self._service
-        (parts, reports), jobs, folds, searches = await asyncio.gather(
+        (parts, reports), jobs, *members = await asyncio.gather(
             self._look(),
             _or_nothing(self._upkeep.jobs(), list[JobStatus]()),
-            _or_nothing(figures(service), list[FoldFigures]()),
-            _or_nothing(self._searches.figures(), None),
+            *(_or_nothing(part.status(), dict[str, Any]()) for part in service.parts.values()),
         )
-        facts = {
+        facts: dict[str, Any] = {
             "version": VERSION,
             "uptime_s": round(time.time() - service.started),
             "connections": service.connections,
             "max_connections": service.settings.serve.connections,
-            "streams_followed": service.hub.followed if service.hub else 0,
             "views": list(service.settings.pipeline.views),
         }
-        rules = [FoldStatus(rule=each.rule, pending=each.pending, ratio=each.ratio) for each in folds]
-        searching = None if searches is None else Searching(**searches._asdict())
-        return Status(service=facts, parts=parts, views=reports, upkeep=jobs, folds=rules, searches=searching)
+        for part in service.parts.values():
+            facts |= part.facts()
+        return Status(service=facts, parts=parts, views=reports, upkeep=jobs, **dict(ChainMap(*members)))
 
     async def metrics(self) -> bytes:
         """Return all metrics."""
-        from tailrace.views.tags.routes import reader_figures
-
-        reports, runs, folds, searches, readers = await asyncio.gather(
+        shown = [part for part in self._service.parts.values() if part.collector is not None]
+        reports, runs, *figures = await asyncio.gather(
             _or_nothing(self._reports(), dict[str, dict[str, Any]]()),
             _or_nothing(self._upkeep.runs(), list[JobRun]()),
-            _or_nothing(figures(self._service), list[FoldFigures]()),
-            _or_nothing(self._searches.figures(), None),
-            _or_nothing(reader_figures(self._service), list[ReaderFigures]()),
+            *(_or_nothing(part.figures(), None) for part in shown),
         )
-        metrics, hub = self._service.metrics, self._service.hub
-        metrics.streams_followed.set(hub.followed if hub else 0)
-        return metrics.text(self._views, reports, runs, folds, searches, readers)
+        for part, known in zip(shown, figures, strict=True):
+            assert part.collector is not None
+            part.collector.figures = known
+        return self._service.metrics.text(self._views, reports, runs)
 
     @property
     def _wanted(self) -> tuple[str, ...]:

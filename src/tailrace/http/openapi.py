@@ -84,6 +84,7 @@ _NEW_EVENT: dict[str, Any] = {
 
 Responses = dict[int | str, dict[str, Any]]
 
+FEED_PROBLEMS = (400, 404, 410, 503)
 FEED: Responses = {
     200: {
         "description": "Frames until the feed ends. Control frames (`caught-up`, `gap`, `progress`, `problem`, `end`) "

@@ -23,13 +23,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
+from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, TailraceError, UsageError
 from tailrace.http.health import Health
 from tailrace.http.service import Service, now_ms
 from tailrace.log import request as feeds
-from tailrace.log.cursor import MAX_NAMES
 from tailrace.metrics import Metrics
-from tailrace.views.days.routes import MOST, Largest
+from tailrace.query import QueryLimits
 
 
 def decoded(part: str) -> str:
@@ -43,52 +43,13 @@ def decoded(part: str) -> str:
     return text
 
 
-Name = Annotated[
-    str,
-    Path(description="Name of a stream, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
-    AfterValidator(decoded),
-]
-TagName = Annotated[
-    str,
-    Path(description="A tag, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
-    AfterValidator(decoded),
-]
-RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
 Topic = Annotated[str, Path(description="Name of a topic."), AfterValidator(decoded)]
-SearchId = Annotated[str, Path(description="Id of a search, as the list of searches has it."), AfterValidator(decoded)]
 
 
 class NoQuery(BaseModel):
     """No parameters."""
 
     model_config = ConfigDict(extra="forbid")
-
-
-class ListQuery(NoQuery):
-    """Which streams to list."""
-
-    prefix: str = Field("", description="Only names that begin with this.")
-    after: str = Field("", description="Only names after this one: `next` of the page before.")
-    limit: int = Field(100, ge=1, le=1000, description="Names in one page.")
-    top: int | None = Field(
-        None, ge=1, le=MOST, description="So many of the largest streams, by stored bytes, instead of a page."
-    )
-    memory: bool = Field(False, description="With `top`: also ask the server what each of them takes.")
-
-    def check(self) -> None:
-        """Refuse parameters that do not go together."""
-        given = self.model_fields_set
-        if self.top is None and "memory" in given:
-            raise BadRequest("memory is only for the largest streams: give top too")
-        if self.top is not None and (page := [name for name in ("after", "limit") if name in given]):
-            raise BadRequest(f"top answers in one piece: leave {page[0]} out")
-
-
-class PendingQuery(NoQuery):
-    """Which pending groups to list."""
-
-    after: str = Field("", description="Only groups after this place: `next` of the page before.")
-    limit: int = Field(100, ge=1, le=1000, description="Groups in one page.")
 
 
 class FeedQuery(NoQuery):
@@ -127,12 +88,9 @@ class FeedQuery(NoQuery):
         )
 
 
-class SeveralQuery(FeedQuery):
-    """What a feed over several streams takes."""
-
-    name: list[str] = Field(
-        min_length=1, max_length=MAX_NAMES, description="A stream; repeat it for several. Their order is the cursor's."
-    )
+def limits_of(settings: Settings) -> QueryLimits:
+    """Return how large a query may be."""
+    return QueryLimits(**{name: getattr(settings.grep, name) for name in QueryLimits.__struct_fields__})
 
 
 def refuse_repeats(request: Request) -> None:
@@ -152,14 +110,8 @@ async def _health(request: Request) -> Health:
     return found
 
 
-async def _largest(request: Request) -> Largest:
-    found: Largest = request.app.state.largest
-    return found
-
-
 Here = Annotated[Service, Depends(_service)]
 Asked = Annotated[Health, Depends(_health)]
-Walker = Annotated[Largest, Depends(_largest)]
 LastEventId = Annotated[
     str | None,
     Header(

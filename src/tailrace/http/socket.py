@@ -24,16 +24,17 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from tailrace.api import Closing
 from tailrace.config.settings import Settings
 from tailrace.config.units import compiled
 from tailrace.errors import AccessDenied, TailraceError
 from tailrace.http.service import Service
 from tailrace.http.sse import ABORT, SlowClientError
-from tailrace.views.grep.model import ALL
-from tailrace.views.sessions.rta.viewer import Closing
 
 EVERYTHING = ""
 """The topics of whoever may search all of them."""
+ALL = ".*"
+"""How ``serve.topics_by_user`` writes it."""
 
 
 def topics_of(settings: Settings, request: HTTPConnection) -> str:
@@ -89,15 +90,13 @@ class Speaker(Protocol):
         """Say no more."""
 
 
-def admit(service: Service, websocket: WebSocket) -> None:
+def admit(service: Service, websocket: WebSocket, origins: Iterable[str]) -> None:
     """Refuse a WebSocket that a page of somewhere else opens, or a user who may not do everything.
 
     Raises:
         AccessDenied: As said.
     """
-    refuse_foreign(
-        websocket.headers.getlist("origin"), websocket.headers.get("host", ""), service.settings.sessions.origins
-    )
+    refuse_foreign(websocket.headers.getlist("origin"), websocket.headers.get("host", ""), origins)
     refuse_partial(service.settings, websocket)
 
 

@@ -19,8 +19,9 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -219,6 +220,31 @@ class FeedResponse(Response):
                     await delivery.run(feed, None if self._resumed else feed.cursor or None, receive, abort)
             finally:
                 await feed.aclose()
+
+
+class Resumable(Protocol):
+    """A request for a feed, as far as its answer cares."""
+
+    @property
+    def resumed(self) -> bool:
+        """True if it continues an earlier request."""
+
+
+R = TypeVar("R", bound=Resumable)
+
+
+def answer_feed(
+    request: Request,
+    service: Service,
+    wanted: R | None,
+    format: str | None,
+    open_feed: Callable[[R], Awaitable[AnyFeed]],
+) -> Response:
+    """Return the answer to a request for a feed; 204 if ``wanted`` is None, since it has ended before."""
+    if wanted is None:
+        return Response(status_code=204)
+    encoding = choose(request.headers.get("accept", ""), format)
+    return FeedResponse(service, lambda: open_feed(wanted), encoding, wanted.resumed)
 
 
 class _Delivery:

@@ -30,9 +30,11 @@ from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.views import VIEWS as ALL_VIEWS
 from tailrace.views.grep.feed import GrepFeeds
 from tailrace.views.grep.model import Search, SearchLife, Stretch
 from tailrace.views.grep.request import make_grep_request
+from tailrace.views.grep.routes import GrepService
 from tailrace.views.grep.scan import Chunk, DueRange, Scanner, scan
 from tests.faults.rig import QUICK_JAVA
 from tests.views.grep.rig import finds, random_records
@@ -209,7 +211,7 @@ class Site:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Serving]:
-        service = Service(self.settings)
+        service = Service(self.settings, ALL_VIEWS)
         async with service.running():
             yield Serving(service)
 
@@ -296,11 +298,11 @@ class Serving:
     """A service process and what its feeds say."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
+        self.view = service.part_of("matches", GrepService)
 
     @property
     def grep(self) -> GrepFeeds:
-        return self.service.grep
+        return self.view.feeds
 
     async def deafen(self) -> None:
         """Let the hub hear nothing any more; its channels stay as they are."""

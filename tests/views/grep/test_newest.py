@@ -81,7 +81,7 @@ async def test_a_feed_that_looks_for_the_last_n_tells_how_far_it_is_and_has_no_c
     async with site.serving() as serving:
         feed = await serving.open(make_search(topic, {}), start="-3", follow=True)
         assert feed.cursor == ""
-        assert len(serving.service.leases) == 1
+        assert len(serving.view.leases) == 1
         following = Following(feed)
         await following.saw("progress")
         assert {frame.cursor for frame in following.frames} == {""}
@@ -89,9 +89,9 @@ async def test_a_feed_that_looks_for_the_last_n_tells_how_far_it_is_and_has_no_c
             await following.saw("caught-up")
         assert feed.cursor
         assert len(facts(following.frames, "progress")) >= 1
-        assert len(serving.service.leases) == 1
+        assert len(serving.view.leases) == 1
         await following.close()
-        assert len(serving.service.leases) == 0
+        assert len(serving.view.leases) == 0
 
 
 async def test_a_search_that_is_ended_while_its_last_n_are_looked_for_says_so(site: Site) -> None:
@@ -101,8 +101,8 @@ async def test_a_search_that_is_ended_while_its_last_n_are_looked_for_says_so(si
     async with site.serving() as serving:
         following = Following(await serving.open(search, start="-3", follow=True))
         await following.saw("progress")
-        assert await serving.service.searches.end(search.id, True)
-        await serving.service.leases.beat()
+        assert await serving.view.searches.end(search.id, True)
+        await serving.view.leases.beat()
         with pytest.raises(SearchEnded):
             await following.saw("caught-up")
         await following.close()

@@ -213,7 +213,7 @@ async def test_the_lease_of_a_feed_says_where_it_began(kafka: EmbeddedKafka, sto
     async with site.serving() as serving:
         feeds = [await serving.open(search, **each) for each in asked]
         feeds.append(await serving.open(search, after=feeds[0].cursor))
-        connections = (await show_search(serving.service, search.id, 10)).connections
+        connections = (await show_search(serving.view, search.id, 10)).connections
         assert [(each.number, each.start, each.window, each.client) for each in connections] == [
             (1, "end", 2_048, "me"),
             (2, "2026-09-12T12:00:00.000Z", 262_144, None),
@@ -222,7 +222,7 @@ async def test_the_lease_of_a_feed_says_where_it_began(kafka: EmbeddedKafka, sto
         ]
         for feed in feeds:
             await feed.aclose()
-        assert (await show_search(serving.service, search.id, 10)).connections == []
+        assert (await show_search(serving.view, search.id, 10)).connections == []
 
 
 async def test_a_feed_whose_search_is_ended_says_so_and_the_next_one_begins_anew(
@@ -237,7 +237,7 @@ async def test_a_feed_whose_search_is_ended_says_so_and_the_next_one_begins_anew
         live, past = [Following(await serving.open(search, start=start, follow=True)) for start in ("end", "start")]
         await asyncio.to_thread(site.live)
         await live.saw("caught-up")
-        assert await serving.service.searches.end(search.id, True)
+        assert await serving.view.searches.end(search.id, True)
         for following in (live, past):
             with pytest.raises(SearchEnded):
                 await following.saw("end")

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
 
+from tailrace.api import Closing
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.hub import StreamHub
@@ -238,7 +239,7 @@ async def test_a_session_that_is_gone_or_began_anew_is_noticed_in_the_silence(
     async with hub_of(store) as hub, viewing(hub, session.identity) as (viewer, pull):
         client.delete(session.key)
         assert await pull() is None
-        assert viewer.closing == viewers.Closing(1000, "the session is no longer kept")
+        assert viewer.closing == Closing(1000, "the session is no longer kept")
 
 
 @pytest.mark.parametrize(("backfill_ms", "wanted"), [(0, 0), (10_000, 1), (30_000, 2), (600_000, 3)])

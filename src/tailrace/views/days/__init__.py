@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from tailrace.config.settings import Settings
+    from tailrace.http.service import Service, ViewService
     from tailrace.views.days.write import DaysPlan
 
 
@@ -21,6 +24,16 @@ class DaysView(View):
         from tailrace.views.days.write import DaysPlan
 
         return DaysPlan.of(settings)
+
+    def routes(self) -> APIRouter:
+        from tailrace.views.days.routes import routes
+
+        return routes.router
+
+    def open(self, service: Service) -> ViewService:
+        from tailrace.views.days.routes import DaysService
+
+        return DaysService(service)
 
 
 VIEW = DaysView()

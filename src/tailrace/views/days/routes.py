@@ -17,13 +17,20 @@ import asyncio
 import heapq
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, Field
+from fastapi import Depends, Path, Query, Request, Response
+from pydantic import AfterValidator, BaseModel, Field
 
-from tailrace.errors import Overloaded, StreamNotFound
-from tailrace.log.cursor import Position
+from tailrace.errors import BadRequest, Overloaded, StreamNotFound
+from tailrace.http.openapi import FEED
+from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, refuse_repeats
+from tailrace.http.routing import Routes
+from tailrace.http.service import LogService, Service
+from tailrace.http.sse import answer_feed
+from tailrace.log.cursor import MAX_NAMES, Position
 from tailrace.log.event import iso_time
 from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment, day_text
 from tailrace.log.store import Logs
@@ -82,7 +89,7 @@ class Days(BaseModel):
     days: list[Day]
 
 
-async def list_streams(logs: Logs, prefix: str, after: str, limit: int) -> Streams:
+async def page_of(logs: Logs, prefix: str, after: str, limit: int) -> Streams:
     """Return a page of streams. One that has expired as a whole is not among them."""
     names = await logs.names(after, prefix, limit + 1)
     page = names[:limit]
@@ -90,7 +97,7 @@ async def list_streams(logs: Logs, prefix: str, after: str, limit: int) -> Strea
     return Streams(streams=streams, next=page[-1] if len(names) > limit else None)
 
 
-async def list_days(logs: Logs, name: str) -> Days:
+async def days_of(logs: Logs, name: str) -> Days:
     """Return the days of a stream.
 
     A day is one however it was written: by several server processes, in shorter buckets, before and after a seal.
@@ -256,3 +263,104 @@ class Largest:
                 ]
                 totals[name] += sum(size or 0 for size in await self._nodes.read_all(asked))
         return [stream.model_copy(update={"memory": totals[stream.name]}) for stream in streams]
+
+
+class DaysService(LogService):
+    """What requests of day streams share: the hub, and the walks over all streams."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, Logs(service.nodes, "days"))
+        self.largest = Largest(service.nodes, self.logs)
+        service.metrics.streams_followed.set_function(lambda: self.followed)
+
+    @property
+    def followed(self) -> int:
+        """Number of streams that some feed follows."""
+        return self._hub.followed if self._hub else 0
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self.largest)
+
+    def facts(self) -> dict[str, Any]:
+        return {"streams_followed": self.followed}
+
+
+async def _days(service: Here) -> DaysService:
+    return service.part_of("days", DaysService)
+
+
+DaysHere = Annotated[DaysService, Depends(_days)]
+Name = Annotated[
+    str,
+    Path(description="Name of a stream, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
+    AfterValidator(decoded),
+]
+
+
+class ListQuery(NoQuery):
+    """Which streams to list."""
+
+    prefix: str = Field("", description="Only names that begin with this.")
+    after: str = Field("", description="Only names after this one: `next` of the page before.")
+    limit: int = Field(100, ge=1, le=1000, description="Names in one page.")
+    top: int | None = Field(
+        None, ge=1, le=MOST, description="So many of the largest streams, by stored bytes, instead of a page."
+    )
+    memory: bool = Field(False, description="With `top`: also ask the server what each of them takes.")
+
+    def check(self) -> None:
+        """Refuse parameters that do not go together."""
+        given = self.model_fields_set
+        if self.top is None and "memory" in given:
+            raise BadRequest("memory is only for the largest streams: give top too")
+        if self.top is not None and (page := [name for name in ("after", "limit") if name in given]):
+            raise BadRequest(f"top answers in one piece: leave {page[0]} out")
+
+
+class SeveralQuery(FeedQuery):
+    """What a feed over several streams takes."""
+
+    name: list[str] = Field(
+        min_length=1, max_length=MAX_NAMES, description="A stream; repeat it for several. Their order is the cursor's."
+    )
+
+
+routes = Routes("streams")
+
+
+@routes.get("/v1/streams", 400, 503)
+async def list_streams(days: DaysHere, query: Annotated[ListQuery, Query()]) -> Streams:
+    """List the day streams in the order of their names, or the largest ones."""
+    query.check()
+    if query.top is not None:
+        return await days.largest.find(query.prefix, query.top, query.memory)
+    return await page_of(days.logs, query.prefix, query.after, query.limit)
+
+
+@routes.feed("/v1/streams/events", FEED)
+async def follow_several(
+    request: Request, days: DaysHere, query: Annotated[SeveralQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Follow several day streams in one feed, merged by time; each keeps its own order."""
+    refuse_repeats(request)
+    wanted = query.request(tuple(query.name), last_event_id)
+    return answer_feed(request, days.service, wanted, query.format, days.open)
+
+
+@routes.feed("/v1/streams/{name:path}/events", FEED)
+async def follow_one(
+    request: Request,
+    days: DaysHere,
+    name: Name,
+    query: Annotated[FeedQuery, Query()],
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow a day stream: from anywhere, then live; resumable after every event."""
+    refuse_repeats(request)
+    return answer_feed(request, days.service, query.request((name,), last_event_id), query.format, days.open)
+
+
+@routes.get("/v1/streams/{name:path}/days", 400, 404, 503)
+async def list_days(days: DaysHere, name: Name, query: Annotated[NoQuery, Query()]) -> Days:
+    """List the days of a stream."""
+    return await days_of(days.logs, name)

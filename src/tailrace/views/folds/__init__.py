@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from tailrace.config.settings import Settings
     from tailrace.driver.hooks import Start
+    from tailrace.http.service import Service, ViewService
     from tailrace.views.folds.driver import FoldsDriver
     from tailrace.views.folds.write import FoldsPlan
 
@@ -44,6 +47,16 @@ class FoldsView(View):
         rules = rules_of(settings).values()
         raw = {rule.raw: settings.kafka.new_topic_partitions for rule in rules if rule.raw}
         return raw | {rule.output: 1 for rule in rules}
+
+    def routes(self) -> APIRouter:
+        from tailrace.views.folds.routes import routes
+
+        return routes.router
+
+    def open(self, service: Service) -> ViewService:
+        from tailrace.views.folds.routes import FoldsService
+
+        return FoldsService(service)
 
 
 VIEW = FoldsView()

@@ -25,10 +25,11 @@ import math
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
-from pydantic import BaseModel, Field
+from fastapi import Depends, Path, Query, Request, Response
+from pydantic import AfterValidator, BaseModel, Field
 
 from tailrace.config.units import format_duration, format_size
 from tailrace.errors import (
@@ -40,9 +41,14 @@ from tailrace.errors import (
     StoreUnavailable,
     WindowsRefused,
 )
-from tailrace.http.service import Service
+from tailrace.http.openapi import FEED, GROUP_BODY, WINDOWS_BODY
+from tailrace.http.puts import body_of
+from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, refuse_repeats
+from tailrace.http.routing import Routes
+from tailrace.http.service import LogService, Service, ViewService
+from tailrace.http.sse import answer_feed
 from tailrace.log.event import iso_time
-from tailrace.metrics import FoldFigures
+from tailrace.metrics import FoldFigures, FoldMetrics
 from tailrace.valkey.shards import Command, function, mapping
 from tailrace.views.folds.model import Folding, Windows
 from tailrace.views.folds.rule import Rule, group_of, stream_of
@@ -57,6 +63,7 @@ from tailrace.views.folds.store import (
     flushed,
     portions,
     read_held,
+    rules_of,
     settle_arguments,
 )
 
@@ -141,12 +148,12 @@ class RuleState(NamedTuple):
     frontier_ms: int | None
 
 
-async def list_folds(service: Service) -> Folds:
+async def list_folds(folds: FoldsService) -> Folds:
     """Return every rule."""
-    return Folds(folds=[_fold(seen) for seen in await look(service)])
+    return Folds(folds=[_fold(seen) for seen in await look(folds)])
 
 
-async def figures(service: Service) -> list[FoldFigures]:
+async def figures(folds: FoldsService) -> list[FoldFigures]:
     """Return what the metrics show of every rule."""
     return [
         FoldFigures(
@@ -159,23 +166,23 @@ async def figures(service: Service) -> list[FoldFigures]:
             ratio=seen.counts.ratio,
             frontier_ms=seen.frontier_ms,
         )
-        for seen in await look(service)
+        for seen in await look(folds)
     ]
 
 
-async def look(service: Service) -> list[RuleState]:
+async def look(folds: FoldsService) -> list[RuleState]:
     """Ask all shards about all rules, in two round trips per node."""
-    names, keys, shards = list(service.rules), service.nodes.keys, range(service.nodes.options.shards)
+    names, keys, shards = list(folds.rules), folds.nodes.keys, range(folds.nodes.options.shards)
     if not names:
         return []
-    kept = await service.nodes.read(0, "HMGET", keys.rules(), *names)
+    kept = await folds.nodes.read(0, "HMGET", keys.rules(), *names)
     applied = [
-        since.rule if (since := read_in_force(text)) else service.rules[n] for n, text in zip(names, kept, strict=True)
+        since.rule if (since := read_in_force(text)) else folds.rules[n] for n, text in zip(names, kept, strict=True)
     ]
     commands: list[Command] = [(s, ("HGETALL", keys.counts(s, VIEW))) for s in shards]
     commands += [(s, ("HGETALL", keys.frontier(s))) for s in shards]
     commands += [(s, ("ZCARD", keys.due(s, rule.place))) for rule in applied for s in shards]
-    answers = await service.nodes.read_all(commands)
+    answers = await folds.nodes.read_all(commands)
     count = len(shards)
     counters, frontiers = _added(answers[:count]), [numbers(answer) for answer in answers[count : 2 * count]]
     pending = answers[2 * count :]
@@ -185,7 +192,7 @@ async def look(service: Service) -> list[RuleState]:
         reached = [frontier[name] for frontier in frontiers if name in frontier]
         found.append(
             RuleState(
-                rule=since.rule if since else service.rules[name],
+                rule=since.rule if since else folds.rules[name],
                 since=since,
                 counts=_counts(name, counters),
                 pending=sum(pending[i * count : (i + 1) * count]),
@@ -195,20 +202,20 @@ async def look(service: Service) -> list[RuleState]:
     return found
 
 
-async def in_force(service: Service, name: str) -> Rule:
+async def in_force(folds: FoldsService, name: str) -> Rule:
     """Return a rule as the pipeline applies it; as configured while none has.
 
     Raises:
         RuleNotFound: it is not configured.
     """
-    configured = known(service, name)
-    since = read_in_force(await service.nodes.read(0, "HGET", service.nodes.keys.rules(), name))
+    configured = known(folds, name)
+    since = read_in_force(await folds.nodes.read(0, "HGET", folds.nodes.keys.rules(), name))
     return since.rule if since else configured
 
 
-def known(service: Service, name: str) -> Rule:
+def known(folds: FoldsService, name: str) -> Rule:
     """Return a rule as configured, or raise RuleNotFound."""
-    rule = service.rules.get(name)
+    rule = folds.rules.get(name)
     if rule is None:
         raise RuleNotFound(name)
     return rule
@@ -325,16 +332,16 @@ _decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-async def give_out(service: Service, name: str, body: bytes, reason: Reason) -> GivenOut:
+async def give_out(folds: FoldsService, name: str, body: bytes, reason: Reason) -> GivenOut:
     """Give out what the body asks for: a group's folds, or all of a rule's.
 
     Raises:
         RuleNotFound: there is no such rule.
         GroupNotFound: the group holds nothing.
     """
-    rule = await in_force(service, name)
+    rule = await in_force(folds, name)
     group = read_group(body, rule)
-    flush = _Flush(service, name, reason)
+    flush = _Flush(folds, name, reason)
     if group is None:
         return await flush.everything()
     found = await flush.one(group)
@@ -367,15 +374,15 @@ def read_group(body: bytes, rule: Rule) -> bytes | None:
 class _Flush:
     """One request at work."""
 
-    def __init__(self, service: Service, name: str, reason: Reason) -> None:
-        self._service, self._nodes = service, service.nodes
+    def __init__(self, folds: FoldsService, name: str, reason: Reason) -> None:
+        self._folds, self._nodes = folds, folds.nodes
         self._name, self._reason = name, reason
 
     async def one(self, group: bytes) -> list[str] | None:
         """Give out a group; None when it holds nothing. Returns the ids of its folds."""
         keys = self._nodes.keys
         for _ in range(TRIES):
-            rule = await in_force(self._service, self._name)
+            rule = await in_force(self._folds, self._name)
             shard = rule.shard(group, self._nodes.options.shards)
             held = read_held(await self._nodes.read(shard, "HGET", keys.fold(shard, rule.place), group))
             if not held.state:
@@ -393,7 +400,7 @@ class _Flush:
         for shard in range(self._nodes.options.shards):
             cursor = 0
             while True:
-                rule = await in_force(self._service, self._name)
+                rule = await in_force(self._folds, self._name)
                 asked = "HSCAN", self._nodes.keys.fold(shard, rule.place), cursor, "COUNT", AT_ONCE
                 cursor, found = _page(await self._nodes.read(shard, *asked))
                 reached = await self._frontier(shard)
@@ -494,32 +501,34 @@ class PendingPlace(NamedTuple):
             raise CursorError(f"{text[:80]!r} is not `next` of a page of pending groups") from None
 
 
-async def list_pending(service: Service, name: str, after: str, limit: int) -> bytes:
+async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -> bytes:
     """Return a page as JSON; values of groups keep their digits."""
-    rule = await in_force(service, name)
+    rule = await in_force(folds, name)
     place = PendingPlace.parse(after) if after else None
-    shards = range(service.nodes.options.shards)
-    ways = await asyncio.gather(*(_due(service, shard, rule.place, place, limit + 1) for shard in shards))
+    shards = range(folds.nodes.options.shards)
+    ways = await asyncio.gather(*(_due(folds, shard, rule.place, place, limit + 1) for shard in shards))
     due = sorted((place, shard) for shard, places in enumerate(ways) for place in places)
     page, folding = due[:limit], rule.folding()
     rows: list[dict[str, Any]] = []
     for at in range(0, len(page), AT_ONCE):
         some = page[at : at + AT_ONCE]
-        key = service.nodes.keys.fold
-        answers = await service.nodes.read_all([(s, ("HGET", key(s, rule.place), place.group)) for place, s in some])
+        key = folds.nodes.keys.fold
+        answers = await folds.nodes.read_all([(s, ("HGET", key(s, rule.place), place.group)) for place, s in some])
         for (place, _), answer in zip(some, answers, strict=True):
             if answer is not None:
                 rows.append(_row(rule, folding, place, read_held(answer)))
     return _encode({"name": name, "groups": rows, "next": str(page[-1][0]) if len(due) > limit else None})
 
 
-async def _due(service: Service, shard: int, rule: str, after: PendingPlace | None, limit: int) -> list[PendingPlace]:
+async def _due(
+    folds: FoldsService, shard: int, rule: str, after: PendingPlace | None, limit: int
+) -> list[PendingPlace]:
     """Return the first groups of a shard after a place."""
     found: list[PendingPlace] = []
     at, least = 0, "-inf" if after is None else after.due
     while len(found) < limit:
-        asked = "ZRANGEBYSCORE", service.nodes.keys.due(shard, rule), least, "+inf", "WITHSCORES", "LIMIT", at, limit
-        answer = await service.nodes.read(shard, *asked)
+        asked = "ZRANGEBYSCORE", folds.nodes.keys.due(shard, rule), least, "+inf", "WITHSCORES", "LIMIT", at, limit
+        answer = await folds.nodes.read(shard, *asked)
         read = [PendingPlace(int(float(score)), group) for group, score in zip(answer[::2], answer[1::2], strict=True)]
         # Groups that are due at the same moment stand in the order of their bytes.
         found += [place for place in read if after is None or place > after]
@@ -552,15 +561,15 @@ class Changed(BaseModel):
     windows: FoldWindows = Field(description="Those that will be in force.")
 
 
-async def change_windows(service: Service, name: str, body: bytes) -> Changed:
+async def change_windows(folds: FoldsService, name: str, body: bytes) -> Changed:
     """Ask for other windows of a rule, on top of what was asked for before; or for those of the settings again.
 
     Raises:
         RuleNotFound: there is no such rule.
         WindowsRefused: with every problem, by key.
     """
-    rule = known(service, name)
-    nodes, keys = service.nodes, service.nodes.keys
+    rule = known(folds, name)
+    nodes, keys = folds.nodes, folds.nodes.keys
     given = read_windows(body)
     if given is None:
         await nodes.read(0, "HDEL", keys.wanted(), name)
@@ -568,7 +577,7 @@ async def change_windows(service: Service, name: str, body: bytes) -> Changed:
     stored = await nodes.read(0, "HGET", keys.wanted(), name)
     wanted = (_decode_windows(stored) if stored else {}) | given
     try:
-        rule = changed(service.settings, name, wanted)
+        rule = changed(folds.settings, name, wanted)
     except ValueError as error:
         raise WindowsRefused(f"rule {name!r} stays as it is: {error}") from None
     await nodes.read(0, "HSET", keys.wanted(), name, _encode(wanted))
@@ -587,3 +596,92 @@ def read_windows(body: bytes) -> dict[str, Any] | None:
     if not given or "reset" in given:
         raise BadRequest(f"the body says nothing that can be done: send {wanted}")
     return given
+
+
+class FoldsService(ViewService):
+    """What requests of folds share: the rules as they are configured. The pipeline may apply other windows."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.rules = rules_of(service.settings)
+        self.collector = FoldMetrics()
+
+    async def figures(self) -> list[FoldFigures]:
+        return await figures(self)
+
+    async def status(self) -> dict[str, Any]:
+        return {"folds": [{"rule": f.rule, "pending": f.pending, "ratio": f.ratio} for f in await figures(self)]}
+
+
+async def _folds(service: Here) -> FoldsService:
+    return service.part_of(VIEW, FoldsService)
+
+
+FoldsHere = Annotated[FoldsService, Depends(_folds)]
+RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
+
+
+class PendingQuery(NoQuery):
+    """Which pending groups to list."""
+
+    after: str = Field("", description="Only groups after this place: `next` of the page before.")
+    limit: int = Field(100, ge=1, le=1000, description="Groups in one page.")
+
+
+routes = Routes("folds")
+
+
+@routes.get("/v1/folds", 400, 503)
+async def list_rules(folds: FoldsHere, query: Annotated[NoQuery, Query()]) -> Folds:
+    """List the rules of folds: their windows, what they hold and how much they fold."""
+    return await list_folds(folds)
+
+
+@routes.feed("/v1/folds/{name}/events", FEED)
+async def follow_folds(
+    request: Request,
+    folds: FoldsHere,
+    name: RuleName,
+    query: Annotated[FeedQuery, Query()],
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow the folded events of a rule: the feed of its day stream."""
+    refuse_repeats(request)
+    wanted = query.request((stream_of(known(folds, name).name),), last_event_id)
+    return answer_feed(request, folds.service, wanted, query.format, folds.service.part_of("days", LogService).open)
+
+
+@routes.get("/v1/folds/{name}/pending", 400, 404, 503, responses={200: {"model": Pending}})
+async def pending_groups(folds: FoldsHere, name: RuleName, query: Annotated[PendingQuery, Query()]) -> Response:
+    """List the groups of a rule that hold folds, the first due first."""
+    return Response(await list_pending(folds, name, query.after, query.limit), media_type="application/json")
+
+
+@routes.post("/v1/folds/{name}/flush", 400, 404, 413, 503, openapi_extra=GROUP_BODY)
+async def flush_folds(
+    request: Request, folds: FoldsHere, name: RuleName, query: Annotated[NoQuery, Query()]
+) -> GivenOut:
+    """Close the folds of a group, or of all groups, now; they are emitted with the reason `flush`.
+
+    What was due anyway keeps its own reason.
+    """
+    async with body_of(folds.service, request) as body:
+        return await give_out(folds, name, body, "flush")
+
+
+@routes.post("/v1/folds/{name}/delete", 400, 404, 413, 503, openapi_extra=GROUP_BODY)
+async def delete_folds(
+    request: Request, folds: FoldsHere, name: RuleName, query: Annotated[NoQuery, Query()]
+) -> GivenOut:
+    """Drop the folds of a group, or of all groups; they are emitted with the reason `deleted`."""
+    async with body_of(folds.service, request) as body:
+        return await give_out(folds, name, body, "deleted")
+
+
+@routes.post("/v1/folds/{name}/windows", 400, 404, 413, 422, 503, openapi_extra=WINDOWS_BODY)
+async def set_windows(
+    request: Request, folds: FoldsHere, name: RuleName, query: Annotated[NoQuery, Query()]
+) -> Changed:
+    """Change the windows of a rule while it runs; pending folds get their new due time."""
+    async with body_of(folds.service, request) as body:
+        return await change_windows(folds, name, body)

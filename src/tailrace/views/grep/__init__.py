@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from tailrace.config.settings import Settings
+    from tailrace.http.service import Service, ViewService
     from tailrace.views.grep.scan import GrepDriver
     from tailrace.views.grep.write import GrepPlan
 
@@ -28,6 +31,16 @@ class GrepView(View):
         from tailrace.views.grep.scan import GrepDriver
 
         return GrepDriver(self.plan(settings))
+
+    def routes(self) -> APIRouter:
+        from tailrace.views.grep.routes import routes
+
+        return routes.router
+
+    def open(self, service: Service) -> ViewService:
+        from tailrace.views.grep.routes import GrepService
+
+        return GrepService(service)
 
 
 VIEW = GrepView()

@@ -7,33 +7,52 @@ Everything here is read from registries, never from matches, and a few searches 
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from contextlib import AsyncExitStack
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from fastapi import Depends, Path, Query, Request, Response
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, SearchNotFound
-from tailrace.http.request import NoQuery
-from tailrace.http.service import Service, now_ms
-from tailrace.log.event import iso_time
+from tailrace.http.openapi import FEED
+from tailrace.http.puts import body_of
+from tailrace.http.request import Here, LastEventId, NoQuery, decoded, limits_of, refuse_repeats
+from tailrace.http.routing import Routes
+from tailrace.http.service import LogService, Service, connected, now_ms
+from tailrace.http.socket import topics_of
+from tailrace.http.sse import answer_feed
+from tailrace.kafka.broker import client_properties
+from tailrace.log.event import home_of, iso_time
+from tailrace.log.store import Logs
+from tailrace.metrics import SearchFigures, SearchMetrics
 from tailrace.query import QueryLimits
 from tailrace.valkey.shards import Command, mapping
-from tailrace.views.grep.leases import LeaseRequest
+from tailrace.views.grep.feed import GrepFeeds
+from tailrace.views.grep.leases import LeaseRequest, Leases
 from tailrace.views.grep.model import SearchLife, Stretch, make_search
+from tailrace.views.grep.parts import Parts
+from tailrace.views.grep.payloads import Payloads
 from tailrace.views.grep.request import WINDOW, GrepRequest, make_grep_request
-from tailrace.views.grep.store import POPULAR_MS, marks_command, marks_of, read_life, read_stretch, use_of
+from tailrace.views.grep.store import (
+    PIECE_RUNS,
+    POPULAR_MS,
+    VIEW,
+    Searched,
+    Searches,
+    marks_command,
+    marks_of,
+    read_life,
+    read_stretch,
+    use_of,
+)
 
 MOST_SAMPLES = 100
 
 _decode = msgspec.json.Decoder().decode
-
-
-def limits_of(settings: Settings) -> QueryLimits:
-    """Return how large a query may be."""
-    return QueryLimits(**{name: getattr(settings.grep, name) for name in QueryLimits.__struct_fields__})
 
 
 class GrepQuery(NoQuery):
@@ -270,43 +289,43 @@ class EndedSearch(BaseModel):
     connections: int = Field(description="How many followed it; they are told within a few seconds.")
 
 
-async def list_searches(service: Service, after: str, limit: int) -> SearchesPage:
+async def list_searches(grep: GrepService, after: str, limit: int) -> SearchesPage:
     """Return a page of searches."""
-    ids = sorted(id.decode() for id in await service.nodes.read(0, "HKEYS", service.nodes.keys.searches()))
+    ids = sorted(id.decode() for id in await grep.nodes.read(0, "HKEYS", grep.nodes.keys.searches()))
     begin = bisect_right(ids, after) if after else 0
     page = ids[begin : begin + limit]
     found: list[SearchStatus] = []
     for at in range(0, len(page), AT_ONCE):
-        found += await _look(service, page[at : at + AT_ONCE])
+        found += await _look(grep, page[at : at + AT_ONCE])
     return SearchesPage(searches=found, next=page[-1] if begin + limit < len(ids) else None)
 
 
-async def show_search(service: Service, search: str, limit: int) -> SearchDetails:
+async def show_search(grep: GrepService, search: str, limit: int) -> SearchDetails:
     """Return a search with its connections.
 
     Raises:
         SearchNotFound: None that is alive has this id.
     """
-    found = await _look(service, [search])
+    found = await _look(grep, [search])
     if not found:
         raise SearchNotFound(search)
-    return SearchDetails(**found[0].model_dump(), connections=await _connections(service, search, limit))
+    return SearchDetails(**found[0].model_dump(), connections=await _connections(grep, search, limit))
 
 
-async def end_search(service: Service, search: str, force: bool) -> EndedSearch:
+async def end_search(grep: GrepService, search: str, force: bool) -> EndedSearch:
     """End a search, and its scans.
 
     Raises:
         SearchNotFound: None that is alive has this id.
         SearchFollowed: Somebody follows it, and it was not forced.
     """
-    life, connections = await service.searches.end(search, force)
+    life, connections = await grep.searches.end(search, force)
     return EndedSearch(id=search, life=int(life.rpartition(".")[2]), connections=connections)
 
 
-async def _look(service: Service, ids: Sequence[str]) -> list[SearchStatus]:
+async def _look(grep: GrepService, ids: Sequence[str]) -> list[SearchStatus]:
     """Read what there is of searches, in three round trips; one that was forgotten meanwhile is left out."""
-    nodes, keys = service.nodes, service.nodes.keys
+    nodes, keys = grep.nodes, grep.nodes.keys
     (seconds, _), stored = await nodes.read_all([(0, ("TIME",)), (0, ("HMGET", keys.searches(), *ids))])
     lives = [read_life(each) for each in stored if each is not None]
     if not lives:
@@ -324,8 +343,8 @@ async def _look(service: Service, ids: Sequence[str]) -> list[SearchStatus]:
     followers, *windows, uses, idle = (answers := await nodes.read_all(commands))[:5]
     lists = [[read_stretch(each) for each in listed] for listed in answers[5 : 5 + len(lives)]]
     done = [{int(number) for number in numbers} for numbers in answers[5 + len(lives) :]]
-    scanned = await _scanned(service, lives, lists, done)
-    logs = await service.matches.logs_of([life.name for life in lives])
+    scanned = await _scanned(grep, lives, lists, done)
+    logs = await grep.logs.logs_of([life.name for life in lives])
     return [
         SearchStatus(
             id=life.search.id,
@@ -347,10 +366,10 @@ async def _look(service: Service, ids: Sequence[str]) -> list[SearchStatus]:
 
 
 async def _scanned(
-    service: Service, lives: Sequence[SearchLife], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
+    grep: GrepService, lives: Sequence[SearchLife], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
 ) -> dict[tuple[str, int], Scanned]:
     """Return how far each stretch of each life is."""
-    keys, logs = service.nodes.keys, service.matches
+    keys, logs = grep.nodes.keys, grep.logs
     wanted = [
         (life, stretch, stretch.number in over)
         for life, stretches, over in zip(lives, lists, done, strict=True)
@@ -361,7 +380,7 @@ async def _scanned(
         if not is_done:
             shard = logs.shard_of(stretch.name(life))
             commands.append((shard, marks_command(keys, shard, stretch)))
-    marks = iter(await service.nodes.read_all(commands))
+    marks = iter(await grep.nodes.read_all(commands))
     found = await logs.logs_of([stretch.name(life) for life, stretch, _ in wanted])
     answer: dict[tuple[str, int], Scanned] = {}
     for (life, stretch, is_done), log in zip(wanted, found, strict=True):
@@ -378,8 +397,8 @@ async def _scanned(
     return answer
 
 
-async def _connections(service: Service, search: str, limit: int) -> list[Follower]:
-    nodes, key = service.nodes, service.nodes.keys.connections(search)
+async def _connections(grep: GrepService, search: str, limit: int) -> list[Follower]:
+    nodes, key = grep.nodes, grep.nodes.keys.connections(search)
     found: dict[bytes, bytes] = {}
     cursor = 0
     while len(found) < limit:
@@ -402,3 +421,105 @@ def _connection(place: bytes, facts: bytes) -> Follower:
         window=asked.window,
         client=asked.client or None,
     )
+
+
+class GrepService(LogService):
+    """What requests of searches share: the searches that are alive, the leases of their readers, records of Kafka."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, Logs(service.nodes, VIEW, PIECE_RUNS))
+        settings, nodes = self.settings, self.nodes
+        self.collector = SearchMetrics()
+        self.leases = Leases(nodes)
+        self.searches = Searches(nodes, settings.grep.searches, round(settings.grep.keep.total_seconds() * 1000))
+        self.payloads = Payloads(
+            nodes,
+            client_properties(settings),
+            lambda partition: home_of(partition, settings.valkey.shards),
+            settings.grep.memory,
+        )
+        self._feeds: GrepFeeds | None = None
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self.payloads.close)
+
+    async def connect(self, stack: AsyncExitStack) -> None:
+        await super().connect(stack)
+        searched = Searched(self.settings, self.nodes)
+        parts = Parts(self.hub, self.logs, self.searches, searched, self.payloads, self.leases, now_ms)
+        self._feeds = GrepFeeds(parts, self.settings.grep.reach)
+        beating = asyncio.create_task(self.leases.run(), name="heartbeat")
+        stack.callback(beating.cancel)
+
+    @property
+    def feeds(self) -> GrepFeeds:
+        """The feeds of searches; StoreUnavailable until Valkey has answered once."""
+        return connected(self._feeds)
+
+    async def figures(self) -> SearchFigures:
+        return await self.searches.figures()
+
+    async def status(self) -> dict[str, Any]:
+        return {"searches": (await self.searches.figures())._asdict()}
+
+
+async def _grep(service: Here) -> GrepService:
+    return service.part_of(VIEW, GrepService)
+
+
+GrepHere = Annotated[GrepService, Depends(_grep)]
+SearchId = Annotated[str, Path(description="Id of a search, as the list of searches has it."), AfterValidator(decoded)]
+routes = Routes("grep")
+
+
+@routes.feed("/v1/grep", FEED, narrowed=True)
+async def search(
+    request: Request, grep: GrepHere, query: Annotated[GrepQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Search topics, from any time in the past on, then live; resumable after every event."""
+    refuse_repeats(request)
+    return _follow(request, grep, query, last_event_id)
+
+
+@routes.feed("/v1/grep", FEED, "POST", openapi_extra=GREP_BODY, narrowed=True)
+async def search_by_body(
+    request: Request, grep: GrepHere, query: Annotated[NoQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Search topics as `GET /v1/grep` does, with the same parameters in a JSON body; `q` is the query itself."""
+    async with body_of(grep.service, request) as body:
+        return _follow(request, grep, read_body(GrepBody, body), last_event_id)
+
+
+def _follow(request: Request, grep: GrepService, query: GrepQuery, last_event_id: str | None) -> Response:
+    within = topics_of(grep.settings, request)
+    wanted = query.request(limits_of(grep.settings), last_event_id, within)
+    return answer_feed(request, grep.service, wanted, query.format, lambda wanted: grep.feeds.open(wanted))
+
+
+@routes.post("/v1/grep/explain", 400, 413, 503, openapi_extra=EXPLAIN_BODY, narrowed=True)
+async def explain_search(request: Request, grep: GrepHere, query: Annotated[NoQuery, Query()]) -> Explained:
+    """Try a search on samples: which of them it finds, and which part of the query each passes or fails."""
+    async with body_of(grep.service, request) as body:
+        within = topics_of(grep.settings, request)
+        return explain(read_body(ExplainBody, body), limits_of(grep.settings), within)
+
+
+@routes.get("/v1/grep/searches", 400, 503)
+async def searches(grep: GrepHere, query: Annotated[SearchesQuery, Query()]) -> SearchesPage:
+    """List the searches that are alive, in the order of their ids: who follows them, and how far their past is."""
+    return await list_searches(grep, query.after, query.limit)
+
+
+@routes.get("/v1/grep/searches/{id}", 400, 404, 503)
+async def one_search(grep: GrepHere, id: SearchId, query: Annotated[SearchQuery, Query()]) -> SearchDetails:
+    """Show a search that is alive, with the connections that follow it."""
+    return await show_search(grep, id, query.limit)
+
+
+@routes.route("DELETE", "/v1/grep/searches/{id}", 400, 404, 409, 503)
+async def end_one_search(grep: GrepHere, id: SearchId, query: Annotated[EndQuery, Query()]) -> EndedSearch:
+    """End a search and its scans, and forget what it found; refused while somebody follows it, unless forced.
+
+    Those who followed it get a `problem` with the code `search.ended`. Whoever asks for it again begins it anew.
+    """
+    return await end_search(grep, id, query.force)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from tailrace.config.settings import Settings
+    from tailrace.http.service import Service, ViewService
     from tailrace.views.sessions.write import SessionPlan, SessionsDriver
 
 
@@ -27,6 +30,22 @@ class SessionsView(View):
         from tailrace.views.sessions.write import SessionsDriver
 
         return SessionsDriver(self.plan(settings))
+
+    def routes(self) -> APIRouter:
+        from fastapi import APIRouter
+
+        from tailrace.views.sessions.routes import pages, routes
+        from tailrace.views.sessions.rta.routes import routes as rta
+
+        all_routes = APIRouter()
+        for each in (routes, pages, rta):
+            all_routes.routes.extend(each.router.routes)
+        return all_routes
+
+    def open(self, service: Service) -> ViewService:
+        from tailrace.views.sessions.routes import SessionsService
+
+        return SessionsService(service)
 
 
 VIEW = SessionsView()

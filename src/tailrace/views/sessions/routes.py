@@ -17,33 +17,42 @@ does; what it shows is in its script.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from datetime import timedelta
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import HTTPException, Path, Query, Request, Response
+from fastapi import Depends, HTTPException, Path, Query, Request, Response
+from fastapi.responses import HTMLResponse
 from pydantic import AfterValidator, Field, ValidationError
 from starlette.websockets import WebSocket
 
+from tailrace.api import Closing
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
+from tailrace.http.openapi import SESSION_CONFIG, SESSION_DETAILS, SESSION_FEED, SESSION_LIST, Responses
 from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, problem_of, refuse_repeats
-from tailrace.http.service import Service, now_ms
+from tailrace.http.routing import Routes
+from tailrace.http.service import Service, ViewService, now_ms
 from tailrace.http.socket import admit, converse
-from tailrace.http.sse import FeedResponse, choose
+from tailrace.http.sse import answer_feed
+from tailrace.kafka.broker import client_properties
+from tailrace.kafka.consume import Records
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.entry_id import BEGINNING, id_text
+from tailrace.views.grep.store import Searched
 from tailrace.views.sessions.configuration import Channels, Conversion, TextTable
-from tailrace.views.sessions.feed import SessionFeed
+from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
+from tailrace.views.sessions.hub import StreamHub
+from tailrace.views.sessions.life import Configurations, SessionParts
 from tailrace.views.sessions.model import bindings_in
-from tailrace.views.sessions.reader import first_entry, last_entries
+from tailrace.views.sessions.reader import Archive, first_entry, last_entries
 from tailrace.views.sessions.request import SessionRequest, make_session_request
-from tailrace.views.sessions.rta.viewer import Closing
 from tailrace.views.sessions.samples import as_bytes, message
-from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.streams import LiveSessions, Located
 
 MOST = 10_000
 """Sessions that are looked at for a list: those that were updated last."""
@@ -98,21 +107,64 @@ class SessionQuery(FeedQuery):
         )
 
 
-async def list_sessions(service: Here, query: Annotated[SessionsQuery, Query()]) -> Response:
+class SessionsService(ViewService):
+    """What requests of sessions share. Others may write sessions under our keys, so they are always served."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        settings = self.settings
+        self.live = LiveSessions(self.nodes, settings.sessions.key)
+        self.streams = StreamHub(self.live, settings.sessions.ring_bytes)
+        self._records = Records(client_properties(settings))
+        archive = Archive(
+            self._records,
+            Searched(settings, self.nodes).is_current,
+            settings.pipeline.max_event_bytes,
+            settings.pipeline.max_depth,
+        )
+        configurations = Configurations(self.live, settings.sessions.unit_rational)
+        unread = service.metrics.bursts_unread.inc
+        parts = SessionParts(self.streams, configurations, archive, settings.sessions.container, unread)
+        self.feeds = SessionFeeds(parts, now_ms)
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self._records.close)
+        await stack.enter_async_context(self.streams)
+
+    def intervals(self) -> Mapping[str, timedelta | None]:
+        sessions = self.settings.sessions
+        if not sessions.is_used:
+            return {}
+        return {"trim": sessions.trim_every, "abandon": sessions.trim_every, "forget": sessions.forget_every}
+
+
+async def _sessions(service: Here) -> SessionsService:
+    return service.part_of("sessions", SessionsService)
+
+
+SessionsHere = Annotated[SessionsService, Depends(_sessions)]
+PAGE: Responses = {200: {"content": {"text/html": {"schema": {"type": "string"}}}}}
+routes = Routes("sessions")
+pages = Routes("pages")
+
+
+@routes.get("/v1/sessions", 400, 503, responses=SESSION_LIST, response_class=Response)
+async def list_sessions(sessions: SessionsHere, query: Annotated[SessionsQuery, Query()]) -> Response:
     """List telemetry sessions, those that were updated last first."""
     found = [
         summary(located)
-        for located in await service.live.listing(MOST)
+        for located in await sessions.live.listing(MOST)
         if located.identity.startswith(query.prefix) and query.state in ("", located.state)
     ]
     return _answer({"sessions": found[: query.limit]})
 
 
-async def show_session(service: Here, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
+@routes.get("/v1/sessions/{identity}", 404, 503, responses=SESSION_DETAILS, response_class=Response)
+async def show_session(sessions: SessionsHere, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
     """Show a session: its JSON, its channels, and how much of it is in the stream."""
-    located = await _located(service, identity)
-    channels = await _channels(service, located)
-    live, stream, number = service.live, located.stream, located.number
+    located = await _located(sessions, identity)
+    channels = await _channels(sessions, located)
+    live, stream, number = sessions.live, located.stream, located.number
     gone = await live.trimmed(stream, number)
     begin = max(located.position, gone or BEGINNING)
     first = await first_entry(live, stream, number, begin)
@@ -134,10 +186,11 @@ async def show_session(service: Here, identity: Identity, query: Annotated[NoQue
     )
 
 
-async def session_config(service: Here, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
+@routes.get("/v1/sessions/{identity}/config", 404, responses=SESSION_CONFIG, response_class=Response)
+async def session_config(sessions: SessionsHere, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
     """Show what a session's configurations say: channels, parameters with units and conversions, kinds of events."""
-    located = await _located(service, identity)
-    channels = await _channels(service, located)
+    located = await _located(sessions, identity)
+    channels = await _channels(sessions, located)
     parameters = [
         {**each.described(), "channels": each.channels, "steps": _steps(each.conversion)}
         for each in channels.parameters
@@ -155,9 +208,10 @@ async def session_config(service: Here, identity: Identity, query: Annotated[NoQ
     )
 
 
+@routes.feed("/v1/sessions/{identity}/events", SESSION_FEED)
 async def follow_session(
     request: Request,
-    service: Here,
+    sessions: SessionsHere,
     identity: Identity,
     query: Annotated[SessionQuery, Query()],
     last_event_id: LastEventId = None,
@@ -165,10 +219,7 @@ async def follow_session(
     """Follow a session's samples and events: from anywhere, then live; resumable after every burst."""
     refuse_repeats(request)
     wanted = query.session_request(identity, last_event_id)
-    if wanted is None:
-        return Response(status_code=204)
-    encoding = choose(request.headers.get("accept", ""), query.format)
-    return FeedResponse(service, lambda: service.sessions.open(wanted), encoding, wanted.resumed)
+    return answer_feed(request, sessions.service, wanted, query.format, sessions.feeds.open)
 
 
 def summary(located: Located) -> dict[str, Any]:
@@ -197,15 +248,15 @@ def _bindings(located: Located) -> Any:
     return bindings_in(_json(located))
 
 
-async def _located(service: Service, identity: str) -> Located:
-    found = await service.live.get(identity)
+async def _located(sessions: SessionsService, identity: str) -> Located:
+    found = await sessions.live.get(identity)
     if found is None:
         raise SessionNotFound(f"no session is called {identity[:200]!r}: see the list of sessions")
     return found
 
 
-async def _channels(service: Service, located: Located) -> Channels:
-    return await service.sessions.parts.configurations.channels(_bindings(located))
+async def _channels(sessions: SessionsService, located: Located) -> Channels:
+    return await sessions.feeds.parts.configurations.channels(_bindings(located))
 
 
 def _steps(conversion: Conversion) -> dict[str, Any]:
@@ -275,14 +326,16 @@ def written(frame: AnyFrame) -> bytes:
     return message(_encode({"event": "moved", **place}))
 
 
+@routes.websocket("/v1/sessions/{identity}/live")
 async def session_live(websocket: WebSocket) -> None:
     """Follow a session over a WebSocket, in binary messages."""
     service: Service = websocket.app.state.service
-    admit(service, websocket)
+    sessions = service.part_of("sessions", SessionsService)
+    admit(service, websocket, sessions.settings.sessions.origins)
     identity = decoded(websocket.path_params["identity"])
     request = _query(websocket).session_request(identity)
     assert request is not None
-    feed = await service.sessions.open(request, as_bytes)
+    feed = await sessions.feeds.open(request, as_bytes)
     settings = service.settings.sessions
     live = LiveFeed(feed, settings.client_bytes, settings.slow == "drop")
     try:
@@ -293,6 +346,7 @@ async def session_live(websocket: WebSocket) -> None:
         service.metrics.viewer_slow_closes.inc(live.closing.code == 1013)
 
 
+@routes.get("/v1/sessions/{identity}/live", 400, response_class=Response)
 async def live_not_upgraded(identity: Identity) -> Response:
     """Follow a session over a WebSocket, in binary messages; takes what its events take. Plain requests are refused."""
     raise BadRequest("this is a WebSocket: ask for an upgrade; /events has the same as an event stream")
@@ -321,16 +375,19 @@ _HEADERS = {
 }
 
 
+@pages.get("/sessions", responses=PAGE, response_class=HTMLResponse)
 async def sessions_page() -> Response:
     """Show the sessions in a browser."""
     return _file("sessions.html")
 
 
+@pages.get("/sessions/{identity}", responses=PAGE, response_class=HTMLResponse)
 async def session_page(identity: Identity) -> Response:
     """Show a session in a browser while it goes on: charts, values, events. It waits for one that is not there yet."""
     return _file("session.html")
 
 
+@pages.get("/pages/{name}", 404, responses=PAGE, response_class=Response)
 async def page_file(
     name: Annotated[str, Path(description="Name of a file of the pages, such as `pages.css`.")],
 ) -> Response:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+
     from tailrace.config.settings import Settings
+    from tailrace.http.service import Service, ViewService
     from tailrace.views.tags.driver import TagsDriver
     from tailrace.views.tags.write import TagsPlan
 
@@ -28,6 +31,16 @@ class TagsView(View):
         from tailrace.views.tags.driver import TagsDriver
 
         return TagsDriver(self.plan(settings))
+
+    def routes(self) -> APIRouter:
+        from tailrace.views.tags.routes import routes
+
+        return routes.router
+
+    def open(self, service: Service) -> ViewService:
+        from tailrace.views.tags.routes import TagsService
+
+        return TagsService(service)
 
 
 VIEW = TagsView()

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import Query, Request, Response
-from pydantic import BaseModel, Field
+from fastapi import Depends, Path, Query, Request, Response
+from pydantic import AfterValidator, BaseModel, Field
 
 from tailrace.config.units import format_duration
-from tailrace.errors import BadRequest, CursorError, StreamNotFound, TailraceError
-from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, TagName, refuse_repeats
-from tailrace.http.service import Service, now_ms
-from tailrace.http.sse import FeedResponse, choose
+from tailrace.errors import BadRequest, CursorError, StreamNotFound, TagsOff, TailraceError
+from tailrace.http.openapi import TAG_FEED
+from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, limits_of, refuse_repeats
+from tailrace.http.routing import Routes
+from tailrace.http.service import LogService, Service, connected, now_ms
+from tailrace.http.sse import answer_feed
 from tailrace.log.cursor import MAX_NAMES, FromCursor
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.log.request import AnyFeed
-from tailrace.metrics import ReaderFigures
+from tailrace.log.store import Logs
+from tailrace.metrics import ReaderFigures, ReaderMetrics
 from tailrace.valkey.shards import mapping
-from tailrace.views.grep.routes import limits_of
+from tailrace.views.tags.feed import OpensTags, open_store
 from tailrace.views.tags.model import SourceProgress
-from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderPosition, logger
+from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderPosition, Readers, logger
 from tailrace.views.tags.request import FromText, TagRequest, make_tag_request
+from tailrace.views.tags.store import VIEW
 
 _decode = msgspec.json.Decoder().decode
 
@@ -40,7 +45,7 @@ class TagQuery(FeedQuery):
     )
 
     def tag_request(
-        self, service: Service, tags: tuple[str, ...], mode: str, last_event_id: str | None, after: str | None = None
+        self, view: TagsService, tags: tuple[str, ...], mode: str, last_event_id: str | None, after: str | None = None
     ) -> TagRequest | None:
         """Return the request to the feed, beginning after a cursor if one is given; None when it has ended before."""
         if self.start is not None and self.since is not None:
@@ -50,9 +55,9 @@ class TagQuery(FeedQuery):
             now_ms=now_ms(),
             mode=mode,
             query=self._query(),
-            limits=limits_of(service.settings),
+            limits=limits_of(view.settings),
             client=self.client,
-            own_cursors=service.tags.own_cursors,
+            own_cursors=view.store.own_cursors,
             start=self.since if self.start is None else self.start,
             after=after or self.after,
             last_event_id=last_event_id,
@@ -134,106 +139,6 @@ class SourcesPage(BaseModel):
     next: int | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
 
 
-async def list_tags(service: Here, query: Annotated[TagsQuery, Query()]) -> TagsPage:
-    """List the tags in the order of their names."""
-    found = await service.tags.tags(query.prefix, query.after, query.limit + 1)
-    tags = [
-        Tag(
-            tag=held.tag,
-            events=held.events,
-            bytes=held.bytes,
-            buckets=held.buckets,
-            first_bucket=iso_time(held.first_ms),
-            last_time=iso_time(held.last_ms),
-        )
-        for held in found[: query.limit]
-    ]
-    return TagsPage(tags=tags, next=tags[-1].tag if len(found) > query.limit else None)
-
-
-async def follow_tag(
-    request: Request,
-    service: Here,
-    tag: TagName,
-    query: Annotated[TagQuery, Query()],
-    last_event_id: LastEventId = None,
-) -> Response:
-    """Follow the events of a tag: from anywhere, then live; resumable after every event."""
-    return _feed(request, service, (tag,), "any", query, last_event_id)
-
-
-async def follow_tags(
-    request: Request, service: Here, query: Annotated[SeveralTagsQuery, Query()], last_event_id: LastEventId = None
-) -> Response:
-    """Follow the events that have any, or all, of several tags, in one feed; each source keeps its order."""
-    return _feed(request, service, tuple(query.tag), query.mode, query, last_event_id)
-
-
-async def tag_sources(service: Here, tag: TagName, query: Annotated[SourcesQuery, Query()]) -> SourcesPage:
-    """List the sources that have had events with a tag, and how far each of them is."""
-    _ = service.tags
-    nodes = service.nodes
-    shard = shard_of(tag, nodes.options.shards)
-    key = nodes.keys.numbers(shard, tag)
-    cursor, found = await nodes.read(shard, "HSCAN", key, query.after, "COUNT", query.limit)
-    listed = [_source(pid.decode(), SourceProgress.parse(stored)) for pid, stored in mapping(found).items()]
-    if not listed and not query.after and not int(cursor):
-        raise StreamNotFound(tag)
-    return SourcesPage(tag=tag, sources=listed, next=int(cursor) or None)
-
-
-async def tag_readers(service: Here, query: Annotated[NoQuery, Query()]) -> ReadersPage:
-    """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
-    return await list_readers(service)
-
-
-def _source(pid: str, known: SourceProgress) -> TaggedSource:
-    return TaggedSource(
-        source=pid, tag_seq=known.number, seq=known.seq, time=iso_time(known.ms), partition=known.partition
-    )
-
-
-def _feed(
-    request: Request,
-    service: Service,
-    tags: tuple[str, ...],
-    mode: str,
-    query: TagQuery,
-    last_event_id: str | None,
-) -> Response:
-    refuse_repeats(request)
-    wanted = query.tag_request(service, tags, mode, last_event_id)
-    if wanted is None:
-        return Response(status_code=204)
-    encoding = choose(request.headers.get("accept", ""), query.format)
-    return FeedResponse(service, lambda: _open(service, wanted, query), encoding, wanted.resumed)
-
-
-async def _open(service: Service, wanted: TagRequest, query: TagQuery) -> AnyFeed:
-    """Open a feed; where its reader was, if it has a name and brings no cursor."""
-    if wanted.client is None:
-        return await service.tags.open(wanted)
-    store, tags, mode = service.settings.tags.store, wanted.names, wanted.mode
-    reader = ReaderIdentity(wanted.client, mode, tags)
-    known = await service.readers.find(reader)
-    if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromText):
-        wanted = query.tag_request(service, tags, mode, None, known.cursor) or wanted
-    feed = NamedFeed(await service.tags.open(wanted), service.readers, reader, store, known, now_ms)
-    await feed.begin()
-    return feed
-
-
-NEAR = 0.8
-"""The part of ``tags.keep`` after which a reader is warned of."""
-
-
-EVERY_S = 60.0
-
-
-FORGET = timedelta(days=90)
-"""How long a reader that does not come back is remembered, and longer where events are kept longer."""
-
-
 class NamedReader(BaseModel):
     """A reader that has a name."""
 
@@ -252,38 +157,190 @@ class ReadersPage(BaseModel):
     readers: list[NamedReader]
 
 
-async def list_readers(service: Service) -> ReadersPage:
+class TagsService(LogService):
+    """What requests of tags share: the store of their events, and the readers that have a name."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, Logs(service.nodes, VIEW))
+        self.is_on = VIEW in self.settings.live_views
+        self.readers = Readers(self.nodes)
+        self.collector = ReaderMetrics()
+        self._store: OpensTags | None = None
+
+    @property
+    def store(self) -> OpensTags:
+        """The store that has the tags.
+
+        Raises:
+            TagsOff: Nothing is tagged.
+            StoreUnavailable: Valkey has not answered yet.
+        """
+        if not self.is_on:
+            raise TagsOff(
+                "nothing is tagged here: set tags.paths, where events have their tags, or tags.rules, and have "
+                "'tags' among pipeline.views; then start the pipeline and the service again"
+            )
+        return connected(self._store)
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        watching = asyncio.create_task(watch(self), name="readers of tags")
+        stack.callback(watching.cancel)
+
+    async def connect(self, stack: AsyncExitStack) -> None:
+        if self.is_on:
+            await super().connect(stack)
+            self._store = open_store(self.settings, self.nodes, self.hub, self.logs, now_ms)
+            stack.push_async_callback(self._store.close)
+
+    async def figures(self) -> list[ReaderFigures]:
+        return await reader_figures(self) if self.is_on else []
+
+
+async def _tags(service: Here) -> TagsService:
+    return service.part_of(VIEW, TagsService)
+
+
+TagsHere = Annotated[TagsService, Depends(_tags)]
+routes = Routes("tags")
+TagName = Annotated[
+    str,
+    Path(description="A tag, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
+    AfterValidator(decoded),
+]
+
+
+@routes.get("/v1/tags", 400, 404, 503)
+async def list_tags(view: TagsHere, query: Annotated[TagsQuery, Query()]) -> TagsPage:
+    """List the tags in the order of their names."""
+    found = await view.store.tags(query.prefix, query.after, query.limit + 1)
+    tags = [
+        Tag(
+            tag=held.tag,
+            events=held.events,
+            bytes=held.bytes,
+            buckets=held.buckets,
+            first_bucket=iso_time(held.first_ms),
+            last_time=iso_time(held.last_ms),
+        )
+        for held in found[: query.limit]
+    ]
+    return TagsPage(tags=tags, next=tags[-1].tag if len(found) > query.limit else None)
+
+
+@routes.feed("/v1/tags/events", TAG_FEED)
+async def follow_tags(
+    request: Request, view: TagsHere, query: Annotated[SeveralTagsQuery, Query()], last_event_id: LastEventId = None
+) -> Response:
+    """Follow the events that have any, or all, of several tags, in one feed; each source keeps its order."""
+    return _feed(request, view, tuple(query.tag), query.mode, query, last_event_id)
+
+
+@routes.feed("/v1/tags/{tag:path}/events", TAG_FEED)
+async def follow_tag(
+    request: Request,
+    view: TagsHere,
+    tag: TagName,
+    query: Annotated[TagQuery, Query()],
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow the events of a tag: from anywhere, then live; resumable after every event."""
+    return _feed(request, view, (tag,), "any", query, last_event_id)
+
+
+@routes.get("/v1/tags/{tag:path}/sources", 400, 404, 503)
+async def tag_sources(view: TagsHere, tag: TagName, query: Annotated[SourcesQuery, Query()]) -> SourcesPage:
+    """List the sources that have had events with a tag, and how far each of them is."""
+    _ = view.store
+    nodes = view.nodes
+    shard = shard_of(tag, nodes.options.shards)
+    key = nodes.keys.numbers(shard, tag)
+    cursor, found = await nodes.read(shard, "HSCAN", key, query.after, "COUNT", query.limit)
+    listed = [_source(pid.decode(), SourceProgress.parse(stored)) for pid, stored in mapping(found).items()]
+    if not listed and not query.after and not int(cursor):
+        raise StreamNotFound(tag)
+    return SourcesPage(tag=tag, sources=listed, next=int(cursor) or None)
+
+
+@routes.get("/v1/tags/readers", 400, 404, 503)
+async def tag_readers(view: TagsHere, query: Annotated[NoQuery, Query()]) -> ReadersPage:
+    """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
+    return await list_readers(view)
+
+
+def _source(pid: str, known: SourceProgress) -> TaggedSource:
+    return TaggedSource(
+        source=pid, tag_seq=known.number, seq=known.seq, time=iso_time(known.ms), partition=known.partition
+    )
+
+
+def _feed(
+    request: Request,
+    view: TagsService,
+    tags: tuple[str, ...],
+    mode: str,
+    query: TagQuery,
+    last_event_id: str | None,
+) -> Response:
+    refuse_repeats(request)
+    wanted = query.tag_request(view, tags, mode, last_event_id)
+    return answer_feed(request, view.service, wanted, query.format, lambda wanted: _open(view, wanted, query))
+
+
+async def _open(view: TagsService, wanted: TagRequest, query: TagQuery) -> AnyFeed:
+    """Open a feed; where its reader was, if it has a name and brings no cursor."""
+    if wanted.client is None:
+        return await view.store.open(wanted)
+    store, tags, mode = view.settings.tags.store, wanted.names, wanted.mode
+    reader = ReaderIdentity(wanted.client, mode, tags)
+    known = await view.readers.find(reader)
+    if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromText):
+        wanted = query.tag_request(view, tags, mode, None, known.cursor) or wanted
+    feed = NamedFeed(await view.store.open(wanted), view.readers, reader, store, known, now_ms)
+    await feed.begin()
+    return feed
+
+
+NEAR = 0.8
+"""The part of ``tags.keep`` after which a reader is warned of."""
+
+
+EVERY_S = 60.0
+
+
+FORGET = timedelta(days=90)
+"""How long a reader that does not come back is remembered, and longer where events are kept longer."""
+
+
+async def list_readers(view: TagsService) -> ReadersPage:
     """Return the readers. Those that have not been there for very long are forgotten."""
-    _ = service.tags
+    _ = view.store
     found: list[NamedReader] = []
     old: list[ReaderIdentity] = []
     now = now_ms()
-    keep = service.settings.tags.keep
+    keep = view.settings.tags.keep
     forget_ms = (max(FORGET, 2 * keep) if keep is not None else FORGET).total_seconds() * 1000
-    for reader, kept in (await service.readers.all()).items():
+    for reader, kept in (await view.readers.all()).items():
         if now - kept.seen_ms > forget_ms:
             old.append(reader)
         else:
-            found.append(await _look(service, reader, kept, now))
-    await service.readers.forget(old)
+            found.append(await _look(view, reader, kept, now))
+    await view.readers.forget(old)
     return ReadersPage(readers=found)
 
 
-async def reader_figures(service: Service) -> list[ReaderFigures]:
+async def reader_figures(view: TagsService) -> list[ReaderFigures]:
     """Return how far each reader is behind, for the metrics."""
-    if "tags" not in service.settings.live_views:
-        return []
-    listed = (await list_readers(service)).readers
+    listed = (await list_readers(view)).readers
     return [ReaderFigures(each.client, ",".join(each.tags), each.lag_s) for each in listed]
 
 
-async def watch(service: Service) -> None:
+async def watch(view: TagsService) -> None:
     """Look every minute who is near the end of what is kept, and say so in the log, once each time."""
     warned: set[tuple[str, ...]] = set()
     while True:
         await asyncio.sleep(EVERY_S)
         try:
-            near = {(r.client, r.mode, *r.tags): r.warning for r in (await list_readers(service)).readers if r.warning}
+            near = {(r.client, r.mode, *r.tags): r.warning for r in (await list_readers(view)).readers if r.warning}
             for who in near.keys() - warned:
                 logger.warning("%s", near[who])
             warned = set(near)
@@ -291,12 +348,12 @@ async def watch(service: Service) -> None:
             logger.debug("readers of tags: %s", error)
 
 
-async def _look(service: Service, reader: ReaderIdentity, kept: ReaderPosition, now: int) -> NamedReader:
+async def _look(view: TagsService, reader: ReaderIdentity, kept: ReaderPosition, now: int) -> NamedReader:
     lag_s = 0.0
     warning = None
-    if kept.event_ms is not None and not await _is_at_end(service, reader, kept):
+    if kept.event_ms is not None and not await _is_at_end(view, reader, kept):
         lag_s = max(0, now - kept.event_ms) / 1000
-    keep = service.settings.tags.keep
+    keep = view.settings.tags.keep
     if keep is not None and lag_s > NEAR * keep.total_seconds():
         warning = (
             f"reader {reader.name!r} of {', '.join(map(repr, reader.tags))} is {format_duration(_seconds(lag_s))} "
@@ -313,11 +370,11 @@ async def _look(service: Service, reader: ReaderIdentity, kept: ReaderPosition, 
     )
 
 
-async def _is_at_end(service: Service, reader: ReaderIdentity, kept: ReaderPosition) -> bool:
-    if kept.store != service.tags.store or not kept.reached:
+async def _is_at_end(view: TagsService, reader: ReaderIdentity, kept: ReaderPosition) -> bool:
+    if kept.store != view.store.store or not kept.reached:
         return False
     try:
-        return await service.tags.is_at_end(reader.tags, reader.mode, kept.reached)
+        return await view.store.is_at_end(reader.tags, reader.mode, kept.reached)
     except CursorError:  # of an older form: it will be refused when it comes back, too
         return False
 

@@ -17,9 +17,12 @@ from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket
 
 from tailrace.errors import BadRequest, SessionNotFound
-from tailrace.http.request import Here, decoded
+from tailrace.http.openapi import RTA_CONFIG, RTA_SESSION, RTA_SESSIONS, RTA_STREAM
+from tailrace.http.request import decoded
+from tailrace.http.routing import Routes
 from tailrace.http.service import Service
 from tailrace.http.socket import admit, converse
+from tailrace.views.sessions.routes import Identity, SessionsHere, SessionsService
 from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
 from tailrace.views.sessions.streams import Located
 
@@ -28,12 +31,14 @@ CONFIG_TYPE = "application/vnd.mat.config+json"
 MOST = 10_000
 """Limit of listed sessions, the last updated ones."""
 
-Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
 Identifier = Annotated[str, Path(description="Identifier of a configuration, URL-encoded."), AfterValidator(decoded)]
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _value = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
+
+
+routes = Routes("rta")
 
 
 class RtaQuery(BaseModel):
@@ -50,14 +55,16 @@ class RtaQuery(BaseModel):
     )
 
 
+@routes.websocket("/rta/v2/sessions/{identity}/stream")
 async def rta_stream(websocket: WebSocket) -> None:
     """Follow a session over a WebSocket, in the telemetry protocol."""
     service: Service = websocket.app.state.service
+    sessions = service.part_of("sessions", SessionsService)
     identity = decoded(websocket.path_params["identity"])
-    admit(service, websocket)
+    admit(service, websocket, sessions.settings.sessions.origins)
     if SUBPROTOCOL not in websocket.scope["subprotocols"]:
         raise HTTPException(406, f"this WebSocket speaks {SUBPROTOCOL}: offer it as a sub-protocol")
-    viewer = Viewer(service.streams, identity, ViewerOptions.of(service.settings.sessions))
+    viewer = Viewer(sessions.streams, identity, ViewerOptions.of(service.settings.sessions))
     try:
         await converse(service, websocket, viewer, SUBPROTOCOL)
     finally:
@@ -66,14 +73,16 @@ async def rta_stream(websocket: WebSocket) -> None:
         service.metrics.viewer_slow_closes.inc(viewer.closing.code == 1013)
 
 
+@routes.get("/rta/v2/sessions/{identity}/stream", 400, responses=RTA_STREAM, response_class=Response)
 async def rta_not_upgraded(identity: Identity) -> Response:
     """Follow a session: a WebSocket, with the sub-protocol `mat.ocs.rta.stream-lz4`; plain requests are refused."""
     raise BadRequest(f"this is a WebSocket: ask for an upgrade, and offer the sub-protocol {SUBPROTOCOL}")
 
 
-async def rta_sessions(service: Here, query: Annotated[RtaQuery, Query()]) -> Response:
+@routes.get("/rta/v2/sessions", 400, 503, responses=RTA_SESSIONS, response_class=Response)
+async def rta_sessions(sessions: SessionsHere, query: Annotated[RtaQuery, Query()]) -> Response:
     """List sessions as clients of the telemetry protocol want them."""
-    shown = [fields for located in await service.live.listing(MOST) if (fields := session_fields(located)) is not None]
+    shown = [fields for located in await sessions.live.listing(MOST) if (fields := session_fields(located)) is not None]
     path, _, order = query.sort.rpartition(":")
     shown.sort(key=lambda fields: sort_key(fields, path), reverse=order == "desc")
     begin = query.page_index * query.page_size
@@ -81,18 +90,20 @@ async def rta_sessions(service: Here, query: Annotated[RtaQuery, Query()]) -> Re
     return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-async def rta_session(service: Here, identity: Identity) -> Response:
+@routes.get("/rta/v2/sessions/{identity}", 400, 404, 503, responses=RTA_SESSION, response_class=Response)
+async def rta_session(sessions: SessionsHere, identity: Identity) -> Response:
     """Show a session as clients of the telemetry protocol want it."""
-    located = await service.live.get(identity)
+    located = await sessions.live.get(identity)
     fields = None if located is None else session_fields(located)
     if fields is None:
         raise SessionNotFound(f"no session has the identity {identity[:200]!r}, or it has not said yet what it is")
     return Response(_encode(fields), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-async def rta_config(service: Here, identifier: Identifier) -> Response:
+@routes.get("/rta/v2/configs/{identifier}", 400, 404, 503, responses=RTA_CONFIG, response_class=Response)
+async def rta_config(sessions: SessionsHere, identifier: Identifier) -> Response:
     """Return a configuration of sessions: its parameters, channels and conversions. It never changes."""
-    found = await service.live.config(identifier)
+    found = await sessions.live.config(identifier)
     if found is None:
         raise SessionNotFound(f"no configuration of sessions has the identifier {identifier[:200]!r}")
     return Response(found, headers={"Content-Type": CONFIG_TYPE, "Cache-Control": "no-cache"})

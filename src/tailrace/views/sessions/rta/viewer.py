@@ -28,6 +28,7 @@ from contextlib import aclosing, suppress
 import msgspec
 from google.protobuf.message import DecodeError
 
+from tailrace.api import Closing
 from tailrace.errors import BadBurst
 from tailrace.valkey.entry_id import EntryId
 from tailrace.views.sessions import burst
@@ -146,13 +147,6 @@ class ViewerOptions(msgspec.Struct, frozen=True):
     def of(cls, settings: SessionsSettings) -> ViewerOptions:
         backfill_ms = round(settings.backfill.total_seconds() * 1000)
         return cls(backfill_ms, settings.client_bytes, settings.slow == "drop", settings.container)
-
-
-class Closing(msgspec.Struct, frozen=True):
-    """The end of a connection: a code of RFC 6455, and a reason."""
-
-    code: int
-    reason: str
 
 
 class _Backfill(msgspec.Struct):
