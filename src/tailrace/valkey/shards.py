@@ -85,17 +85,17 @@ def _address(primary: Any, host: str) -> Address:
 
 
 def _read_parts() -> Iterator[str]:
-    """Yield the parts of the library in the order in which they use each other: ``apply`` calls what views define."""
+    """Yield the core functions, what each view has beside its Python, and ``apply``, which calls what views define."""
     package = files("tailrace")
     core = package / "valkey" / "functions"
     yield (core / "tailrace.lua").read_text()
+    yield (core / "upkeep.lua").read_text()
     for view in sorted((package / "views").iterdir(), key=lambda each: each.name):
         if view.is_dir():
             for part in sorted(view.iterdir(), key=lambda each: each.name):
                 if part.name.endswith(".lua"):
                     yield part.read_text()
     yield (core / "apply.lua").read_text()
-    yield (core / "upkeep.lua").read_text()
 
 
 # One library, so one text.

@@ -2,8 +2,6 @@
 
 -- How many names and views one entry of the tail holds.
 local TOLD = 1000
--- How many conflicts are remembered.
-local CONFLICTS = 1000
 
 -- apply(view, driver epoch, source, mark seen, new mark, bucket span ms, future limit ms, tail length, items…)
 --   A name start count newest run    append a run to a log; start is that of its bucket
@@ -13,14 +11,10 @@ local CONFLICTS = 1000
 --   O id topic key value headers     put a message into the outbox
 --   C field n                        add to a counter
 --   T ms                             raise the source's running-maximum time
---   G rule inputs n (group seen value due near)…       write what groups hold if their versions are those seen ('' for none);
---                                    no value removes one; a group that fell quiet after near was given out too early
---   N seen time tags (tag n (source seen value)…)…     write the source's time and the numbers of sources in tags, if both are those seen
 --   W name                           tell the followers of a log that lies elsewhere
---   K text                           remember a conflict
---   F rule group id topic key value reason last keep   give out a closed fold; that it fell quiet is remembered for keep ms
--- Writes everything or nothing: a mark that is not the mark seen is refused with the stored one, and a group whose version is
--- not the one seen, or a number that is not, with the word conflict.
+-- and the items that views define (GUARDED, ITEMS).
+-- Writes everything or nothing: a mark that is not the mark seen is refused with the stored one, a guarded item that does not
+-- hold with the word conflict.
 local function apply(keys, args)
   local tag, view, source = keys[1], args[1], args[3]
   local owner = fenced(tag, view, tonumber(args[2]))
@@ -31,21 +25,16 @@ local function apply(keys, args)
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {'unready'} end
   local i, n = 9, #args
-  local held = {}
-  while i <= n and args[i] == 'G' do
+  local call = {tag = tag, view = view, source = source, mark = args[5], epoch = epoch}
+  local guarded = {}
+  while i <= n and GUARDED[args[i]] do
+    local kind = GUARDED[args[i]]
     local item
-    item, i = read_groups(args, i)
-    for _, same in ipairs(have_versions(tag, item.rule, item.groups, item.seen)) do
-      if not same then return {'conflict'} end
-    end
-    held[#held + 1] = item
+    item, i = kind.read(args, i)
+    if not kind.holds(call, item) then return {'conflict'} end
+    guarded[#guarded + 1] = {kind.write, item}
   end
-  local numbers
-  if i <= n and args[i] == 'N' then
-    numbers, i = read_numbers(args, i)
-    if not have_numbers(tag, view, source, numbers) then return {'conflict'} end
-    write_numbers(tag, view, source, args[5], numbers)
-  end
+  for _, each in ipairs(guarded) do each[1](call, each[2]) end
   local now, span = milliseconds(), tonumber(args[6])
   local latest = now + args[7]
   local number = tonumber(redis.call('GET', tag .. ':number') or '0')
@@ -56,18 +45,10 @@ local function apply(keys, args)
     touched[#touched + 1] = name
     touched[#touched + 1] = view
   end
-  local account = new_account()
   local most, period
-  for _, item in ipairs(held) do
-    count_groups(tag, account, item)
-    write_groups(tag, item.rule, item.groups, item.values, item.dues)
-  end
   while i <= n do
     local kind = args[i]
-    if kind == 'F' then
-      number = emit(tag, account, epoch, number, unpack(args, i + 1, i + 9))
-      i = i + 10
-    elseif kind == 'A' then
+    if kind == 'A' then
       local count = tonumber(args[i + 3])
       number = append(tag, view, epoch, span, latest, number, args[i + 1], tonumber(args[i + 2]), count,
         tonumber(args[i + 4]), args[i + 5], most, period)
@@ -80,9 +61,6 @@ local function apply(keys, args)
     elseif kind == 'W' then
       touch(args[i + 1])
       i = i + 2
-    elseif kind == 'K' then
-      redis.call('XADD', tag .. ':conflicts', 'MAXLEN', '~', CONFLICTS, '*', 'c', args[i + 1])
-      i = i + 2
     elseif kind == 'S' then
       seal(tag, view, args[i + 1], now)
       i = i + 2
@@ -92,16 +70,20 @@ local function apply(keys, args)
     elseif kind == 'C' then
       redis.call('HINCRBY', tag .. ':counts:' .. view, args[i + 1], args[i + 2])
       i = i + 3
-    else
+    elseif kind == 'T' then
       -- With the mark it holds at, so that the two are never read apart.
       local times = tag .. ':times:' .. view
       local known = redis.call('HGET', times, source)
       local newest = math.max(tonumber(args[i + 1]), known and tonumber(string.match(known, '^-?%d+')) or -1)
       redis.call('HSET', times, source, text(newest) .. ' ' .. args[5])
       i = i + 2
+    else
+      call.number = number
+      i = ITEMS[kind](call, args, i)
+      number = call.number
     end
   end
-  close_account(tag, account)
+  for _, finish in pairs(ENDINGS) do finish(call) end
   if number > began then redis.call('SET', tag .. ':number', text(number)) end
   if appended > 0 then redis.call('HINCRBY', tag .. ':counts:' .. view, 'stored', appended) end
   -- Lua hands over a limited number of arguments at once.

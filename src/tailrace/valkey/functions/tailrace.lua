@@ -166,6 +166,12 @@ local function enlist(keys, args)
   return epoch
 end
 
+-- Items of apply that views define, by their letter. Each gets the call: tag, view, source, mark, epoch, number.
+-- GUARDED: items that compare before anything is written, and come first. read(args, i) returns the item and where the next
+--   one begins; holds(call, item) is false if the stored values are not those seen; write(call, item) writes it.
+-- ITEMS: writes the item at i and returns where the next one begins. ENDINGS: called when all items are written.
+local GUARDED, ITEMS, ENDINGS = {}, {}, {}
+
 -- What upkeep needs to make room must also work in a store that is full.
 local function register_for_full(name, callback)
   redis.register_function{function_name = name, callback = callback, flags = {'allow-oom'}}

@@ -279,29 +279,6 @@ local function thin(keys, args)
   return {'ok'}
 end
 
--- clean(token, tag, source, value): remembers up to where the events of a source were taken out of a tag; nothing forgets it.
-local function clean(keys, args)
-  local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
-  if owner then return {'stale', text(owner)} end
-  local key, tags = keys[1] .. ':cleaned:' .. args[2], keys[1] .. ':cleaned'
-  if args[4] ~= '' then
-    redis.call('HSET', key, args[3], args[4])
-    redis.call('SADD', tags, args[2])
-  else
-    redis.call('HDEL', key, args[3])
-    if redis.call('EXISTS', key) == 0 then redis.call('SREM', tags, args[2]) end
-  end
-  return {'ok'}
-end
-
--- count_from(token, tag, (source, value)…): says how far sources have come in a tag that have come nowhere yet.
-local function count_from(keys, args)
-  local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
-  if owner then return {'stale', text(owner)} end
-  for i = 3, #args, 2 do redis.call('HSETNX', keys[1] .. ':numbers:' .. args[2], args[i], args[i + 1]) end
-  return {'ok'}
-end
-
 register_for_full('tailrace_lease_VERSION', lease)
 redis.register_function('tailrace_stage_VERSION', stage)
 redis.register_function('tailrace_swap_VERSION', swap)
@@ -309,5 +286,3 @@ register_for_full('tailrace_expire_VERSION', expire)
 redis.register_function('tailrace_reopen_VERSION', reopen)
 redis.register_function('tailrace_replace_VERSION', replace)
 redis.register_function('tailrace_thin_VERSION', thin)
-redis.register_function('tailrace_clean_VERSION', clean)
-redis.register_function('tailrace_count_from_VERSION', count_from)

@@ -123,4 +123,35 @@ local function settle(keys, args)
   return done
 end
 
+local function account_of(call)
+  call.account = call.account or new_account()
+  return call.account
+end
+
+-- G rule inputs n (group seen value due near)…       write what groups hold if their versions are those seen ('' for none);
+--                                  no value removes one; a group that fell quiet after near was emitted too early
+GUARDED.G = {
+  read = read_groups,
+  holds = function(call, item)
+    for _, same in ipairs(have_versions(call.tag, item.rule, item.groups, item.seen)) do
+      if not same then return false end
+    end
+    return true
+  end,
+  write = function(call, item)
+    count_groups(call.tag, account_of(call), item)
+    write_groups(call.tag, item.rule, item.groups, item.values, item.dues)
+  end,
+}
+
+-- F rule group id topic key value reason last keep   emit a closed fold; that it fell quiet is remembered for keep ms
+function ITEMS.F(call, args, i)
+  call.number = emit(call.tag, account_of(call), call.epoch, call.number, unpack(args, i + 1, i + 9))
+  return i + 10
+end
+
+function ENDINGS.folds(call)
+  if call.account then close_account(call.tag, call.account) end
+end
+
 redis.register_function('tailrace_settle_VERSION', settle)

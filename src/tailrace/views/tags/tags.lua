@@ -39,6 +39,23 @@ local function write_numbers(tag, view, source, mark, item)
   for _, each in ipairs(item.tags) do call_many('HSET', tag .. ':numbers:' .. each.tag, each.pairs) end
 end
 
+-- N seen time tags (tag n (source seen value)…)…     write the partition's time and the numbers of sources in tags, if all
+--                                  of them are those seen
+GUARDED.N = {
+  read = read_numbers,
+  holds = function(call, item) return have_numbers(call.tag, call.view, call.source, item) end,
+  write = function(call, item) write_numbers(call.tag, call.view, call.source, call.mark, item) end,
+}
+
+-- How many conflicts are remembered.
+local CONFLICTS = 1000
+
+-- K text                           remember a conflict
+function ITEMS.K(call, args, i)
+  redis.call('XADD', call.tag .. ':conflicts', 'MAXLEN', '~', CONFLICTS, '*', 'c', args[i + 1])
+  return i + 2
+end
+
 -- lift(view, driver epoch, (source, ms)…): raises the times of sources of which everything up to then is applied: what comes later
 -- gets no earlier stamp.
 local function lift(keys, args)
@@ -80,5 +97,30 @@ local function introduce(keys, args)
   return found
 end
 
+-- clean(token, tag, source, value): remembers up to where the events of a source were taken out of a tag; nothing forgets it.
+local function clean(keys, args)
+  local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
+  if owner then return {'stale', text(owner)} end
+  local key, tags = keys[1] .. ':cleaned:' .. args[2], keys[1] .. ':cleaned'
+  if args[4] ~= '' then
+    redis.call('HSET', key, args[3], args[4])
+    redis.call('SADD', tags, args[2])
+  else
+    redis.call('HDEL', key, args[3])
+    if redis.call('EXISTS', key) == 0 then redis.call('SREM', tags, args[2]) end
+  end
+  return {'ok'}
+end
+
+-- count_from(token, tag, (source, value)…): says how far sources have come in a tag that have come nowhere yet.
+local function count_from(keys, args)
+  local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
+  if owner then return {'stale', text(owner)} end
+  for i = 3, #args, 2 do redis.call('HSETNX', keys[1] .. ':numbers:' .. args[2], args[i], args[i + 1]) end
+  return {'ok'}
+end
+
 redis.register_function('tailrace_lift_VERSION', lift)
 redis.register_function('tailrace_introduce_VERSION', introduce)
+redis.register_function('tailrace_clean_VERSION', clean)
+redis.register_function('tailrace_count_from_VERSION', count_from)
