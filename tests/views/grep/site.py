@@ -21,11 +21,11 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from tailrace.config.load import load
+from tailrace.driver.ranges import Passes, RangeReader
 from tailrace.driver.slice import Slice, slices
 from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
-from tailrace.kafka.consume import Passes, RangeReader
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.marks import advance

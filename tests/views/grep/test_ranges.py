@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from confluent_kafka import Producer
 
+from tailrace.driver.ranges import RangeReader, shared_out
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.kafka.consume import RangeReader, shared_out
 from tailrace.valkey.shards import StoreOptions
 from tests.views.grep.rig import random_records
 from tests.views.grep.site import Site

@@ -31,11 +31,11 @@ from tailrace.config.settings import Settings
 from tailrace.driver.hooks import Bounds, Loop, Run, Start, Times, ViewDriver, begin_at_end
 from tailrace.driver.one_pass import MAX_REFUSALS
 from tailrace.driver.plan import Plan
+from tailrace.driver.ranges import RangeReader, shared_out
 from tailrace.driver.slice import Slice
 from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, Topic, client_properties
-from tailrace.kafka.consume import RangeReader, shared_out
 from tailrace.log.event import Partition, home_of, poison
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS
