@@ -31,7 +31,7 @@ from tailrace.valkey.marks import read_counts
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views import VIEWS
-from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.request import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
 from tailrace.views.tags.rows.store import StoredRow, writer
@@ -60,7 +60,7 @@ def now_ms() -> int:
 
 
 @asynccontextmanager
-async def opened(settings: Settings) -> AsyncIterator[OpensTags]:
+async def opened(settings: Settings) -> AsyncIterator[TagStore]:
     """Open the store that the settings name."""
     nodes = await Nodes(StoreOptions.of(settings.valkey)).open()
     logs = Logs(nodes, VIEW)
@@ -75,7 +75,7 @@ async def opened(settings: Settings) -> AsyncIterator[OpensTags]:
         await nodes.close()
 
 
-async def frames(store: OpensTags, tag: str, **parameters: Any) -> AsyncGenerator[list[EventFrame], None]:
+async def frames(store: TagStore, tag: str, **parameters: Any) -> AsyncGenerator[list[EventFrame], None]:
     """Yield the events of a feed as they come, several at a time."""
     request = make_tag_request((tag,), now_ms=now_ms(), own_cursors=store.own_cursors, **parameters)
     assert request is not None

@@ -13,7 +13,7 @@ from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.request import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.store import VIEW
@@ -33,7 +33,7 @@ def names(frames: Iterable[AnyFrame]) -> list[str]:
 class Reading(rig.Reading):
     """Feeds of tags, which end at what there is unless it is said otherwise."""
 
-    def __init__(self, feeds: OpensTags, hub: Hub, clock: Callable[[], int] = now_ms) -> None:
+    def __init__(self, feeds: TagStore, hub: Hub, clock: Callable[[], int] = now_ms) -> None:
         self.feeds, self.hub, self.clock = feeds, hub, clock
 
     async def open(self, *tags: str, **parameters: Any) -> AnyFeed:

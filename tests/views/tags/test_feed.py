@@ -190,7 +190,7 @@ async def test_the_cursor_moves_over_what_is_not_shown(store: StoreOptions) -> N
         for names in ((tags[0],), tuple(tags)):
             follower = Follower(await feeds.open(*names, start="start", query={"total": 4}))
             assert await follower.until(1) == [tagger.sent[4].id]
-            await _until(lambda found=follower: any(isinstance(f, Moved) for f in found.frames))
+            await _until(lambda found=follower: "caught-up" in [getattr(f, "name", "") for f in found.frames])
             moved = [frame for frame in follower.frames if isinstance(frame, Moved)]
             assert await feeds.ids(*names, after=moved[-1].cursor) == []
             await follower.close()
@@ -223,9 +223,9 @@ async def test_shards_that_were_written_in_any_order_give_each_source_in_its_ord
 async def test_with_no_room_to_read_ahead_nothing_is_lost_or_repeated(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tag_merge, "MOST_BYTES", 1)
+    monkeypatch.setattr(tag_merge, "MAX_BYTES_AHEAD", 1)
     monkeypatch.setattr(tag_merge, "BATCH_BYTES", 1)
-    monkeypatch.setattr(tag_merge, "MOST_RANGES", 1)
+    monkeypatch.setattr(tag_merge, "MAX_RANGES", 1)
     tags = apart(store, 3)
     tagger = Tagger(store)
     _scramble(tagger, tags, random.Random(5), 12)
@@ -261,7 +261,7 @@ async def test_an_event_waits_for_the_marks_of_the_other_tags_shards(store: Stor
 async def test_an_event_whose_marks_never_come_goes_out_in_the_end(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tag_merge, "HELD_S", 0.2)
+    monkeypatch.setattr(tag_merge, "MARK_TIMEOUT_S", 0.2)
     tags = apart(store)
     tagger = Tagger(store)
     wanted = tagger.write("x", tags[:1], 3, partition=strangers(store, tags)[0], settle=False)
@@ -392,7 +392,7 @@ def test_a_cursor_of_the_stores_own_form_is_left_to_the_store() -> None:
     for given in ({"after": "u12:3~4@5"}, {"start": "u12:3~4@5"}, {"last_event_id": "u12:3~4@5", "limit": 9}):
         request = make_tag_request(("a", "b"), now_ms=now_ms(), own_cursors=True, **given)
         assert request is not None
-        assert (str(request.start), request.since_ms) == ("FromText(text='u12:3')", 5)
+        assert (str(request.start), request.since_ms) == ("FromStoreCursor(text='u12:3')", 5)
         assert (request.sent, request.resumed) == ((4, True) if "last_event_id" in given else (0, False))
     assert make_tag_request(("a",), now_ms=now_ms(), own_cursors=True, last_event_id="u1~end") is None
 

@@ -61,7 +61,7 @@ class ReaderPosition(msgspec.Struct, frozen=True):
 _read = msgspec.json.Decoder(ReaderPosition).decode
 
 
-class Readers:
+class ReaderRegistry:
     """The readers of one installation."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -104,7 +104,7 @@ class NamedFeed:
     def __init__(
         self,
         feed: AnyFeed,
-        readers: Readers,
+        readers: ReaderRegistry,
         reader: ReaderIdentity,
         store: str,
         before: ReaderPosition | None,

@@ -1,7 +1,7 @@
-"""What is asked of a feed of tags, checked before its first byte; and which events such a feed shows.
+"""Requests for feeds of tags, checked before the first byte is sent, and the filter that each requested tag applies.
 
-Both stores open the same request. Invariant of ``Wanted``: an event of several requested tags is shown by exactly one
-of their logs, whatever was read before; so each log has a place of its own in a cursor, and the places are exact.
+Both stores, Valkey and Cassandra, open the same request. Invariant of ``TagFilter``: an event of several requested tags
+is shown by exactly one of them, whatever was read before. So each tag has a position of its own in a cursor.
 """
 
 from __future__ import annotations
@@ -29,27 +29,25 @@ from tailrace.query import QueryLimits, Record, ValueFilter
 
 CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 
-
-_OWN = re.compile(r"u[A-Za-z0-9._:,;+=/@%-]*", re.ASCII)
-
+_STORE_CURSOR = re.compile(r"u[A-Za-z0-9._:,;+=/@%-]*", re.ASCII)
 
 _decode = msgspec.json.Decoder().decode
 
 
-class FromText(msgspec.Struct, frozen=True):
-    """After a cursor that only the store can read: what stands before its state."""
+class FromStoreCursor(msgspec.Struct, frozen=True):
+    """A start after a cursor that only the store can read; ``text`` excludes the state of the request."""
 
     text: str
 
 
 class TagRequest(FeedRequest, frozen=True, kw_only=True):
-    """A feed over one or several tags, which are its names, in the order of the request."""
+    """A feed over one or several tags; ``names`` are the tags in the order of the request."""
 
-    start: Start | FromText  # type: ignore[assignment]
+    start: Start | FromStoreCursor  # type: ignore[assignment]
     mode: Literal["any", "all"] = "any"
     query: ValueFilter | None = None
     client: str | None = None
-    """A name under which the reader's place is kept."""
+    """Name of the reader, under which its position is stored."""
 
 
 def make_tag_request(
@@ -67,119 +65,119 @@ def make_tag_request(
     until: str | None = None,
     **more: Any,
 ) -> TagRequest | None:
-    """Read the parameters; ``more`` is what every feed takes. None when the request has ended before.
+    """Check the parameters and return the request; None if its cursor says that the request has ended.
 
-    With ``own_cursors`` the store has cursors of a form of its own, and ``until`` is a time.
+    Args:
+        own_cursors: The store has its own form of cursors; then ``until`` must be a time.
+        more: The parameters that every feed takes.
     """
     if mode not in ("any", "all"):
-        raise BadRequest(f"mode={mode[:80]!r}: any, for events with one of the tags, or all")
+        raise BadRequest(f"mode={mode[:80]!r}: expected any, for events with one of the tags, or all")
     for tag in tags:
         if not is_tag(tag):
-            raise BadRequest(f"{tag[:80]!r} can be no tag: a text of 1 to {MAX_TAG_BYTES} bytes")
+            raise BadRequest(f"{tag[:80]!r} is not a tag: expected a text of 1 to {MAX_TAG_BYTES} bytes")
     if len(tags) > MAX_NAMES or len(set(tags)) != len(tags):
         raise BadRequest(f"a feed is over at most {MAX_NAMES} tags, each named once")
     if client is not None and not CLIENT.fullmatch(client):
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
     sieve = None if query is None or query == {} else ValueFilter(query, limits=limits or QueryLimits())
-    place = None
+    cursor = None
     if own_cursors:
-        place = last_event_id or after or (start if start and _OWN.match(start) else None)
+        cursor = last_event_id or after or (start if start and _STORE_CURSOR.match(start) else None)
         if until:
             parse_time(until, now_ms)
     plain = make_request(
-        tags[:1] if mode == "all" else tags,  # then there is one log to have a place in
+        tags[:1] if mode == "all" else tags,  # with "all" the feed reads one log
         now_ms=now_ms,
-        start="end" if place else start,
-        after=None if place else after,
-        last_event_id=None if place else last_event_id,
+        start="end" if cursor else start,
+        after=None if cursor else after,
+        last_event_id=None if cursor else last_event_id,
         until=until,
         **more,
     )
     if plain is None:
         return None
-    found = {name: getattr(plain, name) for name in FeedRequest.__struct_fields__}
-    found["names"] = tags
-    if place is not None:
-        body, sent, since_ms, ended = _own(place)
+    fields = {name: getattr(plain, name) for name in FeedRequest.__struct_fields__}
+    fields["names"] = tags
+    if cursor is not None:
+        text, sent, since_ms, ended = _split_cursor(cursor)
         if last_event_id and ended:
             return None
-        found |= {"start": FromText(body), "since_ms": since_ms}
-        found |= {"sent": sent or 0, "resumed": True} if last_event_id else {}
+        fields |= {"start": FromStoreCursor(text), "since_ms": since_ms}
+        fields |= {"sent": sent or 0, "resumed": True} if last_event_id else {}
     elif isinstance(plain.start, FromCursor):
-        # The time at which the first request began still holds for whoever goes on from its cursor.
-        found["since_ms"] = plain.start.cursor.since_ms
-    return TagRequest(**found, mode=mode, query=sieve, client=client)  # type: ignore[arg-type]
+        # A request that began at a time shows nothing older, also when another one continues from its cursor.
+        fields["since_ms"] = plain.start.cursor.since_ms
+    return TagRequest(**fields, mode=mode, query=sieve, client=client)  # type: ignore[arg-type]
 
 
-def _own(text: str) -> tuple[str, int | None, int | None, bool]:
-    """Take a cursor of the store's own form apart: what the store reads, and the state of the request."""
-    body, tilde, tail = text.strip().partition("~")
-    if len(text) > MAX_CURSOR_BYTES or not _OWN.fullmatch(body):
-        raise CursorError(f"cannot read cursor {text[:80]!r}: expected the id of an event of this feed")
-    return body, *(parse_state(tail, text) if tilde else (None, None, False))
+def _split_cursor(cursor: str) -> tuple[str, int | None, int | None, bool]:
+    """Return the store's part of a cursor, and the state of the request: sent, since_ms, ended."""
+    text, tilde, state = cursor.strip().partition("~")
+    if len(cursor) > MAX_CURSOR_BYTES or not _STORE_CURSOR.fullmatch(text):
+        raise CursorError(f"cannot read cursor {cursor[:80]!r}: expected the id of an event of this feed")
+    return text, *(parse_state(state, cursor) if tilde else (None, None, False))
 
 
 class TagFilter:
-    """Which events the log of one of the requested tags shows."""
+    """The filter of one requested tag: decides which events of its log a feed shows.
 
-    __slots__ = ("_before", "_query", "all_of", "asks_record", "is_everything")
+    With ``any`` the first requested tag of an event shows it; with ``all`` the first tag of the request shows all.
 
-    def __init__(self, request: TagRequest, at: int) -> None:
-        """``at`` is the tag's place in the request."""
-        self._before = frozenset(request.names[:at])
-        self.all_of = frozenset(request.names[1:]) if request.mode == "all" else frozenset[str]()
+    Args:
+        index: Index of the tag in the request.
+    """
+
+    __slots__ = ("_earlier", "_first_ms", "_last_ms", "_others", "_query", "asks_record", "shows_all")
+
+    def __init__(self, request: TagRequest, index: int) -> None:
+        self._earlier = frozenset(request.names[:index])
+        self._others = frozenset(request.names[1:]) if request.mode == "all" else frozenset[str]()
         self._query = request.query
+        self._first_ms = -(1 << 62) if request.since_ms is None else request.since_ms
+        self._last_ms = 1 << 62 if request.until_ms is None else request.until_ms
         self.asks_record = request.query is not None and request.query.asks_record
-        self.is_everything = not (self._before or self.all_of or self._query)
-        """Whether it shows all that there is in its log."""
+        """True if ``shows`` needs the record."""
+        bounded = request.since_ms is not None or request.until_ms is not None
+        self.shows_all = not (self._earlier or self._others or self._query or bounded)
 
-    def shows(self, tags: Sequence[str], value: bytes, record: Record | None = None) -> bool:
-        """Return whether the log shows an event that has these tags.
-
-        By ``any`` it is the log of the first requested tag among them; by ``all`` there is one log.
-        """
-        if self._before and not self._before.isdisjoint(tags):
+    def shows(self, ms: int, tags: Sequence[str], value: bytes, record: Record | None = None) -> bool:
+        """Return True if the feed shows an event; ``ms`` is the millisecond of its timeuuid."""
+        if not self._first_ms <= ms <= self._last_ms:
             return False
-        if self.all_of and not self.all_of.issubset(tags):
+        if self._earlier and not self._earlier.isdisjoint(tags):
+            return False
+        if self._others and not self._others.issubset(tags):
             return False
         return self._query is None or self._query.matches(value, record)
 
 
-Stamped = tuple[int, bool]
-"""The millisecond of an event's stamp, and whether it is shown."""
-
-
-def look(run: Run, request: TagRequest, wanted: TagFilter, skip: int = 0) -> list[Stamped]:
-    """Return for each event of a run, from the one at ``skip``, its stamp and whether it is shown."""
+def filter_run(run: Run, tag_filter: TagFilter, skip: int = 0) -> list[tuple[int, bool]]:
+    """Return for each event of a run, from index ``skip`` on: the millisecond of its timeuuid, and True if shown."""
     if run.tag_columns is None:
         raise StoreError("a stored run of a tag has no numbers: rebuild the view of tags")
     offsets, times, values = run.offsets, run.times, run.values
     rows = run.tag_columns.rows(offsets, times)
-    least = request.since_ms if request.since_ms is not None else -(1 << 62)
-    most = request.until_ms if request.until_ms is not None else 1 << 62
-    found: list[Stamped] = []
+    results: list[tuple[int, bool]] = []
     for i in range(skip, len(rows)):
-        note, record = rows[i], None
-        if not least <= note.ms <= most:
-            found.append((note.ms, False))
-            continue
-        if wanted.asks_record:
+        record = None
+        if tag_filter.asks_record:
             key = run.keys[i if len(run.keys) > 1 else 0]
-            record = record_of(
-                run.partition, offsets[i], times[i], key, None if run.headers is None else run.headers[i]
-            )
-        found.append((note.ms, wanted.is_everything or wanted.shows(note.tags, values[i], record)))
-    return found
+            headers = None if run.headers is None else run.headers[i]
+            record = record_of(run.partition, offsets[i], times[i], key, headers)
+        results.append((rows[i].ms, tag_filter.shows(rows[i].ms, rows[i].tags, values[i], record)))
+    return results
 
 
-def record_of(place: Partition, offset: int, time_ms: int, key: bytes | None, headers: Headers | None) -> Record:
-    """Return what queries may ask of a record beside its value, as every frame shows it."""
-    shown = _plain(key_json(key)), _plain(headers_json(headers))
-    return Record(place.topic, place.partition, offset, time_ms, *shown)
+def record_of(partition: Partition, offset: int, time_ms: int, key: bytes | None, headers: Headers | None) -> Record:
+    """Return the fields of a record that queries may ask for beside its value, in the form that frames show."""
+    return Record(
+        partition.topic, partition.partition, offset, time_ms, _plain(key_json(key)), _plain(headers_json(headers))
+    )
 
 
-def _plain(shown: bytes) -> Any:
+def _plain(json: bytes) -> Any:
     try:
-        return _decode(shown)
-    except (ValueError, RecursionError):  # a key may hold a number that no float holds, or be nested as it likes
+        return _decode(json)
+    except (ValueError, RecursionError):  # a key may hold a number that no float holds, or be nested too deeply
         return None

@@ -25,10 +25,10 @@ from tailrace.log.request import AnyFeed
 from tailrace.log.store import Logs
 from tailrace.metrics import ReaderFigures, ReaderMetrics
 from tailrace.valkey.shards import mapping
-from tailrace.views.tags.feed import OpensTags, open_store
+from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.model import SourceProgress
-from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderPosition, Readers, logger
-from tailrace.views.tags.request import FromText, TagRequest, make_tag_request
+from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderPosition, ReaderRegistry, logger
+from tailrace.views.tags.request import FromStoreCursor, TagRequest, make_tag_request
 from tailrace.views.tags.store import VIEW
 
 _decode = msgspec.json.Decoder().decode
@@ -163,12 +163,12 @@ class TagsService(LogService):
     def __init__(self, service: Service) -> None:
         super().__init__(service, Logs(service.nodes, VIEW))
         self.is_on = VIEW in self.settings.live_views
-        self.readers = Readers(self.nodes)
+        self.readers = ReaderRegistry(self.nodes)
         self.collector = ReaderMetrics()
-        self._store: OpensTags | None = None
+        self._store: TagStore | None = None
 
     @property
-    def store(self) -> OpensTags:
+    def store(self) -> TagStore:
         """The store that has the tags.
 
         Raises:
@@ -293,7 +293,7 @@ async def _open(view: TagsService, wanted: TagRequest, query: TagQuery) -> AnyFe
     store, tags, mode = view.settings.tags.store, wanted.names, wanted.mode
     reader = ReaderIdentity(wanted.client, mode, tags)
     known = await view.readers.find(reader)
-    if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromText):
+    if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromStoreCursor):
         wanted = query.tag_request(view, tags, mode, None, known.cursor) or wanted
     feed = NamedFeed(await view.store.open(wanted), view.readers, reader, store, known, now_ms)
     await feed.begin()

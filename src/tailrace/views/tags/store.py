@@ -1,12 +1,10 @@
-"""What the shards keep for tags: how far each source has come in each tag, and the floors of what is still to come.
+"""The state that shards store for tags: progress of sources, levels of partitions, conflicts, erasures.
 
-A tag lives in one shard, and its numbers with it, wherever its events rest. They are read by the task that is about to
-write, and compared by the shard when it has. A floor is the time of a partition's last stamp in a shard, or what the
-driver raised it to since. Invariant: no event that is still to be written has a stamp before its partition's floor.
+A tag lives in one shard, and the progress of its sources with it, whether its events are in Valkey or in Cassandra. A
+task reads that progress before it writes; the shard compares it before it applies the window.
 
-What the shards remember of cleaned sources: up to where their events were taken out of each tag.
-
-A set of each shard names the tags that have some, so that nobody has to look through all tags.
+A floor is the millisecond of a partition's last timeuuid in a shard, or a later one that the driver raised it to.
+Invariant: no event that is still to be written has a timeuuid before the floor of its partition.
 """
 
 from __future__ import annotations
@@ -33,23 +31,27 @@ if TYPE_CHECKING:
 
 
 VIEW = "tags"
+PAGE = 500
+
+_decode_erasure = msgspec.json.Decoder(Erasure).decode
+encode = msgspec.json.Encoder().encode
 
 
 class TagOptions(msgspec.Struct, frozen=True):
-    """Everything that a task must know to tag events and to store them."""
+    """The settings that a Spark task needs to tag events and to store them."""
 
     tagging: Tagging = Tagging()
     span_ms: int = 3_600_000
     """Length of a bucket."""
     future_ms: int = 1_000
-    """How far ahead of the clock a stamp may be."""
+    """A timeuuid may be ahead of the clock by this much."""
     batch: int = 150
     cassandra: CassandraOptions | None = None
-    """Where the events rest, if not in Valkey."""
+    """None if the events are in Valkey."""
 
 
 def tag_options(settings: Settings) -> TagOptions:
-    """Return the options that the configuration gives."""
+    """Return the options from the configuration."""
     tags = settings.tags
     cassandra: CassandraOptions | None = None
     if tags.store == "cassandra":
@@ -72,90 +74,63 @@ def tag_options(settings: Settings) -> TagOptions:
 
 
 def read_progress(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]]]) -> list[list[SourceProgress]]:
-    """Return how far sources have come: for each (shard, tag, sources) a list in the order of the sources."""
+    """Return the progress of sources: for each (shard, tag, sources) a list in the order of the sources."""
     keys = shards.keys
-    answers = shards.run_all([(shard, ("HMGET", keys.numbers(shard, tag), *pids)) for shard, tag, pids in wanted])
+    answers = shards.run_all([(shard, ("HMGET", keys.numbers(shard, tag), *sources)) for shard, tag, sources in wanted])
     return [[SourceProgress.parse(value) for value in answer] for answer in answers]
 
 
-def introduce_partitions(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[str]]]) -> list[list[int]]:
-    """Give partitions that have no floor in a shard the lowest there is; return those of all, in their order.
-
-    Before the first row of a partition is written: so readers know that it is there, and that more of it may come.
-    """
-    answers = shards.call_all([(shard, "introduce", (VIEW, epoch, *sources)) for shard, sources in wanted])
-    for answer in answers:
-        if answer[0] == b"stale":
-            raise StaleDriver(VIEW, epoch, int(answer[1]))
-    return [[int(ms) for ms in answer[1:]] for answer in answers]
-
-
-def raise_floors(shards: Shards, epoch: int, times: Mapping[Partition, int]) -> None:
-    """Raise the floors of partitions of which everything up to these times is applied, in every shard."""
-    if not times:
-        return
-    pairs = [part for source, ms in times.items() for part in (str(source), ms)]
-    for answer in shards.call_all([(s, "lift", (VIEW, epoch, *pairs)) for s in range(shards.options.shards)]):
-        if answer[0] == b"stale":
-            raise StaleDriver(VIEW, epoch, int(answer[1]))
-
-
-def read_conflicts(shards: Shards, most: int) -> list[dict[str, Any]]:
-    """Return the latest conflicts, the newest first: sources that are written from two places."""
-    keys, count = shards.keys, shards.options.shards
-    answers = shards.run_all([(s, ("XREVRANGE", keys.conflicts(s), "+", "-", "COUNT", most)) for s in range(count)])
-    found = [(entry_id, mapping(flat)[b"c"]) for answer in answers for entry_id, flat in answer]
-    found.sort(key=lambda each: tuple(map(int, each[0].split(b"-"))), reverse=True)
-    return [msgspec.json.decode(text) for _, text in found[:most]]
-
-
-PAGE = 500
-
-_decode = msgspec.json.Decoder(Erasure).decode
-encode = msgspec.json.Encoder().encode
-
-
-def read_erasures(shards: Shards, tags: Iterable[str] | None = None) -> dict[str, dict[str, Erasure]]:
-    """Return the cleaned sources of tags that have some; of all of them, unless tags are given."""
-    keys, count = shards.keys, shards.options.shards
-    listed = shards.run_all([(s, ("SMEMBERS", keys.erased_tags(s))) for s in range(count)])
-    known = {tag.decode() for members in listed for tag in members}
-    wanted = sorted(known if tags is None else known.intersection(tags))
-    places = [shard_of(tag, count) for tag in wanted]
-    commands: list[Command] = [(s, ("HGETALL", keys.erasures(s, tag))) for s, tag in zip(places, wanted, strict=True)]
-    return {
-        tag: {pid.decode(): _decode(stored) for pid, stored in mapping(answer).items()}
-        for tag, answer in zip(wanted, shards.run_all(commands), strict=True)
-    }
-
-
 def tags_of(shards: Shards, source: str) -> Iterator[str]:
-    """Yield the tags with a log that a source has come somewhere in."""
+    """Yield the tags with a log that a source has progress in."""
     logs = LogRegistry(shards, VIEW).walk()
     while page := list(islice(logs, PAGE)):
         commands: list[Command] = [(s.shard, ("HEXISTS", shards.keys.numbers(s.shard, s.name), source)) for s in page]
         yield from (seen.name for seen, has in zip(page, shards.run_all(commands), strict=True) if has)
 
 
+def introduce_partitions(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[str]]]) -> list[list[int]]:
+    """Give partitions without a floor in a shard the lowest floor there; return the floors of all, in their order.
+
+    This comes before the first row of a partition is written, so that readers know of the partition and wait for it.
+    """
+    answers = shards.call_all([(shard, "introduce", (VIEW, epoch, *partitions)) for shard, partitions in wanted])
+    _refuse_stale(answers, epoch)
+    return [[int(ms) for ms in answer[1:]] for answer in answers]
+
+
+def raise_floors(shards: Shards, epoch: int, times: Mapping[Partition, int]) -> None:
+    """Raise the floors of partitions to the times up to which everything is applied, in every shard."""
+    if not times:
+        return
+    pairs = [part for partition, ms in times.items() for part in (str(partition), ms)]
+    _refuse_stale(shards.call_all([(s, "lift", (VIEW, epoch, *pairs)) for s in range(shards.options.shards)]), epoch)
+
+
+def _refuse_stale(answers: Sequence[Any], epoch: int) -> None:
+    for answer in answers:
+        if answer[0] == b"stale":
+            raise StaleDriver(VIEW, epoch, int(answer[1]))
+
+
 class Levels(msgspec.Struct, frozen=True):
-    """The marks and the floors of one shard, as ``views.tags.rows.reading`` takes them."""
+    """The marks and the floors of the partitions in one shard."""
 
     marks: dict[Partition, int]
     floors: dict[Partition, int]
 
 
 class LevelReader:
-    """Reads marks and floors."""
+    """Reads levels for the service."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
     def shard_of(self, tag: str) -> int:
-        """Return the shard that a tag lives in."""
+        """Return the shard of a tag."""
         return shard_of(tag, self._nodes.options.shards)
 
     async def read(self, shards: Iterable[int]) -> dict[int, Levels]:
-        """Return what shards say. Floors are read before the marks: they hold for what lies beyond these, too."""
+        """Return the levels of shards. Floors are read before marks, so they hold for everything beyond the marks."""
         wanted, keys = sorted(set(shards)), self._nodes.keys
         answers = await self._nodes.read_all(
             [
@@ -163,15 +138,42 @@ class LevelReader:
                 *((shard, ("HGETALL", keys.marks(shard, VIEW))) for shard in wanted),
             ]
         )
-        found: dict[int, Levels] = {}
+        levels: dict[int, Levels] = {}
         for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
-            found[shard] = Levels(
-                {_place(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCANNED},
-                {_place(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
+            levels[shard] = Levels(
+                {_partition(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCANNED},
+                {_partition(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
             )
-        return found
+        return levels
 
 
 @lru_cache(10_000)
-def _place(field: bytes) -> Partition:
+def _partition(field: bytes) -> Partition:
     return Partition.parse(field.decode())
+
+
+def read_conflicts(shards: Shards, most: int) -> list[dict[str, Any]]:
+    """Return the latest conflicts, the newest first: events that show a second writer of their source."""
+    keys, count = shards.keys, shards.options.shards
+    answers = shards.run_all([(s, ("XREVRANGE", keys.conflicts(s), "+", "-", "COUNT", most)) for s in range(count)])
+    entries = [(entry_id, mapping(flat)[b"c"]) for answer in answers for entry_id, flat in answer]
+    entries.sort(key=lambda each: tuple(map(int, each[0].split(b"-"))), reverse=True)
+    return [msgspec.json.decode(text) for _, text in entries[:most]]
+
+
+def read_erasures(shards: Shards, tags: Iterable[str] | None = None) -> dict[str, dict[str, Erasure]]:
+    """Return the erasures of tags, by tag and source; of all tags if none are given. A tag without any is left out.
+
+    Each shard has a set of the tags with erasures, so that not every tag is looked up.
+    """
+    keys, count = shards.keys, shards.options.shards
+    answers = shards.run_all([(s, ("SMEMBERS", keys.erased_tags(s))) for s in range(count)])
+    listed = {tag.decode() for members in answers for tag in members}
+    wanted = sorted(listed if tags is None else listed.intersection(tags))
+    commands: list[Command] = [
+        (shard, ("HGETALL", keys.erasures(shard, tag))) for tag in wanted for shard in (shard_of(tag, count),)
+    ]
+    return {
+        tag: {source.decode(): _decode_erasure(stored) for source, stored in mapping(answer).items()}
+        for tag, answer in zip(wanted, shards.run_all(commands), strict=True)
+    }

@@ -387,17 +387,9 @@ class TagRowsFeed:
         return best
 
     def _shows(self, line: TagLine, row: StoredRow) -> bool:
-        since_ms, wanted = self._request.since_ms, self._wanted[line.at]
-        if since_ms is not None and ms_of(row.timeuuid) < since_ms:
-            return False
         if self._until is not None and order(row.timeuuid) > order(self._until):
             return False
-        if wanted.is_everything:
-            return True
-        record = None
-        if wanted.asks_record:
-            record = record_of(row.partition, row.offset, row.time_ms, row.key, row.headers)
-        return wanted.shows(row.tags, row.value or b"null", record)
+        return shows_row(self._wanted[line.at], row)
 
     def _fails(self) -> bool:
         return self._pace.fails or self._request.on_gap == "fail"
@@ -447,3 +439,13 @@ def frame_of(row: StoredRow) -> bytes:
     value = b"null" if row.value is None else row.value
     record = row.partition, row.offset, row.time_ms, row.key, row.headers, value
     return tagged_frame(row.tag, note, row.timeuuid, *record)
+
+
+def shows_row(tag_filter: TagFilter, row: StoredRow) -> bool:
+    """Return True if a filter shows a row."""
+    if tag_filter.shows_all:
+        return True
+    record = None
+    if tag_filter.asks_record:
+        record = record_of(row.partition, row.offset, row.time_ms, row.key, row.headers)
+    return tag_filter.shows(ms_of(row.timeuuid), row.tags, row.value or b"null", record)

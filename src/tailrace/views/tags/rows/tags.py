@@ -23,7 +23,7 @@ from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.valkey.nodes import Nodes
 from tailrace.views.tags.feed import TagSummary
-from tailrace.views.tags.request import FromText, TagFilter, TagRequest, record_of
+from tailrace.views.tags.request import FromStoreCursor, TagFilter, TagRequest
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.cursor import (
     BEGIN,
@@ -36,7 +36,7 @@ from tailrace.views.tags.rows.cursor import (
     hashed_partition,
     room_for,
 )
-from tailrace.views.tags.rows.feed import Pace, TagLine, TagRowsFeed
+from tailrace.views.tags.rows.feed import Pace, TagLine, TagRowsFeed, shows_row
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import FOR_HOLDS
 from tailrace.views.tags.rows.store import RowKey, StoredRow
@@ -157,7 +157,7 @@ class CassandraTags:
     ) -> list[TagPosition]:
         start, tags = request.start, request.names
         by_tag = [levels[self._floors.shard_of(tag)] for tag in tags]
-        if isinstance(start, FromText):
+        if isinstance(start, FromStoreCursor):
             return list(TagCursor.parse(start.text, len(tags)).parts)
         if isinstance(start, FromCursor):
             raise CursorError(
@@ -229,7 +229,7 @@ class CassandraTags:
                         return [*rows, row], shown
                     if not await is_written(row):
                         continue
-                    if len(shown) < count and _is_shown(request, wanted, row):
+                    if len(shown) < count and shows_row(wanted, row):
                         shown.append(len(rows))
                     rows.append(row)
                 if len(rows) >= MOST_LOOKED:
@@ -280,15 +280,6 @@ def _before(rows: Sequence[StoredRow], first: int, low: UUID, room: int) -> TagP
 def _after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> TagPosition:
     """Return the place after what has come from places above a stamp; after the last of it, if those are too many."""
     return TagPosition(low, tuple(reached.values())) if len(reached) <= room - FOR_HOLDS else TagPosition(last)
-
-
-def _is_shown(request: TagRequest, wanted: TagFilter, row: StoredRow) -> bool:
-    if request.until_ms is not None and ms_of(row.timeuuid) > request.until_ms:
-        return False
-    if wanted.is_everything:
-        return True
-    record = record_of(row.partition, row.offset, row.time_ms, row.key, row.headers) if wanted.asks_record else None
-    return wanted.shows(row.tags, row.value or b"null", record)
 
 
 def _ms(given: timedelta) -> int:
