@@ -10,7 +10,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance
-from tailrace.valkey.shards import StoreOptions, hold
+from tailrace.valkey.shards import StoreOptions, fence
 from tests.writing import VIEWS, Record, Writer, read_view
 
 NAMES = [f"name-{i}".encode() for i in range(40)]
@@ -83,5 +83,5 @@ def test_a_full_store_is_an_outage_that_says_nothing_of_the_data(own_valkey: Emb
 def test_a_driver_that_was_overtaken_does_not_get_its_views_back(any_store: StoreOptions) -> None:
     overtaken, owner = Writer(any_store), Writer(any_store)
     with pytest.raises(StaleDriver, match=str(owner.epoch)):
-        hold(overtaken.shards, VIEWS, overtaken.epoch)
-    hold(owner.shards, VIEWS, owner.epoch)
+        fence(overtaken.shards, VIEWS, overtaken.epoch)
+    fence(owner.shards, VIEWS, owner.epoch)

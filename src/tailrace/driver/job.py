@@ -42,7 +42,7 @@ from tailrace.errors import (
 from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_marks
-from tailrace.valkey.shards import Shards, StoreOptions, enlist, hold, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, enlist, fence, prepare
 from tailrace.view import View
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Driver:
         try:
             prepare(shards)
             if self._epoch:
-                hold(shards, self.views, self._epoch)
+                fence(shards, self.views, self._epoch)
             self._epoch = enlist(shards, self.views)
             start = Start(settings, shards, self._epoch)
             views = [view.driver(settings) for view in self._views]

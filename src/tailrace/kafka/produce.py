@@ -25,7 +25,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
 from tailrace.log.event import Headers, Partition, event_id
-from tailrace.valkey.marks import read_adopted
+from tailrace.valkey.marks import read_generation
 from tailrace.valkey.nodes import Nodes
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class Topics:
             if known is None:
                 raise
             return known[1]
-        generation = read_adopted(stored).of(facts.id)
+        generation = read_generation(stored).of(facts.id)
         self._generations[topic] = time.monotonic(), generation
         return generation
 

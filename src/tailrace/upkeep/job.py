@@ -33,7 +33,7 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.config.units import compiled
 from tailrace.errors import BadRequest, LeaseHeld, StaleDriver, StaleUpkeep, TailraceError
-from tailrace.valkey.shards import Shards, StoreOptions, check_layout, hold, prepare
+from tailrace.valkey.shards import Shards, StoreOptions, check_layout, fence, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class JobLease:
             time.sleep(0.2)
         self.token = int(answer[1])
         try:
-            hold(self._shards, (self._what,), self.token)
+            fence(self._shards, (self._what,), self.token)
         except StaleDriver as error:
             raise StaleUpkeep(self.token, error.stored) from None
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)

@@ -45,7 +45,7 @@ from tailrace.log.store import LogRegistry, Staging
 from tailrace.upkeep.examine import Bounds
 from tailrace.upkeep.job import Throttle, matcher
 from tailrace.upkeep.packer import GROUP_SEGMENTS, UNLIMITED, DueSegment, Packer, PackOutcome, groups
-from tailrace.valkey.marks import NOTHING, Adopted, read_all_adopted, read_marks
+from tailrace.valkey.marks import NOTHING, TopicGeneration, read_generations, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import VIEWS
 from tailrace.views.days.write import DaysWriter
@@ -530,7 +530,7 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False)
         raise PipelineError(f"a Spark job of upkeep failed: {told[-1].partition(': ')[2] or told[-1]}") from error
 
 
-def _generations(shards: Shards) -> dict[str, Adopted]:
+def _generations(shards: Shards) -> dict[str, TopicGeneration]:
     """Return generation and id of every topic that the pipeline has adopted."""
     (answer,) = shards.run_all([(0, ("HGETALL", shards.keys.topics()))])
-    return read_all_adopted(answer)
+    return read_generations(answer)

@@ -1,12 +1,11 @@
-"""Marks: the last offset of each source that a shard has applied, for one view.
+"""Progress in Kafka, as each shard has it: marks, their times and counters; and the generations of topics.
 
-Invariant: everything of a source up to a shard's mark, and nothing after it, is in that shard. A start begins after the
-lowest mark; a shard that is ahead refuses what it has. Marks never expire.
+A mark is the last offset of a partition that a shard has applied for a view. Invariant: the shard has everything of the
+partition up to its mark, and nothing after it. A driver starts after the lowest mark; a shard that is ahead refuses
+records that it has. Marks never expire.
 
-Generations of topics, as the store has them: how often a name was given to another topic, and which one has it.
-
-A topic that was deleted and created again is another one, with offsets of its own; `adopt` counts it up when a driver
-meets it.
+A topic that was deleted and created again under the same name has new offsets. The function ``adopt`` raises its
+generation when a driver first reads it.
 """
 
 from __future__ import annotations
@@ -19,74 +18,70 @@ from tailrace.log.event import Partition
 from tailrace.valkey.shards import Shards, mapping
 
 NOTHING = -1
-"""The mark of a source of which nothing is applied."""
+"""Mark of a partition of which nothing is applied."""
 
 LONG_AGO = -(1 << 53), NOTHING
-"""The time of a source of which nothing is applied, and the mark it holds at."""
+"""Time and mark of a partition of which nothing is applied."""
 
-SCANNED = b"~"
-"""What the marks of scans begin with; they lie beside those of sources."""
+SCAN_PREFIX = b"~"
+"""First byte of the fields that hold marks of scans; they are in the same hash as those of partitions."""
 
 
 def read_marks(shards: Shards, view: str) -> list[dict[Partition, int]]:
     """Return the marks of every shard."""
-    answers = shards.run_all(
-        [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)],
-    )
-    return [parse_marks(answer) for answer in answers]
+    commands = [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)]
+    return [parse_marks(answer) for answer in shards.run_all(commands)]
 
 
 def parse_marks(answer: Any) -> dict[Partition, int]:
     """Read the answer to HGETALL of a shard's marks."""
     stored = mapping(answer)
-    return {Partition.parse(field.decode()): int(mark) for field, mark in stored.items() if field[:1] != SCANNED}
+    return {Partition.parse(field.decode()): int(mark) for field, mark in stored.items() if field[:1] != SCAN_PREFIX}
 
 
 def lowest(marks: Sequence[Mapping[Partition, int]]) -> dict[Partition, int]:
-    """Return, for each source that any shard knows, the mark up to which every shard has applied."""
-    known = set().union(*marks) if marks else set()
-    return {source: min(shard.get(source, NOTHING) for shard in marks) for source in known}
+    """Return the lowest mark over all shards, for each partition that any shard has a mark of."""
+    partitions = set().union(*marks) if marks else set()
+    return {partition: min(shard.get(partition, NOTHING) for shard in marks) for partition in partitions}
 
 
 def advance(
     shards: Shards, view: str, epoch: int, ends: Mapping[Partition, int], times: Mapping[Partition, int] | None = None
 ) -> None:
-    """Raise the marks of all shards to offsets that completed batches have passed, and with them their times if given.
+    """Raise the marks of all shards to offsets that completed batches have passed, and their times if given.
 
-    Only for ranges whose tasks have all succeeded: a shard that had nothing in them learns that it had nothing.
+    Only for ranges whose tasks have all succeeded: a shard that had no record in them gets its mark from here.
     """
     if not ends:
         return
-    known = times or {}
-    pairs = [part for source, offset in ends.items() for part in (str(source), offset, known.get(source, ""))]
+    times = times or {}
+    pairs = [part for each, offset in ends.items() for part in (str(each), offset, times.get(each, ""))]
     for answer in shards.call_all([(s, "advance", (view, epoch, *pairs)) for s in range(shards.options.shards)]):
         if answer[0] == b"stale":
             raise StaleDriver(view, epoch, int(answer[1]))
         if answer[0] == b"unready":
-            raise StoreError("a shard was never begun: the store was emptied under the pipeline")
+            raise StoreError("a shard is not initialised: the store was emptied under the pipeline")
 
 
 def read_times(shards: Shards, view: str) -> dict[Partition, tuple[int, int]]:
-    """Return the running-maximum time applied of every source, with the offset that it holds up to."""
-    found: dict[Partition, tuple[int, int]] = {}
-    for answer in shards.run_all(
-        [(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)],
-    ):
+    """Return the running-maximum time of every partition, with the mark that it belongs to."""
+    latest: dict[Partition, tuple[int, int]] = {}
+    for answer in shards.run_all([(s, ("HGETALL", shards.keys.times(s, view))) for s in range(shards.options.shards)]):
         for field, value in mapping(answer).items():
-            source, known = Partition.parse(field.decode()), parse_mark_time(value)
-            if source not in found or found[source][1] < known[1]:
-                found[source] = known
-    return found
+            partition, time = Partition.parse(field.decode()), parse_mark_time(value)
+            if partition not in latest or latest[partition][1] < time[1]:
+                latest[partition] = time
+    return latest
 
 
 def parse_mark_time(value: bytes) -> tuple[int, int]:
-    """Read a running-maximum time and the mark that it was stored with."""
+    """Read a running-maximum time and its mark."""
     time_ms, _, mark = value.partition(b" ")
     return int(time_ms), int(mark or -1)
 
 
 def read_counts(shards: Shards, view: str) -> dict[str, int]:
-    """Return the view's counters, added up over all shards: in, stored, dead, skipped:<reason>."""
+    """Return the counters of a view, summed over all shards: in, stored, dead, skipped:<reason>."""
     totals: dict[str, int] = {}
     for answer in shards.run_all([(s, ("HGETALL", shards.keys.counts(s, view))) for s in range(shards.options.shards)]):
         for field, n in mapping(answer).items():
@@ -95,33 +90,33 @@ def read_counts(shards: Shards, view: str) -> dict[str, int]:
 
 
 def conserved(counts: Mapping[str, int]) -> int:
-    """Return in − (stored + skipped + dead): 0 when no record is under way and none was lost."""
+    """Return in − (stored + skipped + dead): 0 if no record is under way and none was lost."""
     out = sum(n for field, n in counts.items() if field in ("stored", "dead") or field.startswith("skipped:"))
     return counts.get("in", 0) - out
 
 
-class Adopted(NamedTuple):
-    """A topic's name as the drivers know it; nothing is known of one that none has met."""
+class TopicGeneration(NamedTuple):
+    """Generation and Kafka id of the topic that has a name now; the defaults if no driver has read it yet."""
 
     generation: int = 0
     topic_id: str = ""
 
     def of(self, topic_id: str) -> int:
-        """Return the generation that a topic of this id has, or will get when a driver meets it."""
+        """Return the generation that the topic with this id has, or will get when a driver first reads it."""
         return self.generation + (self.topic_id not in ("", topic_id))
 
 
-UNKNOWN = Adopted()
+UNKNOWN_TOPIC = TopicGeneration()
 
 
-def read_adopted(stored: bytes | None) -> Adopted:
-    """Read what the store has under a topic's name."""
+def read_generation(stored: bytes | None) -> TopicGeneration:
+    """Read the value stored for a topic's name."""
     if stored is None:
-        return UNKNOWN
+        return UNKNOWN_TOPIC
     generation, _, topic_id = stored.decode().partition(" ")
-    return Adopted(int(generation), topic_id)
+    return TopicGeneration(int(generation), topic_id)
 
 
-def read_all_adopted(answer: Any) -> dict[str, Adopted]:
-    """Read what the store has of all topics that drivers have met."""
-    return {name.decode(): read_adopted(stored) for name, stored in mapping(answer).items()}
+def read_generations(answer: Any) -> dict[str, TopicGeneration]:
+    """Read the answer to HGETALL of the topics that drivers have read."""
+    return {name.decode(): read_generation(stored) for name, stored in mapping(answer).items()}

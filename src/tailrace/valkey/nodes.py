@@ -1,4 +1,7 @@
-"""The asyncio client of the read side: plain commands on shards and on keys, wherever their node is."""
+"""The asyncio client of the service: commands and functions on shards and keys, each sent to the node that has it.
+
+The pipeline and upkeep use ``shards.Shards``, which blocks and guards against restarted servers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from tailrace.valkey.shards import (
 
 
 class Nodes:
-    """Every node that holds a key, for the service; the pipeline has ``Shards``."""
+    """The nodes of the store."""
 
     def __init__(self, options: StoreOptions, connections: int = 64) -> None:
         self.options = options
@@ -54,7 +57,7 @@ class Nodes:
         self._blocking.clear()
 
     def groups(self) -> list[list[int]]:
-        """Return the shards that one blocking command can wait for: all on a single server, one each in a cluster."""
+        """Return the groups of shards that one blocking command can wait for: all on a single server, else one each."""
         if self._homes and self._homes[0] is None:
             return [list(range(self.options.shards))]
         return [[shard] for shard in range(len(self._homes))]
@@ -64,45 +67,45 @@ class Nodes:
         return (await self.read_all([(shard, command)]))[0]
 
     async def read_all(self, commands: Sequence[tuple[int, tuple[Arg, ...]]]) -> list[Any]:
-        """Run commands on shards, many in one round trip per node; answers in the order of the commands."""
+        """Run commands on shards, in one round trip per node; answers in the order of the commands."""
         await self._resolve()
         return await self._run([(self._homes[shard], command) for shard, command in commands])
 
     async def read_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
-        """Run commands on the nodes of keys, many in one round trip per node; answers in the order of the commands."""
+        """Run commands on the nodes of keys, in one round trip per node; answers in the order of the commands."""
         placed = (await self._resolve()).nodes_of(key for key, _ in commands)
         return await self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
 
     async def call(self, shard: int, name: str, *args: Arg) -> Any:
-        """Call one of our functions.
+        """Call a function of the library on a shard.
 
         Raises:
-            StoreUnavailable: Nobody has loaded them yet.
+            StoreUnavailable: No pipeline has loaded the library yet.
         """
-        with _loaded():
+        with _missing_library():
             return await self.read(shard, "FCALL", function(name), 1, self.keys.tag(shard), *args)
 
     async def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
-        """Call our functions on the nodes of their keys; answers in the order of the calls.
+        """Call functions of the library on the nodes of their keys; answers in the order of the calls.
 
         Raises:
-            StoreUnavailable: Nobody has loaded them yet.
+            StoreUnavailable: No pipeline has loaded the library yet.
         """
-        with _loaded():
+        with _missing_library():
             return await self.read_keyed(keyed_calls(calls))
 
     async def block(self, shard: int, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
-        """Run a blocking command for a shard, with time to block, on the connection of whoever blocks."""
+        """Run a blocking command on a shard; each caller ``who`` has a connection of its own."""
         await self._resolve()
         return await self._block((shard, who), self._homes[shard], command, timeout_s)
 
     async def block_keyed(self, key: str, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
-        """The same on the node of a key; the connection is there until ``end_block``."""
+        """Run a blocking command on the node of a key; the connection stays until ``end_block``."""
         (address,) = (await self._resolve()).nodes_of([key])
         return await self._block((key, who), address, command, timeout_s)
 
     async def end_block(self, key: str, who: str) -> None:
-        """Close the connection on which somebody blocked for a key, if there is one."""
+        """Close the connection of ``block_keyed``, if there is one."""
         client = self._blocking.pop((key, who), None)
         if client is not None:
             await client.aclose()
@@ -113,9 +116,9 @@ class Nodes:
         with translated():
             client = self._blocking.get(which)
             if client is None:
-                given = self.options.connection(address)
-                given["socket_timeout"] = timeout_s + self.options.timeout_s
-                client = self._blocking[which] = _plain(given, 1)
+                arguments = self.options.connection(address)
+                arguments["socket_timeout"] = timeout_s + self.options.timeout_s
+                client = self._blocking[which] = _client_of(arguments, 1)
             try:
                 answer = await client.execute_command(*command)
             except ValkeyError:
@@ -157,12 +160,12 @@ class Nodes:
     def _client(self, address: Address | None) -> valkey.asyncio.Valkey:
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = _plain(self.options.connection(address), self._limit)
+            client = self._clients[address] = _client_of(self.options.connection(address), self._limit)
         return client
 
 
 @contextmanager
-def _loaded() -> Iterator[None]:
+def _missing_library() -> Iterator[None]:
     try:
         yield
     except StoreError as error:
@@ -172,17 +175,17 @@ def _loaded() -> Iterator[None]:
 
 
 def _heed_cancellation() -> None:
-    """Raise what ``asyncio.wait_for`` swallows before Python 3.12 when an answer and a cancellation come together.
+    """Raise CancelledError if ``asyncio.wait_for`` swallowed it, as it does before Python 3.12.
 
-    The driver uses it for every write; a third of all cancellations were lost.
+    The client waits that way for every write: without this, a third of all cancellations were lost.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
-def _plain(given: dict[str, Any], limit: int) -> valkey.asyncio.Valkey:
-    secure = "SSL" in getattr(given.pop("connection_class", None), "__name__", "")
+def _client_of(arguments: dict[str, Any], limit: int) -> valkey.asyncio.Valkey:
+    secure = "SSL" in getattr(arguments.pop("connection_class", None), "__name__", "")
     kind = SSLConnection if secure else Connection
-    pool: Any = BlockingConnectionPool(connection_class=kind, max_connections=limit, timeout=30, **given)
+    pool: Any = BlockingConnectionPool(connection_class=kind, max_connections=limit, timeout=30, **arguments)
     return valkey.asyncio.Valkey(connection_pool=pool)

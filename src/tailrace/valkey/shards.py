@@ -1,17 +1,14 @@
-"""Valkey connections: which node a shard is on, and the guard against a server that is not the one we knew.
+"""Shards of the store: the blocking client of the pipeline and of upkeep, and the library of Lua functions.
 
-A shard is one hash tag, so it is on one node, and so is a key that belongs to no shard; we look the node up and speak
-plain protocol to it, single server or cluster alike. Invariant: a guarded connection is only ever used with the server
-process whose run_id was noted first. A restarted server may have lost its last writes, and writing on top of the hole
-would hide it for ever.
-Driver exceptions do not leave this file: they become StoreUnavailable or StoreError.
+A shard is one hash tag, so all its keys are on one node. The client looks up the node of a shard, or of any other key,
+and speaks plain protocol to it, on a single server and in a cluster alike.
 
-Which node a key is on: a single server has them all; the primaries of a cluster have ranges of slots.
+Invariant: a guarded connection is only used with the server process whose run_id was noted first. A restarted server
+may have lost its last writes, and further writes would hide the loss for ever. The client library's exceptions become
+StoreUnavailable or StoreError.
 
-The Lua functions that change a shard, and the version under which they are loaded.
-
-The version is a digest of their text and part of every function's name, so a new release never changes what a running
-driver of the old one calls.
+The version of the Lua library is a digest of its text and part of every function's name, so a new release never changes
+the functions that a running driver of the old release calls.
 """
 
 from __future__ import annotations
@@ -36,18 +33,220 @@ from tailrace.valkey.keys import FORMAT, Keys
 if TYPE_CHECKING:
     from tailrace.config.settings import Valkey
 
-
 Address: TypeAlias = tuple[str, int]
 
 SLOTS = 16384
 
 
+def _read_parts() -> Iterator[str]:
+    """Yield the core functions, what each view has beside its Python, and ``apply``, which calls what views define."""
+    package = files("tailrace")
+    core = package / "valkey" / "functions"
+    yield (core / "tailrace.lua").read_text()
+    yield (core / "upkeep.lua").read_text()
+    for view in sorted((package / "views").iterdir(), key=lambda each: each.name):
+        if view.is_dir():
+            for part in sorted(view.iterdir(), key=lambda each: each.name):
+                if part.name.endswith(".lua"):
+                    yield part.read_text()
+    yield (core / "apply.lua").read_text()
+
+
+# One library, so one text.
+_SOURCE = "\n".join(_read_parts())
+
+VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]
+
+LIBRARY = f"tailrace_{VERSION}"
+
+CODE = f"#!lua name={LIBRARY}\n" + _SOURCE.replace("VERSION", VERSION)
+
+
+def function(name: str) -> str:
+    """Return the loaded name of one of our functions."""
+    return f"tailrace_{name}_{VERSION}"
+
+
+Arg: TypeAlias = bytes | str | int
+
+Call: TypeAlias = tuple[int, str, Sequence[Arg]]
+"""Shard, function, arguments."""
+
+Command: TypeAlias = tuple[int, tuple[Arg, ...]]
+"""Shard, plain command."""
+
+Keyed: TypeAlias = tuple[str, tuple[Arg, ...]]
+"""Key whose node runs it, plain command."""
+
+KeyedCall: TypeAlias = tuple[str, Sequence[str], Sequence[Arg]]
+"""Function, keys that are all on one node, arguments."""
+
+
+class StoreOptions(msgspec.Struct, frozen=True):
+    """Address and division of the store; the driver hands them to Spark tasks."""
+
+    url: str
+    password: str = ""
+    prefix: str = "tr"
+    shards: int = 4
+    timeout_s: float = 5.0
+
+    @classmethod
+    def of(cls, settings: Valkey) -> StoreOptions:
+        """Return the options from the configuration."""
+        password = settings.password.get_secret_value()
+        return cls(settings.url, password, settings.prefix, settings.shards, settings.timeout.total_seconds())
+
+    @property
+    def keys(self) -> Keys:
+        """Key names of this installation."""
+        return Keys(self.prefix)
+
+    @property
+    def host(self) -> str:
+        """Host that the URL names."""
+        return str(self.connection().get("host", "127.0.0.1"))
+
+    def connection(self, address: Address | None = None) -> dict[str, Any]:
+        """Return the client's arguments for one node, or for the node that the URL names."""
+        arguments: dict[str, Any] = dict(parse_url(self.url))
+        if self.password:
+            arguments["password"] = self.password
+        if address is not None:
+            arguments["host"], arguments["port"] = address
+            arguments.pop("path", None)
+        arguments.update(socket_timeout=self.timeout_s, socket_connect_timeout=self.timeout_s)
+        return arguments
+
+
+class Shards:
+    """The blocking client: runs commands and functions on shards and keys, many in one round trip per node."""
+
+    def __init__(self, options: StoreOptions, run_ids: MutableMapping[str, str] | None = None) -> None:
+        self.options = options
+        self.keys = options.keys
+        self.sealed = run_ids is not None
+        """True if nodes that were not noted are refused too: after a fail-over, one may be a replica that lags."""
+        self.run_ids: MutableMapping[str, str] = {} if run_ids is None else run_ids
+        """Address of each node -> run_id of its server process, noted at the first connection."""
+        self._nodes: dict[Address | None, valkey.Valkey] = {}
+        self._slots: Slots | None = None
+        self._homes: list[Address | None] = []
+
+    def open(self) -> Shards:
+        """Find the node of every shard."""
+        with translated():
+            self._slots = None
+            self._resolve()
+        return self
+
+    def close(self) -> None:
+        """Close all connections."""
+        for node in self._nodes.values():
+            node.close()
+        self._nodes.clear()
+
+    def client(self, shard: int) -> valkey.Valkey:
+        """Return the client of a shard's node."""
+        self._resolve()
+        return self._node(self._homes[shard])
+
+    def primaries(self) -> list[valkey.Valkey]:
+        """Return a client of every node that has keys, with or without shards."""
+        return [self._node(address) for address in self._resolve().primaries]
+
+    def call(self, shard: int, name: str, *args: Arg) -> Any:
+        """Call one function on one shard."""
+        return self.call_all([(shard, name, args)])[0]
+
+    def call_all(self, calls: Sequence[Call]) -> list[Any]:
+        """Call functions on shards, in order for each node, and return the answers in the order of the calls."""
+        tag = self.keys.tag
+        return self.run_all([(s, ("FCALL", function(name), 1, tag(s), *args)) for s, name, args in calls])
+
+    def run_all(self, commands: Sequence[Command]) -> list[Any]:
+        """Run plain commands on shards, in one round trip per node; answers in the order of the commands."""
+        with translated():
+            self._resolve()
+            return self._run([(self._homes[shard], command) for shard, command in commands])
+
+    def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
+        """Call functions on the nodes of their keys, in order for each node; answers in the order of the calls."""
+        return self.run_keyed(keyed_calls(calls))
+
+    def run_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
+        """Run plain commands on the nodes of keys, in one round trip per node; answers in the order of the commands."""
+        with translated():
+            placed = self._resolve().nodes_of(key for key, _ in commands)
+            return self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
+
+    def _run(self, placed: Sequence[tuple[Address | None, tuple[Arg, ...]]]) -> list[Any]:
+        answers: list[Any] = [None] * len(placed)
+        try:
+            for address, wanted in by_node(address for address, _ in placed).items():
+                pipeline = self._node(address).pipeline(transaction=False)
+                for i in wanted:
+                    pipeline.execute_command(*placed[i][1])
+                for i, answer in zip(wanted, pipeline.execute(), strict=True):
+                    answers[i] = answer
+        except ValkeyError:
+            self._slots = None  # the keys may be on another node by now
+            raise
+        return answers
+
+    def _node(self, address: Address | None) -> valkey.Valkey:
+        node = self._nodes.get(address)
+        if node is None:
+            arguments = self.options.connection(address)
+            kind = arguments.pop("connection_class", Connection)
+            plain = SSLConnection if issubclass(kind, SSLConnection) else kind
+            guarded = type("GuardedConnection", (_Guard, plain), {"shards": self})
+            node = valkey.Valkey(connection_pool=ConnectionPool(connection_class=guarded, **arguments))
+            self._nodes[address] = node
+        return node
+
+    def _resolve(self) -> Slots:
+        if self._slots is None or not self._slots.is_complete:
+            entry = self._node(None)
+            info: Any = entry.info("cluster")
+            ranges = entry.execute_command("CLUSTER", "SLOTS") if is_cluster(info) else None
+            slots = Slots(ranges, self.options.host)
+            self._homes = slots.nodes_of(self.keys.tag(shard) for shard in range(self.options.shards))
+            self._slots = slots
+        return self._slots
+
+
+class _Guard:
+    """A connection that refuses a server process other than the one noted for its address."""
+
+    shards: Shards
+
+    def on_connect(self) -> None:
+        super().on_connect()  # type: ignore[misc]
+        me: Any = self
+        me.send_command("INFO", "server")
+        run_id = run_id_of(me.read_response())
+        address = f"{me.host}:{me.port}"
+        noted = self.shards.run_ids
+        if address not in noted and not self.shards.sealed:
+            noted[address] = run_id
+        if noted.get(address) != run_id:
+            me.disconnect()
+            raise StoreChanged(address, noted.get(address, "no process that we knew"), run_id)
+
+
+def run_id_of(info: bytes | str) -> str:
+    """Read the run_id from the answer to INFO."""
+    text = info.decode() if isinstance(info, bytes) else info
+    return next((line[7:] for line in text.splitlines() if line.startswith("run_id:")), "")
+
+
 class Slots:
-    """The nodes that the keys are on, as one node said it; None is the server that the URL names.
+    """The node of each key; None is the server that the URL names.
 
     Args:
         ranges: The answer to CLUSTER SLOTS; None for a single server.
-        host: The host of a node that the cluster has no name for.
+        host: The host of a node that the cluster reports without one.
     """
 
     def __init__(self, ranges: Any, host: str) -> None:
@@ -55,7 +254,7 @@ class Slots:
         self.primaries: list[Address | None] = [None]
         """Every node that has keys."""
         self.is_complete = True
-        """Whether every slot is served; if not, it is worth asking again."""
+        """True if every slot is served; otherwise the clients ask again."""
         if ranges is not None:
             self._ranges = [(low, high, _address(primary, host)) for low, high, primary, *_ in ranges]
             self.primaries = list(dict.fromkeys(address for _, _, address in self._ranges))
@@ -84,258 +283,54 @@ def _address(primary: Any, host: str) -> Address:
     return name or host, int(primary[1])
 
 
-def _read_parts() -> Iterator[str]:
-    """Yield the core functions, what each view has beside its Python, and ``apply``, which calls what views define."""
-    package = files("tailrace")
-    core = package / "valkey" / "functions"
-    yield (core / "tailrace.lua").read_text()
-    yield (core / "upkeep.lua").read_text()
-    for view in sorted((package / "views").iterdir(), key=lambda each: each.name):
-        if view.is_dir():
-            for part in sorted(view.iterdir(), key=lambda each: each.name):
-                if part.name.endswith(".lua"):
-                    yield part.read_text()
-    yield (core / "apply.lua").read_text()
-
-
-# One library, so one text.
-_SOURCE = "\n".join(_read_parts())
-
-VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]
-LIBRARY = f"tailrace_{VERSION}"
-CODE = f"#!lua name={LIBRARY}\n" + _SOURCE.replace("VERSION", VERSION)
-
-
-def function(name: str) -> str:
-    """Return the loaded name of one of our functions."""
-    return f"tailrace_{name}_{VERSION}"
-
-
-Arg: TypeAlias = bytes | str | int
-Call: TypeAlias = tuple[int, str, Sequence[Arg]]
-"""Shard, function, arguments."""
-Command: TypeAlias = tuple[int, tuple[Arg, ...]]
-"""Shard, plain command."""
-Keyed: TypeAlias = tuple[str, tuple[Arg, ...]]
-"""Key that says which node, plain command."""
-KeyedCall: TypeAlias = tuple[str, Sequence[str], Sequence[Arg]]
-"""Function, keys that are all on one node, arguments."""
-
-
-def mapping(answer: Any) -> dict[bytes, bytes]:
-    """Return fields and values of a hash, or of a stream's entry, in whichever form the client hands them over."""
-    return answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
-
-
-class StoreOptions(msgspec.Struct, frozen=True):
-    """How to reach the store and how it is divided; what a Spark task gets from its driver."""
-
-    url: str
-    password: str = ""
-    prefix: str = "tr"
-    shards: int = 4
-    timeout_s: float = 5.0
-
-    @classmethod
-    def of(cls, settings: Valkey) -> StoreOptions:
-        """Return the options that the configuration gives."""
-        password = settings.password.get_secret_value()
-        return cls(settings.url, password, settings.prefix, settings.shards, settings.timeout.total_seconds())
-
-    @property
-    def keys(self) -> Keys:
-        """The key names of this installation."""
-        return Keys(self.prefix)
-
-    @property
-    def host(self) -> str:
-        """The host that the URL names."""
-        return str(self.connection().get("host", "127.0.0.1"))
-
-    def connection(self, address: Address | None = None) -> dict[str, Any]:
-        """Return the client's arguments for one node, or for the node that the URL names."""
-        given: dict[str, Any] = dict(parse_url(self.url))
-        if self.password:
-            given["password"] = self.password
-        if address is not None:
-            given["host"], given["port"] = address
-            given.pop("path", None)
-        given.update(socket_timeout=self.timeout_s, socket_connect_timeout=self.timeout_s)
-        return given
-
-
-class _Guard:
-    """Connections that refuse a server process other than the one noted under their address."""
-
-    shards: Shards
-
-    def on_connect(self) -> None:
-        super().on_connect()  # type: ignore[misc]
-        me: Any = self
-        me.send_command("INFO", "server")
-        found = run_id_of(me.read_response())
-        where = f"{me.host}:{me.port}"
-        known = self.shards.run_ids
-        if where not in known and not self.shards.sealed:
-            known[where] = found
-        if known.get(where) != found:
-            me.disconnect()
-            raise StoreChanged(where, known.get(where, "no process that we knew"), found)
-
-
-def run_id_of(info: bytes | str) -> str:
-    """Read the run_id from the answer to INFO."""
-    text = info.decode() if isinstance(info, bytes) else info
-    return next((line[7:] for line in text.splitlines() if line.startswith("run_id:")), "")
-
-
-# The client takes the code off an answer for which it has a class, and only off those.
-_FOR_NOW = (OutOfMemoryError, ReadOnlyError)
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Turn the driver's exceptions into ours."""
-    try:
-        yield
-    except (valkey.ConnectionError, valkey.TimeoutError, BusyLoadingError, OSError) as error:
-        raise StoreUnavailable(f"valkey does not answer: {error}; is it running, and is valkey.url right?") from error
-    except _FOR_NOW as error:
-        raise StoreUnavailable(f"valkey refuses calls for now: {_said(error)}") from None
-    except ResponseError as error:
-        said = _said(error)
-        if said.startswith(("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "MISCONF", "NOREPLICAS")):
-            raise StoreUnavailable(f"valkey refuses calls for now: {said}") from None
-        raise StoreError(f"valkey refused a call: {said}") from None
-    except ValkeyError as error:
-        raise StoreError(f"valkey refused a call: {_said(error)}") from None
-
-
-def _said(error: ValkeyError) -> str:
-    """Return what the server said, without the call and its data, which the client puts in front."""
-    return str(error).rpartition(" of pipeline caused error: ")[2]
-
-
-class Shards:
-    """The blocking client of the write side: calls functions on shards, many in one round trip per node."""
-
-    def __init__(self, options: StoreOptions, run_ids: MutableMapping[str, str] | None = None) -> None:
-        self.options = options
-        self.keys = options.keys
-        self.sealed = run_ids is not None
-        """Whether a node that was not noted is refused too: after a fail-over it may be a replica that lags behind."""
-        self.run_ids: MutableMapping[str, str] = {} if run_ids is None else run_ids
-        """Address of each node -> the process that we deal with there; filled at the first connection."""
-        self._nodes: dict[Address | None, valkey.Valkey] = {}
-        self._slots: Slots | None = None
-        self._homes: list[Address | None] = []
-
-    def open(self) -> Shards:
-        """Find the node of every shard."""
-        with translated():
-            self._slots = None
-            self._resolve()
-        return self
-
-    def close(self) -> None:
-        """Close all connections."""
-        for node in self._nodes.values():
-            node.close()
-        self._nodes.clear()
-
-    def client(self, shard: int) -> valkey.Valkey:
-        """Return the plain client of the node that a shard is on."""
-        self._resolve()
-        return self._node(self._homes[shard])
-
-    def primaries(self) -> list[valkey.Valkey]:
-        """Return a client of every node that holds keys, also of one that has no shard."""
-        return [self._node(address) for address in self._resolve().primaries]
-
-    def call(self, shard: int, name: str, *args: Arg) -> Any:
-        """Call one function on one shard."""
-        return self.call_all([(shard, name, args)])[0]
-
-    def call_all(self, calls: Sequence[Call]) -> list[Any]:
-        """Call functions on shards, in order for each node, and return the answers in the order of the calls."""
-        tag = self.keys.tag
-        return self.run_all([(s, ("FCALL", function(name), 1, tag(s), *args)) for s, name, args in calls])
-
-    def run_all(self, commands: Sequence[Command]) -> list[Any]:
-        """Run plain commands on shards, many in one round trip per node; answers in the order of the commands."""
-        with translated():
-            self._resolve()
-            return self._run([(self._homes[shard], command) for shard, command in commands])
-
-    def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
-        """Call functions on the nodes of their keys, in order for each node; answers in the order of the calls."""
-        return self.run_keyed(keyed_calls(calls))
-
-    def run_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
-        """Run plain commands on the nodes of keys, many in one round trip per node; answers in their order."""
-        with translated():
-            placed = self._resolve().nodes_of(key for key, _ in commands)
-            return self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
-
-    def _run(self, placed: Sequence[tuple[Address | None, tuple[Arg, ...]]]) -> list[Any]:
-        answers: list[Any] = [None] * len(placed)
-        try:
-            for address, wanted in by_node(address for address, _ in placed).items():
-                pipeline = self._node(address).pipeline(transaction=False)
-                for i in wanted:
-                    pipeline.execute_command(*placed[i][1])
-                for i, answer in zip(wanted, pipeline.execute(), strict=True):
-                    answers[i] = answer
-        except ValkeyError:
-            self._slots = None  # the keys may be on another node by now
-            raise
-        return answers
-
-    def _node(self, address: Address | None) -> valkey.Valkey:
-        node = self._nodes.get(address)
-        if node is None:
-            given = self.options.connection(address)
-            kind = given.pop("connection_class", Connection)
-            flavour = SSLConnection if issubclass(kind, SSLConnection) else kind
-            guarded = type("GuardedConnection", (_Guard, flavour), {"shards": self})
-            node = valkey.Valkey(connection_pool=ConnectionPool(connection_class=guarded, **given))
-            self._nodes[address] = node
-        return node
-
-    def _resolve(self) -> Slots:
-        if self._slots is None or not self._slots.is_complete:
-            entry = self._node(None)
-            info: Any = entry.info("cluster")
-            ranges = entry.execute_command("CLUSTER", "SLOTS") if is_cluster(info) else None
-            slots = Slots(ranges, self.options.host)
-            self._homes = slots.nodes_of(self.keys.tag(shard) for shard in range(self.options.shards))
-            self._slots = slots
-        return self._slots
-
-
 def is_cluster(info: dict[str, Any]) -> bool:
     """Read the answer to INFO cluster."""
     return bool(int(info.get("cluster_enabled", 0)))
 
 
 def by_node(addresses: Iterable[Address | None]) -> dict[Address | None, list[int]]:
-    """Return which of them are at each address."""
-    found: dict[Address | None, list[int]] = {}
+    """Return the indices of the addresses that are equal, for each address."""
+    indices: dict[Address | None, list[int]] = {}
     for i, address in enumerate(addresses):
-        found.setdefault(address, []).append(i)
-    return found
+        indices.setdefault(address, []).append(i)
+    return indices
 
 
 def keyed_calls(calls: Sequence[KeyedCall]) -> list[Keyed]:
-    """Return the commands that call functions with keys of their own."""
+    """Return the commands that call functions on the nodes of their keys."""
     return [(keys[0], ("FCALL", function(name), len(keys), *keys, *args)) for name, keys, args in calls]
 
 
-# What a driver does before it writes.
+def mapping(answer: Any) -> dict[bytes, bytes]:
+    """Return the fields of a hash or of a stream's entry as a dict, from a dict (RESP3) or a flat list (RESP2)."""
+    return answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
+
+
+# The client library removes the error code from answers for which it has a class, so these are told by their class.
+_TEMPORARY = (OutOfMemoryError, ReadOnlyError)
+
+
+_TEMPORARY_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "MISCONF", "NOREPLICAS")
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turn the client library's exceptions into StoreUnavailable and StoreError."""
+    try:
+        yield
+    except (valkey.ConnectionError, valkey.TimeoutError, BusyLoadingError, OSError) as error:
+        raise StoreUnavailable(f"valkey does not answer: {error}; is it running, and is valkey.url right?") from error
+    except ValkeyError as error:
+        # The client library puts the call and its data in front of the server's message.
+        message = str(error).rpartition(" of pipeline caused error: ")[2]
+        temporary = isinstance(error, ResponseError) and message.startswith(_TEMPORARY_CODES)
+        if temporary or isinstance(error, _TEMPORARY):
+            raise StoreUnavailable(f"valkey refuses calls for now: {message}") from None
+        raise StoreError(f"valkey refused a call: {message}") from None
 
 
 def load_functions(shards: Shards) -> None:
-    """Load the functions on every node that lacks them, and note each node's run_id."""
+    """Load the Lua library on every node that lacks it, and note each node's run_id."""
     with translated():
         for node in shards.primaries():
             loaded = node.execute_command("FUNCTION", "LIST", "LIBRARYNAME", LIBRARY)
@@ -344,16 +339,16 @@ def load_functions(shards: Shards) -> None:
 
 
 def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, int]:
-    """Load the functions on every node and begin every shard; return each shard's epoch.
+    """Load the Lua library on every node and initialise every shard; return each shard's epoch.
 
-    Notes each node's run_id: from here on, a node that was restarted or that was not there is refused.
+    Notes each node's run_id: from here on, nodes that were restarted and nodes that are new are refused.
     """
     load_functions(shards)
-    with translated():
-        ids = [run_id_of_client(shards, shard) for shard in range(shards.options.shards)]
     count = shards.options.shards
+    with translated():
+        infos: list[Any] = [shards.client(shard).info("server") for shard in range(count)]
     answers = shards.call_all(
-        [(shard, "begin", (ids[shard], int(now()), count, FORMAT)) for shard in range(count)],
+        [(shard, "begin", (str(info["run_id"]), int(now()), count, FORMAT)) for shard, info in enumerate(infos)]
     )
     epochs: dict[int, int] = {}
     for shard, answer in enumerate(answers):
@@ -365,7 +360,7 @@ def prepare(shards: Shards, now: Callable[[], float] = time.time) -> dict[int, i
 
 
 def check_layout(shards: Shards) -> None:
-    """Raise StoreMismatch when the store is laid out otherwise than configured; changes nothing."""
+    """Raise StoreMismatch if the store's number of shards or layout differs from the configuration's."""
     (stored,) = shards.run_all([(0, ("HMGET", shards.keys.meta(0), "shards", "format"))])
     count = shards.options.shards
     if stored[0] is not None and (int(stored[0]), int(stored[1])) != (count, FORMAT):
@@ -379,21 +374,15 @@ def _mismatch(stored: Sequence[bytes], count: int) -> StoreMismatch:
     )
 
 
-def run_id_of_client(shards: Shards, shard: int) -> str:
-    """Return the run_id of the process that a shard's guarded connections are bound to."""
-    info: Any = shards.client(shard).info("server")
-    return str(info["run_id"])
-
-
 def enlist(shards: Shards, views: Sequence[str], now: Callable[[], float] = time.time) -> int:
-    """Take the views over: return a driver epoch that was never used, put into force on every shard."""
+    """Take over views: return a new driver epoch, which every shard requires from now on."""
     epoch = int(shards.call(0, "enlist", int(now())))
-    hold(shards, views, epoch)
+    fence(shards, views, epoch)
     return epoch
 
 
-def hold(shards: Shards, views: Sequence[str], epoch: int) -> None:
-    """Put a driver epoch into force on every shard, or raise StaleDriver if a newer one is."""
+def fence(shards: Shards, views: Sequence[str], epoch: int) -> None:
+    """Make every shard require this driver epoch, or raise StaleDriver if one requires a newer one."""
     calls: list[Call] = [(s, "fence", (view, epoch)) for view in views for s in range(shards.options.shards)]
     for (_, _, (view, _)), answer in zip(calls, shards.call_all(calls), strict=True):
         if answer[0] == b"stale":

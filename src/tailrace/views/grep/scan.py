@@ -40,7 +40,7 @@ from tailrace.log.event import Partition, home_of, poison
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query import prefilter
-from tailrace.valkey.marks import NOTHING, UNKNOWN, Adopted, read_all_adopted
+from tailrace.valkey.marks import NOTHING, UNKNOWN_TOPIC, TopicGeneration, read_generations
 from tailrace.valkey.shards import Shards
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import LostOffsets, SearchLife, Stretch
@@ -77,18 +77,18 @@ class Availability:
             found[label] = firsts.get(place, LATER) if verdict is None else verdict
         return found
 
-    def _verdict(self, source: Partition, topic: Topic | None, known: Mapping[str, Adopted]) -> int | None:
+    def _verdict(self, source: Partition, topic: Topic | None, known: Mapping[str, TopicGeneration]) -> int | None:
         """Return GONE or LATER; None if it can be read."""
-        generation, topic_id = known.get(source.topic, UNKNOWN)
+        generation, topic_id = known.get(source.topic, UNKNOWN_TOPIC)
         if topic is None or source.generation < generation:
             return GONE
         if source.generation == generation and topic_id not in ("", topic.id):
             return GONE  # created again, which the driver has not noticed yet
         return None if source.generation == generation == self._generations.get(source.topic, 0) else LATER
 
-    def _known(self) -> dict[str, Adopted]:
+    def _known(self) -> dict[str, TopicGeneration]:
         [stored] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
-        return read_all_adopted(stored)
+        return read_generations(stored)
 
 
 def lost(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:

@@ -22,7 +22,7 @@ from tailrace.kafka.broker import Broker, Topic, topic_pattern
 from tailrace.log.event import Partition
 from tailrace.metrics import SearchFigures
 from tailrace.valkey.keys import Keys
-from tailrace.valkey.marks import NOTHING, UNKNOWN, Adopted, read_all_adopted
+from tailrace.valkey.marks import NOTHING, UNKNOWN_TOPIC, TopicGeneration, read_generations
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, mapping
 from tailrace.views.grep.model import LostOffsets, Search, SearchLife, Stretch
@@ -326,13 +326,13 @@ class Searched:
         """Return, for each source, the offset behind which every record of this time, or a later one, is."""
         return await self._labelled(time_ms, topics, lambda broker: broker.at_time(topics, time_ms))
 
-    async def adopted(self) -> dict[str, Adopted]:
+    async def adopted(self) -> dict[str, TopicGeneration]:
         """Return what the store knows of every topic that was ever read."""
-        return read_all_adopted(await self._nodes.read(0, "HGETALL", self._nodes.keys.topics()))
+        return read_generations(await self._nodes.read(0, "HGETALL", self._nodes.keys.topics()))
 
     async def is_current(self, source: Partition) -> bool:
         """Return whether a source is what Kafka has under its name now."""
-        generation, topic_id = (await self.adopted()).get(source.topic, UNKNOWN)
+        generation, topic_id = (await self.adopted()).get(source.topic, UNKNOWN_TOPIC)
         if generation != source.generation:
             return False
         # The pipeline may not have noticed yet that the topic was deleted, or created again.
@@ -347,7 +347,7 @@ class Searched:
         found: dict[str, int] = {}
         for topic in topics:
             # One that was created again, and that the pipeline has not noticed yet, gets the next generation.
-            generation = known.get(topic.name, UNKNOWN).of(topic.id)
+            generation = known.get(topic.name, UNKNOWN_TOPIC).of(topic.id)
             for partition in topic.partitions:
                 if (topic.name, partition) in offsets:
                     found[str(Partition(topic.name, partition, generation))] = offsets[topic.name, partition]

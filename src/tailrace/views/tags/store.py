@@ -21,7 +21,7 @@ from tailrace.errors import StaleDriver
 from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.store import LogRegistry
-from tailrace.valkey.marks import SCANNED, parse_mark_time
+from tailrace.valkey.marks import SCAN_PREFIX, parse_mark_time
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Command, Shards, mapping
 from tailrace.views.tags.model import Erasure, SourceProgress, Tagging
@@ -141,7 +141,7 @@ class LevelReader:
         levels: dict[int, Levels] = {}
         for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
             levels[shard] = Levels(
-                {_partition(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCANNED},
+                {_partition(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCAN_PREFIX},
                 {_partition(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
             )
         return levels
