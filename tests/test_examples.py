@@ -26,8 +26,8 @@ from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 
 from tailrace.config.load import load
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.folds.model import Clump, Finished, Input
-from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded, stream_of
+from tailrace.views.folds.model import ClosedFold, Clump, Input
+from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record, stream_of
 from tailrace.views.folds.store import rules_of
 from tests.http.parts import NO_BROKER, Running, Streams
 from tests.writing import NOON
@@ -63,16 +63,16 @@ def folds_of(changes: list[tuple[int, Change]]) -> list[Fold]:
     rule = the_rule()
     reader, folding = RuleReader(rule), rule.folding()
     groups: dict[bytes, list[Clump]] = defaultdict(list)
-    found: list[tuple[bytes, Finished]] = []
+    found: list[tuple[bytes, ClosedFold]] = []
     for offset, (time, change) in enumerate(changes):
         taken = reader.read(msgspec.json.encode(change))
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, RuleInput)
         read = Input(time, "rows:0", offset, taken.size, taken.values)
         found += [(taken.group, fold) for fold in folding.absorb(groups[taken.group], [read], time)]
     for group, clumps in groups.items():
         found += [(group, fold) for fold in folding.settle(clumps, float("inf"))]
     found.sort(key=lambda each: each[1].due)
-    return [json.loads(folded(rule, group, fold, fold.due).value) for group, fold in found]
+    return [json.loads(fold_record(rule, group, fold, fold.due).value) for group, fold in found]
 
 
 def last_states(changes: list[tuple[int, Change]]) -> dict[int, tuple[str, ...]]:

@@ -84,7 +84,7 @@ class Installation:
         asked = [keys.outbox(s) for s in range(self.shards.options.shards)]
         commands: list[Any] = [(s, ("XLEN", key)) for s, key in enumerate(asked)]
         rules = rules_of(self.settings).values()
-        commands += [(s, ("ZCARD", keys.due(s, rule.place))) for s in range(len(asked)) for rule in rules]
+        commands += [(s, ("ZCARD", keys.due(s, rule.key_suffix))) for s in range(len(asked)) for rule in rules]
         return sum(map(int, self.shards.run_all(commands)))
 
 

@@ -15,8 +15,8 @@ import pytest
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
-from tailrace.views.folds.model import Clump, Finished, Input
-from tailrace.views.folds.rule import RuleReader, Taken
+from tailrace.views.folds.model import ClosedFold, Clump, Input
+from tailrace.views.folds.rule import RuleInput, RuleReader
 from tailrace.views.folds.store import rules_of
 
 MINUTES = 60.0
@@ -77,14 +77,14 @@ def test_steps_send_every_event_within_its_step() -> None:
         assert post.at < at + STEP + 1e-6
 
 
-def folds_of(settings: Settings, events: list[Post]) -> list[Finished]:
+def folds_of(settings: Settings, events: list[Post]) -> list[ClosedFold]:
     (rule,) = rules_of(settings).values()
     reader, folding = RuleReader(rule), rule.folding()
     groups: dict[bytes, list[Clump]] = defaultdict(list)
-    found: list[Finished] = []
+    found: list[ClosedFold] = []
     for offset, post in enumerate(events):
         taken = reader.read(msgspec.json.encode(post.event["value"]))
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, RuleInput)
         time = int(post.at * 1000)
         read = Input(time, "posts:0", offset, taken.size, taken.values)
         found += folding.absorb(groups[taken.group], [read], time)

@@ -53,7 +53,7 @@ from tailrace.config.values import (
     without_password,
 )
 from tailrace.errors import ConfigError
-from tailrace.views.folds.settings import FoldsSettings, Problem, refuse
+from tailrace.views.folds.settings import FoldsSettings, Problem, raise_problems
 from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 
@@ -306,7 +306,7 @@ class Settings(BaseSettings):
         if self.tags.store == "cassandra" and most > MOST_ROW:
             wanted = f'at most {format_size(MOST_ROW)} where tags.store is "cassandra", which takes no larger rows'
             found.append((("pipeline", "max_event_bytes"), format_size(most), wanted))
-        refuse(found)
+        raise_problems(found)
         return self
 
     @classmethod

@@ -11,8 +11,8 @@ import msgspec
 from tailrace.config.load import load
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.folds.model import NEVER, Input
-from tailrace.views.folds.rule import Rule, RuleReader, Taken
-from tailrace.views.folds.store import FoldStore, GroupChange, InForce, rules_of
+from tailrace.views.folds.rule import Rule, RuleInput, RuleReader
+from tailrace.views.folds.store import AppliedRule, FoldStore, GroupChange, rules_of
 from tests.writing import NOON
 
 RULES: dict[str, Any] = {
@@ -52,7 +52,7 @@ class Holder:
         """Add an event to its group, as a task does; return the group."""
         rule = self.rules[name]
         taken = RuleReader(rule).read(msgspec.json.encode(value))
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, RuleInput)
         shard = rule.shard(taken.group, self.shards.options.shards)
         folding = rule.folding()
         while True:
@@ -72,11 +72,11 @@ class Holder:
             self.shards.run_all([(shard, ("HINCRBY", key, field.replace("__", ":"), n))])
 
     def put_in_force(self, rule: Rule, since_ms: int, **counts: int) -> None:
-        text = msgspec.json.encode(InForce(rule, since_ms, counts))
+        text = msgspec.json.encode(AppliedRule(rule, since_ms, counts))
         self.shards.run_all([(0, ("HSET", self.shards.keys.rules(), rule.name, text))])
 
     def reach(self, name: str, frontier_ms: int) -> None:
-        self._folds.raise_frontier({name: frontier_ms})
+        self._folds.publish_watermarks({name: frontier_ms})
 
     def given_out(self) -> list[dict[str, Any]]:
         """Return the folded events that wait to be published, each with topic and key of its record."""
@@ -94,7 +94,7 @@ class Holder:
     def left(self, name: str) -> list[Any]:
         """Return every key that is left of a rule's groups."""
         keys, count = self.shards.keys, self.shards.options.shards
-        kept = [key(s, self.rules[name].place) for s in range(count) for key in (keys.fold, keys.due)]
+        kept = [key(s, self.rules[name].key_suffix) for s in range(count) for key in (keys.fold, keys.due)]
         there = self.shards.run_all([(i // 2, ("EXISTS", key)) for i, key in enumerate(kept)])
         return [key for key, exists in zip(kept, there, strict=True) if exists]
 

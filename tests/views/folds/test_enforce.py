@@ -10,7 +10,7 @@ from tailrace.valkey.shards import StoreOptions, enlist
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.driver import Emitter, enforce
 from tailrace.views.folds.rule import Rule
-from tailrace.views.folds.store import FoldStore, in_force
+from tailrace.views.folds.store import FoldStore, applied_rules
 from tests.views.folds.rig import RULE, FoldRig, post
 from tests.writing import NOON
 
@@ -27,8 +27,8 @@ def test_other_windows_give_pending_folds_their_new_due_time(any_store: StoreOpt
     for quiet_ms in (4_000, 200):
         enforce(rig.shards, {"accounts": _with_quiet(quiet_ms)}, NOON)
         assert store.earliest([RULE]) == {"accounts": NOON + quiet_ms}
-        assert in_force(rig.shards)["accounts"].rule.windows.quiet_ms == quiet_ms
-    assert in_force(rig.shards)["accounts"].counts["input"] == 300
+        assert applied_rules(rig.shards)["accounts"].rule.windows.quiet_ms == quiet_ms
+    assert applied_rules(rig.shards)["accounts"].counts["input"] == 300
     assert rig.folds() == []
     rig.rules = (_with_quiet(200),)
     rig.settle(200)
@@ -38,9 +38,9 @@ def test_other_windows_give_pending_folds_their_new_due_time(any_store: StoreOpt
 def test_the_same_rules_again_change_nothing(store: StoreOptions) -> None:
     rig = FoldRig(store)
     enforce(rig.shards, {"accounts": RULE}, NOON)
-    before = in_force(rig.shards)
+    before = applied_rules(rig.shards)
     enforce(rig.shards, {"accounts": RULE}, NOON + 1)
-    assert in_force(rig.shards) == before
+    assert applied_rules(rig.shards) == before
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -57,7 +57,7 @@ def test_a_rule_that_gathers_something_else_or_is_gone_gives_out_what_it_held(
     assert {value["reason"] for value in values} == {"flush"}
     assert all(value["values"]["metrics"] == ["likes"] for value in values)
     assert rig.left() == []
-    assert list(in_force(rig.shards)) == (["accounts"] if gathers else [])
+    assert list(applied_rules(rig.shards)) == (["accounts"] if gathers else [])
 
 
 def test_the_emitter_of_a_driver_that_was_overtaken_gives_nothing_out(store: StoreOptions) -> None:

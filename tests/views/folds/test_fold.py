@@ -12,8 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collect
-from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Input, Time, Windows, offsets_of, remember
-from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded
+from tailrace.views.folds.model import (
+    NEVER,
+    ClosedFold,
+    Clump,
+    Folding,
+    Input,
+    Time,
+    Windows,
+    add_offset,
+    unpack_offsets,
+)
+from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record
 
 RULE = Rule(
     name="r",
@@ -61,7 +71,7 @@ class Held:
 
     def __init__(self, folding: Folding) -> None:
         self.folding, self.state = folding, b""
-        self.given: list[tuple[Finished, Time]] = []
+        self.given: list[tuple[ClosedFold, Time]] = []
 
     def absorb(self, inputs: Sequence[Input], frontier: Time) -> None:
         clumps = self._load()
@@ -82,13 +92,13 @@ class Held:
             self.settle(self.due())
 
     @property
-    def folds(self) -> list[Finished]:
+    def folds(self) -> list[ClosedFold]:
         return [finished for finished, _ in self.given]
 
     def _load(self) -> list[Clump]:
         return self.folding.load(self.state) if self.state else []
 
-    def _keep(self, clumps: list[Clump], finished: list[Finished], frontier: Time) -> None:
+    def _keep(self, clumps: list[Clump], finished: list[ClosedFold], frontier: Time) -> None:
         self.given += ((f, frontier) for f in finished)
         assert all(left.last <= right.opened for left, right in pairwise(clumps))
         self.state = self.folding.dump(clumps) if clumps else b""
@@ -100,29 +110,29 @@ _taken = {document: _reader.read(document) for document in DOCUMENTS}
 
 def _input(time: int, source: str, offset: int, document: bytes = DOCUMENTS[1]) -> Input:
     taken = _taken[document]
-    assert isinstance(taken, Taken)
+    assert isinstance(taken, RuleInput)
     return Input(time, source, offset, taken.size, taken.values)
 
 
-def _fold(windows: Windows, members: Sequence[tuple[Time, Input]]) -> Finished:
+def _fold(windows: Windows, members: Sequence[tuple[Time, Input]]) -> ClosedFold:
     """Return the fold of events that are given in order, with their times."""
     opened, last = members[0][0], members[-1][0]
     values = [COLLECTORS[c.kind].new() for c in RULE.collect]
     spans: dict[str, list[int]] = {}
     for _, x in members:
-        remember(spans.setdefault(x.source, [x.offset, x.offset, 0]), x.offset)
+        add_offset(spans.setdefault(x.source, [x.offset, x.offset, 0]), x.offset)
         for c, state, taken in zip(RULE.collect, values, x.taken, strict=True):
             if taken is not None:
                 COLLECTORS[c.kind].add(state, taken, x.position)
     head, latest = min(x.position for _, x in members), max(x.time for _, x in members)
     clump = Clump(opened, last, head, latest, len(members), 0, spans, values)
     if len(members) == windows.max_count:
-        return Finished(clump, int(last), "max_count")
+        return ClosedFold(clump, int(last), "max_count")
     quiet, longest = last + windows.quiet_ms, opened + windows.max_wait_ms
-    return Finished(clump, int(min(quiet, longest)), "quiet" if quiet <= longest else "max_wait")
+    return ClosedFold(clump, int(min(quiet, longest)), "quiet" if quiet <= longest else "max_wait")
 
 
-def _in_order(windows: Windows, timed: Sequence[tuple[Time, Input]]) -> list[Finished]:
+def _in_order(windows: Windows, timed: Sequence[tuple[Time, Input]]) -> list[ClosedFold]:
     """Return the folds that one reader would find who sees all events in the order of time: what is right."""
     found: list[list[tuple[Time, Input]]] = []
     for time, x in sorted(timed, key=lambda pair: (pair[0], pair[1].position)):
@@ -137,16 +147,16 @@ def _in_order(windows: Windows, timed: Sequence[tuple[Time, Input]]) -> list[Fin
     return [_fold(windows, fold) for fold in found]
 
 
-def _shown(folds: Sequence[Finished]) -> list[tuple[Time, Time, bytes, str]]:
+def _shown(folds: Sequence[ClosedFold]) -> list[tuple[Time, Time, bytes, str]]:
     """Return all there is to see of folds, in the order of time."""
     shown = []
     for fold in folds:
-        message = folded(RULE, GROUP, fold, 0)
+        message = fold_record(RULE, GROUP, fold, 0)
         shown.append((fold.clump.opened, fold.clump.last, message.value, message.id))
     return sorted(shown)
 
 
-def _places(folds: Sequence[Finished]) -> list[tuple[str, int]]:
+def _places(folds: Sequence[ClosedFold]) -> list[tuple[str, int]]:
     return sorted((source, o) for fold in folds for source, offsets in fold.clump.inputs.items() for o in offsets)
 
 
@@ -255,7 +265,7 @@ def test_every_event_is_in_one_fold_and_no_fold_leaves_early_or_overlaps_another
     events = _read(history, turns, held)
     held.wait()
     assert _places(held.folds) == sorted((x.source, x.offset) for x in events)
-    ids = [folded(RULE, GROUP, fold, 0).id for fold in held.folds]
+    ids = [fold_record(RULE, GROUP, fold, 0).id for fold in held.folds]
     assert len(set(ids)) == len(ids)
     for fold, frontier in held.given:
         assert fold.due <= frontier
@@ -340,7 +350,7 @@ def test_a_late_event_is_merged_into_the_open_fold_without_moving_its_time_back(
     held.wait()
     (fold,) = held.folds
     assert (fold.clump.opened, fold.clump.last, fold.clump.latest) == (50, 55, 50)
-    assert folded(RULE, GROUP, fold, 0).id.startswith("r:posts:1:0#")
+    assert fold_record(RULE, GROUP, fold, 0).id.startswith("r:posts:1:0#")
 
 
 def test_a_late_event_of_a_fold_that_has_left_opens_one_at_the_frontier() -> None:
@@ -438,12 +448,12 @@ def test_offsets_are_read_back_in_order(some: list[tuple[int, int]]) -> None:
     offsets = list(dict.fromkeys(start + i for start, n in some for i in range(n)))
     spans = [offsets[0] + 1, offsets[0], 1]
     for offset in offsets[1:]:
-        remember(spans, offset)
-    assert offsets_of(spans) == sorted(offsets)
+        add_offset(spans, offset)
+    assert unpack_offsets(spans) == sorted(offsets)
 
 
 def test_neighbours_are_one_run() -> None:
     spans = [6, 5, 1]
     for offset in (6, 7, 10):
-        remember(spans, offset)
+        add_offset(spans, offset)
     assert spans == [11, 5, 3, 2, 1]

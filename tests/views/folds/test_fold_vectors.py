@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 import pytest
 
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import Clump, Finished, Folding, Input, Windows
-from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded
+from tailrace.views.folds.model import ClosedFold, Clump, Folding, Input, Windows
+from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record
 
 Held: TypeAlias = "dict[bytes, list[Clump]]"
 
@@ -214,9 +214,9 @@ def _play(vector: Vector) -> tuple[list[Fold], Held]:
     given: list[Fold] = []
     frontier = 0
 
-    def give(group: bytes, finished: Sequence[Finished]) -> None:
+    def give(group: bytes, finished: Sequence[ClosedFold]) -> None:
         for fold in finished:
-            values = json.loads(folded(RULE, group, fold, frontier).value)["values"]
+            values = json.loads(fold_record(RULE, group, fold, frontier).value)["values"]
             assert values["count"] == fold.clump.count == len(values["items"])
             given.append(Fold(values["items"], int(fold.clump.opened), fold.due, json.loads(group)[0], fold.reason))
 
@@ -224,7 +224,7 @@ def _play(vector: Vector) -> tuple[list[Fold], Held]:
         frontier = frontier if step.frontier is None else step.frontier
         if isinstance(step, At):
             taken = reader.read(json.dumps({"key": step.key, "item": step.item}).encode())
-            assert isinstance(taken, Taken)
+            assert isinstance(taken, RuleInput)
             one = Input(step.time, "vectors:0", offset, taken.size, taken.values)
             give(taken.group, folding.absorb(groups.setdefault(taken.group, []), [one], frontier))
         else:
@@ -260,12 +260,12 @@ def test_v16_six_posts_of_two_accounts_are_two_folds() -> None:
     new = 0
     for offset, value in enumerate(SEED):
         taken = reader.read(value)
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, RuleInput)
         new += taken.group not in groups
         one = Input(100 * offset, "posts:0", offset, taken.size, taken.values)
         assert not folding.absorb(groups.setdefault(taken.group, []), [one], 100 * offset)
     given = [
-        json.loads(folded(rule, group, fold, fold.due).value)
+        json.loads(fold_record(rule, group, fold, fold.due).value)
         for group, clumps in groups.items()
         for fold in folding.settle(clumps, 2000)
     ]

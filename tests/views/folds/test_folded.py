@@ -9,8 +9,8 @@ import msgspec
 
 from tailrace.log.name import key_elements
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import Finished, Input, Windows
-from tailrace.views.folds.rule import Rule, RuleReader, Taken, folded, stream_of
+from tailrace.views.folds.model import ClosedFold, Input, Windows
+from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record, stream_of
 
 NOON = 1_789_200_000_000
 
@@ -24,12 +24,12 @@ RULE = Rule(
 )
 
 
-def _closed(rule: Rule, *events: tuple[int, str, int, bytes]) -> tuple[bytes, Finished]:
+def _closed(rule: Rule, *events: tuple[int, str, int, bytes]) -> tuple[bytes, ClosedFold]:
     """Return the group and the one fold of events that are given in any order."""
     reader, folding, clumps, group = RuleReader(rule), rule.folding(), [], b""  # type: ignore[var-annotated]
     for time, source, offset, value in events:
         taken = reader.read(value)
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, RuleInput)
         group = taken.group
         folding.absorb(clumps, [Input(time, source, offset, taken.size, taken.values)], time - 1000)
     (finished,) = folding.settle(clumps, float("inf"))
@@ -50,7 +50,7 @@ def test_a_folded_event_says_what_it_holds_and_why() -> None:
         (NOON + 2, "posts:0", 44, third),
         (NOON + 3, "posts@2:0", 0, _post()),
     )
-    message = folded(RULE, group, finished, NOON + 60_050)
+    message = fold_record(RULE, group, finished, NOON + 60_050)
     assert (message.id.partition("#")[0], message.topic) == ("posts-settled:posts:0:41", "folds")
     assert json.loads(message.value) == {
         "id": "posts-settled:posts:0:41",
@@ -83,19 +83,21 @@ def test_a_folded_event_says_what_it_holds_and_why() -> None:
 
 def test_the_same_events_make_the_same_bytes_in_whatever_order_they_come() -> None:
     events = [(NOON + i // 2, f"posts:{i % 3}", i, _post(metrics={f"m{i % 4}": i})) for i in range(9)]
-    messages = {folded(RULE, *_closed(RULE, *order), NOON) for order in (events, events[::-1], events[4:] + events[:4])}
+    messages = {
+        fold_record(RULE, *_closed(RULE, *order), NOON) for order in (events, events[::-1], events[4:] + events[:4])
+    }
     assert len(messages) == 1
 
 
 def test_values_that_producers_wrote_are_passed_on_as_they_are() -> None:
     value = b'{"account_id":"a","region":{"code":1.50},"x" : 12345678901234567890.10, "u":"\\u00e9" }'
-    message = folded(RULE, *_closed(RULE, (NOON, "posts:0", 0, value)), NOON)
+    message = fold_record(RULE, *_closed(RULE, (NOON, "posts:0", 0, value)), NOON)
     assert b'"data":%b}' % value in message.value
     assert message.value.count(b"\n") == 0
 
 
 def test_its_key_leads_to_the_stream_of_its_rule() -> None:
-    message = folded(RULE, *_closed(RULE, (NOON, "posts:0", 0, _post())), NOON)
+    message = fold_record(RULE, *_closed(RULE, (NOON, "posts:0", 0, _post())), NOON)
     assert key_elements(message.key) == ["folds", "posts-settled"]
     assert stream_of("posts-settled") == "folds/posts-settled"
 
@@ -104,11 +106,11 @@ def test_a_late_event_names_the_fold_and_is_told_with_its_own_time() -> None:
     rule = msgspec.structs.replace(RULE, group=())
     folding, clumps = rule.folding(), []  # type: ignore[var-annotated]
     taken = RuleReader(rule).read(b"{}")
-    assert isinstance(taken, Taken)
+    assert isinstance(taken, RuleInput)
     folding.absorb(clumps, [Input(NOON, "posts:0", 5, taken.size, taken.values)], NOON)
     folding.absorb(clumps, [Input(NOON - 9000, "posts:1", 6, taken.size, taken.values)], NOON + 10)
     (finished,) = folding.settle(clumps, NOON + 60_010)
-    event = json.loads(folded(rule, b"[]", finished, NOON + 60_010).value)
+    event = json.loads(fold_record(rule, b"[]", finished, NOON + 60_010).value)
     assert event["id"] == "posts-settled:posts:1:6"
     assert (event["first"], event["last"]) == ("2026-09-12T07:59:51.000Z", "2026-09-12T08:00:00.000Z")
     assert event["due"] == "2026-09-12T08:01:00.010Z"

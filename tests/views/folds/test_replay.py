@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collect
-from tailrace.views.folds.model import OFFSET_BYTES, Clump, Finished, Folding, Input, Windows
-from tailrace.views.folds.tune import Figures, Trials, candidates, replay, rounded, scaled
+from tailrace.views.folds.model import OFFSET_BYTES, ClosedFold, Clump, Folding, Input, Windows
+from tailrace.views.folds.tune import Figures, Trials, candidates, replay, round_delays, scale_windows
 
 _COLLECT = (Collect("seen", "set", ("a",)), Collect("newest", "last", ("b",)), Collect("total", "sum", ("c",)))
 _windows = st.builds(
@@ -48,12 +48,12 @@ def _inputs(events: Sequence[tuple[int, str, bytes | None, bytes | None, int | N
     return sorted(found, key=lambda x: x.position)
 
 
-def _figures(quiet_ms: int, groups: Sequence[tuple[Sequence[Input], Sequence[Finished]]]) -> Figures:
+def _figures(quiet_ms: int, groups: Sequence[tuple[Sequence[Input], Sequence[ClosedFold]]]) -> Figures:
     """Count what folds say of themselves, one by one."""
     figures = Figures()
     for inputs, folds in groups:
         times = {(x.source, x.offset): x.time for x in inputs}
-        before: Finished | None = None
+        before: ClosedFold | None = None
         for fold in folds:
             figures.reasons[fold.reason] = figures.reasons.get(fold.reason, 0) + 1
             if before is not None and before.reason == "quiet":
@@ -64,7 +64,7 @@ def _figures(quiet_ms: int, groups: Sequence[tuple[Sequence[Input], Sequence[Fin
             figures.waited_ms += sum(delays)
             for delay in delays:
                 figures.delays[delay] = figures.delays.get(delay, 0) + 1
-    figures.delays = rounded(figures.delays)
+    figures.delays = round_delays(figures.delays)
     return figures
 
 
@@ -116,7 +116,7 @@ def test_a_replay_gives_the_folds_that_the_pipeline_gave_live(windows: Windows, 
     # Counts and sizes are taken in the order of arrival, so live folds are those of a replay only without their limits.
     folding = Folding(_COLLECT, Windows(windows.quiet_ms, windows.max_wait_ms))
     inputs = _inputs(events)
-    live: list[Finished] = []
+    live: list[ClosedFold] = []
     clumps: list[Clump] = []
     at = 0
     frontier: float = -math.inf
@@ -132,7 +132,7 @@ def test_a_replay_gives_the_folds_that_the_pipeline_gave_live(windows: Windows, 
     assert sorted(map(_shown, live)) == sorted(map(_shown, replayed))
 
 
-def _shown(fold: Finished) -> tuple[object, ...]:
+def _shown(fold: ClosedFold) -> tuple[object, ...]:
     clump = fold.clump
     offsets = sorted((source, o) for source, found in clump.inputs.items() for o in found)
     values = [COLLECTORS[c.kind].result(state) for c, state in zip(_COLLECT, clump.values, strict=True)]
@@ -153,8 +153,8 @@ def test_figures_of_parts_add_up_to_those_of_the_whole(windows: Windows, events:
 def test_percentiles_are_right_to_half_a_percent(delays: list[int], share: float) -> None:
     figures = Figures()
     figures.count(delays)
-    figures.delays = rounded(figures.delays)
-    assert rounded(figures.delays) == figures.delays
+    figures.delays = round_delays(figures.delays)
+    assert round_delays(figures.delays) == figures.delays
     exact = sorted(delays)[math.ceil(share * len(delays)) - 1]
     assert figures.percentile_ms(share) == pytest.approx(exact, rel=0.005)
     assert figures.mean_ms == pytest.approx(sum(delays) / len(delays))
@@ -182,4 +182,4 @@ def test_candidates_lie_around_the_configured_window_which_is_always_one() -> No
     assert {(w.max_count, w.max_bytes) for w in found} == {(77, 4_096)}
     assert [w.quiet_ms for w in candidates(windows, [9_000, 100])] == [100, 5_000, 9_000]
     assert [w.quiet_ms for w in candidates(Windows(1, 10))] == [1, 2, 4, 8, 16]
-    assert scaled(Windows(3, 3), 1) == Windows(1, 1)
+    assert scale_windows(Windows(3, 3), 1) == Windows(1, 1)

@@ -15,7 +15,7 @@ from tailrace.errors import QueryError
 from tailrace.query import Record
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import OFFSET_BYTES, Input, Windows
-from tailrace.views.folds.rule import MAX_GROUP_BYTES, Rule, RuleReader, Taken, group_of
+from tailrace.views.folds.rule import MAX_GROUP_BYTES, Rule, RuleInput, RuleReader, parse_group
 
 WINDOWS = Windows(10, 100)
 POSTS = Rule("posts", (), (("account_id",),), (Collect("metrics", "keys", ("metrics",)),), WINDOWS)
@@ -37,7 +37,7 @@ def _exact(text: str | bytes) -> Any:
 
 def _group(rule: Rule, value: bytes) -> bytes:
     taken = RuleReader(rule).read(value)
-    assert isinstance(taken, Taken), taken
+    assert isinstance(taken, RuleInput), taken
     return taken.group
 
 
@@ -81,7 +81,7 @@ def test_a_rule_without_a_group_folds_all_events_into_one() -> None:
 
 def test_events_that_the_query_does_not_match_are_filtered() -> None:
     reader = RuleReader(_rule("a", where={"kind": "post", "deep.n": 1}))
-    assert isinstance(reader.read(b'{"a":1,"kind":"post","deep":{"n":1.0}}'), Taken)
+    assert isinstance(reader.read(b'{"a":1,"kind":"post","deep":{"n":1.0}}'), RuleInput)
     assert reader.read(b'{"a":1,"kind":"post","deep":{"n":true}}') == "filtered"
     assert reader.read(b'{"a":1,"kind":"posts"}') == "filtered"
     assert reader.read(b"[]") == "filtered"
@@ -89,8 +89,8 @@ def test_events_that_the_query_does_not_match_are_filtered() -> None:
 
 def test_a_rule_takes_events_by_any_query() -> None:
     reader = RuleReader(_rule("a", where={"metrics.likes": {"$gt": 5}}))
-    assert isinstance(reader.read(b'{"a":1,"metrics":{"likes":6}}'), Taken)
-    assert isinstance(reader.read(b'{"a":1,"metrics":[{"likes":1},{"likes":7.5}]}'), Taken)
+    assert isinstance(reader.read(b'{"a":1,"metrics":{"likes":6}}'), RuleInput)
+    assert isinstance(reader.read(b'{"a":1,"metrics":[{"likes":1},{"likes":7.5}]}'), RuleInput)
     for value in (b'{"a":1,"metrics":{"likes":5}}', b'{"a":1,"metrics":{"likes":"6"}}', b'{"a":1}', b"6"):
         assert reader.read(value) == "filtered"
     with pytest.raises(QueryError, match=r"\$gtt at 'a': unknown operator"):
@@ -101,7 +101,7 @@ def test_a_rule_may_ask_for_more_than_the_value() -> None:
     assert not RuleReader(_rule("a")).asks_record
     reader = RuleReader(_rule("a", where={"$topic": {"$in": ["posts", "jobs"]}}))
     assert reader.asks_record
-    assert isinstance(reader.read(b'{"a":1}', Record("posts", 0, 0, 0)), Taken)
+    assert isinstance(reader.read(b'{"a":1}', Record("posts", 0, 0, 0)), RuleInput)
     assert reader.read(b'{"a":1}', Record("orders", 0, 0, 0)) == "filtered"
     assert reader.read(b'{"a":1}') == "filtered"
 
@@ -109,7 +109,7 @@ def test_a_rule_may_ask_for_more_than_the_value() -> None:
 def test_a_group_that_is_too_long_is_refused() -> None:
     reader = RuleReader(_rule("a"))
     fits = b"x" * (MAX_GROUP_BYTES - 4)
-    assert isinstance(reader.read(b'{"a":"%b"}' % fits), Taken)
+    assert isinstance(reader.read(b'{"a":"%b"}' % fits), RuleInput)
     assert reader.read(b'{"a":"%bx"}' % fits) == "group-too-long"
 
 
@@ -126,7 +126,7 @@ def test_each_collector_is_given_what_is_at_its_path() -> None:
     )
     value = b'{"a":1.0,"m":{"x":{"y": [ 1 ]},"z":0}}'
     taken = RuleReader(rule).read(value)
-    assert isinstance(taken, Taken)
+    assert isinstance(taken, RuleInput)
     assert taken.values == [("x", "z"), b"[ 1 ]", b"1.0", value, None]
     assert taken.group == b"[1]"
 
@@ -138,7 +138,7 @@ def test_an_event_adds_no_more_bytes_than_was_said(document: dict[str, Any]) -> 
     collect = tuple(Collect(f"{kind}_{path}", kind, (path,)) for kind in kinds for path in ("m", "n", "l"))
     rule = _rule("a", missing="null", collect=collect)
     taken = RuleReader(rule).read(json.dumps(document).encode())
-    assert isinstance(taken, Taken)
+    assert isinstance(taken, RuleInput)
     clumps: list[Any] = []
     rule.folding().absorb(clumps, [Input(0, "posts:0", 0, taken.size, taken.values)], 0)
     assert OFFSET_BYTES <= clumps[0].size <= taken.size
@@ -149,9 +149,9 @@ def test_an_event_adds_no_more_bytes_than_was_said(document: dict[str, Any]) -> 
 def test_a_group_that_someone_wrote_is_the_one_that_was_read(one: Any, other: Any) -> None:
     rule = _rule("a", "b.c")
     read = _group(rule, json.dumps({"a": one, "b": {"c": other}}).encode())
-    assert group_of([one, other], rule) == read
-    assert group_of({"b.c": other, "a": one}, rule) == read
-    assert group_of(json.loads(read), rule) == read
+    assert parse_group([one, other], rule) == read
+    assert parse_group({"b.c": other, "a": one}, rule) == read
+    assert parse_group(json.loads(read), rule) == read
     assert _exact(rule.group_json(read)) == _exact(json.dumps({"a": one, "b.c": other}))
 
 
@@ -159,10 +159,10 @@ def test_a_group_that_cannot_be_one_is_refused_with_what_would_be() -> None:
     rule = _rule("a", "b.c")
     for array in ([], [1], [1, 2, 3]):
         with pytest.raises(ValueError, match=r"an array of 2: a, b\.c"):
-            group_of(array, rule)
+            parse_group(array, rule)
     for given_ in ({}, {"a": 1}, {"a": 1, "b": {"c": 2}}, {"a": 1, "b.c": 2, "d": 3}):
         with pytest.raises(ValueError, match=r"an object with a, b\.c"):
-            group_of(given_, rule)
+            parse_group(given_, rule)
 
 
 def test_a_group_lives_in_one_shard() -> None:

@@ -10,8 +10,8 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Windows
-from tailrace.views.folds.rule import Rule, RuleReader, Taken
-from tailrace.views.folds.store import changed, outputs_of, reads, rules_of
+from tailrace.views.folds.rule import Rule, RuleInput, RuleReader
+from tailrace.views.folds.store import outputs_of, reads_topic, rules_of, with_windows
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account.id"], "quiet": "3s"}
 
@@ -52,7 +52,7 @@ def test_a_rule_with_defaults_takes_events_by_their_group() -> None:
     (rule,) = rules_of(settings_of(accounts=RULE)).values()
     assert rule.windows == Windows(3_000, 30_000, 10_000, 256 << 10, 0)
     taken = RuleReader(rule).read(b'{"account":{"id":7}}')
-    assert isinstance(taken, Taken)
+    assert isinstance(taken, RuleInput)
     assert taken.group == b"[7]"
 
 
@@ -69,7 +69,7 @@ def test_a_list_reads_its_topics_and_a_pattern_never_what_rules_write() -> None:
     assert outputs == {"folds.named", "folds.all", "folds.some", "folds.fed", "seen"}
 
     def readers(topic: str) -> list[str]:
-        return [name for name, rule in rules.items() if reads(rule, topic, outputs)]
+        return [name for name, rule in rules.items() if reads_topic(rule, topic, outputs)]
 
     assert readers("posts") == ["named", "all"]
     assert readers("post") == ["all", "some"]
@@ -79,12 +79,12 @@ def test_a_list_reads_its_topics_and_a_pattern_never_what_rules_write() -> None:
 
 def test_windows_change_as_they_would_be_configured() -> None:
     settings = settings_of(a=RULE, b=RULE | {"max_wait": "5s", "collect": {"m": "keys m"}})
-    assert changed(settings, "a", {"quiet": "1s"}).windows == Windows(1_000, 10_000)
+    assert with_windows(settings, "a", {"quiet": "1s"}).windows == Windows(1_000, 10_000)
     asked = {"quiet": "1m", "max_wait": "1h", "max_count": 5, "max_bytes": "4KiB", "lateness": "2s"}
-    rule = changed(settings, "b", asked)
+    rule = with_windows(settings, "b", asked)
     assert rule.windows == Windows(60_000, 3_600_000, 5, 4_096, 2_000)
     assert rule.definition == rules_of(settings)["b"].definition
-    assert changed(settings, "b", {}) == rules_of(settings)["b"]
+    assert with_windows(settings, "b", {}) == rules_of(settings)["b"]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_windows_that_could_not_be_configured_are_refused_with_every_problem(
 ) -> None:
     settings = settings_of(a=RULE | {"max_wait": "5s"})
     with pytest.raises(ValueError, match=said):
-        changed(settings, "a", wanted)
+        with_windows(settings, "a", wanted)
 
 
 def test_a_rule_that_is_not_there_cannot_be_changed() -> None:
     with pytest.raises(KeyError):
-        changed(settings_of(a=RULE), "b", {"quiet": "1s"})
+        with_windows(settings_of(a=RULE), "b", {"quiet": "1s"})

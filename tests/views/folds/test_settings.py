@@ -22,7 +22,7 @@ from tailrace.config.settings import Settings
 from tailrace.config.units import format_duration
 from tailrace.errors import ConfigError
 from tailrace.views.folds.collect import COLLECTORS
-from tailrace.views.folds.settings import COLLECTS, FoldSettings, RuleTable, collected
+from tailrace.views.folds.settings import COLLECT_KINDS, FoldSettings, RuleTable, parse_collect
 from tests.asking import written_queries
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account_id"], "quiet": "3s"}
@@ -153,9 +153,9 @@ def test_an_output_that_cannot_be_gathered_is_refused(name: str, text: object, w
 
 
 def test_the_kinds_of_gathering_are_those_of_the_model() -> None:
-    assert set(COLLECTS) == set(COLLECTORS)
+    assert set(COLLECT_KINDS) == set(COLLECTORS)
     for kind, collector in COLLECTORS.items():
-        assert collected(f"{kind} a.b" if collector.needs_path else kind) == (
+        assert parse_collect(f"{kind} a.b" if collector.needs_path else kind) == (
             kind,
             "a.b" if collector.needs_path else "",
         )
@@ -220,7 +220,7 @@ def test_rules_are_frozen_hashable_and_survive_pickling() -> None:
 
 _names = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 _paths = st.lists(st.text("abé \"\\'{}=#", min_size=1).filter(lambda t: t == t.strip()), min_size=1).map(".".join)
-_kinds = st.sampled_from(COLLECTS[:-1])
+_kinds = st.sampled_from(COLLECT_KINDS[:-1])
 _collects = st.just("events") | st.tuples(_kinds, _paths).map(" ".join)
 _topics = st.from_regex(r"in\.[A-Za-z0-9._-]{0,20}", fullmatch=True)
 _durations = st.timedeltas(timedelta(milliseconds=1), timedelta(days=1))

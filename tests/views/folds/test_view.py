@@ -192,7 +192,7 @@ def test_a_gap_of_exactly_quiet_opens_the_next_fold(store: StoreOptions, at_ms: 
 def test_a_full_fold_goes_out_at_once(store: StoreOptions) -> None:
     windows = msgspec.structs.replace(RULE.windows, max_count=2)
     rig = FoldRig(store, [msgspec.structs.replace(RULE, windows=windows)])
-    FoldStore(rig.shards).raise_frontier({"accounts": NOON})
+    FoldStore(rig.shards).publish_watermarks({"accounts": NOON})
     rig.writer.write([post(i, "account_1", i) for i in range(5)])
     assert rig.folds() == [
         Fold("account_1", ((0, 0), (0, 1)), "max_count", 1),
@@ -212,7 +212,7 @@ def test_a_shard_that_lost_its_writes_folds_again_what_it_had(store: StoreOption
     for kind in ("marks:folds", "times:folds", "counts:folds", "frontier", "outbox", "number"):
         rig.shards.client(lost).delete(f"{tag}:{kind}")
     for kind in ("fold", "due", "closed"):
-        rig.shards.client(lost).delete(f"{tag}:{kind}:{RULE.place}")
+        rig.shards.client(lost).delete(f"{tag}:{kind}:{RULE.key_suffix}")
     rig.writer.another_task().write(records)
     rig.settle(10**9)
     assert rig.folds() == expected(records)

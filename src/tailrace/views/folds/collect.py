@@ -20,7 +20,7 @@ Position: TypeAlias = tuple[int, str, int]
 
 _encode = msgspec.json.Encoder().encode
 
-PLACE_BYTES = 16
+POSITION_BYTES = 16
 """What remembering a position is counted as."""
 
 
@@ -73,7 +73,7 @@ class Set(Collector):
         return None if found is None else (canonical(found),)
 
     def weigh(self, taken: Any) -> int:
-        return sum(map(self._length, taken)) + PLACE_BYTES * len(taken)
+        return sum(map(self._length, taken)) + POSITION_BYTES * len(taken)
 
     def new(self) -> Any:
         return {}
@@ -84,7 +84,7 @@ class Set(Collector):
             known = state.get(member)
             if known is None:
                 state[member] = (*position, i)
-                grown += self._length(member) + PLACE_BYTES
+                grown += self._length(member) + POSITION_BYTES
             elif known[0] >= position[0] and (*position, i) < known:
                 state[member] = (*position, i)
         return grown
@@ -94,13 +94,13 @@ class Set(Collector):
         for member, place in other.items():
             known = state.get(member)
             if known is None:
-                grown += self._length(member) + PLACE_BYTES
+                grown += self._length(member) + POSITION_BYTES
             if known is None or place < known:
                 state[member] = place
         return grown
 
     def result(self, state: Any) -> bytes:
-        return b"[" + b",".join(self._shown(m) for m, _ in sorted(state.items(), key=_by_place)) + b"]"
+        return b"[" + b",".join(self._shown(m) for m, _ in sorted(state.items(), key=_by_position)) + b"]"
 
     def _shown(self, member: Any) -> bytes:
         return bytes(member)
@@ -148,7 +148,7 @@ class First(Collector):
         return found
 
     def weigh(self, taken: Any) -> int:
-        return len(taken) + PLACE_BYTES
+        return len(taken) + POSITION_BYTES
 
     def new(self) -> Any:
         return []
@@ -156,7 +156,7 @@ class First(Collector):
     def add(self, state: Any, taken: Any, position: Position) -> int:
         if state and not self._wins(position, state[0]):
             return 0
-        grown = len(taken) - len(state[1]) if state else len(taken) + PLACE_BYTES
+        grown = len(taken) - len(state[1]) if state else len(taken) + POSITION_BYTES
         state[:] = (position, taken)
         return grown
 
@@ -245,7 +245,7 @@ class Sum(Collector):
         return str(number) if isinstance(number, int) and number.bit_length() > 63 else number
 
     def weigh(self, taken: Any) -> int:
-        return PLACE_BYTES
+        return POSITION_BYTES
 
     def new(self) -> Any:
         return [0]
@@ -316,18 +316,18 @@ class Events(Collector):
         return value
 
     def weigh(self, taken: Any) -> int:
-        return len(taken) + PLACE_BYTES
+        return len(taken) + POSITION_BYTES
 
     def new(self) -> Any:
         return []
 
     def add(self, state: Any, taken: Any, position: Position) -> int:
         state.append((*position, taken))
-        return len(taken) + PLACE_BYTES
+        return len(taken) + POSITION_BYTES
 
     def merge(self, state: Any, other: Any) -> int:
         state += other
-        return sum(len(event[3]) + PLACE_BYTES for event in other)
+        return sum(len(event[3]) + POSITION_BYTES for event in other)
 
     def result(self, state: Any) -> bytes:
         shown = (b'{"id":"%b:%d","data":%b}' % (s.encode(), o, value) for _, s, o, value in sorted(state))
@@ -354,7 +354,7 @@ class Collect(msgspec.Struct, frozen=True):
     path: FieldPath = ()
 
 
-def _by_place(item: tuple[Any, Any]) -> Any:
+def _by_position(item: tuple[Any, Any]) -> Any:
     return item[1]
 
 

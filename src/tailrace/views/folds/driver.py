@@ -32,20 +32,20 @@ from tailrace.valkey.marks import read_counts, read_times
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.store import (
-    COUNTED,
+    COUNTERS,
     FLUSH,
     VIEW,
+    AppliedRule,
     FoldStore,
-    HeldGroup,
-    InForce,
-    changed,
-    flushed,
-    in_force,
+    StoredGroup,
+    applied_rules,
+    decode_group,
+    due_change,
+    flush_change,
     outputs_of,
-    read_held,
-    reads,
+    reads_topic,
     rules_of,
-    settled,
+    with_windows,
 )
 from tailrace.views.folds.write import FoldsPlan
 
@@ -64,7 +64,7 @@ def applied(settings: Settings, wanted: Mapping[str, bytes]) -> dict[str, Rule]:
     for name, text in wanted.items():
         if name in rules:
             try:
-                rules[name] = changed(settings, name, json.loads(text))
+                rules[name] = with_windows(settings, name, json.loads(text))
             except ValueError as error:
                 logger.error("the windows asked for of fold rule %s cannot be used: %s", name, error)
     return rules
@@ -126,7 +126,7 @@ def watermarks(shards: Shards, rules: Mapping[str, Rule], run: Run) -> Callable[
 
     def watermark(rule: Rule) -> int | None:
         return run.timing.watermark(
-            lambda topic: reads(rule, topic, outputs),
+            lambda topic: reads_topic(rule, topic, outputs),
             by_event=rule.clock == "event",
             lateness_ms=rule.windows.lateness_ms,
         )
@@ -151,7 +151,7 @@ _encode = msgspec.json.Encoder().encode
 def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int = 0) -> None:
     """Put rules into force in place of those that were."""
     key, store = shards.keys.rules(), FoldStore(shards, epoch)
-    before = in_force(shards)
+    before = applied_rules(shards)
     counts = read_counts(shards, VIEW)
     for name, known in before.items():
         rule = rules.get(name)
@@ -170,10 +170,10 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int =
         was = before.get(name)
         if was is not None and was.rule == rule:
             continue
-        since = {field: counts.get(f"{field}:{name}", 0) for field in COUNTED}
-        new = InForce(rule, now_ms, since)
+        since = {field: counts.get(f"{field}:{name}", 0) for field in COUNTERS}
+        new = AppliedRule(rule, now_ms, since)
         if was is not None and was.rule.windows == rule.windows:
-            new = InForce(rule, was.since_ms, was.counts)
+            new = AppliedRule(rule, was.since_ms, was.counts)
         shards.run_all([(0, ("HSET", key, name, _encode(new)))])
 
 
@@ -183,7 +183,7 @@ def _flush(shards: Shards, store: FoldStore, rule: Rule, now_ms: int) -> int:
     while True:
         found = 0
         for shard, held in _pages(shards, rule):
-            made = [flushed(rule, folding, group, state, now_ms, FLUSH) for group, state in held.items()]
+            made = [flush_change(rule, folding, group, state, now_ms, FLUSH) for group, state in held.items()]
             found += len(held)
             store.settle(rule, 0, shard, [change for change in made if change is not None])
         if not found:
@@ -196,23 +196,23 @@ def _rescore(shards: Shards, store: FoldStore, rule: Rule) -> int:
     folding = rule.folding()
     moved = 0
     for shard, held in _pages(shards, rule):
-        made = [settled(rule, folding, group, state, BEFORE_ALL) for group, state in held.items()]
+        made = [due_change(rule, folding, group, state, BEFORE_ALL) for group, state in held.items()]
         store.settle(rule, 0, shard, [change for change in made if change is not None])
         moved += len(held)
     return moved
 
 
-def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, HeldGroup]]]:
+def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, StoredGroup]]]:
     """Yield all that is pending, page by page; a page that is changed meanwhile is still whole."""
     for shard in range(shards.options.shards):
         cursor = b"0"
         while True:
             cursor, found = shards.run_all(
-                [(shard, ("HSCAN", shards.keys.fold(shard, rule.place), cursor, "COUNT", PAGE))]
+                [(shard, ("HSCAN", shards.keys.fold(shard, rule.key_suffix), cursor, "COUNT", PAGE))]
             )[0]
             cursor = cursor if isinstance(cursor, bytes) else str(cursor).encode()
             pairs = mapping(found).items()
-            if held := {group: read_held(value) for group, value in pairs}:
+            if held := {group: decode_group(value) for group, value in pairs}:
                 yield shard, held
             if cursor == b"0":
                 break
@@ -300,7 +300,7 @@ class Emitter(threading.Thread):
             for name, reached in self._frontier(wanted).items():
                 self._reached[name] = max(reached, self._reached.get(name, reached))
             known = {rule.name: self._reached[rule.name] for rule in wanted if rule.name in self._reached}
-            self._store.raise_frontier(known)
+            self._store.publish_watermarks(known)
             for name, frontier_ms in known.items():
                 if due[name] <= frontier_ms:
                     self._settle(self._rules[name], frontier_ms)
@@ -332,7 +332,7 @@ class Emitter(threading.Thread):
             self._at_once = max(1, self._at_once // 2) if size > AT_ONCE_BYTES else min(AT_ONCE, self._at_once * 2)
             refused = 0
             for (shard, _, groups), states in zip(asked, held, strict=True):
-                made = [settled(rule, folding, g, h, frontier_ms) for g, h in zip(groups, states, strict=True)]
+                made = [due_change(rule, folding, g, h, frontier_ms) for g, h in zip(groups, states, strict=True)]
                 refused += self._store.settle(rule, forget_ms, shard, [change for change in made if change is not None])
             self._told()
             if refused:

@@ -29,18 +29,18 @@ from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
 from tailrace.views.folds.driver import Emitter
 from tailrace.views.folds.model import Clump, Input
-from tailrace.views.folds.rule import Rule, RuleReader, Taken
+from tailrace.views.folds.rule import Rule, RuleInput, RuleReader
 from tailrace.views.folds.settings import FoldSettings
-from tailrace.views.folds.store import HeldGroup, given_out, in_force, new_version, read_held, rule_of
+from tailrace.views.folds.store import StoredGroup, applied_rules, decode_group, emit_arguments, new_version, rule_of
 
 VIEW = "publishers"
 """Under which the store keeps what each publisher has added."""
 
 POSITIONS = "tailrace.positions"
 MAX_EVENT_BYTES, MAX_DEPTH = 1 << 20, 200
-RENEWED_S = 5.0
+REFRESH_S = 5.0
 """How often the windows in force are looked at."""
-TRIES = 100
+MAX_TRIES = 100
 """Times that a group may change under our hands before we give up."""
 
 _encode = msgspec.json.Encoder().encode
@@ -109,7 +109,7 @@ class Folder:
         """
         with self._lock:
             self._renew()
-            by_shard: dict[int, list[tuple[int, Taken]]] = {}
+            by_shard: dict[int, list[tuple[int, RuleInput]]] = {}
             taken_in_all = 0
             for event in events:
                 value = event if isinstance(event, bytes) else event.encode() if isinstance(event, str) else None
@@ -164,11 +164,11 @@ class Folder:
 
     def _renew(self) -> None:
         """Now and then, take over the windows that the rule has in a pipeline of this installation."""
-        if time.monotonic() - self._renewed < RENEWED_S:
+        if time.monotonic() - self._renewed < REFRESH_S:
             return
         self._renewed = time.monotonic()
         with suppress(StoreError, StoreUnavailable):
-            known = in_force(self._shards).get(self.rule.name)
+            known = applied_rules(self._shards).get(self.rule.name)
             if known is None or known.rule.definition != self.rule.definition:
                 return
             if known.rule.windows != self.rule.windows:
@@ -184,10 +184,10 @@ class Folder:
                 if ended and not self._ended.is_set():
                     self._reconnect()
 
-    def _add(self, shard: int, added: Sequence[tuple[int, Taken]]) -> None:
+    def _add(self, shard: int, added: Sequence[tuple[int, RuleInput]]) -> None:
         """Add to one shard until it took it. After a lost connection the mark says whether it had."""
         mark, deadline = added[-1][0], time.monotonic() + self._patience_s
-        for attempt in range(TRIES):
+        for attempt in range(MAX_TRIES):
             try:
                 answer = self._try(shard, added, mark)
             except StoreChanged:
@@ -207,16 +207,16 @@ class Folder:
             time.sleep(0.001 * attempt)
         raise StoreError(f"the folds of {self.rule.name} keep changing under this publisher; add fewer events at once")
 
-    def _try(self, shard: int, added: Sequence[tuple[int, Taken]], mark: int) -> bytes:
+    def _try(self, shard: int, added: Sequence[tuple[int, RuleInput]], mark: int) -> bytes:
         """Return ``ok``, the mark that the shard has if it is another than we know, or ``conflict``."""
         groups = list(dict.fromkeys(taken.group for _, taken in added))
         commands: list[Command] = [
-            (shard, ("HMGET", self._shards.keys.fold(shard, self.rule.place), *groups)),
+            (shard, ("HMGET", self._shards.keys.fold(shard, self.rule.key_suffix), *groups)),
             (shard, ("TIME",)),
         ]
         answers, clock = self._shards.run_all(commands)
         now_ms = _milliseconds(clock)
-        held = {group: read_held(answer) for group, answer in zip(groups, answers, strict=True)}
+        held = {group: decode_group(answer) for group, answer in zip(groups, answers, strict=True)}
         items = self._items(added, held, now_ms)
         head: list[Arg] = [VIEW, 0, self._source, self._marks[shard], mark, DAY_MS, 0, 100]
         answer = self._shards.call(shard, "apply", *head, *items)
@@ -224,13 +224,15 @@ class Folder:
             raise StoreError("the store was emptied while this publisher ran: make a new one")
         return bytes(answer[1] if answer[0] == b"moved" else answer[0])
 
-    def _items(self, added: Sequence[tuple[int, Taken]], held: Mapping[bytes, HeldGroup], now_ms: int) -> list[Arg]:
+    def _items(
+        self, added: Sequence[tuple[int, RuleInput]], held: Mapping[bytes, StoredGroup], now_ms: int
+    ) -> list[Arg]:
         inputs: dict[bytes, list[Input]] = {}
         for number, taken in added:
             x = Input(now_ms, self._source, number, taken.size, taken.values)
             inputs.setdefault(taken.group, []).append(x)
         rule, folding, version = self.rule, self._folding, new_version()
-        items: list[Arg] = ["G", rule.place, len(added), len(inputs)]
+        items: list[Arg] = ["G", rule.key_suffix, len(added), len(inputs)]
         closed: list[Arg] = []
         near = now_ms - 2 * rule.windows.quiet_ms
         for group, new in inputs.items():
@@ -238,8 +240,8 @@ class Folder:
             finished = folding.absorb(clumps, new, now_ms - rule.windows.lateness_ms)
             value, due = (version + folding.dump(clumps), folding.due(clumps)) if clumps else (b"", 0)
             items += [group, held[group].version, value, due, near]
-            for fold in given_out(rule, group, finished, now_ms):
-                closed += ["F", rule.place, group, *fold]
+            for fold in emit_arguments(rule, group, finished, now_ms):
+                closed += ["F", rule.key_suffix, group, *fold]
         return items + closed
 
     def _emitter(self) -> Emitter:

@@ -100,10 +100,10 @@ class Clump:
     @property
     def inputs(self) -> dict[str, list[int]]:
         """Source -> offsets, in order."""
-        return {source: offsets_of(spans) for source, spans in self.spans.items()}
+        return {source: unpack_offsets(spans) for source, spans in self.spans.items()}
 
 
-class Finished(NamedTuple):
+class ClosedFold(NamedTuple):
     """A fold that is closed: when it had to be, and why."""
 
     clump: Clump
@@ -120,7 +120,7 @@ class Folding:
         self.windows = windows
         self._quiet, self._max_wait = windows.quiet_ms, windows.max_wait_ms
 
-    def absorb(self, clumps: list[Clump], inputs: Iterable[Input], frontier: Time) -> list[Finished]:
+    def absorb(self, clumps: list[Clump], inputs: Iterable[Input], frontier: Time) -> list[ClosedFold]:
         """Add events to a group; return the folds that are closed by then."""
         finished = self.settle(clumps, frontier)
         max_count, max_bytes, quiet = self.windows.max_count, self.windows.max_bytes, self._quiet
@@ -188,9 +188,9 @@ class Folding:
             collector.weigh(part) for collector, part in zip(self._collectors, taken, strict=True) if part is not None
         )
 
-    def settle(self, clumps: list[Clump], frontier: Time) -> list[Finished]:
+    def settle(self, clumps: list[Clump], frontier: Time) -> list[ClosedFold]:
         """Close the folds that are due; return them."""
-        finished: list[Finished] = []
+        finished: list[ClosedFold] = []
         while clumps:
             if len(clumps) > 1:
                 self._close_up(clumps, 0, frontier, finished, only_first=True)
@@ -205,7 +205,7 @@ class Folding:
             finished.append(self._finish(clumps.pop(0), int(due), self.windows.reason(first.opened, first.last)))
         return finished
 
-    def flush(self, clumps: list[Clump], frontier: Time, reason: str) -> list[Finished]:
+    def flush(self, clumps: list[Clump], frontier: Time, reason: str) -> list[ClosedFold]:
         """Close all folds; those that are not due yet for the given reason."""
         found = self.settle(clumps, math.inf)
         return [f if f.due <= frontier else f._replace(reason=reason) for f in found]
@@ -225,7 +225,7 @@ class Folding:
         return near and not opened < cut <= right.last
 
     def _close_up(
-        self, clumps: list[Clump], at: int, frontier: Time, finished: list[Finished], *, only_first: bool = False
+        self, clumps: list[Clump], at: int, frontier: Time, finished: list[ClosedFold], *, only_first: bool = False
     ) -> None:
         """Merge neighbours, from ``at`` on, that no boundary can lie between any more.
 
@@ -252,14 +252,14 @@ class Folding:
                 if left.count >= self.windows.max_count or left.size >= self.windows.max_bytes:
                     finished.append(self._full(clumps.pop(at)))
 
-    def _full(self, clump: Clump) -> Finished:
+    def _full(self, clump: Clump) -> ClosedFold:
         why = "max_count" if clump.count >= self.windows.max_count else "max_bytes"
         return self._finish(clump, int(clump.last), why)
 
-    def _finish(self, clump: Clump, due: int, reason: str) -> Finished:
+    def _finish(self, clump: Clump, due: int, reason: str) -> ClosedFold:
         if clump.taken is not None:
             self._gather(clump)
-        return Finished(clump, due, reason)
+        return ClosedFold(clump, due, reason)
 
     def _exact(self, clump: Clump) -> int:
         """Return how large a clump is; that of a single event is only roughly known before."""
@@ -300,7 +300,7 @@ class Folding:
         if spans is None:
             clump.spans[source] = [offset + 1, offset, 1]
         else:
-            remember(spans, offset)
+            add_offset(spans, offset)
 
     def _merge(self, left: Clump, right: Clump) -> None:
         if right.taken is not None:
@@ -375,7 +375,7 @@ def _opened(clump: Clump) -> Time:
     return clump.opened
 
 
-def remember(spans: list[int], offset: int) -> None:
+def add_offset(spans: list[int], offset: int) -> None:
     """Add an offset to spans.
 
     They are where the last run of neighbours ends, and for each run how far it lies behind the one before, and its
@@ -389,7 +389,7 @@ def remember(spans: list[int], offset: int) -> None:
         spans[-1] += 1
 
 
-def offsets_of(spans: Sequence[int]) -> list[int]:
+def unpack_offsets(spans: Sequence[int]) -> list[int]:
     """Return the offsets in spans, in order."""
     edges = list(accumulate(spans[1:]))
     return sorted(chain.from_iterable(map(range, edges[::2], edges[1::2])))

@@ -51,23 +51,23 @@ from tailrace.log.event import iso_time
 from tailrace.metrics import FoldFigures, FoldMetrics
 from tailrace.valkey.shards import Command, function, mapping
 from tailrace.views.folds.model import Folding, Windows
-from tailrace.views.folds.rule import Rule, group_of, stream_of
+from tailrace.views.folds.rule import Rule, parse_group, stream_of
 from tailrace.views.folds.store import (
-    COUNTED,
+    COUNTERS,
     VIEW,
     WINDOWS,
+    AppliedRule,
     GroupChange,
-    HeldGroup,
-    InForce,
-    changed,
-    flushed,
-    portions,
-    read_held,
+    StoredGroup,
+    call_batches,
+    decode_group,
+    flush_change,
     rules_of,
     settle_arguments,
+    with_windows,
 )
 
-_read = msgspec.json.Decoder(InForce).decode
+_read = msgspec.json.Decoder(AppliedRule).decode
 
 
 class FoldWindows(BaseModel):
@@ -142,7 +142,7 @@ class RuleState(NamedTuple):
     """Everything that the store says of a rule."""
 
     rule: Rule
-    since: InForce | None
+    since: AppliedRule | None
     counts: Counts
     pending: int
     frontier_ms: int | None
@@ -181,7 +181,7 @@ async def look(folds: FoldsService) -> list[RuleState]:
     ]
     commands: list[Command] = [(s, ("HGETALL", keys.counts(s, VIEW))) for s in shards]
     commands += [(s, ("HGETALL", keys.frontier(s))) for s in shards]
-    commands += [(s, ("ZCARD", keys.due(s, rule.place))) for rule in applied for s in shards]
+    commands += [(s, ("ZCARD", keys.due(s, rule.key_suffix))) for rule in applied for s in shards]
     answers = await folds.nodes.read_all(commands)
     count = len(shards)
     counters, frontiers = _added(answers[:count]), [numbers(answer) for answer in answers[count : 2 * count]]
@@ -221,7 +221,7 @@ def known(folds: FoldsService, name: str) -> Rule:
     return rule
 
 
-def read_in_force(stored: bytes | None) -> InForce | None:
+def read_in_force(stored: bytes | None) -> AppliedRule | None:
     """Read what the pipeline left of a rule; None for nothing, and for what another release left."""
     try:
         return None if stored is None else _read(stored)
@@ -262,7 +262,7 @@ def _added(answers: Iterable[Any]) -> dict[str, int]:
 def _counts(name: str, counters: Mapping[str, int]) -> Counts:
     start = f"reason:{name}:"
     reasons = {field.removeprefix(start): n for field, n in sorted(counters.items()) if field.startswith(start)}
-    given, new, emitted, premature = (counters.get(f"{kind}:{name}", 0) for kind in COUNTED)
+    given, new, emitted, premature = (counters.get(f"{kind}:{name}", 0) for kind in COUNTERS)
     return Counts(given, new, emitted, premature, reasons)
 
 
@@ -291,7 +291,7 @@ def _fold(seen: RuleState) -> Fold:
     )
 
 
-def _since(counts: Counts, since: InForce) -> Folded:
+def _since(counts: Counts, since: AppliedRule) -> Folded:
     before = since.counts
     given, emitted = counts.input - before.get("input", 0), counts.emitted - before.get("emitted", 0)
     return Folded(
@@ -362,7 +362,7 @@ def read_group(body: bytes, rule: Rule) -> bytes | None:
             return None
         if written[:1] not in (b"[", b"{"):
             raise ValueError("an array or an object")
-        return group_of(_decode_array(written) if written[:1] == b"[" else _decode_object(written), rule)
+        return parse_group(_decode_array(written) if written[:1] == b"[" else _decode_object(written), rule)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body cannot be read ({error}): send {wanted}") from None
     except RecursionError:
@@ -384,7 +384,7 @@ class _Flush:
         for _ in range(TRIES):
             rule = await in_force(self._folds, self._name)
             shard = rule.shard(group, self._nodes.options.shards)
-            held = read_held(await self._nodes.read(shard, "HGET", keys.fold(shard, rule.place), group))
+            held = decode_group(await self._nodes.read(shard, "HGET", keys.fold(shard, rule.key_suffix), group))
             if not held.state:
                 return None
             change = self._change(rule, group, held, await self._frontier(shard))
@@ -401,11 +401,11 @@ class _Flush:
             cursor = 0
             while True:
                 rule = await in_force(self._folds, self._name)
-                asked = "HSCAN", self._nodes.keys.fold(shard, rule.place), cursor, "COUNT", AT_ONCE
+                asked = "HSCAN", self._nodes.keys.fold(shard, rule.key_suffix), cursor, "COUNT", AT_ONCE
                 cursor, found = _page(await self._nodes.read(shard, *asked))
                 reached = await self._frontier(shard)
-                changes = [self._change(rule, group, read_held(stored), reached) for group, stored in found.items()]
-                for some in portions(changes):
+                changes = [self._change(rule, group, decode_group(stored), reached) for group, stored in found.items()]
+                for some in call_batches(changes):
                     for change, done in zip(some, await self._settle(rule, shard, some), strict=True):
                         given = _ids(change) if done else await self.one(change.group)
                         ids += given or ()
@@ -414,14 +414,14 @@ class _Flush:
                     break
         return GivenOut(folds=ids, groups=groups)
 
-    def _change(self, rule: Rule, group: bytes, held: HeldGroup, frontier_ms: int) -> GroupChange:
+    def _change(self, rule: Rule, group: bytes, held: StoredGroup, frontier_ms: int) -> GroupChange:
         """Return the change that gives out all of a group, at the frontier or at its last event if that is later.
 
         What is due by then keeps its own reason when it is flushed; nothing does when it is deleted.
         """
         folding = rule.folding()
         now = max(frontier_ms, *(int(clump.last) for clump in folding.load(held.state)))
-        change = flushed(rule, folding, group, held, now, self._reason)
+        change = flush_change(rule, folding, group, held, now, self._reason)
         assert change is not None, "what is stored is never empty"
         return change
 
@@ -506,17 +506,17 @@ async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -
     rule = await in_force(folds, name)
     place = PendingPlace.parse(after) if after else None
     shards = range(folds.nodes.options.shards)
-    ways = await asyncio.gather(*(_due(folds, shard, rule.place, place, limit + 1) for shard in shards))
+    ways = await asyncio.gather(*(_due(folds, shard, rule.key_suffix, place, limit + 1) for shard in shards))
     due = sorted((place, shard) for shard, places in enumerate(ways) for place in places)
     page, folding = due[:limit], rule.folding()
     rows: list[dict[str, Any]] = []
     for at in range(0, len(page), AT_ONCE):
         some = page[at : at + AT_ONCE]
         key = folds.nodes.keys.fold
-        answers = await folds.nodes.read_all([(s, ("HGET", key(s, rule.place), place.group)) for place, s in some])
+        answers = await folds.nodes.read_all([(s, ("HGET", key(s, rule.key_suffix), place.group)) for place, s in some])
         for (place, _), answer in zip(some, answers, strict=True):
             if answer is not None:
-                rows.append(_row(rule, folding, place, read_held(answer)))
+                rows.append(_row(rule, folding, place, decode_group(answer)))
     return _encode({"name": name, "groups": rows, "next": str(page[-1][0]) if len(due) > limit else None})
 
 
@@ -538,7 +538,7 @@ async def _due(
     return found[:limit]
 
 
-def _row(rule: Rule, folding: Folding, place: PendingPlace, held: HeldGroup) -> dict[str, Any]:
+def _row(rule: Rule, folding: Folding, place: PendingPlace, held: StoredGroup) -> dict[str, Any]:
     clumps = folding.load(held.state)
     return {
         "group": msgspec.Raw(rule.group_json(place.group)),
@@ -577,7 +577,7 @@ async def change_windows(folds: FoldsService, name: str, body: bytes) -> Changed
     stored = await nodes.read(0, "HGET", keys.wanted(), name)
     wanted = (_decode_windows(stored) if stored else {}) | given
     try:
-        rule = changed(folds.settings, name, wanted)
+        rule = with_windows(folds.settings, name, wanted)
     except ValueError as error:
         raise WindowsRefused(f"rule {name!r} stays as it is: {error}") from None
     await nodes.read(0, "HSET", keys.wanted(), name, _encode(wanted))

@@ -14,15 +14,15 @@ from tailrace.log.name import join, shard_of
 from tailrace.query import Record, ValueFilter
 from tailrace.query.value import CACHE_SIZE, FieldPath, canonical, field_reader, follow
 from tailrace.views.folds.collect import COLLECTORS, Collect
-from tailrace.views.folds.model import Finished, Folding, Windows
+from tailrace.views.folds.model import ClosedFold, Folding, Windows
 
 FORMAT = 1
 """Number of the form in which a group's state is stored."""
 
-ROUGHLY = 96
+EVENT_BYTES = 96
 """What an event adds to a fold in any case, rounded up."""
 
-SHORT = 200
+MAX_CACHED_GROUP = 200
 """A longer group is not remembered."""
 
 MAX_GROUP_BYTES = 4096
@@ -54,7 +54,7 @@ class Rule(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:8]
 
     @property
-    def place(self) -> str:
+    def key_suffix(self) -> str:
         """The last part of the keys that its open folds are under: those of another form of the rule are elsewhere."""
         return f"{self.name}:{self.definition}"
 
@@ -73,7 +73,7 @@ class Rule(msgspec.Struct, frozen=True):
         return msgspec.json.encode(dict(zip(names, parts, strict=True)))
 
 
-class Taken(NamedTuple):
+class RuleInput(NamedTuple):
     """What a rule takes of an event."""
 
     group: bytes
@@ -106,14 +106,14 @@ class RuleReader:
         self._share = 5 * len(rule.collect)
         self._known: dict[object, bytes | str] = {}
 
-    def read(self, value: bytes, record: Record | None = None) -> Taken | str:
+    def read(self, value: bytes, record: Record | None = None) -> RuleInput | str:
         """Return what there is to fold of an event, or the word for why there is nothing."""
         try:
             return self._read(value, record)
         except RecursionError:
             return "too-deep"
 
-    def _read(self, value: bytes, record: Record | None) -> Taken | str:
+    def _read(self, value: bytes, record: Record | None) -> RuleInput | str:
         if self._where is not None and not self._where.matches(value, record):
             return "filtered"
         found = self._fields(value)
@@ -124,7 +124,7 @@ class RuleReader:
             group = self._canonical(parts)
             if len(self._known) >= CACHE_SIZE:
                 self._known.clear()
-            if sum(len(part) for part in parts if part) <= SHORT:
+            if sum(len(part) for part in parts if part) <= MAX_CACHED_GROUP:
                 self._known[key] = group
         if isinstance(group, str):
             return group
@@ -132,7 +132,7 @@ class RuleReader:
         for take, i, rest in self._collect:
             raw = found[i] if i >= 0 else None
             values.append(take(follow(raw, rest) if rest else raw, value))
-        return _new(Taken, (group, self._share * len(value) + ROUGHLY, values))
+        return _new(RuleInput, (group, self._share * len(value) + EVENT_BYTES, values))
 
     def _parts(self, found: Sequence[bytes | None]) -> tuple[bytes | None, ...]:
         return tuple([follow(found[i], rest) if rest else found[i] for i, rest in self._group])
@@ -148,7 +148,7 @@ _new = tuple.__new__
 """Named tuples are made for every event: without their own constructor in a third of the time."""
 
 
-def group_of(given: Sequence[Any] | dict[str, Any], rule: Rule) -> bytes:
+def parse_group(given: Sequence[Any] | dict[str, Any], rule: Rule) -> bytes:
     """Return the group that someone wrote as an array, or as an object of paths and values.
 
     Raises:
@@ -186,7 +186,7 @@ class Message(NamedTuple):
     value: bytes
 
 
-def folded(rule: Rule, group: bytes, finished: Finished, emitted_ms: int) -> Message:
+def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int) -> Message:
     """Return the record of a closed fold. ``emitted_ms`` is the frontier's time."""
     clump = finished.clump
     first_ms, source, offset = clump.head

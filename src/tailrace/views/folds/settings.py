@@ -31,9 +31,9 @@ from tailrace.config.values import (
 
 REFUSED = "refused"
 """The type of a problem that values have with each other; its place is exact."""
-COLLECTS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
+COLLECT_KINDS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
 """What a fold can gather. All look at a path but the last, which takes whole events."""
-WAITS = 10
+MAX_WAIT_FACTOR = 10
 """``max_wait`` is so many times ``quiet`` where it is not given."""
 
 _OUTPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -43,7 +43,7 @@ Problem = tuple[tuple[str, ...], object, str]
 """Where it is, what was given, and what is wanted."""
 
 
-def refuse(problems: Iterable[Problem]) -> None:
+def raise_problems(problems: Iterable[Problem]) -> None:
     """Report all of these at once, if there are any.
 
     Raises:
@@ -63,16 +63,16 @@ def _output_name(text: str) -> str:
     return text
 
 
-def collected(text: str) -> tuple[str, str]:
+def parse_collect(text: str) -> tuple[str, str]:
     """The kind and the path of ``"KIND PATH"``; the path is empty for the kind that has none.
 
     Raises:
         ValueError: with what would be accepted.
     """
     kind, _, path = text.strip().partition(" ")
-    if kind not in COLLECTS:
-        raise ValueError(f'a kind and a path, such as "set account.id"; kinds: {", ".join(COLLECTS)}')
-    if kind == COLLECTS[-1]:
+    if kind not in COLLECT_KINDS:
+        raise ValueError(f'a kind and a path, such as "set account.id"; kinds: {", ".join(COLLECT_KINDS)}')
+    if kind == COLLECT_KINDS[-1]:
         if path:
             raise ValueError(f'"{kind}" without a path: it takes whole events')
         return kind, ""
@@ -82,7 +82,7 @@ def collected(text: str) -> tuple[str, str]:
 
 
 def _collect(text: str) -> str:
-    collected(text)
+    parse_collect(text)
     return text
 
 
@@ -129,7 +129,7 @@ class FoldSettings(Section):
     @property
     def longest(self) -> timedelta:
         """How long a fold is open at most."""
-        return WAITS * self.quiet if self.max_wait is None else self.max_wait
+        return MAX_WAIT_FACTOR * self.quiet if self.max_wait is None else self.max_wait
 
 
 class RuleTable(Table[FoldSettings]):
@@ -148,7 +148,7 @@ class RuleTable(Table[FoldSettings]):
     def read(cls, value: object) -> Self:
         assert isinstance(value, Mapping)
         rules = cls(value)
-        refuse([*rules._own_topics(), *rules._circles()])
+        raise_problems([*rules._own_topics(), *rules._circles()])
         return rules
 
     def output(self, name: str) -> str:

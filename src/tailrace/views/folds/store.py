@@ -26,23 +26,23 @@ from tailrace.query.value import split_path
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, Finished, Folding, Windows
-from tailrace.views.folds.rule import Rule, folded
-from tailrace.views.folds.settings import FoldSettings, collected
+from tailrace.views.folds.model import NEVER, ClosedFold, Folding, Windows
+from tailrace.views.folds.rule import Rule, fold_record
+from tailrace.views.folds.settings import FoldSettings, parse_collect
 
 VIEW = "folds"
 VERSION_BYTES = 8
-COUNTED = ("input", "new", "emitted", "premature")
+COUNTERS = ("input", "new", "emitted", "premature")
 """What is counted of every rule, each as a counter <what>:<rule>."""
 CALL_BYTES = 512 << 10
 """About how much one call carries."""
 
 FLUSH, DELETED = "flush", "deleted"
-ASKED_FOR = (FLUSH, DELETED)
+REQUESTED = (FLUSH, DELETED)
 """Reasons that are not the rule's."""
 
 
-class HeldGroup(msgspec.Struct, frozen=True):
+class StoredGroup(msgspec.Struct, frozen=True):
     """What a group holds; an empty version when it holds nothing."""
 
     version: bytes = b""
@@ -60,7 +60,7 @@ class GroupChange(msgspec.Struct, frozen=True):
     """Each with id, topic, key, value, reason, last time, and for how long to remember that."""
 
 
-class InForce(msgspec.Struct, frozen=True):
+class AppliedRule(msgspec.Struct, frozen=True):
     """A rule as the pipeline applies it, and what its counters were when its windows last changed."""
 
     rule: Rule
@@ -68,13 +68,13 @@ class InForce(msgspec.Struct, frozen=True):
     counts: dict[str, int] = {}
 
 
-_decode_rule = msgspec.json.Decoder(InForce).decode
+_decode_rule = msgspec.json.Decoder(AppliedRule).decode
 
 
-def in_force(shards: Shards) -> dict[str, InForce]:
+def applied_rules(shards: Shards) -> dict[str, AppliedRule]:
     """Return the rules that a pipeline applies, or applied last; not those that another release wrote otherwise."""
     answer = shards.run_all([(0, ("HGETALL", shards.keys.rules()))])[0]
-    found: dict[str, InForce] = {}
+    found: dict[str, AppliedRule] = {}
     for name, text in mapping(answer).items():
         with suppress(msgspec.DecodeError):
             found[name.decode()] = _decode_rule(text)
@@ -86,46 +86,48 @@ def new_version() -> bytes:
     return os.urandom(VERSION_BYTES)
 
 
-def read_held(answer: bytes | None) -> HeldGroup:
+def decode_group(answer: bytes | None) -> StoredGroup:
     """Read a field of a rule's hash."""
-    return HeldGroup() if answer is None else HeldGroup(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
+    return StoredGroup() if answer is None else StoredGroup(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
 
 
-def given_out(rule: Rule, group: bytes, finished: Sequence[Finished], emitted_ms: int) -> tuple[tuple[Arg, ...], ...]:
+def emit_arguments(
+    rule: Rule, group: bytes, finished: Sequence[ClosedFold], emitted_ms: int
+) -> tuple[tuple[Arg, ...], ...]:
     """Return the arguments of closed folds. None goes out before it is due, unless someone wants it."""
     keep = 2 * rule.windows.quiet_ms
     found: list[tuple[Arg, ...]] = []
     for f in finished:
-        at_ms = emitted_ms if f.reason in ASKED_FOR else max(emitted_ms, f.due)
-        found.append((*folded(rule, group, f, at_ms), f.reason, int(f.clump.last), keep))
+        at_ms = emitted_ms if f.reason in REQUESTED else max(emitted_ms, f.due)
+        found.append((*fold_record(rule, group, f, at_ms), f.reason, int(f.clump.last), keep))
     return tuple(found)
 
 
-def settled(rule: Rule, folding: Folding, group: bytes, held: HeldGroup, frontier_ms: int) -> GroupChange | None:
+def due_change(rule: Rule, folding: Folding, group: bytes, held: StoredGroup, frontier_ms: int) -> GroupChange | None:
     """Return the change that gives out what is due of a group; None when there is nothing to change."""
     if not held.state:
         return None
     clumps = folding.load(held.state)
-    folds = given_out(rule, group, folding.settle(clumps, frontier_ms), frontier_ms)
+    folds = emit_arguments(rule, group, folding.settle(clumps, frontier_ms), frontier_ms)
     if not clumps:
         return GroupChange(group, held.version, b"", 0, folds)
     return GroupChange(group, held.version, folding.dump(clumps), folding.due(clumps), folds)
 
 
-def flushed(
-    rule: Rule, folding: Folding, group: bytes, held: HeldGroup, now_ms: int, reason: str
+def flush_change(
+    rule: Rule, folding: Folding, group: bytes, held: StoredGroup, now_ms: int, reason: str
 ) -> GroupChange | None:
     """Return the change that gives out all that a group holds, for a reason; None when it holds nothing."""
     if not held.state:
         return None
     due_ms = now_ms if reason == FLUSH else NEVER
     finished = folding.flush(folding.load(held.state), due_ms, reason)
-    return GroupChange(group, held.version, b"", 0, given_out(rule, group, finished, now_ms))
+    return GroupChange(group, held.version, b"", 0, emit_arguments(rule, group, finished, now_ms))
 
 
 def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange], epoch: int = 0) -> list[Arg]:
     """Return the arguments of the function ``settle``; it answers 1 for each change that was made, 0 for others."""
-    args: list[Arg] = [rule.place, epoch, forget_ms]
+    args: list[Arg] = [rule.key_suffix, epoch, forget_ms]
     for change in changes:
         value = new_version() + change.state if change.state else b""
         args += [change.group, change.seen, value, change.due, len(change.folds)]
@@ -134,7 +136,7 @@ def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange],
     return args
 
 
-def portions(changes: Sequence[GroupChange]) -> Iterator[list[GroupChange]]:
+def call_batches(changes: Sequence[GroupChange]) -> Iterator[list[GroupChange]]:
     """Cut changes into calls that give out, and write back, not too much: the server does nothing else meanwhile."""
     some: list[GroupChange] = []
     size = 0
@@ -158,22 +160,22 @@ class FoldStore:
 
     def read(
         self, wanted: Sequence[tuple[int, Rule, Sequence[bytes]]]
-    ) -> tuple[list[list[HeldGroup]], list[dict[str, int]]]:
+    ) -> tuple[list[list[StoredGroup]], list[dict[str, int]]]:
         """Return what groups hold, asked for as (shard, rule, groups), and every shard's frontiers by rule."""
         count = self._shards.options.shards
         commands: list[Command] = [
-            (s, ("HMGET", self._keys.fold(s, rule.place), *groups)) for s, rule, groups in wanted
+            (s, ("HMGET", self._keys.fold(s, rule.key_suffix), *groups)) for s, rule, groups in wanted
         ]
         commands += [(s, ("HGETALL", self._keys.frontier(s))) for s in range(count)]
         answers = self._shards.run_all(commands)
-        held = [[read_held(field) for field in answer] for answer in answers[: len(wanted)]]
-        return held, [_numbers(answer) for answer in answers[len(wanted) :]]
+        held = [[decode_group(field) for field in answer] for answer in answers[: len(wanted)]]
+        return held, [read_watermarks(answer) for answer in answers[len(wanted) :]]
 
     def due(self, rule: Rule, until_ms: int, limit: int) -> list[list[bytes]]:
         """Return, for every shard, the groups that are due at a time, the longest due first."""
         return self._shards.run_all(
             [
-                (s, ("ZRANGEBYSCORE", self._keys.due(s, rule.place), "-inf", until_ms, "LIMIT", 0, limit))
+                (s, ("ZRANGEBYSCORE", self._keys.due(s, rule.key_suffix), "-inf", until_ms, "LIMIT", 0, limit))
                 for s in range(self._shards.options.shards)
             ]
         )
@@ -183,7 +185,7 @@ class FoldStore:
         count = self._shards.options.shards
         asked = [(rule, s) for rule in rules for s in range(count)]
         answers = self._shards.run_all(
-            [(s, ("ZRANGE", self._keys.due(s, rule.place), 0, 0, "WITHSCORES")) for rule, s in asked]
+            [(s, ("ZRANGE", self._keys.due(s, rule.key_suffix), 0, 0, "WITHSCORES")) for rule, s in asked]
         )
         found: dict[str, int] = {}
         for (rule, _), answer in zip(asked, answers, strict=True):
@@ -199,14 +201,14 @@ class FoldStore:
             StaleDriver: Another driver has taken the view over.
         """
         refused = 0
-        for some in portions(changes):
+        for some in call_batches(changes):
             answer = self._shards.call(shard, "settle", *settle_arguments(rule, forget_ms, some, self._epoch))
             if answer and answer[0] == b"stale":
                 raise StaleDriver(VIEW, self._epoch, 0)
             refused += list(answer).count(0)
         return refused
 
-    def raise_frontier(self, frontiers: dict[str, int]) -> None:
+    def publish_watermarks(self, frontiers: dict[str, int]) -> None:
         """Tell the tasks how far time has come for each rule."""
         if frontiers:
             pairs = [part for item in frontiers.items() for part in item]
@@ -215,7 +217,7 @@ class FoldStore:
             )
 
 
-def _numbers(answer: Any) -> dict[str, int]:
+def read_watermarks(answer: Any) -> dict[str, int]:
     pairs = mapping(answer).items()
     return {field.decode(): int(number) for field, number in pairs}
 
@@ -243,7 +245,7 @@ def rule_of(name: str, fold: FoldSettings) -> Rule:
 
 
 def _collect(output: str, text: str) -> Collect:
-    kind, path = collected(text)
+    kind, path = parse_collect(text)
     return Collect(output, kind, split_path(path) if path else ())
 
 
@@ -268,7 +270,7 @@ def outputs_of(rules: Mapping[str, Rule]) -> frozenset[str]:
     return frozenset({topic for rule in rules.values() for topic in (rule.output, rule.raw)} - {""})
 
 
-def reads(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:
+def reads_topic(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:
     """Return whether a rule folds the events of a topic.
 
     Args:
@@ -279,7 +281,7 @@ def reads(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:
     return topic in rule.topics
 
 
-def changed(settings: Settings, name: str, wanted: Mapping[str, object]) -> Rule:
+def with_windows(settings: Settings, name: str, wanted: Mapping[str, object]) -> Rule:
     """Return a rule with other windows: any of ``WINDOWS``, written as in the settings, and checked as they are.
 
     Raises:

@@ -39,9 +39,9 @@ from tailrace.upkeep.job import now_ms
 from tailrace.upkeep.spark import ATTEMPTS, collect, spark_for
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Input, Time, Windows
+from tailrace.views.folds.model import NEVER, ClosedFold, Clump, Folding, Input, Time, Windows
 from tailrace.views.folds.rule import Rule, RuleReader
-from tailrace.views.folds.store import in_force, outputs_of, reads, rules_of
+from tailrace.views.folds.store import applied_rules, outputs_of, reads_topic, rules_of
 
 STEPS = 4
 """Candidates on either side of the configured window, each half or twice as long as its neighbour."""
@@ -49,11 +49,11 @@ STEPS = 4
 PRECISION = 8
 """Bits of a delay that are kept: what is reported differs from what was by less than 0.4 %."""
 
-MOST_DELAYS = 50_000
+MAX_DELAYS = 50_000
 """Different delays that are counted before they are rounded."""
 
 
-def replay(folding: Folding, inputs: Iterable[Input]) -> Iterator[Finished]:
+def replay(folding: Folding, inputs: Iterable[Input]) -> Iterator[ClosedFold]:
     """Yield the folds of one group, whose events are in order."""
     clumps: list[Clump] = []
     for each in inputs:
@@ -61,7 +61,7 @@ def replay(folding: Folding, inputs: Iterable[Input]) -> Iterator[Finished]:
     yield from folding.settle(clumps, math.inf)
 
 
-def scaled(windows: Windows, quiet_ms: int) -> Windows:
+def scale_windows(windows: Windows, quiet_ms: int) -> Windows:
     """Return windows with another quiet period: the longest wait keeps its proportion to it, limits stay the same."""
     wait = max(1, round(windows.max_wait_ms * quiet_ms / windows.quiet_ms))
     return msgspec.structs.replace(windows, quiet_ms=quiet_ms, max_wait_ms=wait)
@@ -72,7 +72,7 @@ def candidates(windows: Windows, quiets_ms: Iterable[int] = ()) -> list[Windows]
     always among them."""
     quiet = windows.quiet_ms
     wanted = set(quiets_ms) or {round(quiet * 2.0**step) for step in range(-STEPS, STEPS + 1)}
-    return [scaled(windows, each) for each in sorted(wanted | {quiet}) if each > 0]
+    return [scale_windows(windows, each) for each in sorted(wanted | {quiet}) if each > 0]
 
 
 class Figures(msgspec.Struct):
@@ -117,7 +117,7 @@ class Figures(msgspec.Struct):
         self.waited_ms += sum(delays)
         counts = Counter(self.delays)
         counts.update(delays)
-        self.delays = counts if len(counts) <= MOST_DELAYS else rounded(counts)
+        self.delays = counts if len(counts) <= MAX_DELAYS else round_delays(counts)
 
     def merge(self, other: Figures) -> None:
         """Add what was counted elsewhere."""
@@ -128,7 +128,7 @@ class Figures(msgspec.Struct):
         self.delays = dict(Counter(self.delays) + Counter(other.delays))
 
 
-def rounded(delays: dict[int, int]) -> dict[int, int]:
+def round_delays(delays: dict[int, int]) -> dict[int, int]:
     """Return counts of delays by the middle of the range that each lies in; what is rounded already stays as it is."""
     found: dict[int, int] = {}
     for delay, n in delays.items():
@@ -210,7 +210,7 @@ class Trial:
             if start > i:
                 due = math.inf
         self.start, self._at, self._bound = start, len(times), bound
-        if len(self._delays) >= MOST_DELAYS:
+        if len(self._delays) >= MAX_DELAYS:
             self._count()
 
     def forget(self, count: int) -> None:
@@ -230,7 +230,7 @@ class Trial:
     def end(self) -> Figures:
         """Return what was counted."""
         self._count()
-        return msgspec.structs.replace(self.figures, delays=rounded(self.figures.delays))
+        return msgspec.structs.replace(self.figures, delays=round_delays(self.figures.delays))
 
     def _weigh(self, inputs: Inputs, start: int, i: int) -> int:
         """Ask the rule what becomes of the open fold with the next input; return where the open fold begins then."""
@@ -308,10 +308,10 @@ _COUNTED = "body binary"
 _TOTALS = b""
 """The group of rows that only count: ``time`` of them for the reason in ``taken``."""
 
-RECORDS = "records"
+RECORD_COUNT = "records"
 
 
-class Tuned(msgspec.Struct, frozen=True):
+class TuneResult(msgspec.Struct, frozen=True):
     """What was counted: for each candidate, the shortest first."""
 
     rule: Rule
@@ -352,7 +352,7 @@ def known_rules(settings: Settings) -> dict[str, Rule]:
     """Return the rules as the pipeline applies them; those that it does not know, as the settings have them."""
     shards = Shards(StoreOptions.of(settings.valkey))
     try:
-        applied = {name: known.rule for name, known in in_force(shards).items()}
+        applied = {name: known.rule for name, known in applied_rules(shards).items()}
     except (StoreUnavailable, StoreError):
         applied = {}
     finally:
@@ -383,7 +383,7 @@ def tune(
     spark: Any = None,
     clock: Callable[[], int] = now_ms,
     stopped: Callable[[], bool] = lambda: False,
-) -> Tuned:
+) -> TuneResult:
     """Fold a rule's past with several windows.
 
     Args:
@@ -411,8 +411,8 @@ def tune(
                     raise
                 logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
                 ranges = past.since(since_ms)
-    figures, totals = _added(rows, len(windows))
-    records = totals.pop(RECORDS, 0)
+    figures, totals = _sum_up(rows, len(windows))
+    records = totals.pop(RECORD_COUNT, 0)
     if not figures[0].inputs:
         told = ", ".join(f"{n:,} {why}" for why, n in sorted(totals.items()))
         raise BadRequest(
@@ -420,7 +420,7 @@ def tune(
             "try an earlier --since, or look at the rule's where and group"
         )
     pairs = tuple(zip(windows, figures, strict=True))
-    return Tuned(rule, since_ms, records, dict(totals), pairs, (clock() - started) / 1000)
+    return TuneResult(rule, since_ms, records, dict(totals), pairs, (clock() - started) / 1000)
 
 
 class _Past:
@@ -436,7 +436,7 @@ class _Past:
         Raises:
             BadRequest: There is nothing.
         """
-        topics = [t for name, t in self._broker.topics().items() if reads(self._rule, name, self._outputs)]
+        topics = [t for name, t in self._broker.topics().items() if reads_topic(self._rule, name, self._outputs)]
         if not topics:
             told = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
             raise BadRequest(f"Kafka has no topic that rule {self._rule.name!r} and kafka.topics mean: {told}")
@@ -480,10 +480,10 @@ def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[Offset
         options["minPartitions"] = str(most)
 
     def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from _looked(work, batches)
+        yield from _read_inputs(work, batches)
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from _counted(work, batches)
+        yield from _count_folds(work, batches)
 
     rows = spark.read.format("kafka").options(**options).load().selectExpr(*(COLUMNS if asks_record else _COLUMNS))
     rows = rows.coalesce(most) if len(ranges) > most else rows
@@ -495,7 +495,7 @@ def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[Offset
     return in_order.mapInArrow(count, _COUNTED)
 
 
-def _added(rows: Iterable[Any], candidates: int) -> tuple[list[Figures], Counter[str]]:
+def _sum_up(rows: Iterable[Any], candidates: int) -> tuple[list[Figures], Counter[str]]:
     """Add up what the tasks counted."""
     figures, totals = [Figures() for _ in range(candidates)], Counter[str]()
     for row in rows:
@@ -513,7 +513,7 @@ _decode = msgspec.msgpack.Decoder(tuple[list[Figures], dict[str, int]]).decode
 # What tasks do.
 
 
-def _looked(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _read_inputs(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield what the rule takes of records, and at the end how many it left out, and why."""
     reader, arrival = RuleReader(work.rule), work.rule.clock == "arrival"
     numbers = {source: n for n, source in enumerate(work.sources)}
@@ -521,7 +521,7 @@ def _looked(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
     totals = Counter[str]()
     for batch in batches:
         for records in slices(batch, {}, work.limits):
-            totals[RECORDS] += len(records)
+            totals[RECORD_COUNT] += len(records)
             source, times = records.source, records.times
             if arrival:
                 times = list(accumulate(times, max, initial=newest.get(source, times[0])))[1:]
@@ -542,7 +542,7 @@ def _looked(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
     yield _batch([(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
 
 
-def _counted(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Fold groups whose events come in order, with every candidate; yield what was counted."""
     trials = Trials(work.rule.collect, work.windows, marshal.loads)
     totals = Counter[str]()

@@ -27,9 +27,9 @@ from tailrace.log.event import event_id, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query.value import CACHE_SIZE
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.folds.model import NEVER, Clump, Finished, Folding, Time
-from tailrace.views.folds.rule import SHORT, Rule, RuleReader
-from tailrace.views.folds.store import VIEW, FoldStore, HeldGroup, given_out, new_version, reads, rules_of
+from tailrace.views.folds.model import NEVER, ClosedFold, Clump, Folding, Time
+from tailrace.views.folds.rule import MAX_CACHED_GROUP, Rule, RuleReader
+from tailrace.views.folds.store import VIEW, FoldStore, StoredGroup, emit_arguments, new_version, reads_topic, rules_of
 
 NO_RULE = "no-rule"
 
@@ -40,7 +40,7 @@ Inputs: TypeAlias = list[Any]
 """What ``Folding.absorb`` takes, in the order of offsets: plain tuples, since one is made for every event."""
 
 
-class Ruling(NamedTuple):
+class CompiledRule(NamedTuple):
     """A rule at work."""
 
     rule: Rule
@@ -50,7 +50,7 @@ class Ruling(NamedTuple):
     """Shards of groups that were seen."""
 
 
-class Looked(NamedTuple):
+class SliceInputs(NamedTuple):
     """What was found in a slice."""
 
     records: Slice
@@ -67,16 +67,16 @@ class Looked(NamedTuple):
     """How many bytes it may add to folds at most."""
 
 
-class Looker:
+class InputReader:
     """Looks into slices for all rules together."""
 
     def __init__(self, shards: int, rules: Sequence[Rule]) -> None:
         self._shards = shards
-        self.rulings = [Ruling(rule, RuleReader(rule), rule.folding(), {}) for rule in rules]
+        self.rulings = [CompiledRule(rule, RuleReader(rule), rule.folding(), {}) for rule in rules]
         self._outputs = frozenset(topic for rule in rules for topic in (rule.output, rule.raw) if topic)
         self._reading: dict[str, list[int]] = {}
 
-    def look(self, records: Slice, place: AppliedMarks, now_ms: int) -> Looked:
+    def look(self, records: Slice, place: AppliedMarks, now_ms: int) -> SliceInputs:
         """Look into a slice. A record from the future is taken for one of now."""
         groups: dict[Key, Inputs] = {}
         stored: list[list[int]] = [[] for _ in range(self._shards)]
@@ -119,20 +119,20 @@ class Looker:
                     passed_on.append((i, n))
             if not counted:
                 skipped[i] = why
-        return Looked(records, groups, stored, skipped, passed_on, arrivals, total)
+        return SliceInputs(records, groups, stored, skipped, passed_on, arrivals, total)
 
-    def _home(self, ruling: Ruling, group: bytes) -> int:
+    def _home(self, ruling: CompiledRule, group: bytes) -> int:
         if len(ruling.homes) >= CACHE_SIZE:
             ruling.homes.clear()
         shard = ruling.rule.shard(group, self._shards)
-        if len(group) <= SHORT:
+        if len(group) <= MAX_CACHED_GROUP:
             ruling.homes[group] = shard
         return shard
 
     def _rules_of(self, topic: str) -> list[int]:
         known = self._reading.get(topic)
         if known is None:
-            known = [n for n, ruling in enumerate(self.rulings) if reads(ruling.rule, topic, self._outputs)]
+            known = [n for n, ruling in enumerate(self.rulings) if reads_topic(ruling.rule, topic, self._outputs)]
             self._reading[topic] = known
         return known
 
@@ -159,7 +159,7 @@ class _Group:
 
     __slots__ = ("clumps", "held", "version")
 
-    def __init__(self, held: HeldGroup) -> None:
+    def __init__(self, held: StoredGroup) -> None:
         self.version = held.version
         self.held = held
         self.clumps: list[Clump] | None = None
@@ -200,10 +200,10 @@ class FoldsWriter(Writer):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._shards, self._clock = shards, clock
-        self._looker = Looker(shards, rules)
+        self._looker = InputReader(shards, rules)
         # A state that changes is sent as a whole, though an event adds little to it.
         self._bytes, self._groups = 4 * window_bytes * shards, window_groups * shards
-        self._looked: dict[int, Looked] = {}
+        self._looked: dict[int, SliceInputs] = {}
         self._held: dict[Key, _Group] = {}
         self._frontiers: list[dict[str, int]] = []
         """For each shard those of the rules: a shard that lost its last writes has its own time."""
@@ -239,7 +239,7 @@ class FoldsWriter(Writer):
             windows += self._windows(looked, first, end, marks)
         return windows
 
-    def _parts(self, looked: Looked, begin: int) -> Iterator[tuple[int, int]]:
+    def _parts(self, looked: SliceInputs, begin: int) -> Iterator[tuple[int, int]]:
         """Yield the rows of a slice in parts that are small enough for one call to each shard, more or less."""
         rows = len(looked.records) - begin
         if rows <= 0:
@@ -249,7 +249,7 @@ class FoldsWriter(Writer):
         bounds = sorted({begin + rows * i // parts for i in range(parts + 1)})
         yield from pairwise(bounds)
 
-    def _windows(self, looked: Looked, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
+    def _windows(self, looked: SliceInputs, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
         records = looked.records
         home = home_of(records.source, self._shards)
         first, last, newest = records.offsets[begin], records.offsets[end - 1], looked.arrivals[end - 1]
@@ -296,16 +296,16 @@ class FoldsWriter(Writer):
             known.version = version if clumps else b""
             if finished:
                 emitted = int(frontier) if frontier > NEVER else 0
-                for fold in given_out(rule, group, finished, emitted):
-                    closed += ["F", rule.place, group, *fold]
-                if early := _too_early(finished, clumps, rule.windows.quiet_ms):
+                for fold in emit_arguments(rule, group, finished, emitted):
+                    closed += ["F", rule.key_suffix, group, *fold]
+                if early := _premature(finished, clumps, rule.windows.quiet_ms):
                     closed += ["C", f"premature:{rule.name}", early]
         items: list[Arg] = []
         for n, groups in written.items():
-            items += ["G", self._looker.rulings[n].rule.place, counted[n], len(groups) // 5, *groups]
+            items += ["G", self._looker.rulings[n].rule.key_suffix, counted[n], len(groups) // 5, *groups]
         return items + closed
 
-    def _books(self, looked: Looked, begin: int, end: int) -> list[Arg]:
+    def _books(self, looked: SliceInputs, begin: int, end: int) -> list[Arg]:
         """Return what the source's home shard counts, and the events that are passed on as they are."""
         records = looked.records
         items: list[Arg] = ["C", "in", end - begin]
@@ -319,7 +319,7 @@ class FoldsWriter(Writer):
             items += ["C", f"skipped:{why}", n]
         for row, n in looked.passed_on:
             if begin <= row < end:
-                items += _passed_on(records, row, self._looker.rulings[n].rule)
+                items += _raw_event(records, row, self._looker.rulings[n].rule)
         return items
 
 
@@ -333,7 +333,7 @@ def _between(inputs: Inputs, first: int, last: int) -> Inputs:
     return inputs[bisect_left(inputs, first, key=_offset) : bisect_right(inputs, last, key=_offset)]
 
 
-def _too_early(finished: Sequence[Finished], clumps: Sequence[Clump], quiet_ms: int) -> int:
+def _premature(finished: Sequence[ClosedFold], clumps: Sequence[Clump], quiet_ms: int) -> int:
     """Return how many folds that fell quiet would have been one with the next in a window of twice the length."""
     after: list[Clump] = [*(f.clump for f in finished[1:]), *clumps[:1]]
     return sum(
@@ -343,7 +343,7 @@ def _too_early(finished: Sequence[Finished], clumps: Sequence[Clump], quiet_ms: 
     )
 
 
-def _passed_on(records: Slice, row: int, rule: Rule) -> list[Arg]:
+def _raw_event(records: Slice, row: int, rule: Rule) -> list[Arg]:
     id_ = f"raw:{rule.name}:{event_id(records.source, records.offsets[row])}"
     headers = records.headers[row] if records.headers is not None else None
     value, key = records.values[row] or b"", records.keys[row] or b""
