@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack
-from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Depends, Path, Query, Request, Response
 from pydantic import AfterValidator, BaseModel, Field
 
-from tailrace.config.units import format_duration
-from tailrace.errors import BadRequest, CursorError, StreamNotFound, TagsOff, TailraceError
+from tailrace.errors import BadRequest, StreamNotFound, TagsOff, TailraceError
 from tailrace.http.openapi import TAG_FEED
 from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, limits_of, refuse_repeats
 from tailrace.http.routing import Routes
@@ -27,9 +26,13 @@ from tailrace.metrics import ReaderFigures, ReaderMetrics
 from tailrace.valkey.shards import mapping
 from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.model import SourceProgress
-from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderPosition, ReaderRegistry, logger
+from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderRegistry, ReaderStatus, inspect_readers
 from tailrace.views.tags.request import FromStoreCursor, TagRequest, make_tag_request
 from tailrace.views.tags.store import VIEW
+
+logger = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 60.0
 
 _decode = msgspec.json.Decoder().decode
 
@@ -193,7 +196,12 @@ class TagsService(LogService):
             stack.push_async_callback(self._store.close)
 
     async def figures(self) -> list[ReaderFigures]:
-        return await reader_figures(self) if self.is_on else []
+        if not self.is_on:
+            return []
+        return [
+            ReaderFigures(each.reader.name, ",".join(each.reader.tags), round(each.lag_s, 3))
+            for each in await _statuses(self)
+        ]
 
 
 async def _tags(service: Here) -> TagsService:
@@ -264,7 +272,19 @@ async def tag_sources(view: TagsHere, tag: TagName, query: Annotated[SourcesQuer
 @routes.get("/v1/tags/readers", 400, 404, 503)
 async def tag_readers(view: TagsHere, query: Annotated[NoQuery, Query()]) -> ReadersPage:
     """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
-    return await list_readers(view)
+    readers = [
+        NamedReader(
+            client=reader.name,
+            tags=list(reader.tags),
+            mode=reader.mode,
+            last_event=None if position.event_ms is None else iso_time(position.event_ms),
+            last_seen=iso_time(position.seen_ms),
+            lag_s=round(lag_s, 3),
+            warning=warning,
+        )
+        for reader, position, lag_s, warning in await _statuses(view)
+    ]
+    return ReadersPage(readers=readers)
 
 
 def _source(pid: str, known: SourceProgress) -> TaggedSource:
@@ -300,84 +320,19 @@ async def _open(view: TagsService, wanted: TagRequest, query: TagQuery) -> AnyFe
     return feed
 
 
-NEAR = 0.8
-"""The part of ``tags.keep`` after which a reader is warned of."""
-
-
-EVERY_S = 60.0
-
-
-FORGET = timedelta(days=90)
-"""How long a reader that does not come back is remembered, and longer where events are kept longer."""
-
-
-async def list_readers(view: TagsService) -> ReadersPage:
-    """Return the readers. Those that have not been there for very long are forgotten."""
-    _ = view.store
-    found: list[NamedReader] = []
-    old: list[ReaderIdentity] = []
-    now = now_ms()
-    keep = view.settings.tags.keep
-    forget_ms = (max(FORGET, 2 * keep) if keep is not None else FORGET).total_seconds() * 1000
-    for reader, kept in (await view.readers.all()).items():
-        if now - kept.seen_ms > forget_ms:
-            old.append(reader)
-        else:
-            found.append(await _look(view, reader, kept, now))
-    await view.readers.forget(old)
-    return ReadersPage(readers=found)
-
-
-async def reader_figures(view: TagsService) -> list[ReaderFigures]:
-    """Return how far each reader is behind, for the metrics."""
-    listed = (await list_readers(view)).readers
-    return [ReaderFigures(each.client, ",".join(each.tags), each.lag_s) for each in listed]
+async def _statuses(view: TagsService) -> list[ReaderStatus]:
+    return await inspect_readers(view.readers, view.store, view.settings.tags.keep, now_ms())
 
 
 async def watch(view: TagsService) -> None:
-    """Look every minute who is near the end of what is kept, and say so in the log, once each time."""
-    warned: set[tuple[str, ...]] = set()
+    """Log every minute the warnings of named readers that are new."""
+    warned: set[ReaderIdentity] = set()
     while True:
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(WATCH_EVERY_S)
         try:
-            near = {(r.client, r.mode, *r.tags): r.warning for r in (await list_readers(view)).readers if r.warning}
-            for who in near.keys() - warned:
-                logger.warning("%s", near[who])
-            warned = set(near)
+            warnings = {each.reader: each.warning for each in await _statuses(view) if each.warning}
+            for reader in warnings.keys() - warned:
+                logger.warning("%s", warnings[reader])
+            warned = set(warnings)
         except TailraceError as error:
             logger.debug("readers of tags: %s", error)
-
-
-async def _look(view: TagsService, reader: ReaderIdentity, kept: ReaderPosition, now: int) -> NamedReader:
-    lag_s = 0.0
-    warning = None
-    if kept.event_ms is not None and not await _is_at_end(view, reader, kept):
-        lag_s = max(0, now - kept.event_ms) / 1000
-    keep = view.settings.tags.keep
-    if keep is not None and lag_s > NEAR * keep.total_seconds():
-        warning = (
-            f"reader {reader.name!r} of {', '.join(map(repr, reader.tags))} is {format_duration(_seconds(lag_s))} "
-            f"behind, and events are kept for {format_duration(keep)} (tags.keep): let it read on, or raise tags.keep"
-        )
-    return NamedReader(
-        client=reader.name,
-        tags=list(reader.tags),
-        mode=reader.mode,
-        last_event=None if kept.event_ms is None else iso_time(kept.event_ms),
-        last_seen=iso_time(kept.seen_ms),
-        lag_s=round(lag_s, 3),
-        warning=warning,
-    )
-
-
-async def _is_at_end(view: TagsService, reader: ReaderIdentity, kept: ReaderPosition) -> bool:
-    if kept.store != view.store.store or not kept.reached:
-        return False
-    try:
-        return await view.store.is_at_end(reader.tags, reader.mode, kept.reached)
-    except CursorError:  # of an older form: it will be refused when it comes back, too
-        return False
-
-
-def _seconds(seconds: float) -> timedelta:
-    return timedelta(seconds=round(seconds))

@@ -1,7 +1,4 @@
-"""The settings of tags, and of Cassandra, which may hold them.
-
-How they are applied is the matter of ``views.tags.model``, which ``views.tags.store`` makes of these.
-"""
+"""The settings of tags, and of Cassandra, which may store them."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ from tailrace.config.values import (
     durations,
 )
 from tailrace.log.name import MAX_TAG_BYTES, is_tag
+from tailrace.log.segment import bucket_start
 
 BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}
 
@@ -64,7 +62,7 @@ def _tag(text: str) -> str:
 
 
 class TagRules(Table[Where]):
-    """Tags, and for each the query of the events that get it."""
+    """A query for each tag: the events that match get the tag."""
 
     __slots__ = ()
 
@@ -82,7 +80,7 @@ class TagRules(Table[Where]):
 
 
 class TagsSettings(Section):
-    """The view of tags: whose events they are, which tags they get, where they rest, and how they are read."""
+    """The view of tags: source and tags of an event, the store, and how rows in Cassandra are read."""
 
     topics: Pattern | tuple[Topic, ...] = ".*"
     source: NameRule = "key"
@@ -121,33 +119,29 @@ class TagsSettings(Section):
 
     @property
     def span(self) -> timedelta:
-        """How long a bucket is."""
+        """Length of a bucket."""
         return BUCKETS[self.bucket]
 
     @property
     def first_ms(self) -> int:
-        """When the first bucket begins; 0 if that is not said."""
+        """Start of the first bucket; 0 if it is not configured."""
         if not self.first_bucket:
             return 0
-        found = datetime.strptime(self.first_bucket, _FIRST[len(self.first_bucket)]).replace(tzinfo=UTC)
-        return (
-            round(found.timestamp() * 1000)
-            // round(self.span.total_seconds() * 1000)
-            * round(self.span.total_seconds() * 1000)
-        )
+        first = datetime.strptime(self.first_bucket, _FIRST[len(self.first_bucket)]).replace(tzinfo=UTC)
+        return bucket_start(round(first.timestamp() * 1000), round(self.span.total_seconds() * 1000))
 
     @property
     def is_used(self) -> bool:
-        """Whether any event can get a tag."""
+        """True if an event can get a tag."""
         return bool(self.paths or self.rules)
 
     def keep_of(self, name: str) -> timedelta | None:
-        """How long a bucket of a tag is kept after its end; None is for ever. All tags have the same."""
+        """Return how long a bucket is kept after its end, the same for all tags; None is for ever."""
         return self.keep
 
 
 class CassandraSettings(Section):
-    """Where large views of tags rest, if ``tags.store`` says so."""
+    """The cluster that stores the events of tags if ``tags.store`` is "cassandra"."""
 
     hosts: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1",)
     port: Port = 9042
