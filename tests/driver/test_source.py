@@ -13,7 +13,7 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.driver.source import LostRange, reader_options, starting_offsets
 from tailrace.errors import ConfigError
-from tailrace.kafka.broker import Topic, TopicPattern, client_properties, included_and_excluded, topic_pattern
+from tailrace.kafka.broker import Topic, TopicPattern, client_properties, topic_expressions, topic_pattern
 from tailrace.log.event import Partition
 
 
@@ -59,7 +59,7 @@ def test_a_pattern_that_is_none_is_an_error_of_the_configuration() -> None:
 
 def test_spark_is_given_the_same_choice_in_its_own_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = _settings(monkeypatch, kafka__topics="jobs|audit")
-    wanted, excluded = included_and_excluded(settings)
+    wanted, excluded = topic_expressions(settings)
     options = reader_options(settings, {"jobs": {"0": 7}})
     assert options["subscribePattern"] == f"^(?!(?:{excluded})$){wanted}$"
     assert json.loads(options["startingOffsets"]) == {"jobs": {"0": 7}}

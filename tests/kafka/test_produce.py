@@ -18,7 +18,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable
-from tailrace.kafka.produce import NewEvent, Topics
+from tailrace.kafka.produce import NewEvent, TopicWriter
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 
@@ -31,12 +31,12 @@ def topic() -> str:
 
 
 @asynccontextmanager
-async def opened(kafka: str, store: StoreOptions, folder: Path, **flags: object) -> AsyncIterator[Topics]:
+async def opened(kafka: str, store: StoreOptions, folder: Path, **flags: object) -> AsyncIterator[TopicWriter]:
     empty = folder / "tailrace.toml"
     empty.touch()
     settings = load(empty, {"kafka.bootstrap": kafka} | {key.replace("__", "."): value for key, value in flags.items()})
     nodes = Nodes(store)
-    topics = Topics(settings, nodes)
+    topics = TopicWriter(settings, nodes)
     try:
         yield topics
     finally:
@@ -98,13 +98,13 @@ async def test_a_topic_that_was_deleted_and_made_again_takes_events_with_ids_of_
     prepare(shards)
     async with opened(kafka.address, store, tmp_path, kafka__new_topic_partitions=1) as topics:
         (first,) = await topics.put(topic, [NewEvent(b"1")])
-        shards.call(0, "adopt", topic, topics._known[topic][1].id)
+        shards.call(0, "adopt", topic, topics._configs[topic][1].id)
         admin.delete_topics([topic])[topic].result(10)
         await asyncio.sleep(1.1)
         admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(10)
         (second,) = await topics.put(topic, [NewEvent(b"2")])
         assert (first.id, second.id) == (f"{topic}:0:0", f"{topic}@1:0:0")
-        shards.call(0, "adopt", topic, topics._known[topic][1].id)
+        shards.call(0, "adopt", topic, topics._configs[topic][1].id)
         await asyncio.sleep(1.1)
         (third,) = await topics.put(topic, [NewEvent(b"3")])
         assert third.id == f"{topic}@1:0:1"

@@ -21,7 +21,7 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import ConfigError
-from tailrace.kafka.broker import Topic, included_and_excluded
+from tailrace.kafka.broker import Topic, topic_expressions
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import NOTHING
 
@@ -81,7 +81,7 @@ def reader_options(
     Spark keeps a consumer for every partition, each with what it fetched ahead: they share a budget, since those of
     several queries, with 16 MiB each, have filled a heap of 1 GiB.
     """
-    wanted, excluded = included_and_excluded(settings)
+    wanted, excluded = topic_expressions(settings)
     consumers = max(1, partitions if partitions is not None else partitions_of(starts))
     fetch_bytes = min(MOST_FETCHED, max(LEAST_FETCHED, FETCH_BUDGET // consumers))
     extra = {f"kafka.{name}": value for name, value in settings.kafka.properties.items()}

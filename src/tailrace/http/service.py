@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from tailrace.config.settings import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TailraceError
-from tailrace.kafka.produce import Topics
+from tailrace.kafka.produce import TopicWriter
 from tailrace.log.feed import LogFeeds
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, FeedRequest
@@ -48,7 +48,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.nodes = Nodes(StoreOptions.of(settings.valkey))
-        self.topics = Topics(settings, self.nodes)
+        self.topics = TopicWriter(settings, self.nodes)
         self.started = time.time()
         self.parts: dict[str, ViewService] = {
             view.name: part for view in views if (part := view.open(self)) is not None

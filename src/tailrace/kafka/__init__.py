@@ -1,1 +1,1 @@
-"""Kafka: which topics there are, and how records are read and written outside of Spark."""
+"""Kafka outside of Spark: the broker's metadata, reading ranges of records, writing events."""

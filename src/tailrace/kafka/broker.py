@@ -1,4 +1,4 @@
-"""The broker as everybody asks it: which topics the pipeline reads, with their ids, and where their partitions end."""
+"""The broker's metadata: the topics that the pipeline reads, with their ids, and the offsets of their partitions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError
 
 ANSWER_S = 3.0
-"""How long the broker has to answer whoever asks; the driver does nothing else meanwhile."""
+"""Time that the broker has to answer a request; the driver does nothing else meanwhile."""
 NEW_TOPIC_S = 2.0
-"""How long a partition is waited for that was made a moment ago and has no leader yet."""
+"""Time to wait for the leader of a partition that was just created."""
 
 _NO_LEADER_YET = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
 
 
 class Topic(msgspec.Struct, frozen=True):
-    """A topic as the broker describes it; another id under the same name is another topic."""
+    """A topic as the broker describes it; a topic that was deleted and created again has another id."""
 
     name: str
     id: str
@@ -32,7 +32,7 @@ class Topic(msgspec.Struct, frozen=True):
 
 
 class Broker:
-    """What the driver asks Kafka: topics with their ids, and the ends of their partitions."""
+    """An admin client for topics and offsets."""
 
     def __init__(self, settings: Settings) -> None:
         try:
@@ -54,7 +54,7 @@ class Broker:
             raise BrokerUnavailable(f"kafka does not answer: {error}; is kafka.bootstrap right?") from error
 
     def topic(self, name: str) -> Topic | None:
-        """Return a topic as it is now, read by the pipeline or not."""
+        """Return a topic, whether or not the pipeline reads it; None if it does not exist."""
         try:
             answers = self._admin.describe_topics(TopicCollection([name]), request_timeout=ANSWER_S)
             return _described(name, answers[name])
@@ -65,13 +65,13 @@ class Broker:
         """Return the earliest offset and the end of every partition."""
         topics = list(topics)
         firsts, ends = self.firsts(topics), self.ends(topics)
-        return {place: (firsts[place], ends[place]) for place in firsts if place in ends}
+        return {each: (first, ends[each]) for each, first in firsts.items() if each in ends}
 
     def at_time(self, topics: Iterable[Topic], time_ms: int) -> dict[tuple[str, int], int]:
         """Return, for every partition, the first offset whose record has this time or a later one; else its end."""
         topics = list(topics)
-        found, ends = self._offsets(topics, OffsetSpec.for_timestamp(max(0, time_ms))), self.ends(topics)
-        return {place: offset if offset >= 0 else ends[place] for place, offset in found.items()}
+        offsets, ends = self._offsets(topics, OffsetSpec.for_timestamp(max(0, time_ms))), self.ends(topics)
+        return {each: offset if offset >= 0 else ends[each] for each, offset in offsets.items()}
 
     def firsts(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
         """Return the earliest offset of every partition; its end if it has no record."""
@@ -82,14 +82,15 @@ class Broker:
         return self._offsets(topics, OffsetSpec.latest())
 
     def _offsets(self, topics: Iterable[Topic], spec: OffsetSpec) -> dict[tuple[str, int], int]:
-        wanted = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
-        if not wanted:
+        partitions = [TopicPartition(topic.name, p) for topic in topics for p in topic.partitions]
+        if not partitions:
             return {}
         until = time.monotonic() + NEW_TOPIC_S
         while True:
             try:
+                requests = dict.fromkeys(partitions, spec)
                 answers = self._admin.list_offsets(
-                    dict.fromkeys(wanted, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
+                    requests, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S
                 )
                 return {(tp.topic, tp.partition): future.result().offset for tp, future in answers.items()}
             except KafkaException as error:
@@ -109,12 +110,12 @@ def _described(name: str, answer: Any) -> Topic | None:
 
 
 def client_properties(settings: Settings) -> dict[str, Any]:
-    """Return the properties of the driver's own Kafka clients. What their library would print, we raise or log."""
+    """Return the properties of our own Kafka clients; their library prints nothing, since we raise or log errors."""
     return {"log_level": 2, **settings.kafka.client()}
 
 
 def reader_properties(properties: Mapping[str, Any], group: str, ahead_kib: int) -> dict[str, Any]:
-    """Return the properties of a consumer that reads chosen offsets of committed records, and fetches little else."""
+    """Return the properties of a consumer that reads chosen offsets of committed records and fetches little else."""
     return {
         **properties,
         "group.id": group,
@@ -122,19 +123,19 @@ def reader_properties(properties: Mapping[str, Any], group: str, ahead_kib: int)
         "enable.partition.eof": True,
         "auto.offset.reset": "earliest",
         "isolation.level": "read_committed",
-        # A fetch that finds nothing, at the end or of what was read before, is waited for by the next one.
+        # The next fetch waits for one that found nothing, at the end of the partition or of an earlier assignment.
         "fetch.wait.max.ms": 10,
-        # What is fetched ahead of what was asked for is thrown away.
+        # Records fetched ahead of the requested range are thrown away.
         "queued.max.messages.kbytes": ahead_kib,
         "fetch.queue.backoff.ms": 2,
     }
 
 
-def included_and_excluded(settings: Settings) -> tuple[str, str]:
-    """Return two regular expressions: the topics wanted, and those never read (our own and the configured ones).
+def topic_expressions(settings: Settings) -> tuple[str, str]:
+    """Return two regular expressions: the topics to read, and the topics never to read (our own and the configured).
 
-    Folded events are read, whatever the topics are, since their feed is a day stream. Events that a rule passes on are
-    not: they are in their streams already.
+    Topics of folded events are always read, since their feed is a day stream. Topics of events that a rule passes on
+    are not: those events are in their streams already.
     """
     topics, rules = settings.kafka.topics, settings.folds.rules
     listed = (topics,) if isinstance(topics, str) else tuple(map(re.escape, topics))
@@ -145,7 +146,7 @@ def included_and_excluded(settings: Settings) -> tuple[str, str]:
 
 
 class TopicPattern:
-    """The topics that the pipeline reads, by name."""
+    """Matches the names of the topics that the pipeline reads."""
 
     def __init__(self, wanted: str, excluded: str) -> None:
         options = re2.Options()
@@ -162,4 +163,4 @@ class TopicPattern:
 
 def topic_pattern(settings: Settings) -> TopicPattern:
     """Return the pattern of the topics that the pipeline reads."""
-    return TopicPattern(*included_and_excluded(settings))
+    return TopicPattern(*topic_expressions(settings))

@@ -1,9 +1,9 @@
-"""Topics as the service writes them: events put into Kafka, answered when the broker has them.
+"""Writing events to Kafka for the service.
 
-Invariant: an event is answered with the coordinates under which every view shows it, once all in-sync replicas have it.
-A request is checked before its first event is sent, so a bad event keeps its neighbours out. An event that was
-not acknowledged in time may still be written: nobody can know, and the error says so.
-Driver exceptions do not leave this file.
+Invariant: ``put`` returns the coordinates under which every view shows an event, once all in-sync replicas have it. It
+checks a request before it sends the first event, so one bad event keeps all of them out. An event that was not
+acknowledged in time may still be written: nobody can know, and the error says so. The client library's exceptions
+become BrokerUnavailable, EventRefused or ConfigError.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tailrace.valkey.nodes import Nodes
 logger = logging.getLogger(__name__)
 
 DELIVERY_S = 10.0
-"""How long the broker has to acknowledge an event."""
+"""Time that the broker has to acknowledge an event."""
 ADMIN_S = 5.0
 FRESH_S = 1.0
-"""How long what is known of a topic is believed."""
+"""Time for which a topic's configuration and generation are cached."""
 OVERHEAD_BYTES = 512
-"""What a record batch needs besides its events; no event is larger than its parts and this."""
+"""Most bytes that a record batch needs besides its events."""
 TURN_EVENTS = 200
-"""Events handed to the producer before others get their turn: about a millisecond."""
+"""Events handed to the producer before other tasks get their turn: about a millisecond."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _REFUSALS = frozenset(
@@ -51,85 +51,53 @@ _REFUSALS = frozenset(
 )
 
 
-class NewEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event that is to be written, as the bytes that Kafka gets."""
-
-    value: bytes
-    key: bytes | None = None
-    headers: Headers | None = None
-    time_ms: int | None = None
-
-    @property
-    def size(self) -> int:
-        """Its bytes in Kafka, without the batch's own."""
-        named = sum(len(name) * 4 + len(value or b"") for name, value in self.headers or ())
-        return len(self.value) + len(self.key or b"") + named
-
-
-class WrittenEvent(msgspec.Struct, frozen=True, gc=False):
-    """Where an event is."""
-
-    id: str
-    topic: str
-    partition: int
-    offset: int
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """What the broker says of a topic."""
-
-    id: str
-    append_time: bool
-    """Whether the broker's clock gives records their time."""
-    max_bytes: int
-    future_ms: int
-    """How far ahead of the broker's clock a record's own time may be."""
-
-
-class Topics:
-    """Writes events to topics, and creates topics at the first event."""
+class TopicWriter:
+    """Writes events to topics; creates a topic at its first event."""
 
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
         self._kafka = settings.kafka
         self._nodes = nodes
         self._max_bytes = settings.pipeline.max_event_bytes
         self._own = {settings.kafka.dead_letters, settings.kafka.positions}
-        self._known: dict[str, tuple[float, Facts]] = {}
+        self._configs: dict[str, tuple[float, TopicConfig]] = {}
         self._generations: dict[str, tuple[float, int]] = {}
         self._sender: _Sender | None = None
         self._client: AdminClient | None = None
 
     def open(self) -> None:
-        """Begin to connect; a new producer's first event waits a second or two for its id. Needs no broker yet."""
+        """Begin to connect, since the first event of a new producer waits a second or two; needs no broker yet."""
         self._live()
 
     async def close(self) -> None:
-        """Wait a little for what is under way, then let the broker go."""
+        """Wait a little for events under way, then disconnect."""
         if self._sender is not None:
             await asyncio.to_thread(self._sender.close, 2.0)
 
     async def ping(self) -> int:
-        """Return how many brokers answer."""
-        cluster = await self._ask(self._admin().describe_cluster(request_timeout=2))
+        """Return the number of brokers in the cluster."""
+        try:
+            cluster: Any = await asyncio.wrap_future(self._admin().describe_cluster(request_timeout=2))
+        except KafkaException as error:
+            raise _unavailable(error) from error
         return len(cluster.nodes)
 
     async def put(self, topic: str, events: Sequence[NewEvent]) -> list[WrittenEvent]:
-        """Write events in order, all of them or, if one of them is bad, none; return where they are.
+        """Write events in order, all of them or, if one of them is bad, none; return their coordinates.
 
         Raises:
-            TopicNotFound: A topic that nobody may write through Tailrace, or that cannot exist.
-            EventRefused: The topic would not take an event.
-            BrokerUnavailable: The broker did not acknowledge everything; some events may be written.
+            TopicNotFound: The topic cannot exist, or nobody may write it through Tailrace.
+            EventRefused: The topic does not take one of the events.
+            BrokerUnavailable: The broker did not acknowledge every event; some may be written.
         """
         self._check_name(topic)
         if not events:
             return []
-        facts = await self._facts(topic, timed=any(event.time_ms is not None for event in events))
-        _check(topic, facts, events)
-        generation = await self._generation(topic, facts)
-        places = await self._live().send(topic, events, time.monotonic() + DELIVERY_S)
-        sources = {p: Partition(topic, p, generation) for p in {partition for partition, _ in places}}
-        return [WrittenEvent(event_id(sources[p], offset), topic, p, offset) for p, offset in places]
+        config = await self._config(topic, timed=any(event.time_ms is not None for event in events))
+        _check(topic, config, events)
+        generation = await self._generation(topic, config)
+        written = await self._live().send(topic, events, time.monotonic() + DELIVERY_S)
+        partitions = {p: Partition(topic, p, generation) for p in {partition for partition, _ in written}}
+        return [WrittenEvent(event_id(partitions[p], offset), topic, p, offset) for p, offset in written]
 
     def _check_name(self, topic: str) -> None:
         if not _NAME.fullmatch(topic) or topic in (".", ".."):
@@ -139,22 +107,20 @@ class Topics:
         if topic.startswith("__") or topic in self._own:
             raise TopicNotFound(f"topic {topic!r} is kept by Kafka or by Tailrace itself: put events into another one")
 
-    # What is known of a topic.
-
-    async def _facts(self, topic: str, timed: bool) -> Facts:
-        known = self._known.get(topic)
-        if known is not None and time.monotonic() - known[0] < FRESH_S:
-            return known[1]
-        facts = await self._look(topic)
-        if facts is None:
+    async def _config(self, topic: str, timed: bool) -> TopicConfig:
+        cached = self._configs.get(topic)
+        if cached is not None and time.monotonic() - cached[0] < FRESH_S:
+            return cached[1]
+        config = await self._describe(topic)
+        if config is None:
             await self._create(topic, "CreateTime" if timed else "LogAppendTime")
-            facts = await self._look(topic, patience_s=ADMIN_S)
-        if facts is None:
+            config = await self._describe(topic, patience_s=ADMIN_S)
+        if config is None:
             raise BrokerUnavailable(f"topic {topic!r} was created and does not show up yet: nothing was written")
-        self._known[topic] = time.monotonic(), facts
-        return facts
+        self._configs[topic] = time.monotonic(), config
+        return config
 
-    async def _look(self, topic: str, patience_s: float = 0.0) -> Facts | None:
+    async def _describe(self, topic: str, patience_s: float = 0.0) -> TopicConfig | None:
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
         deadline = time.monotonic() + patience_s
         while True:
@@ -170,11 +136,11 @@ class Topics:
             if time.monotonic() >= deadline:
                 return None
             await asyncio.sleep(0.05)
-        return Facts(
+        return TopicConfig(
             id=str(identity.topic_id),
             append_time=config["message.timestamp.type"].value == "LogAppendTime",
             max_bytes=int(config["max.message.bytes"].value),
-            future_ms=int(found.value) if (found := config.get("message.timestamp.after.max.ms")) else 2**63 - 1,
+            future_ms=int(limit.value) if (limit := config.get("message.timestamp.after.max.ms")) else 2**63 - 1,
         )
 
     async def _create(self, topic: str, time_type: str) -> None:
@@ -191,22 +157,20 @@ class Topics:
                 raise EventRefused(f"kafka does not create topic {topic!r}: {error.args[0].str()}") from error
             raise _unavailable(error) from error
 
-    async def _generation(self, topic: str, facts: Facts) -> int:
-        """Return the generation that event ids carry: what the pipeline has adopted for this topic id, or will."""
-        known = self._generations.get(topic)
-        if known is not None and time.monotonic() - known[0] < FRESH_S:
-            return known[1]
+    async def _generation(self, topic: str, config: TopicConfig) -> int:
+        """Return the generation in the event ids: the one that the pipeline has for this topic id, or will have."""
+        cached = self._generations.get(topic)
+        if cached is not None and time.monotonic() - cached[0] < FRESH_S:
+            return cached[1]
         try:
             stored = await self._nodes.read(0, "HGET", self._nodes.keys.topics(), topic)
         except StoreUnavailable:
-            if known is None:
+            if cached is None:
                 raise
-            return known[1]
-        generation = read_generation(stored).of(facts.id)
+            return cached[1]
+        generation = read_generation(stored).of(config.id)
         self._generations[topic] = time.monotonic(), generation
         return generation
-
-    # Clients.
 
     def _properties(self) -> dict[str, Any]:
         return {"socket.keepalive.enable": True, **self._kafka.client()}
@@ -226,19 +190,48 @@ class Topics:
                 self._sender = _Sender(self._properties(), self._max_bytes)
         return self._sender
 
-    async def _ask(self, future: Any) -> Any:
-        try:
-            return await asyncio.wrap_future(future)
-        except KafkaException as error:
-            raise _unavailable(error) from error
+
+class NewEvent(msgspec.Struct, frozen=True, gc=False):
+    """An event to write, as the bytes that Kafka gets."""
+
+    value: bytes
+    key: bytes | None = None
+    headers: Headers | None = None
+    time_ms: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Most bytes that it takes in Kafka, without the batch's own."""
+        headers = sum(len(name) * 4 + len(value or b"") for name, value in self.headers or ())
+        return len(self.value) + len(self.key or b"") + headers
 
 
-def _check(topic: str, facts: Facts, events: Sequence[NewEvent]) -> None:
-    """Refuse what the broker would refuse, before anything is sent."""
-    latest = round(time.time() * 1000) + facts.future_ms
+class WrittenEvent(msgspec.Struct, frozen=True, gc=False):
+    """Id and coordinates of an event that was written."""
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+
+
+class TopicConfig(msgspec.Struct, frozen=True):
+    """The id of a topic and the settings that an event must fit."""
+
+    id: str
+    append_time: bool
+    """True if records get the broker's time."""
+    max_bytes: int
+    future_ms: int
+    """Most milliseconds that a record's own time may be ahead of the broker's clock."""
+
+
+def _check(topic: str, config: TopicConfig, events: Sequence[NewEvent]) -> None:
+    """Raise EventRefused for an event that the broker would refuse."""
+    latest = round(time.time() * 1000) + config.future_ms
     for number, event in enumerate(events, 1):
         if event.time_ms is not None:
-            if facts.append_time:
+            if config.append_time:
                 raise EventRefused(
                     f"event {number} has a time, but topic {topic!r} gives records the broker's time (LogAppendTime): "
                     "leave `time` out, or put it into a topic with message.timestamp.type=CreateTime"
@@ -246,18 +239,18 @@ def _check(topic: str, facts: Facts, events: Sequence[NewEvent]) -> None:
             if event.time_ms > latest:
                 raise EventRefused(
                     f"event {number} is further in the future than topic {topic!r} allows "
-                    f"(message.timestamp.after.max.ms={facts.future_ms})"
+                    f"(message.timestamp.after.max.ms={config.future_ms})"
                 )
-        if event.size + OVERHEAD_BYTES > facts.max_bytes:
+        if event.size + OVERHEAD_BYTES > config.max_bytes:
             raise EventRefused(
-                f"event {number} has {event.size} bytes; topic {topic!r} takes {facts.max_bytes - OVERHEAD_BYTES} "
+                f"event {number} has {event.size} bytes; topic {topic!r} takes {config.max_bytes - OVERHEAD_BYTES} "
                 "(max.message.bytes)"
             )
 
 
 @contextmanager
 def _settings_checked() -> Iterator[None]:
-    """Turn a client that cannot be made into an error about the settings."""
+    """Raise ConfigError if a client cannot be made from the settings."""
     try:
         yield
     except KafkaException as error:
@@ -265,14 +258,14 @@ def _settings_checked() -> Iterator[None]:
 
 
 def _unavailable(error: KafkaException) -> BrokerUnavailable:
-    said = error.args[0].str()
+    reason = error.args[0].str()
     return BrokerUnavailable(
-        f"kafka does not answer ({said}); nothing was written: is it up, and kafka.bootstrap right?"
+        f"kafka does not answer ({reason}); nothing was written: is it up, and kafka.bootstrap right?"
     )
 
 
 class _Sender:
-    """One idempotent producer and the thread that hears its acknowledgements."""
+    """One idempotent producer and the thread that receives its acknowledgements."""
 
     def __init__(self, properties: dict[str, Any], max_bytes: int) -> None:
         own = {
@@ -287,7 +280,7 @@ class _Sender:
         self._producer = Producer({**tuned, **properties, **own}, logger=logger)
         self.failed = False
         self._stopping = False
-        self._thread = threading.Thread(target=self._hear, name="kafka acknowledgements", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="kafka acknowledgements", daemon=True)
         self._thread.start()
 
     async def send(self, topic: str, events: Sequence[NewEvent], deadline: float) -> list[tuple[int, int]]:
@@ -304,11 +297,11 @@ class _Sender:
             except KafkaException as error:
                 receipt.give_up(len(events) - i, error.args[0])
                 break
-        # The producer reports every event it took, at the latest when its time is over.
+        # The producer reports every event it took, at the latest after its delivery timeout.
         await receipt.complete
         if receipt.failure is not None:
             raise _not_written(topic, receipt.failure, receipt.failures, len(events))
-        return receipt.places
+        return receipt.coordinates
 
     def _produce(self, topic: str, event: NewEvent, report: Any) -> bool:
         headers: Any = event.headers
@@ -322,13 +315,13 @@ class _Sender:
         return True
 
     def close(self, patience_s: float) -> None:
-        """Wait for what is under way, give up the rest, and end the thread."""
+        """Wait for events under way, give up the rest, and end the thread."""
         self._producer.flush(patience_s)
         self._producer.purge()
         self._stopping = True
         self._thread.join(2.0)
 
-    def _hear(self) -> None:
+    def _poll(self) -> None:
         while not self._stopping or len(self._producer):
             self._producer.poll(0.2)
 
@@ -342,7 +335,7 @@ class _Receipt:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
         self.complete: asyncio.Future[None] = loop.create_future()
-        self.places: list[tuple[int, int]] = [(-1, -1)] * count
+        self.coordinates: list[tuple[int, int]] = [(-1, -1)] * count
         self.failure: KafkaError | None = None
         self.failures = 0
         self._loop = loop
@@ -351,7 +344,7 @@ class _Receipt:
 
     def delivered(self, index: int, error: KafkaError | None, message: Any) -> None:
         if error is None:
-            self.places[index] = message.partition(), message.offset()
+            self.coordinates[index] = message.partition(), message.offset()
             self._count(1)
         else:
             self.give_up(1, error)
@@ -375,10 +368,10 @@ class _Receipt:
 
 
 def _not_written(topic: str, error: KafkaError, failures: int, count: int) -> BrokerUnavailable | EventRefused:
-    said = f"topic {topic!r}: {failures} of {count} event(s) were not acknowledged ({error.str()})"
+    problem = f"topic {topic!r}: {failures} of {count} event(s) were not acknowledged ({error.str()})"
     if error.code() in _REFUSALS:
-        return EventRefused(f"{said}: the broker refused them; the others are written")
+        return EventRefused(f"{problem}: the broker refused them; the others are written")
     return BrokerUnavailable(
-        f"{said}; each of them may be written or not, and putting them again may write them twice: "
+        f"{problem}; each of them may be written or not, and putting them again may write them twice: "
         "compare by their content, or read the topic before you try again"
     )

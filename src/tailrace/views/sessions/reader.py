@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, StoreUnavailable
-from tailrace.kafka.consume import Records, Stored
+from tailrace.kafka.consume import KafkaRecord, Records
 from tailrace.log.event import Partition, poison
 from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import LEDGER_WHOLE
@@ -388,7 +388,7 @@ class Retained:
         known = {} if is_whole and self._after == opened - 1 else {located.identity: now}
         return Recorder(located.stream, located.writer, known, {}, self._catalogue)
 
-    def _record(self, record: Stored) -> tuple[bytes, ...]:
+    def _record(self, record: KafkaRecord) -> tuple[bytes, ...]:
         """Return what a record says, as the pipeline has written it."""
         assert self._recorder is not None
         identity, value = self._located.identity, record.value
