@@ -17,7 +17,7 @@ from tailrace.views import VIEWS
 from tailrace.views.grep.model import Search, make_search
 from tailrace.views.grep.request import make_grep_request
 from tailrace.views.grep.routes import GrepService
-from tailrace.views.grep.store import VIEW, scanning
+from tailrace.views.grep.store import VIEW, pending_stretches
 from tests.faults.rig import Installation, assert_ordered, wait_for
 from tests.views.grep.rig import finds
 from tests.views.grep.site import consume
@@ -102,11 +102,11 @@ class Searches:
 
     def half_scanned(self) -> bool:
         """Whether the scan for the last of the searches has written something, and is not done."""
-        return self._stretches() > self._written and bool(scanning(self._installation.shards()))
+        return self._stretches() > self._written and bool(pending_stretches(self._installation.shards()))
 
     def scanned(self) -> bool:
         """Whether the scan for the last of the searches has written something, and is done."""
-        return self._stretches() > self._written and not scanning(self._installation.shards())
+        return self._stretches() > self._written and not pending_stretches(self._installation.shards())
 
     def check(self) -> None:
         """Compare what each has received with what the topic has: each match once, in order, and nothing else."""

@@ -20,7 +20,7 @@ from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver
 from tailrace.http.service import now_ms
 from tailrace.log.event import Partition, iso_time
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep.matches import GrepFeed
+from tailrace.views.grep.feed import GrepFeed
 from tailrace.views.grep.model import Search
 from tests.views.grep.readers import Reader, Written
 from tests.views.grep.rig import KEYS, elements, finds, headers_of, random_records, random_search, random_value
@@ -204,7 +204,7 @@ class History(Site):
     async def do_clock(self) -> None:
         """The clock of a service is set."""
         step = self.chance.choice((0, -3_600_000, 86_400_000, -400 * 86_400_000))
-        self.chance.choice(self.services).grep.parts.clock = lambda: now_ms() + step
+        self.chance.choice(self.services).grep.history.clock = lambda: now_ms() + step
 
     # Who reads.
 
@@ -270,7 +270,7 @@ class History(Site):
     async def _see(self, feed: GrepFeed) -> None:
         life = feed._life
         self.born.setdefault(life.number, self.now)
-        stretches, _ = await feed._parts.searches.stretches(life)
+        stretches, _ = await feed._history.searches.stretches(life)
         for stretch in stretches:
             self.asked.setdefault((life.number, stretch.number), (self.now, stretch.ranges))
 
@@ -278,7 +278,7 @@ class History(Site):
         self.now += 1
         self.drive()
         for serving in self.services:
-            serving.grep.parts.clock = now_ms
+            serving.grep.history.clock = now_ms
         with self.at_work():
             for number, reader in enumerate(self.readers):
                 self._say(f"end of reader {number}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tailrace.errors import CursorGone
 from tailrace.log.request import AnyFrame, EventFrame
-from tailrace.views.grep.matches import GrepFeed
+from tailrace.views.grep.feed import GrepFeed
 from tailrace.views.grep.model import Search
 from tests.views.grep.site import Serving, facts
 from tests.writing import Record

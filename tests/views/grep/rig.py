@@ -13,7 +13,7 @@ from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.grep.model import Search, SearchLife, TopicFilter
-from tailrace.views.grep.store import VIEW, write_search
+from tailrace.views.grep.store import VIEW, encode_search
 from tests.query.generators import random_document, random_query
 from tests.query.oracle import holds
 from tests.writing import NOON, Record
@@ -144,7 +144,7 @@ def by_source(places: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
 
 def register(shards: Shards, search: Search, now_ms: int = NOON) -> SearchLife:
     """Begin the life of a search, as the service does."""
-    number, since, _ = shards.call(0, "register", search.id, write_search(search), now_ms)
+    number, since, _ = shards.call(0, "register", search.id, encode_search(search), now_ms)
     return SearchLife(search, int(number), int(since))
 
 

@@ -306,7 +306,7 @@ class Serving:
 
     async def deafen(self) -> None:
         """Let the hub hear nothing any more; its channels stay as they are."""
-        await self.grep.parts.hub.__aexit__(None, None, None)
+        await self.grep.history.hub.__aexit__(None, None, None)
 
     async def open(self, search: Search, **parameters: Any) -> AnyFeed:
         request = make_grep_request(search, now_ms=now_ms(), **{"follow": False, **parameters})

@@ -13,12 +13,12 @@ from tailrace.log.hub import SegmentEntry
 from tailrace.log.request import Batch, EventFrame
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
-from tailrace.views.grep.parts import Ahead, Batches, Key, Span
+from tailrace.views.grep.match_run import BatchCache, BatchKey, MatchRun, PendingRun
 
 DATA = [b'{"id":"t:0:%d","data":{"n":\n%d}}' % (n, n) for n in range(5)]
 
 
-def key(first: int, last: int) -> Key:
+def key(first: int, last: int) -> BatchKey:
     return "log", 7, first, last, ""
 
 
@@ -34,7 +34,7 @@ def test_a_batch_is_written_as_its_frames_are(encoding: Encoding) -> None:
 
 
 async def test_of_many_who_want_the_same_one_makes_it() -> None:
-    batches, made = Batches(1 << 20), list[Sequence[int]]()
+    batches, made = BatchCache(1 << 20), list[Sequence[int]]()
 
     async def make(missing: Sequence[int]) -> list[Batch | None]:
         made.append(missing)
@@ -50,7 +50,7 @@ async def test_of_many_who_want_the_same_one_makes_it() -> None:
 
 
 async def test_when_who_makes_it_goes_away_or_fails_another_one_does() -> None:
-    batches, begun = Batches(1 << 20), asyncio.Event()
+    batches, begun = BatchCache(1 << 20), asyncio.Event()
 
     async def never(missing: Sequence[int]) -> list[Batch | None]:
         begun.set()
@@ -75,7 +75,7 @@ async def test_when_who_makes_it_goes_away_or_fails_another_one_does() -> None:
 
 
 async def test_what_cannot_be_made_is_asked_for_by_each_and_memory_is_bounded() -> None:
-    batches, made = Batches(3000), list[int]()
+    batches, made = BatchCache(3000), list[int]()
 
     async def none(missing: Sequence[int]) -> list[Batch | None]:
         made.extend(missing)
@@ -93,10 +93,10 @@ async def test_what_cannot_be_made_is_asked_for_by_each_and_memory_is_bounded() 
     assert len(made) == 4, "the first was forgotten for the others"
 
 
-def span(offsets: list[int], times: list[int], sizes: list[int]) -> Span:
+def span(offsets: list[int], times: list[int], sizes: list[int]) -> MatchRun:
     run = Run.of(Partition("t", 0), offsets, times, [None], None, [b"%d" % size for size in sizes])
     segment = Segment(0, 0, 1, 7, 1, 100, 1, 1, 1, open=True)
-    return Span(SegmentEntry(segment, NumberedRun(11, 10 + len(offsets), max(times), run, 100)))
+    return MatchRun(SegmentEntry(segment, NumberedRun(11, 10 + len(offsets), max(times), run, 100)))
 
 
 def test_a_span_tells_which_matches_are_wanted() -> None:
@@ -112,7 +112,7 @@ def test_a_span_tells_which_matches_are_wanted() -> None:
 
 def test_what_fits_is_counted_in_bytes_and_matches_that_are_wanted() -> None:
     found = span([1, 2, 3, 4], [1, 1, 1, 1], [10, 20, 30, 40])
-    whole, some = Ahead(found, 0, None), Ahead(found, 0, [False, True, False, True])
+    whole, some = PendingRun(found, 0, None), PendingRun(found, 0, [False, True, False, True])
     assert [whole.fit(size, None) for size in (9, 10, 30, 99, 100)] == [0, 1, 2, 3, 4]
     assert [whole.fit(None, most) for most in (0, 3, 9)] == [0, 3, 4]
     assert [some.fit(size, None) for size in (9, 20, 60)] == [1, 3, 4]

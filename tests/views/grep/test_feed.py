@@ -15,7 +15,7 @@ from tailrace.log.event import iso_time
 from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep.model import Search, SearchLife, make_search
-from tailrace.views.grep.request import LIVE, SearchPlace, make_grep_request
+from tailrace.views.grep.request import LIVE, SearchCursor, make_grep_request
 from tests.views.grep.rig import random_records, random_search
 from tests.views.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split
 from tests.writing import NOON, Record
@@ -156,7 +156,7 @@ async def test_a_stream_of_several_stretches_and_live_resumed_at_every_id_gives_
             await serving.all(search, start=iso_time(NOON + 1_000))
             fill(site, topics, 10, 15)
             frames = await serving.all(search, start="start", window=1024)
-        assert len({SearchPlace.parse(frame.cursor).part for frame in frames}) == 3
+        assert len({SearchCursor.parse(frame.cursor).part for frame in frames}) == 3
         whole = ids(frames)
         assert_same(whole, site.ids(site.offline(search)))
         for at, frame in enumerate(frames[:-1]):
@@ -216,7 +216,7 @@ async def test_a_feed_that_ends_at_a_time_has_what_was_written_by_then(site: Sit
     numbered(site, topic, 0, 3)
     async with site.serving() as serving:
         now = [NOON + 4_000]
-        serving.grep.parts.clock = lambda: now[0]
+        serving.grep.history.clock = lambda: now[0]
         following = Following(await serving.open(search, start="start", follow=True, until=iso_time(NOON + 7_000)))
         with site.at_work():
             await following.saw("caught-up")
@@ -237,8 +237,8 @@ async def test_the_end_is_where_the_store_says_it_is_and_not_where_the_hub_has_c
     numbered(site, topic, 0, 20)
     async with site.serving() as serving:
         following = Following(await serving.open(search, start="start"))
-        life = await serving.grep.parts.searches.register(search, now_ms())
-        stretches, _ = await serving.grep.parts.searches.stretches(life)
+        life = await serving.grep.history.searches.register(search, now_ms())
+        stretches, _ = await serving.grep.history.searches.stretches(life)
         site.scanner.take(life, stretches[0], {f"{topic}:0": (0, 10)})
         await following.until(10)
         await asyncio.sleep(0.3)
@@ -255,14 +255,14 @@ async def test_a_topic_that_is_read_before_the_search_is_registered_belongs_to_t
     """It was not there yet when the request looked which topics there are."""
     search = make_search(".*", {})
     async with site.serving() as serving:
-        register = serving.grep.parts.searches.register
+        register = serving.grep.history.searches.register
 
         async def late(search: Search, now_ms: int) -> SearchLife:
             numbered(site, site.topic("new"), 0, 3)
             site.live()
             return await register(search, now_ms)
 
-        serving.grep.parts.searches.register = late  # type: ignore[method-assign]
+        serving.grep.history.searches.register = late  # type: ignore[method-assign]
         following = Following(await serving.open(search, start="start"))
         with site.at_work():
             await following.saw("end")
@@ -313,7 +313,7 @@ async def test_an_event_is_the_same_whether_it_was_kept_or_comes_from_kafka(
         for source in (f"{topic}:0", f"{topic}:1"):
             site.shards.run_all([(shard, ("DEL", site.shards.keys.kept(shard, source)))])
     async with site.serving() as serving:
-        begin = SearchPlace(SearchPlace.parse(following.frames[0].cursor).life, LIVE, Cursor((Position.START,)))
+        begin = SearchCursor(SearchCursor.parse(following.frames[0].cursor).life, LIVE, Cursor((Position.START,)))
         frames = await serving.all(search, after=str(begin))
     assert [frame.data for frame in frames if isinstance(frame, EventFrame)] == kept
 

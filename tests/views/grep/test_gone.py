@@ -14,7 +14,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import SearchLife, Stretch, make_search
-from tailrace.views.grep.request import SearchPlace
+from tailrace.views.grep.request import SearchCursor
 from tailrace.views.grep.store import VIEW, SearchRegistry
 from tests.views.grep.site import Following, Site, assert_same, controls, facts, ids, numbered
 from tests.writing import NOON
@@ -31,9 +31,9 @@ async def test_a_cursor_of_another_search_or_of_no_part_is_refused(site: Site) -
         for given in ({"after": cursor}, {"last_event_id": cursor}, {"start": cursor}):
             with pytest.raises(CursorError, match="another search"):
                 await serving.open(other, **given)
-        place = SearchPlace.parse(cursor)
+        place = SearchCursor.parse(cursor)
         with pytest.raises(CursorError, match="no such part"):
-            await serving.open(one, after=str(SearchPlace(place.life, place.part + 100, place.cursor)))
+            await serving.open(one, after=str(SearchCursor(place.life, place.part + 100, place.cursor)))
 
 
 async def test_who_comes_back_after_the_search_was_forgotten_is_told_so_and_goes_on_live(site: Site) -> None:
@@ -139,7 +139,7 @@ async def test_nobody_waits_for_the_end_of_a_topic_that_is_deleted_before_it_is_
         numbered(site, topic, 0, 3)
     async with site.serving() as serving:
         now = [NOON]
-        serving.grep.parts.clock = lambda: now[0]
+        serving.grep.history.clock = lambda: now[0]
         following = Following(await serving.open(make_search(".*", {}), start="end"))
         site.delete(topics[0])
         now[0] += step
@@ -155,7 +155,7 @@ async def test_the_place_of_a_client_that_has_a_name_is_not_kept_for_a_search_th
     async with site.serving() as serving:
         with site.at_work():
             await serving.all(search, start="start", client="me")
-        searches = serving.grep.parts.searches
+        searches = serving.grep.history.searches
         assert await searches.position(search.id, "me") is not None
         site.forget_search(search)
         await searches.keep_position(search.id, "me", "late")
@@ -172,8 +172,8 @@ async def test_what_a_task_appends_to_a_search_that_was_forgotten_does_not_stay(
     async with site.serving() as serving:
         with site.at_work():
             await serving.all(search, start="start")
-        life = await serving.grep.parts.searches.register(search, NOON)
-        [stretch], _ = await serving.grep.parts.searches.stretches(life)
+        life = await serving.grep.history.searches.register(search, NOON)
+        [stretch], _ = await serving.grep.history.searches.stretches(life)
         site.forget_search(search)
         watchdog.look()
         assert _of_life(site, life, stretch) == []

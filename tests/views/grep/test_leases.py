@@ -14,7 +14,7 @@ from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep import leases as module
 from tailrace.views.grep.leases import LeaseRequest, Leases, Watchdog
 from tailrace.views.grep.model import SearchLife, Stretch, make_search
-from tailrace.views.grep.store import Searches, SearchRegistry, scanning
+from tailrace.views.grep.store import Searches, SearchRegistry, pending_stretches
 
 DAY_MS = 86_400_000
 
@@ -151,7 +151,7 @@ async def test_a_search_that_is_followed_is_ended_by_force_only_and_its_connecti
     assert await searches.end(life.search.id, True) == (life.name, 2)
     with pytest.raises(SearchNotFound):
         await searches.end(life.search.id, True)
-    assert scanning(shards) == []
+    assert pending_stretches(shards) == []
     again = await searches.register(life.search, 5)  # somebody asks for the same at once
     await one.beat()
     await two.beat()

@@ -10,8 +10,8 @@ from tailrace.errors import CursorGone, StaleDriver
 from tailrace.log.request import AnyFrame, Moved
 from tailrace.views.grep import scan as module
 from tailrace.views.grep.model import LostOffsets, Search, make_search
-from tailrace.views.grep.scan import GONE, LATER, Chunk, lost
-from tailrace.views.grep.store import note
+from tailrace.views.grep.scan import GONE, LATER, Chunk, lost_offsets
+from tailrace.views.grep.store import record_chunk
 from tests.views.grep.site import HandScanner, Serving, Site, controls, facts, ids, numbered
 from tests.writing import NOON
 
@@ -186,11 +186,11 @@ async def test_a_driver_that_was_overtaken_says_nothing_of_what_another_one_has_
         site.drive()
         site.live()
         site.scan()
-        searches = serving.grep.parts.searches
+        searches = serving.grep.history.searches
         life = await searches.register(EVERYTHING, NOON)
         [stretch], _ = await searches.stretches(life)
         with pytest.raises(StaleDriver):
-            note(site.shards, old, life, stretch, 1, [LostOffsets(f"{topic}:0", 0, 5, "expired")])
+            record_chunk(site.shards, old, life, stretch, 1, [LostOffsets(f"{topic}:0", 0, 5, "expired")])
         assert facts(await serving.all(EVERYTHING, start="start"), "gap") == []
 
 
@@ -212,7 +212,7 @@ async def test_what_is_noted_of_a_search_goes_with_it(site: Site) -> None:
 
 def test_what_is_lost_of_a_range_is_what_lies_before_the_beginning() -> None:
     def told(before: int, after: int) -> list[tuple[int, int, str]]:
-        return [(each.first, each.until, each.reason) for each in lost("a:0", (10, 20), before, after)]
+        return [(each.first, each.until, each.reason) for each in lost_offsets("a:0", (10, 20), before, after)]
 
     assert told(10, 10) == told(0, 5) == told(3, LATER) == []
     assert told(15, 15) == told(15, LATER) == [(10, 15, "expired")]

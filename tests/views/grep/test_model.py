@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.log.cursor import Cursor, FromEnd, FromStart, FromTime, Position
 from tailrace.query import QueryLimits, Record
+from tailrace.views.grep.history import PROGRESS_MS, ScanProgress
 from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
-from tailrace.views.grep.parts import EVERY_MS, Progress
-from tailrace.views.grep.request import GrepRequest, SearchPlace, make_grep_request
+from tailrace.views.grep.request import GrepRequest, SearchCursor, make_grep_request
 from tailrace.views.grep.scan import next_chunk
 from tests.query.generators import queries, shuffled
 
@@ -198,10 +198,10 @@ _states = st.builds(
 ) | st.builds(Cursor, st.builds(Position, _number, _number).map(lambda position: (position,)), ended=st.just(True))
 
 
-@given(st.builds(SearchPlace, _number, _number, _states))
-def test_a_place_is_read_back_as_it_was_written(place: SearchPlace) -> None:
-    assert SearchPlace.parse(str(place)) == place
-    assert SearchPlace.parse(f" {place}\n") == place
+@given(st.builds(SearchCursor, _number, _number, _states))
+def test_a_place_is_read_back_as_it_was_written(place: SearchCursor) -> None:
+    assert SearchCursor.parse(str(place)) == place
+    assert SearchCursor.parse(f" {place}\n") == place
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_place_is_read_back_as_it_was_written(place: SearchPlace) -> None:
 )
 def test_anything_else_is_no_place(text: str) -> None:
     with pytest.raises(CursorError):
-        SearchPlace.parse(text)
+        SearchCursor.parse(text)
 
 
 def _request(**given: Any) -> GrepRequest:
@@ -231,7 +231,7 @@ def test_a_date_is_a_time_and_no_cursor(text: str) -> None:
 def test_a_request_begins_where_it_says_or_at_the_end_when_it_follows() -> None:
     assert _request().start == FromEnd()
     assert _request(follow=False).start == _request(start="start").start == FromStart()
-    assert _request(start="3-0-7.9").start == _request(after="3-0-7.9").start == SearchPlace.parse("3-0-7.9")
+    assert _request(start="3-0-7.9").start == _request(after="3-0-7.9").start == SearchCursor.parse("3-0-7.9")
 
 
 def test_a_request_that_is_continued_knows_what_it_has_sent_and_since_when() -> None:
@@ -265,12 +265,12 @@ def test_a_request_that_makes_no_sense_is_refused(given: dict[str, Any]) -> None
 
 def test_progress_is_told_at_most_once_a_second_and_counts_nothing_outside_the_ranges() -> None:
     now = [NOW]
-    progress = Progress(Stretch(1, 0, {"a:0": (100, 200), "b:0": (0, 300)}), lambda: now[0])
+    progress = ScanProgress(Stretch(1, 0, {"a:0": (100, 200), "b:0": (0, 300)}), lambda: now[0])
     told = [progress.tell({"a:0": -1, "b:0": -1}, 0, 0)]
     assert progress.tell({"a:0": 149}, 1, 10) is None
-    now[0] += EVERY_MS
+    now[0] += PROGRESS_MS
     told.append(progress.tell({"a:0": 149, "b:0": 49}, 1, 10))
-    now[0] += 2 * EVERY_MS
+    now[0] += 2 * PROGRESS_MS
     told.append(progress.tell({"a:0": 1000, "b:0": 1000}, 7, 40))
     now[0] -= 86_400_000
     told.append(progress.tell({"a:0": 1000, "b:0": 1000}, 7, 40))  # the clock was set back
@@ -283,7 +283,7 @@ def test_progress_is_told_at_most_once_a_second_and_counts_nothing_outside_the_r
 
 
 def test_a_scan_of_nothing_is_done() -> None:
-    told = Progress(Stretch(1, 0, {}), lambda: NOW).tell({}, 0, 0)
+    told = ScanProgress(Stretch(1, 0, {}), lambda: NOW).tell({}, 0, 0)
     assert told is not None
     assert told["percent"] == 100.0
 

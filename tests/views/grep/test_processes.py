@@ -17,7 +17,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import make_search
-from tailrace.views.grep.store import scanning
+from tailrace.views.grep.store import pending_stretches
 from tests.views.grep.clients import Client, eventually, is_event, read_all
 from tests.views.grep.served import Served
 from tests.views.grep.site import Site, assert_same, numbered
@@ -64,7 +64,7 @@ async def test_clients_of_a_process_that_is_killed_go_on_at_another_and_only_its
         await eventually(lambda: followers(site, search.id) == 5)
         site.live()
         await late.saw("caught-up")
-        [(life, stretch)] = scanning(site.shards)
+        [(life, stretch)] = pending_stretches(site.shards)
         site.scanner.take(
             life, stretch, {source: (first, first + 700) for source, (first, _) in stretch.ranges.items()}
         )

@@ -13,7 +13,14 @@ import pytest
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep.model import SearchLife, make_search
-from tailrace.views.grep.store import KeptRecords, Searches, SearchRegistry, finish, keep, scanning
+from tailrace.views.grep.store import (
+    KeptRecords,
+    Searches,
+    SearchRegistry,
+    finish_stretch,
+    keep_records,
+    pending_stretches,
+)
 
 A, B = make_search("posts", {"a": 1}), make_search("posts", {"b": 1})
 HOUR = 3_600_000
@@ -68,16 +75,16 @@ async def test_of_several_who_extend_the_past_one_does_and_the_others_look_again
 async def test_stretches_are_scanned_in_the_order_they_were_asked_for_until_they_are_done(shards: Shards) -> None:
     async with _services(shards, 1) as (searches,):
         a, b = [await searches.register(search, 1) for search in (A, B)]
-        assert scanning(shards) == []
+        assert pending_stretches(shards) == []
         for life, seen, ms in ((b, 0, 10), (a, 0, 20), (b, 1, 30)):
             assert await searches.extend(life, seen, ms, 0, {"posts:0": (ms, ms + 5)})
-        asked = scanning(shards)
+        asked = pending_stretches(shards)
         assert [(life.name, stretch.ranges["posts:0"][0]) for life, stretch in asked] == [
             *((b.name, 10), (a.name, 20), (b.name, 30))
         ]
-        finish(shards, *asked[1])
-        finish(shards, *asked[1])
-        assert scanning(shards) == [asked[0], asked[2]]
+        finish_stretch(shards, *asked[1])
+        finish_stretch(shards, *asked[1])
+        assert pending_stretches(shards) == [asked[0], asked[2]]
         assert (await searches.stretches(a))[1] == {asked[1][1].number}
         assert (await searches.stretches(b))[1] == set()
         assert set(await searches.stretch_marks(asked[0][1], 2)) == {"posts:0"}
@@ -88,10 +95,10 @@ async def test_what_somebody_waits_for_is_scanned_first(shards: Shards) -> None:
         a, b = [await searches.register(search, 1) for search in (A, B)]
         for life, ms in ((a, 10), (b, 20)):
             assert await searches.extend(life, 0, ms, 0, {"posts:0": (0, 5)})
-        assert [life for life, _ in scanning(shards)] == [a, b]
+        assert [life for life, _ in pending_stretches(shards)] == [a, b]
         assert shards.call(0, "heartbeat", "process", b"{}", 1)[0] == b"ok"
         assert shards.call(0, "follow", "process", 1, b.search.id)[0] == b"ok"
-        assert [life for life, _ in scanning(shards)] == [b, a]
+        assert [life for life, _ in pending_stretches(shards)] == [b, a]
 
 
 async def test_a_task_sees_every_search_that_was_registered_before_it_looked(shards: Shards) -> None:
@@ -143,7 +150,7 @@ def test_what_is_kept_of_a_source_is_the_newest_that_fits_and_never_goes_back(sh
         shelf, most = chance.choice(list(shelves)), 1000
         offset = max(0, offset + chance.choice((1, 1, 5, 40, 0, -3, -200)))
         run = chance.randbytes(chance.choice((1, 50, 200, 400, 1000, 1001, 3000)))
-        keep(shards, [KeptRecords(1, shelf, offset, 2, run)], most, HOUR)
+        keep_records(shards, [KeptRecords(1, shelf, offset, 2, run)], most, HOUR)
         model = shelves[shelf]
         if len(run) <= most and (not model or model[-1][0] < offset):
             model.append((offset, 2, run))
@@ -157,27 +164,29 @@ def test_what_is_kept_of_a_source_is_the_newest_that_fits_and_never_goes_back(sh
 def test_records_that_are_too_large_to_be_kept_do_not_hinder_those_that_come_again(shards: Shards) -> None:
     large = [KeptRecords(1, "posts:0", offset, 1, bytes(2000)) for offset in (10, 20)]
     for _ in range(2):  # a task that was killed is run again from the start
-        keep(shards, large, 1000, HOUR)
+        keep_records(shards, large, 1000, HOUR)
     assert _shelf(shards, "posts:0") == []
-    keep(shards, [KeptRecords(1, "posts:0", 5, 1, b"small")], 1000, HOUR)
+    keep_records(shards, [KeptRecords(1, "posts:0", 5, 1, b"small")], 1000, HOUR)
     assert _shelf(shards, "posts:0") == [(5, 1, b"small")]
 
 
 def test_what_is_kept_goes_by_itself_and_begins_anew(shards: Shards) -> None:
-    keep(shards, [KeptRecords(1, "posts:0", 100, 1, bytes(600))], 1000, HOUR)
+    keep_records(shards, [KeptRecords(1, "posts:0", 100, 1, bytes(600))], 1000, HOUR)
     key = shards.keys.kept(1, "posts:0")
     [left] = shards.run_all([(1, ("PTTL", key))])
     assert 0 < left <= HOUR
     shards.run_all([(1, ("PEXPIRE", key, 0))])
     assert _shelf(shards, "posts:0") == []
-    keep(shards, [KeptRecords(1, "posts:0", 7, 1, bytes(500))], 1000, HOUR)
+    keep_records(shards, [KeptRecords(1, "posts:0", 7, 1, bytes(500))], 1000, HOUR)
     assert [last for last, _, _ in _shelf(shards, "posts:0")] == [7]
     assert _bytes(shards, "posts:0") == 500
 
 
 def test_shelves_of_different_sources_and_shards_do_not_mix(shards: Shards) -> None:
     given: list[Any] = [(0, "posts:0"), (1, "posts:0"), (1, "posts:1"), (1, "~3~posts:0"), (1, "posts@1:0")]
-    keep(shards, [KeptRecords(shard, shelf, 1, 1, f"{shard}{shelf}".encode()) for shard, shelf in given], 1000, HOUR)
+    keep_records(
+        shards, [KeptRecords(shard, shelf, 1, 1, f"{shard}{shelf}".encode()) for shard, shelf in given], 1000, HOUR
+    )
     assert [_shelf(shards, shelf, shard) for shard, shelf in given] == [
         [(1, 1, f"{shard}{shelf}".encode())] for shard, shelf in given
     ]

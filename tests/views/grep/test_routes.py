@@ -21,7 +21,7 @@ from tailrace.views.grep import leases as leasing
 from tailrace.views.grep.leases import LeaseRequest, Leases
 from tailrace.views.grep.model import make_search
 from tailrace.views.grep.routes import show_search
-from tailrace.views.grep.store import Searches, finish
+from tailrace.views.grep.store import Searches, finish_stretch
 from tests import command_line
 from tests.command_line import run
 from tests.http.parts import Running, problem
@@ -101,7 +101,7 @@ async def test_a_search_shows_how_far_each_stretch_of_its_past_is(
     for stretch, source, mark in ((first, "jobs:0", 149), (second, "jobs:0", 99)):
         shard = shard_of(stretch.name(life), shards.options.shards)
         assert shards.call(shard, "advance", "matches", epoch, stretch.mark(source), mark, "")[0] == b"ok"
-    finish(shards, life, second)
+    finish_stretch(shards, life, second)
     one, two = (await client.get(f"{PATH}/{life.search.id}")).json()["stretches"]
     assert one == {
         "number": first.number,

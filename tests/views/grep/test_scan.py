@@ -23,7 +23,7 @@ from tailrace.log.name import shard_of
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import scan as module
 from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
-from tailrace.views.grep.store import scanning
+from tailrace.views.grep.store import pending_stretches
 from tests.faults.rig import QUICK_JAVA, wait_for
 from tests.views.grep.rig import random_records, random_search, read_log
 from tests.views.grep.site import Site, assert_same, ids
@@ -74,8 +74,8 @@ async def asked_for(site: Site, search: Search, since_ms: int = 0) -> tuple[Sear
     async with site.serving() as serving:
         feed = await serving.open(search, start=iso_time(since_ms) if since_ms else "start")
         await feed.aclose()
-        life = await serving.grep.parts.searches.register(search, now_ms())
-        stretches, _ = await serving.grep.parts.searches.stretches(life)
+        life = await serving.grep.history.searches.register(search, now_ms())
+        stretches, _ = await serving.grep.history.searches.stretches(life)
         return life, stretches
 
 
@@ -92,13 +92,13 @@ async def test_a_stretch_over_topics_and_partitions_is_scanned_completely(site: 
     assert site.scan() >= 6
     for search, (life, stretches) in zip(searches, lives, strict=True):
         assert_same(await logged(site, life, stretches), site.ids(site.offline(search)))
-    assert scanning(site.shards) == []
+    assert pending_stretches(site.shards) == []
     chunks = site.scanner.chunks
     assert all(len(chunk.dues) == 3 for chunk in chunks), "who asks for the same past shares its chunks"
     size = sum(len(record.key or b"") + len(record.value or b"") for record in site.records())
     async with site.serving() as serving:
         for life, [stretch] in lives:
-            assert await serving.grep.parts.searches.read_bytes(life, stretch.number) == size
+            assert await serving.grep.history.searches.read_bytes(life, stretch.number) == size
 
 
 async def test_a_second_caller_gets_what_was_scanned_and_an_older_time_scans_only_what_lies_in_front(
@@ -148,7 +148,7 @@ async def test_a_scan_that_is_stopped_in_the_middle_is_finished_by_the_next_driv
         site.drive()
         with pytest.raises(StaleDriver):
             scanner._advance(scanner.chunks[-1])  # the old driver, back from the dead
-    assert scanning(site.shards), "it was stopped before it was done"
+    assert pending_stretches(site.shards), "it was stopped before it was done"
     site.scan()
     assert_same(await logged(site, life, stretches), site.ids(site.offline(search)))
 
@@ -198,7 +198,7 @@ async def test_the_past_of_a_topic_that_is_gone_is_done_with(site: Site, again: 
         site.put([Record(0, b"k", b'{"new":true}', NOON, 0, topics[0])])
     site.drive()  # the driver has noticed
     site.scan()
-    assert scanning(site.shards) == []
+    assert pending_stretches(site.shards) == []
     found = await logged(site, life, stretches)
     assert_same(found, [event for event in site.ids(site.offline(search)) if event.startswith(topics[1])])
 
@@ -210,9 +210,9 @@ async def test_what_kafka_drops_before_it_is_scanned_is_passed_over(site: Site, 
     site.forget(topics[0], 0, EACH // 2 + 1)
     site.forget(topics[1], 1, EACH)
     site.scan()
-    assert scanning(site.shards) == []
+    assert pending_stretches(site.shards) == []
     async with site.serving() as serving:
-        lost = await serving.grep.parts.searches.lost(life, stretches[0].number)
+        lost = await serving.grep.history.searches.lost(life, stretches[0].number)
     assert [(each.source, each.first, each.until, each.reason) for each in lost] == [
         (f"{topics[0]}:0", 0, EACH // 2 + 1, "expired"),
         (f"{topics[1]}:1", 0, EACH, "expired"),

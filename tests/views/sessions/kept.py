@@ -17,7 +17,7 @@ from tailrace.kafka.consume import Records
 from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping
-from tailrace.views.grep.store import Searched
+from tailrace.views.grep.store import SearchTopics
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.reader import Archive, first_of
 from tailrace.views.sessions.store import SessionStore
@@ -76,7 +76,7 @@ async def archived(track: Track, kafka: EmbeddedKafka, folder: Path) -> AsyncIte
     settings = load(folder / "tailrace.toml", {"valkey.url": store.url, "kafka.bootstrap": kafka.address})
     records, nodes = Records(client_properties(settings)), Nodes(store)
     try:
-        archive = Archive(records, Searched(settings, nodes).is_current)
+        archive = Archive(records, SearchTopics(settings, nodes).is_current)
         async with feeds_of(store, track.plan.store.key, archive) as feeds:
             yield feeds
     finally:

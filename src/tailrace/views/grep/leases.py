@@ -34,8 +34,8 @@ from tailrace.log.name import shard_of
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Shards, mapping
 from tailrace.views.grep.model import SearchLife, Stretch
-from tailrace.views.grep.request import GrepRequest, SearchPlace
-from tailrace.views.grep.store import VIEW, discard
+from tailrace.views.grep.request import GrepRequest, SearchCursor
+from tailrace.views.grep.store import VIEW, drop_shelf
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """When it came."""
 
 
-class _Held(msgspec.Struct):
+class _Lease(msgspec.Struct):
     search: str
     asked: LeaseRequest
     ended: asyncio.Event
@@ -80,7 +80,7 @@ class Leases:
         self._nodes, self._clock = nodes, clock
         self.process = _new_name()
         self._began = False
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _Lease] = {}
         self._next = self._window = 0
         self._beating = asyncio.Lock()
 
@@ -100,7 +100,7 @@ class Leases:
         self._next += 1
         number = self._next
         asked = msgspec.structs.replace(asked or LeaseRequest(), since_ms=round(self._clock() * 1000))
-        self._held[number] = _Held(search, asked, ended or asyncio.Event())
+        self._held[number] = _Lease(search, asked, ended or asyncio.Event())
         try:
             for _ in range(TRIES):
                 answer = await self._follow(number)
@@ -256,7 +256,7 @@ class Watchdog:
         shards = range(self._shards.options.shards)
         for shard, shelves in enumerate(self._shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])):
             for shelf in [shelf for shelf in shelves if shelf.startswith(begins)]:
-                discard(self._shards, shard, shelf.decode())
+                drop_shelf(self._shards, shard, shelf.decode())
 
 
 class SearchLease:
@@ -275,7 +275,7 @@ class SearchLease:
             SearchEnded: It was ended since it was registered.
         """
         search, wake = life.search.id, asyncio.Event()
-        return cls(leases, search, await leases.take(search, _asked(request, life), wake), wake)
+        return cls(leases, search, await leases.take(search, _lease_request(request, life), wake), wake)
 
     @property
     def is_held(self) -> bool:
@@ -292,14 +292,14 @@ class SearchLease:
         await self._leases.give_up(self._number)
 
 
-def _asked(request: GrepRequest, life: SearchLife) -> LeaseRequest:
+def _lease_request(request: GrepRequest, life: SearchLife) -> LeaseRequest:
     """Return what a request asks for, as it is kept beside its lease."""
     start = request.start
     if isinstance(start, FromTime):
         text = iso_time(start.time_ms)
     elif isinstance(start, FromLast):
         text = f"-{start.count}"
-    elif isinstance(start, SearchPlace):
+    elif isinstance(start, SearchCursor):
         text = str(start)
     else:
         text = "end" if isinstance(start, FromEnd) else "start"

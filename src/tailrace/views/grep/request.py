@@ -32,14 +32,14 @@ LIVE = 0
 LEAST_WINDOW, WINDOW, MOST_WINDOW = 1 << 10, 256 << 10, 16 << 20
 
 
-_CLIENT = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+_CLIENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 
 
 # The point tells it from a date.
-_PLACE = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
+_CURSOR = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
 
 
-class SearchPlace(msgspec.Struct, frozen=True):
+class SearchCursor(msgspec.Struct, frozen=True):
     """Where a reader of a search is: in which life, in which part of it, and where in the part's log."""
 
     life: int
@@ -50,9 +50,9 @@ class SearchPlace(msgspec.Struct, frozen=True):
         return f"{self.life}-{self.part}-{self.cursor}"
 
     @classmethod
-    def parse(cls, text: str) -> SearchPlace:
+    def parse(cls, text: str) -> SearchCursor:
         """Read what ``str`` wrote; anything else is a CursorError."""
-        found = _PLACE.fullmatch(text.strip())
+        found = _CURSOR.fullmatch(text.strip())
         if found is None:
             raise CursorError(f"cannot read cursor {text[:80]!r}: expected the id of an event of this search")
         return cls(int(found[1]), int(found[2]), Cursor.parse(found[3], 1))
@@ -62,7 +62,7 @@ class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A feed of one search. Times are milliseconds."""
 
     search: Search
-    start: FromStart | FromEnd | FromLast | FromTime | SearchPlace
+    start: FromStart | FromEnd | FromLast | FromTime | SearchCursor
     since_ms: int | None = None
     until_ms: int | None = None
     limit: int | None = None
@@ -98,20 +98,20 @@ def make_grep_request(
     check_options(limit, missing, on_gap)
     if not LEAST_WINDOW <= window <= MOST_WINDOW:
         raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
-    if client is not None and not _CLIENT.fullmatch(client):
+    if client is not None and not _CLIENT_NAME.fullmatch(client):
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
-    begin: FromStart | FromEnd | FromLast | FromTime | SearchPlace
+    begin: FromStart | FromEnd | FromLast | FromTime | SearchCursor
     sent, since_ms, resumed = 0, None, False
     if last_event_id:
-        begin = SearchPlace.parse(last_event_id)
+        begin = SearchCursor.parse(last_event_id)
         if begin.cursor.ended:
             return None
         sent, since_ms, resumed = begin.cursor.sent or 0, begin.cursor.since_ms, True
     elif after:
-        begin = SearchPlace.parse(after)
+        begin = SearchCursor.parse(after)
         since_ms = begin.cursor.since_ms
-    elif start and _PLACE.fullmatch(start):
-        begin = SearchPlace.parse(start)
+    elif start and _CURSOR.fullmatch(start):
+        begin = SearchCursor.parse(start)
         since_ms = begin.cursor.since_ms
     elif start:
         found = parse_start(start, 1, now_ms)

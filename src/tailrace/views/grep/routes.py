@@ -32,22 +32,22 @@ from tailrace.metrics import SearchFigures, SearchMetrics
 from tailrace.query import QueryLimits
 from tailrace.valkey.shards import Command, mapping
 from tailrace.views.grep.feed import GrepFeeds
+from tailrace.views.grep.history import SearchHistory
 from tailrace.views.grep.leases import LeaseRequest, Leases
 from tailrace.views.grep.model import SearchLife, Stretch, make_search
-from tailrace.views.grep.parts import Parts
 from tailrace.views.grep.payloads import Payloads
 from tailrace.views.grep.request import WINDOW, GrepRequest, make_grep_request
 from tailrace.views.grep.store import (
     PIECE_RUNS,
     POPULAR_MS,
     VIEW,
-    Searched,
     Searches,
+    SearchTopics,
+    decode_life,
+    decode_marks,
+    decode_stretch,
     marks_command,
-    marks_of,
-    read_life,
-    read_stretch,
-    use_of,
+    usage,
 )
 
 MOST_SAMPLES = 100
@@ -327,7 +327,7 @@ async def _look(grep: GrepService, ids: Sequence[str]) -> list[SearchStatus]:
     """Read what there is of searches, in three round trips; one that was forgotten meanwhile is left out."""
     nodes, keys = grep.nodes, grep.nodes.keys
     (seconds, _), stored = await nodes.read_all([(0, ("TIME",)), (0, ("HMGET", keys.searches(), *ids))])
-    lives = [read_life(each) for each in stored if each is not None]
+    lives = [decode_life(each) for each in stored if each is not None]
     if not lives:
         return []
     names, window = [life.search.id for life in lives], int(seconds) * 1000 // POPULAR_MS
@@ -341,7 +341,7 @@ async def _look(grep: GrepService, ids: Sequence[str]) -> list[SearchStatus]:
     commands += [(0, ("LRANGE", keys.stretches(life.name), 0, -1)) for life in lives]
     commands += [(0, ("SMEMBERS", keys.scanned(life.name))) for life in lives]
     followers, *windows, uses, idle = (answers := await nodes.read_all(commands))[:5]
-    lists = [[read_stretch(each) for each in listed] for listed in answers[5 : 5 + len(lives)]]
+    lists = [[decode_stretch(each) for each in listed] for listed in answers[5 : 5 + len(lives)]]
     done = [{int(number) for number in numbers} for numbers in answers[5 + len(lives) :]]
     scanned = await _scanned(grep, lives, lists, done)
     logs = await grep.logs.logs_of([life.name for life in lives])
@@ -355,7 +355,7 @@ async def _look(grep: GrepService, ids: Sequence[str]) -> list[SearchStatus]:
             since=iso_time(life.since_ms),
             followers=int(followers[i] or 0),
             popularity=max(int(counts[i] or 0) for counts in windows),
-            use=round(use_of(uses[i], window), 3),
+            use=round(usage(uses[i], window), 3),
             last_used=None if idle[i] is None else iso_time(int(float(idle[i]))),
             matches=sum(segment.events for segment in log.segments),
             bytes=sum(segment.bytes for segment in log.segments),
@@ -384,7 +384,7 @@ async def _scanned(
     found = await logs.logs_of([stretch.name(life) for life, stretch, _ in wanted])
     answer: dict[tuple[str, int], Scanned] = {}
     for (life, stretch, is_done), log in zip(wanted, found, strict=True):
-        records = stretch.records if is_done else stretch.passed(marks_of(stretch.ranges, next(marks)))
+        records = stretch.records if is_done else stretch.passed(decode_marks(stretch.ranges, next(marks)))
         answer[life.name, stretch.number] = Scanned(
             number=stretch.number,
             since=iso_time(stretch.since_ms) if stretch.since_ms else None,
@@ -445,9 +445,9 @@ class GrepService(LogService):
 
     async def connect(self, stack: AsyncExitStack) -> None:
         await super().connect(stack)
-        searched = Searched(self.settings, self.nodes)
-        parts = Parts(self.hub, self.logs, self.searches, searched, self.payloads, self.leases, now_ms)
-        self._feeds = GrepFeeds(parts, self.settings.grep.reach)
+        searched = SearchTopics(self.settings, self.nodes)
+        history = SearchHistory(self.hub, self.logs, self.searches, searched, self.payloads, self.leases, now_ms)
+        self._feeds = GrepFeeds(history, self.settings.grep.reach)
         beating = asyncio.create_task(self.leases.run(), name="heartbeat")
         stack.callback(beating.cancel)
 

@@ -44,8 +44,17 @@ from tailrace.valkey.marks import NOTHING, UNKNOWN_TOPIC, TopicGeneration, read_
 from tailrace.valkey.shards import Shards
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import LostOffsets, SearchLife, Stretch
-from tailrace.views.grep.store import VIEW, discard, finish, keep, marks_command, marks_of, note, scanning
-from tailrace.views.grep.write import KEPT_MS, GrepPlan, StandingSearches, appended, shelved
+from tailrace.views.grep.store import (
+    VIEW,
+    decode_marks,
+    drop_shelf,
+    finish_stretch,
+    keep_records,
+    marks_command,
+    pending_stretches,
+    record_chunk,
+)
+from tailrace.views.grep.write import KEPT_MS, GrepPlan, SearchSet, append_windows, kept_records
 
 GONE, LATER = 1 << 62, -1
 """Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""
@@ -91,7 +100,7 @@ class Availability:
         return read_generations(stored)
 
 
-def lost(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:
+def lost_offsets(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:
     """Yield what was lost of a range: Kafka began at ``before`` when it was to be read, and at ``after`` then.
 
     What Kafka dropped in between was perhaps read, and perhaps not: it is said to be lost.
@@ -206,12 +215,12 @@ class Scanner(threading.Thread):
     def step(self) -> bool:
         """Scan one chunk; return whether there was anything to scan."""
         waiting = []
-        for life, stretch in scanning(self._shards):
+        for life, stretch in pending_stretches(self._shards):
             marks = self._marks(life, stretch)
             if _left(stretch, marks):
                 waiting.append((life, stretch, marks))
             else:
-                finish(self._shards, life, stretch)
+                finish_stretch(self._shards, life, stretch)
         try:
             return bool(waiting) and self._scan(waiting)
         except BrokerUnavailable as error:
@@ -262,19 +271,19 @@ class Scanner(threading.Thread):
             gone = [
                 each
                 for source, wanted in due.ranges.items()
-                for each in lost(source, wanted, before[source], after[source])
+                for each in lost_offsets(source, wanted, before[source], after[source])
             ]
-            note(self._shards, self._plan.epoch, due.life, due.stretch, read_bytes * taken // offsets, gone)
+            record_chunk(self._shards, self._plan.epoch, due.life, due.stretch, read_bytes * taken // offsets, gone)
             for source in due.ranges:
                 if before[source] < after[source] == GONE:
                     # What was read last may be of another topic by this name; from Kafka it is not taken for this one.
                     home = home_of(Partition.parse(source), self._plan.store.shards)
-                    discard(self._shards, home, due.stretch.mark(source))
+                    drop_shelf(self._shards, home, due.stretch.mark(source))
 
     def _marks(self, life: SearchLife, stretch: Stretch) -> dict[str, int]:
         shard = shard_of(stretch.name(life), self._plan.store.shards)
         [stored] = self._shards.run_all([(shard, marks_command(self._shards.keys, shard, stretch))])
-        return marks_of(stretch.ranges, stored)
+        return decode_marks(stretch.ranges, stored)
 
     def _read(self, chunk: Chunk) -> int:
         """Let tasks of Spark read a chunk; return how many bytes its records' keys and values have."""
@@ -335,7 +344,7 @@ class _Task:
         self._plan, self._grep, self._dues = plan, plan.of(GrepPlan), chunk.dues
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self._marks: dict[tuple[int, str], int] = {}
-        self._standing = StandingSearches([due.life for due in chunk.dues])
+        self._standing = SearchSet([due.life for due in chunk.dues])
         self.passes = prefilter(due.life.search.compiled() for due in chunk.dues)
 
     def close(self) -> None:
@@ -361,7 +370,7 @@ class _Task:
             home = home_of(records.source, self._plan.store.shards)
             shelf = due.stretch.mark(records.source)
             most = self._grep.kept_bytes // len(due.stretch.ranges)  # a stretch keeps no more than a partition does
-            keep(self._shards, [shelved(records, {name: rows}, home, shelf)], most, KEPT_MS)
+            keep_records(self._shards, [kept_records(records, {name: rows}, home, shelf)], most, KEPT_MS)
         for _ in range(MAX_REFUSALS):
             if self._append(due, records, shard, {name: rows}):
                 return
@@ -374,7 +383,7 @@ class _Task:
         if mark is None:
             [stored] = self._shards.run_all([(shard, ("HGET", self._shards.keys.marks(shard, VIEW), source))])
             mark = self._marks[shard, source] = NOTHING if stored is None else int(stored)
-        for window in appended(shard, records, names, mark, plan.window_runs):
+        for window in append_windows(shard, records, names, mark, plan.window_runs):
             head = (VIEW, plan.epoch, source, mark, window.end, DAY_MS, self._grep.future_ms, plan.tail_length)
             answer = self._shards.call(shard, "apply", *head, *window.items)
             if answer[0] == b"stale":

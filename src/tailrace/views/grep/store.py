@@ -40,25 +40,25 @@ _pins = msgspec.json.Decoder(dict[str, int]).decode
 _ranges = msgspec.json.Decoder(tuple[int, dict[str, tuple[int, int]]]).decode
 
 
-def write_search(search: Search) -> str:
+def encode_search(search: Search) -> str:
     """Return a search as the registry has it: exact also where JSON is not, since a query may ask for NaN."""
     return json.dumps(msgspec.to_builtins(search))
 
 
-def read_life(stored: bytes) -> SearchLife:
+def decode_life(stored: bytes) -> SearchLife:
     """Read what the registry has under a search's id."""
     number, since, search = stored.split(b" ", 2)
     return SearchLife(msgspec.convert(json.loads(search), Search), int(number), int(since))
 
 
-def read_stretch(stored: bytes) -> Stretch:
+def decode_stretch(stored: bytes) -> Stretch:
     """Read an element of a life's list."""
     number, _, body = stored.split(b" ", 2)
     since_ms, ranges = _ranges(body)
     return Stretch(int(number), since_ms, ranges)
 
 
-def use_of(stored: bytes | float | None, window: int) -> float:
+def usage(stored: bytes | float | None, window: int) -> float:
     """Return how much a search is used, as connections of the window that it is now."""
     return 0.0 if stored is None else float(2 ** (float(stored) - window / HALF_LIFE))
 
@@ -75,7 +75,7 @@ class Searches:
         Raises:
             TooManySearches: As many are alive as may be, and each is followed, or was within what is promised.
         """
-        answer = await self._call("register", search.id, write_search(search), now_ms, self._most, self._keep_ms)
+        answer = await self._call("register", search.id, encode_search(search), now_ms, self._most, self._keep_ms)
         if answer[0] == b"full":
             raise TooManySearches(self._most)
         return SearchLife(search, int(answer[0]), int(answer[1]))
@@ -113,7 +113,7 @@ class Searches:
                 (0, ("SMEMBERS", self._keys.scanned(life.name))),
             ]
         )
-        return [read_stretch(stored) for stored in listed], {int(number) for number in done}
+        return [decode_stretch(stored) for stored in listed], {int(number) for number in done}
 
     async def extend(
         self, life: SearchLife, seen: int, now_ms: int, since_ms: int, ranges: Mapping[str, tuple[int, int]]
@@ -176,13 +176,13 @@ class Searches:
     async def stretch_marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
         """Return the last offset scanned of each source of a stretch."""
         stored = await self._nodes.read(shard, *marks_command(self._keys, shard, stretch))
-        return marks_of(stretch.ranges, stored)
+        return decode_marks(stretch.ranges, stored)
 
     async def live_marks(self, shard: int, sources: Sequence[str]) -> dict[str, int]:
         """Return the last offset of each source up to which a shard has all live matches."""
         if not sources:
             return {}
-        return marks_of(sources, await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *sources))
+        return decode_marks(sources, await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *sources))
 
     async def _call(self, name: str, *args: Arg) -> Any:
         return await self._nodes.call(0, name, *args)
@@ -193,7 +193,7 @@ def marks_command(keys: Keys, shard: int, stretch: Stretch) -> tuple[Arg, ...]:
     return ("HMGET", keys.marks(shard, VIEW), *map(stretch.mark, stretch.ranges))
 
 
-def marks_of(sources: Iterable[str], stored: Sequence[bytes | None]) -> dict[str, int]:
+def decode_marks(sources: Iterable[str], stored: Sequence[bytes | None]) -> dict[str, int]:
     """Read marks: the last offset of each source."""
     return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
 
@@ -215,12 +215,12 @@ class SearchRegistry:
         # The version is read before: what changes between the two reads is read again next time.
         [stored] = shards.run_all([(0, ("HGETALL", keys.searches()))])
         self._version = version
-        lives = [read_life(value) for value in mapping(stored).values()]
+        lives = [decode_life(value) for value in mapping(stored).values()]
         self.lives = {life.name: life for life in lives}
         return True
 
 
-def scanning(shards: Shards) -> list[tuple[SearchLife, Stretch]]:
+def pending_stretches(shards: Shards) -> list[tuple[SearchLife, Stretch]]:
     """Return the stretches that are to be scanned; none of a life that is over.
 
     Those that somebody waits for come first, and of them the first asked for.
@@ -230,21 +230,21 @@ def scanning(shards: Shards) -> list[tuple[SearchLife, Stretch]]:
     if not listed:
         return []
     [stored, followed] = shards.run_all([(0, ("HGETALL", keys.searches())), (0, ("HKEYS", keys.followers()))])
-    lives = {life.name: life for life in map(read_life, mapping(stored).values())}
+    lives = {life.name: life for life in map(decode_life, mapping(stored).values())}
     wanted = [entry.decode().split(" ") for entry in listed]
     names = list(dict.fromkeys(name for name, _ in wanted if name in lives))
     lists = shards.run_all([(0, ("LRANGE", keys.stretches(name), 0, -1)) for name in names])
     found = {
         (name, stretch.number): stretch
         for name, stored in zip(names, lists, strict=True)
-        for stretch in map(read_stretch, stored)
+        for stretch in map(decode_stretch, stored)
     }
     awaited = {search.decode() for search in followed}
     waiting = [(lives[name], found[name, int(n)]) for name, n in wanted if (name, int(n)) in found]
     return sorted(waiting, key=lambda each: each[0].search.id not in awaited)
 
 
-def note(
+def record_chunk(
     shards: Shards, epoch: int, life: SearchLife, stretch: Stretch, read_bytes: int, gone: Sequence[LostOffsets]
 ) -> None:
     """Note that a chunk was read for a stretch, how much it was, and what Kafka no longer had of it.
@@ -258,13 +258,13 @@ def note(
         raise StaleDriver(VIEW, epoch, int(answer[1]))
 
 
-def discard(shards: Shards, shard: int, shelf: str) -> None:
+def drop_shelf(shards: Shards, shard: int, shelf: str) -> None:
     """Keep nothing on a shelf any more."""
     keys = shards.keys
     shards.run_all([(shard, ("UNLINK", keys.kept(shard, shelf))), (shard, ("HDEL", keys.kept_sizes(shard), shelf))])
 
 
-def finish(shards: Shards, life: SearchLife, stretch: Stretch) -> None:
+def finish_stretch(shards: Shards, life: SearchLife, stretch: Stretch) -> None:
     """Say that a stretch is scanned."""
     shards.call(0, "scanned", life.name, stretch.number)
 
@@ -279,7 +279,7 @@ class KeptRecords(msgspec.Struct, frozen=True):
     run: bytes
 
 
-def keep(shards: Shards, kept: Sequence[KeptRecords], most_bytes: int, for_ms: int) -> None:
+def keep_records(shards: Shards, kept: Sequence[KeptRecords], most_bytes: int, for_ms: int) -> None:
     """Keep what matched records say, up to so many bytes of each source; a run that is larger is left in Kafka."""
     # It would push out all others and then itself: a stream that has become empty refuses what comes again.
     fitting = [k for k in kept if len(k.run) <= most_bytes]
@@ -289,7 +289,7 @@ def keep(shards: Shards, kept: Sequence[KeptRecords], most_bytes: int, for_ms: i
 T = TypeVar("T")
 
 
-class Searched:
+class SearchTopics:
     """Asks Kafka, in threads, and the store for the generations of topics."""
 
     def __init__(self, settings: Settings, nodes: Nodes) -> None:

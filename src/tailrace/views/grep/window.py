@@ -20,9 +20,10 @@ from tailrace.log.event import Partition
 from tailrace.log.hub import SegmentEntry
 from tailrace.log.request import AnyFrame, Batch, ControlFrame, EventFrame, Moved
 from tailrace.log.segment import Gap
+from tailrace.views.grep.history import SearchHistory
+from tailrace.views.grep.match_run import BatchKey, PendingRun
 from tailrace.views.grep.model import SearchLife
-from tailrace.views.grep.parts import Ahead, Key, Parts
-from tailrace.views.grep.request import LIVE, GrepRequest, SearchPlace
+from tailrace.views.grep.request import LIVE, GrepRequest, SearchCursor
 
 AHEAD_BYTES = 4 << 20
 """What is fetched at once, at most, of what will be shown soon."""
@@ -30,22 +31,22 @@ AHEAD_BYTES = 4 << 20
 _encode = msgspec.json.Encoder().encode
 
 
-class _Taken(msgspec.Struct, frozen=True, gc=False):
+class _Part(msgspec.Struct, frozen=True, gc=False):
     """What is shown next of something ahead: from one of its matches up to another."""
 
-    ahead: Ahead
+    ahead: PendingRun
     begin: int
     end: int
 
 
-class Showing:
+class MatchWindow:
     """What one request is shown of a search's life: where it is, how many were sent, and what is ahead."""
 
-    def __init__(self, parts: Parts, request: GrepRequest, life: SearchLife, pins: Mapping[str, int]) -> None:
-        self._parts, self._request, self._life, self._pins = parts, request, life, pins
+    def __init__(self, history: SearchHistory, request: GrepRequest, life: SearchLife, pins: Mapping[str, int]) -> None:
+        self._history, self._request, self._life, self._pins = history, request, life, pins
         self._part, self._name, self._position = LIVE, "", Position.START
-        self._ahead: deque[Ahead | Gap] = deque()
-        self._ready: deque[tuple[_Taken, Batch]] = deque()
+        self._ahead: deque[PendingRun | Gap] = deque()
+        self._ready: deque[tuple[_Part, Batch]] = deque()
         """Of what is ahead, the first: made, and not shown yet."""
         self._sent = request.sent
         self._tail = Cursor((), None, request.since_ms).suffix
@@ -67,10 +68,10 @@ class Showing:
         return self._request.limit is not None and self._sent >= self._request.limit
 
     @property
-    def place(self) -> SearchPlace:
+    def place(self) -> SearchCursor:
         """After what was shown."""
         sent = self._sent if self._request.limit is not None or self._request.count else None
-        return SearchPlace(self._life.number, self._part, Cursor((self._position,), sent, self._request.since_ms))
+        return SearchCursor(self._life.number, self._part, Cursor((self._position,), sent, self._request.since_ms))
 
     @property
     def cursor(self) -> str:
@@ -86,11 +87,11 @@ class Showing:
         if isinstance(piece, Gap):
             self._ahead.append(piece)
             return
-        request, span = self._request, self._parts.batches.span(self._name, piece)
+        request, span = self._request, self._history.batches.span(self._name, piece)
         seen = max(0, self._position.number + 1 - span.first) if self._position.epoch == span.epoch else 0
         if seen < len(span):
             pin = self._pins.get(str(span.source), 0) if self._part == LIVE else 0
-            self._ahead.append(Ahead(span, seen, span.wanted(pin, request.since_ms, request.until_ms)))
+            self._ahead.append(PendingRun(span, seen, span.wanted(pin, request.since_ms, request.until_ms)))
 
     async def show(self) -> Sequence[AnyFrame]:
         """Fetch what the next matches say and show them: as many as fit into the window, and always one."""
@@ -109,9 +110,9 @@ class Showing:
                 return self._show_ready()
         return self._show_apart(taken, await self._fetch(taken))
 
-    def _fitting(self) -> list[_Taken]:
+    def _fitting(self) -> list[_Part]:
         """Return what fits into the window, and does not exceed the limit."""
-        request, taken = self._request, list[_Taken]()
+        request, taken = self._request, list[_Part]()
         left, room = request.window, None if request.limit is None else request.limit - self._sent
         for ahead in self._ahead:
             if isinstance(ahead, Gap):
@@ -121,14 +122,14 @@ class Showing:
                 if taken:
                     break
                 end += 1
-            taken.append(_Taken(ahead, begin, end))
+            taken.append(_Part(ahead, begin, end))
             if end < len(ahead.span):
                 break
             left -= ahead.size(begin, end)
             room = None if room is None else room - len(ahead.rows(begin, end))
         return taken
 
-    async def _make(self, taken: Sequence[_Taken]) -> None:
+    async def _make(self, taken: Sequence[_Part]) -> None:
         """Make ready, for all who show the same, what comes first of this and can be shown as it is."""
         alike = list(takewhile(lambda each: each.ahead.marked is None, taken))
         keys = [self._key(each) for each in alike]
@@ -138,16 +139,16 @@ class Showing:
             found = await self._fetch(chosen)
             return [self._batch(each, found[each.ahead.span.source]) for each in chosen]
 
-        for each, batch in zip(alike, await self._parts.batches.all(keys, make), strict=True):
+        for each, batch in zip(alike, await self._history.batches.all(keys, make), strict=True):
             if batch is None:
                 return
             self._ready.append((each, batch))
 
-    def _key(self, taken: _Taken) -> Key:
+    def _key(self, taken: _Part) -> BatchKey:
         span = taken.ahead.span
         return self._name, span.epoch, span.first + taken.begin, span.first + taken.end - 1, self._tail
 
-    def _batch(self, taken: _Taken, found: Mapping[int, bytes]) -> Batch | None:
+    def _batch(self, taken: _Part, found: Mapping[int, bytes]) -> Batch | None:
         span = taken.ahead.span
         data = [found.get(offset) for offset in span.offsets[taken.begin : taken.end]]
         if None in data:
@@ -161,7 +162,7 @@ class Showing:
         self._sent += len(batch)
         return batch
 
-    def _show_apart(self, taken: Sequence[_Taken], found: Mapping[Partition, Mapping[int, bytes]]) -> list[AnyFrame]:
+    def _show_apart(self, taken: Sequence[_Part], found: Mapping[Partition, Mapping[int, bytes]]) -> list[AnyFrame]:
         """Show matches one by one: only some are wanted, or are still there, or they are counted towards a limit."""
         request, frames, moved = self._request, list[AnyFrame](), False
         for each in taken:
@@ -196,14 +197,14 @@ class Showing:
             self._go(ahead, end)
         return [Moved(self.cursor)]
 
-    def _go(self, ahead: Ahead, end: int) -> None:
+    def _go(self, ahead: PendingRun, end: int) -> None:
         """Move behind some of what is ahead, which is the first of it."""
         ahead.at = end
         self._position = ahead.span.position(end - 1)
         if end == len(ahead.span):
             self._ahead.popleft()
 
-    async def _fetch(self, taken: Sequence[_Taken]) -> dict[Partition, Mapping[int, bytes]]:
+    async def _fetch(self, taken: Sequence[_Part]) -> dict[Partition, Mapping[int, bytes]]:
         by_source: dict[Partition, list[int]] = {}
         for each in taken:
             offsets = each.ahead.span.offsets
@@ -213,14 +214,14 @@ class Showing:
         for source, offsets in by_source.items():
             if offsets:
                 shelf = f"~{self._part}~{source}" if self._part != LIVE else str(source)
-                found[source] = await self._parts.payloads.frames(
-                    source, offsets, shelf, self._parts.searched.is_current, partial(self._coming, source)
+                found[source] = await self._history.payloads.frames(
+                    source, offsets, shelf, self._history.topics.is_current, partial(self._coming, source)
                 )
         return found
 
     def _coming(self, source: Partition) -> list[int]:
         """Return the offsets that will be asked for soon: it is cheaper to fetch them together."""
-        left = min(AHEAD_BYTES, self._parts.payloads.memory_bytes // 8)
+        left = min(AHEAD_BYTES, self._history.payloads.memory_bytes // 8)
         room = None if self._request.limit is None else self._request.limit - self._sent
         found: list[int] = []
         for ahead in self._ahead:
@@ -252,5 +253,5 @@ class Showing:
     def end(self, reason: str) -> ControlFrame:
         """Return the last frame."""
         place = self.place
-        ended = SearchPlace(place.life, place.part, msgspec.structs.replace(place.cursor, ended=True))
+        ended = SearchCursor(place.life, place.part, msgspec.structs.replace(place.cursor, ended=True))
         return ControlFrame("end", str(ended), _encode({"reason": reason, "events": self._sent}))

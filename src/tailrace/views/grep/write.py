@@ -25,11 +25,11 @@ from tailrace.query import FilterSet, Query, Record
 from tailrace.query.value import document_reader
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import SearchLife, TopicFilter
-from tailrace.views.grep.store import VIEW, KeptRecords, SearchRegistry, keep
+from tailrace.views.grep.store import VIEW, KeptRecords, SearchRegistry, keep_records
 
 KEPT_MS = 3_600_000
 """How long what matched records say is kept, at most; then it is read from Kafka."""
-FOUND_NOW = 1 << 53
+LATEST_BUCKET = 1 << 53
 """The start of a bucket that is later than all: ``apply`` takes the latest that it allows."""
 MERGE_FROM = 1_000
 MERGE_MS = 3_600_000
@@ -39,7 +39,7 @@ MOST_ROWS = 20_000
 """Matches that one call carries, about."""
 
 
-class StandingSearches:
+class SearchSet:
     """Searches that are asked together, each once: those over one topic, or those that a chunk is scanned for."""
 
     def __init__(self, lives: Sequence[SearchLife]) -> None:
@@ -138,7 +138,7 @@ class GrepWriter(Writer):
         self.future_ms = future_ms
         self._registry = SearchRegistry()
         self._topics: dict[str, TopicFilter] = {}
-        self._standing: dict[str, StandingSearches] = {}
+        self._standing: dict[str, SearchSet] = {}
         self._found: dict[int, tuple[Slice, dict[str, list[int]]]] = {}
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
@@ -151,19 +151,19 @@ class GrepWriter(Writer):
             self._topics = {name: life.search.topic_pattern() for name, life in self._registry.lives.items()}
         self._found = {id(records): (records, self.over(records.source.topic).find(records)) for records, _ in work}
         kept = [
-            shelved(records, found, home_of(records.source, self._shards), str(records.source))
+            kept_records(records, found, home_of(records.source, self._shards), str(records.source))
             for records, found in self._found.values()
             if found
         ]
         if kept and self._kept_bytes:
-            keep(shards, kept, self._kept_bytes, KEPT_MS)
+            keep_records(shards, kept, self._kept_bytes, KEPT_MS)
 
-    def over(self, topic: str) -> StandingSearches:
+    def over(self, topic: str) -> SearchSet:
         """Return the searches over a topic."""
         standing = self._standing.get(topic)
         if standing is None:
             lives = [self._registry.lives[name] for name, topics in self._topics.items() if topic in topics]
-            standing = self._standing[topic] = StandingSearches(lives)
+            standing = self._standing[topic] = SearchSet(lives)
         return standing
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
@@ -174,11 +174,11 @@ class GrepWriter(Writer):
         for name, rows in found.items():
             by_shard.setdefault(shard_of(name, self._shards), {})[name] = rows
         for shard, names in by_shard.items():
-            windows += appended(shard, records, names, marks[shard], self._runs)
+            windows += append_windows(shard, records, names, marks[shard], self._runs)
         return windows
 
 
-def shelved(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: str) -> KeptRecords:
+def kept_records(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: str) -> KeptRecords:
     """Return all records that anybody matched, as they are kept."""
     rows = sorted(set().union(*found.values()))
     run = Run.of(
@@ -192,7 +192,9 @@ def shelved(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: s
     return KeptRecords(shard, shelf, records.offsets[rows[-1]], len(rows), encode(run))
 
 
-def appended(shard: int, records: Slice, names: Mapping[str, list[int]], mark: int, most: int) -> Iterator[Window]:
+def append_windows(
+    shard: int, records: Slice, names: Mapping[str, list[int]], mark: int, most: int
+) -> Iterator[Window]:
     """Yield the windows that append matches to the logs of one shard: cut by offset, so that none is too large."""
     begin, end = 0, len(records)
     while begin < end:
@@ -209,12 +211,12 @@ def appended(shard: int, records: Slice, names: Mapping[str, list[int]], mark: i
         items: list[Arg] = ["C", "in", sum(map(len, rows.values())), "R", MERGE_FROM, MERGE_MS]
         for name, each in rows.items():
             newest = max(records.times[i] for i in each)
-            items += ["A", name, FOUND_NOW, len(each), newest, encode(pointers(records, each))]
+            items += ["A", name, LATEST_BUCKET, len(each), newest, encode(matches_as_run(records, each))]
         yield Window(shard, records.offsets[end - 1], items)
         begin, end = end, len(records)
 
 
-def pointers(records: Slice, rows: Sequence[int]) -> Run:
+def matches_as_run(records: Slice, rows: Sequence[int]) -> Run:
     """Return matches as a run: the coordinates and times of records, and their sizes for values."""
     values: list[Any] = [b"%d" % len(records.values[i] or b"") for i in rows]
     return Run.of(
