@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tailrace.cli.parts import at_stack
+from tailrace.cli.options import at_stack
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.embedded.kafka import EmbeddedKafka

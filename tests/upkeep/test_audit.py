@@ -14,7 +14,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cli import upkeep as repair
+from tailrace.cli.upkeep import run_audit
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.log.store import write_row
 from tailrace.upkeep.examine import Tally, examine, fingerprint, look
@@ -198,10 +198,10 @@ def test_the_command_prints_findings_and_a_summary_and_says_by_its_code_whether_
     here.put(here.days("a", "b/1", "b/2", days=1))
     client, key = here.segment_key("b/2")
     client.delete(key)
-    assert repair.audit(here.settings, "days", "a|b/1", keys=False, json=True, spark=here.spark) == 0
+    assert run_audit(here.settings, "days", "a|b/1", keys=False, json=True, spark=here.spark) == 0
     (summary,) = map(json.loads, capfdbinary.readouterr().out.splitlines())
     assert (summary["names"], summary["events"], summary["findings"], summary["sources"]) == (2, 8, 0, 1)
-    assert repair.audit(here.settings, "days", "b.*", keys=False, json=False, spark=here.spark) == 1
+    assert run_audit(here.settings, "days", "b.*", keys=False, json=False, spark=here.spark) == 1
     *findings, summary = map(json.loads, capfdbinary.readouterr().out.splitlines())
     assert [(f["kind"], f["name"], f["expected"], f["found"]) for f in findings] == [
         ("gone", "b/2", 4, 0),

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cli import upkeep as repair
+from tailrace.cli.upkeep import run_rebuild
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest, StreamNotFound
 from tailrace.log.cursor import Position
@@ -204,7 +204,7 @@ def test_a_dry_run_says_what_would_be_replaced_and_a_day_is_rebuilt_alone(
     before = logs_of(here)
 
     def run(name: str | None, day: str | None, dry_run: bool = False) -> tuple[int, list[Any]]:
-        code = repair.rebuild(here.settings, "days", name, day, dry_run=dry_run, wait_s=1, json=True, spark=here.spark)
+        code = run_rebuild(here.settings, "days", name, day, dry_run=dry_run, wait_s=1, json=True, spark=here.spark)
         return code, [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
 
     code, (a, b, summary) = run(None, None, dry_run=True)

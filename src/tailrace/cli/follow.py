@@ -1,111 +1,131 @@
-"""Follows streams in a terminal or a pipe.
+"""Follows a feed in a terminal or a pipe, for ``tail``, ``tagged``, ``grep`` and ``sessions watch``.
 
-In a pipe every event is the line that the service sent, byte for byte. What was printed is what the cursor of the
-resuming command says, so that stopping and resuming neither repeats nor skips.
-
-How commands ask the service and print what it answers: JSON lines for programs, tables for people.
+In a pipe every event is the line that the service sent, byte for byte. Ctrl-C prints the command that resumes: its
+cursor is after the last event that was printed, so that stopping and resuming neither repeats nor skips.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import re
 import shlex
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from tailrace.client.connection import DEFAULT_URL
-from tailrace.client.following import Feed
-from tailrace.client.river import River, connect
-from tailrace.config.units import format_size
+from tailrace.cli.options import DEFAULT_URL, FeedOptions
+from tailrace.cli.output import Messages, is_plain, run, visible
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from tailrace.api import Control, Event
-    from tailrace.client.following import FeedParameters
+    from tailrace.client.following import Feed, FeedParameters
+    from tailrace.client.river import River
 
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-
-
-class FollowOptions(NamedTuple):
-    """What was asked on the command line."""
-
-    names: list[str]
-    start: str | None
-    after: str | None
-    limit: int | None
-    follow: bool
-    until: str | None
-    missing: str
-    on_gap: str
-    url: str
-
-
-def tail(asked: FollowOptions, *, json: bool) -> int:
-    """Print events until the feed ends or Ctrl-C, and then how to go on."""
-    return follow(Printer(asked, lines=json or not sys.stdout.isatty()), json=json)
-
-
-def follow(printer: Printer, *, json: bool) -> int:
-    """Let a printer print until its feed ends or Ctrl-C, and then how to go on; return the exit code."""
-    _log_to_stderr()
+def follow(printer: Printer) -> int:
+    """Print a feed until it ends or Ctrl-C, and then how to resume; return the exit code."""
+    logger = logging.getLogger("tailrace.client")
+    logger.addHandler(printer.messages)
+    logger.setLevel(logging.INFO)
     try:
-        asyncio.run(printer.run())
+        run(printer.run())
     except KeyboardInterrupt:
-        print(f"\nto go on: {printer.resume(json=json)}", file=sys.stderr)
+        printer.messages.say(f"\n{printer.so_far()}to go on: {printer.resume()}")
         return 130
     except BrokenPipeError:
-        # Whoever read the output has had enough; Python would complain when it flushes what is left.
+        # The reader of the output has closed it; Python would complain when it flushes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    finally:
+        printer.messages.clear()
     return 0
 
 
 class Printer:
-    """Prints one feed of day streams; other feeds are opened otherwise."""
+    """Prints a feed of day streams. The other feeds override what differs.
 
-    def __init__(self, asked: FollowOptions, *, lines: bool) -> None:
-        self.asked = asked
-        self.lines = lines
+    Args:
+        names: What to follow.
+        options: How to follow it.
+    """
+
+    def __init__(self, names: Sequence[str], options: FeedOptions) -> None:
+        self.names, self.options = names, options
+        self.messages = Messages()
+        self.cursor = options.after
+        """Position after the last event printed."""
         self.printed = 0
-        self.cursor = asked.after
 
     def open(self, river: River) -> Feed:
-        return river.tail(*self.asked.names, **self.parameters())
+        return river.tail(*self.names, **self.parameters())
+
+    def command(self) -> list[str]:
+        """Return the words of the command, without the options of every feed."""
+        return ["tail", *self.names]
+
+    def flags(self) -> list[str]:
+        """Return those of its flags that come after the options of every feed."""
+        return ["-e"] if self.options.ends else []
+
+    @property
+    def follows(self) -> bool:
+        """True if the feed goes on after the last event there is."""
+        return not self.options.ends
+
+    def label(self, event: Event) -> list[tuple[str, str]]:
+        """Return the words before an event on a terminal, each with its style."""
+        key = event.key
+        if key is None:
+            return []
+        return [("/".join(map(str, key)) if isinstance(key, list) else str(key), "cyan")]
+
+    def highlight(self, data: Text) -> None:
+        """Colour parts of an event's data on a terminal."""
+
+    def on_control(self, control: Control) -> None:
+        if control.kind == "problem":  # the client logs gaps
+            self.messages.say(f"problem: {control.data.get('detail', control.data)}")
+
+    def so_far(self) -> str:
+        """Return lines to print before the resuming command after Ctrl-C."""
+        return ""
+
+    def cursor_of_new_request(self, cursor: str) -> str:
+        """Return the cursor without what only the same request understands."""
+        return cursor.partition("~")[0]
 
     def parameters(self) -> FeedParameters:
-        """What every feed takes."""
-        asked = self.asked
+        options = self.options
         return {
-            "after": asked.after,
-            "start": asked.start,
-            "until": asked.until,
-            "limit": asked.limit,
-            "follow": asked.follow,
-            "missing": asked.missing,
-            "on_gap": asked.on_gap,
-            "on_control": self.tell,
+            "after": options.after,
+            "start": options.start,
+            "until": options.until,
+            "limit": options.limit,
+            "follow": self.follows,
+            "missing": options.missing,
+            "on_gap": options.on_gap,
+            "on_control": self.on_control,
         }
 
     async def run(self) -> None:
-        async with connect(self.asked.url) as river:
+        from tailrace.client.river import connect
+
+        async with connect(self.options.url) as river:
             feed = self.open(river)
             try:
-                await (self.pipe(feed) if self.lines else self.screen(feed))
+                await self.print(feed)
             finally:
                 self.cursor = feed.cursor
 
+    async def print(self, feed: Feed) -> None:
+        await (self.pipe(feed) if is_plain(self.options.json) else self.screen(feed))
+
     async def pipe(self, feed: Feed) -> None:
-        out = sys.stdout.buffer
         async for batch in feed.lines():
-            out.write(b"\n".join(batch) + b"\n")
-            out.flush()
+            self.write(b"\n".join(batch))
             self.printed += len(batch)
 
     async def screen(self, feed: Feed) -> None:
@@ -117,124 +137,32 @@ class Printer:
         async for event in feed:
             data = Text(visible(event.raw.decode("utf-8", "replace")))
             colour.highlight(data)
-            late = ("late ", "yellow") if event.late else ("", "")
-            console.print(
-                Text.assemble((event.time, "dim"), " ", (self.name(event), "cyan"), " ", late, data), soft_wrap=True
-            )
+            self.highlight(data)
+            label = [(f"{visible(word)} ", style) for word, style in self.label(event)]
+            late = [("late ", "yellow")] if event.late else []
+            self.messages.clear()
+            console.print(Text.assemble((event.time, "dim"), " ", *label, *late, data), soft_wrap=True)
             self.printed += 1
 
-    def name(self, event: Event) -> str:
-        """What stands before an event on a terminal."""
-        key = event.key
-        return visible("/".join(map(str, key)) if isinstance(key, list) else str(key))
+    def write(self, line: bytes) -> None:
+        if sys.stdout.isatty():
+            self.messages.clear()
+        sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.flush()
 
-    def tell(self, control: Control) -> None:
-        if control.kind == "problem":  # gaps are in the log of the client
-            print(f"problem: {visible(str(control.data.get('detail', control.data)))}", file=sys.stderr)
-
-    def words(self) -> list[str]:
-        """The command, up to the names."""
-        return ["tailrace", "tail"]
-
-    def place(self, cursor: str) -> str:
-        """The cursor of a new request."""
-        return cursor.partition("~")[0]
-
-    def resume(self, *, json: bool) -> str:
-        """The command that goes on exactly where this one stopped."""
-        asked = self.asked
-        words = [*self.words(), *asked.names]
+    def resume(self) -> str:
+        """Return the command that continues exactly where this one stopped."""
+        options = self.options
+        words = ["tailrace", *self.command()]
         if self.cursor is not None:
-            words += ["--after", self.place(self.cursor)]
-        elif asked.start is not None:
-            words += ["--from", asked.start]
-        words += ["-n", str(max(1, asked.limit - self.printed))] if asked.limit else []
-        words += ["--until", asked.until] if asked.until else []
-        words += [] if asked.follow else ["-e"]
-        words += ["-J"] if json else []
-        words += ["--on-gap", asked.on_gap] if asked.on_gap != "skip" else []
-        words += ["--missing", asked.missing] if asked.missing != "wait" else []
-        words += ["--url", asked.url] if asked.url != DEFAULT_URL else []
+            words += ["--after", self.cursor_of_new_request(self.cursor)]
+        elif options.start is not None:
+            words += ["--from", options.start]
+        words += ["-n", str(max(1, options.limit - self.printed))] if options.limit else []
+        words += ["--until", options.until] if options.until else []
+        words += self.flags()
+        words += ["-J"] if options.json else []
+        words += ["--on-gap", options.on_gap] if options.on_gap != "skip" else []
+        words += ["--missing", options.missing] if options.missing != "wait" else []
+        words += ["--url", options.url] if options.url != DEFAULT_URL else []
         return shlex.join(words)
-
-
-def visible(text: str) -> str:
-    """Text that cannot steer a terminal: control characters as escapes."""
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("tailrace: %(message)s"))
-    logger = logging.getLogger("tailrace.client")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-
-
-T = TypeVar("T")
-
-LONG = 40
-"""Characters of a name from which on it may be broken over lines."""
-
-
-def ask(url: str, question: Callable[[River], Awaitable[T]]) -> T:
-    """Ask the service one question."""
-
-    async def ask() -> T:
-        async with connect(url) as river:
-            return await question(river)
-
-    return asyncio.run(ask())
-
-
-def plain(json: bool) -> bool:
-    """Whether to print JSON, one object per line: when it is wanted, and when nobody watches."""
-    return json or not sys.stdout.isatty()
-
-
-def lines(rows: Iterable[object]) -> None:
-    """Print rows as JSON, one per line."""
-    sys.stdout.buffer.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    sys.stdout.buffer.flush()
-
-
-def size(value: int) -> str:
-    """Write a number of bytes in few characters."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if value >= factor:
-            return f"{value / factor:.1f}{unit}"
-    return format_size(value)
-
-
-def text(row: dict[str, Any], key: str) -> str:
-    """Write a value of a row as a cell."""
-    value = row.get(key)
-    if isinstance(value, list):
-        return f"{len(value):,}"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {text(value, name)}" for name in value) or "0"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{value:,.1f}".removesuffix(".0")
-    return "" if value is None else str(value)
-
-
-def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table for people; what could steer their terminal is made visible."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    # The name is what people copy; a long one would leave no room for the rest.
-    is_whole = all(len(row[0]) <= LONG for row in rows)
-    for at, column in enumerate(columns):
-        table.add_column(column, no_wrap=at == 0 and is_whole)
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    Console().print(table)
-
-
-def percent(ratio: float | None) -> str:
-    """Write a ratio for people; nothing for none."""
-    return "" if ratio is None else f"{ratio * 100:.1f}%"

@@ -1,61 +1,40 @@
-"""The command ``tailrace``: names and options only, so that ``--help`` is quick; what they do is in ``commands``.
+"""The command ``tailrace``: its own commands, and those that each view adds.
 
-Data goes to standard output and everything else to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage,
-130 stopped with Ctrl-C; ``grep`` has those of grep(1).
+A command's signature is its options. Its body imports what it needs, so that ``--help`` is quick and works without
+Spark, Kafka or a web framework installed. Data goes to standard output, everything else to standard error. Exit codes:
+0 done, 1 failed, 2 wrong usage, 130 stopped with Ctrl-C; ``grep`` has those of grep(1).
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from tailrace.cli.options import (
-    DEFAULT_URL,
-    After,
-    Config,
-    Ends,
-    Folder,
-    Json,
-    Missing,
-    Most,
-    OnGap,
-    Start,
-    Until,
-    Url,
-)
-from tailrace.cli.upkeep_cli import audit, pack, rebuild, retag, sweep, upkeep
-from tailrace.errors import TailraceError
-from tailrace.views.folds.cli import folds
-from tailrace.views.grep.cli import searches
-from tailrace.views.sessions.cli import sessions
-from tailrace.views.tags.cli import tagged, tags
+from tailrace.cli.options import DEFAULT_URL, Config, Folder, Json, Url, load_settings, needs
+from tailrace.cli.output import ask, cell, is_plain, percent, print_lines, print_table, second, size
+from tailrace.cli.output import run as run_to_end
+from tailrace.cli.upkeep import audit, pack, rebuild, sweep, upkeep
+from tailrace.errors import ConfigError, TailraceError
+from tailrace.views import VIEWS
+
+Port = Annotated[int | None, typer.Option("--port", help="Port of the service.")]
 
 app = typer.Typer(
     help="Follow Kafka's JSON events as streams that can be resumed exactly.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-streams = typer.Typer(help="What streams there are.", no_args_is_help=True)
-settings = typer.Typer(help="What is configured, and why.", no_args_is_help=True)
-app.add_typer(streams, name="streams")
-app.add_typer(folds, name="folds")
-app.add_typer(searches, name="searches")
-app.add_typer(sessions, name="sessions")
-app.add_typer(tags, name="tags")
-app.add_typer(settings, name="config")
-
-Port = Annotated[int | None, typer.Option("--port", help="The port of the service.")]
-Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The Kafka topic; it is created if need be.")]
+config = typer.Typer(help="Show and check the configuration.", no_args_is_help=True)
 
 
 def main() -> None:
     """Run the command line and exit."""
     try:
-        app()
+        app(prog_name="tailrace")
     except TailraceError as error:
         print(f"error: {error} ({error.code})", file=sys.stderr)
         sys.exit(1)
@@ -63,54 +42,73 @@ def main() -> None:
         sys.exit(130)
 
 
-@app.command()
 def demo(port: Port = None, folder: Folder = None, config: Config = None) -> None:
     """Run everything on this machine, with sample events."""
-    from tailrace.cli import parts
+    settings = load_settings(config, port=port, folder=folder)
+    with needs("embedded"):
+        from rich.console import Console
 
-    raise typer.Exit(parts.stack(parts.load(config, port=port, folder=folder), demo=True))
+        from tailrace.embedded.stack import run_stack
+    from tailrace.demo import cars as laps
+    from tailrace.demo import carts, example
+    from tailrace.demo.posts import with_rule
+    from tailrace.demo.shop import searches
+
+    code = run_stack(
+        laps.with_sessions(carts.with_tags(with_rule(settings))),
+        demo=True,
+        console=Console(),
+        example=example(settings.demo.queues, settings.demo.jobsets),
+        searches=(*searches(settings), *carts.examples(settings), *laps.examples(settings)),
+        pages=laps.pages(settings),
+    )
+    raise typer.Exit(code)
 
 
-@app.command()
 def up(port: Port = None, folder: Folder = None, config: Config = None) -> None:
     """Run everything on this machine: Kafka, Valkey, the pipeline and the service."""
-    from tailrace.cli import parts
+    settings = load_settings(config, port=port, folder=folder)
+    with needs("embedded"):
+        from rich.console import Console
 
-    raise typer.Exit(parts.stack(parts.load(config, port=port, folder=folder), demo=False))
+        from tailrace.embedded.stack import run_stack
+    raise typer.Exit(run_stack(settings, demo=False, console=Console()))
 
 
-@app.command()
 def run(
     views: Annotated[
         str | None,
         typer.Option(
-            "--views", help="Some of the configured views, with commas between; the others are left to another process."
+            "--views",
+            help="Only these of the configured views, separated by commas; another process runs the others.",
         ),
     ] = None,
     config: Config = None,
 ) -> None:
-    """Run the pipeline: Kafka to the views."""
-    from tailrace.cli import parts
+    """Run the pipeline: from Kafka into the views."""
+    settings = load_settings(config)
+    chosen = tuple(name.strip() for name in views.split(",")) if views else None
+    if chosen and (unknown := set(chosen) - set(settings.pipeline.views)):
+        raise ConfigError(
+            f"--views names {', '.join(sorted(unknown))}, which pipeline.views does not have: "
+            f"it has {', '.join(settings.pipeline.views)}"
+        )
+    with needs("spark"):
+        from tailrace.driver.job import main
+    raise typer.Exit(main(settings, VIEWS, chosen))
 
-    raise typer.Exit(parts.pipeline(parts.load(config), views))
 
-
-@app.command()
 def serve(port: Port = None, config: Config = None) -> None:
     """Run the service: the views over HTTP."""
-    from tailrace.cli import parts
-
-    raise typer.Exit(parts.service(parts.load(config, port=port)))
-
-
-for command in (upkeep, pack, sweep, audit, rebuild, retag):
-    app.command()(command)
+    settings = load_settings(config, port=port)
+    with needs("serve"):
+        from tailrace.http.app import main
+    raise typer.Exit(main(settings, VIEWS))
 
 
-@app.command()
 def put(
-    topic: Topic,
-    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Events sent at once, at most.")] = 1_000,
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Kafka topic; it is created if it does not exist.")],
+    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Most events in one request.")] = 1_000,
     json: Annotated[bool, typer.Option("-J", "--json", help="Print where each event was written.")] = False,
     url: Url = DEFAULT_URL,
 ) -> None:
@@ -118,127 +116,102 @@ def put(
 
     A line is {"key": [...], "value": {...}, "headers": {...}, "time": "...Z"}; only the value is needed.
     """
-    from tailrace.cli import ask as write
+    import time
 
-    raise typer.Exit(write.put(topic, batch=batch, coordinates=json, url=url))
+    from tailrace.cli.put import InputWriter
 
-
-@app.command()
-def tail(
-    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Streams, as `tailrace streams ls` lists them.")],
-    start: Start = None,
-    after: After = None,
-    limit: Most = None,
-    ends: Ends = False,
-    until: Until = None,
-    json: Json = False,
-    on_gap: OnGap = "skip",
-    missing: Missing = "wait",
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Follow streams: what there is, then what comes, over any disconnect."""
-    from tailrace.cli import follow
-
-    asked = follow.FollowOptions(names, start, after, limit, not ends, until, missing, on_gap, url)
-    raise typer.Exit(follow.tail(asked, json=json))
+    writer = InputWriter(topic, batch, prints_ids=json)
+    began = time.monotonic()
+    try:
+        run_to_end(writer.run(url))
+    finally:
+        seconds = time.monotonic() - began
+        print(f"{writer.written:,} events written to {topic} in {seconds:.1f} s", file=sys.stderr)
 
 
-app.command()(tagged)
+FIGURES = ["rate", "lag", "batch_ms", "in", "stored", "skipped", "dead", "expired", "unaccounted", "outbox", "restarts"]
+"""Fields of a view's report that ``status`` shows."""
 
 
-@app.command()
-def grep(
-    topics: Annotated[
-        str, typer.Argument(metavar="TOPICS", help="Names, with commas between, or an expression (RE2); '' for all.")
-    ],
-    query: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="QUERY", help="JSON in single quotes, - for standard input, or @FILE. Default: {}"),
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", help="Its first elements as a JSON array, or an expression (RE2) for one.")
-    ] = None,
-    start: Start = None,
-    after: After = None,
-    limit: Most = None,
-    ends: Ends = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="With -l: go on with what comes.")] = False,
-    count: Annotated[bool, typer.Option("-c", "--count", help="Only how many events there are.")] = False,
-    invert: Annotated[bool, typer.Option("-v", "--invert-match", help="What the query does not match.")] = False,
-    names: Annotated[bool, typer.Option("-l", "--topics", help="Only the topics that have a match.")] = False,
-    client: Annotated[
-        str | None,
-        typer.Option("--client", help="A name: the place is kept, and the next one by this name goes on there."),
-    ] = None,
-    until: Until = None,
-    json: Json = False,
-    on_gap: OnGap = "skip",
-    missing: Missing = "wait",
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Search topics: the past from any time on, then what comes. Exits like grep(1): 0 found, 1 not, 2 failed."""
-    from tailrace.views.grep import commands as grep
-
-    given = (query or [], key, start, after, limit, until, ends, follow, count, invert, names, client, missing, on_gap)
-    raise typer.Exit(grep.grep(grep.GrepOptions(topics, *given, json, url)))
-
-
-@streams.command("ls")
-def streams_ls(
-    prefix: Annotated[str | None, typer.Option("--prefix", help="Only names that begin with this.")] = None,
-    limit: Most = None,
-    top: Annotated[
-        int | None,
-        typer.Option("--top", min=1, max=1000, help="The largest ones by stored bytes, so many, the largest first."),
-    ] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="With --top: what each takes in the server.")] = False,
-    json: Json = False,
-    url: Url = DEFAULT_URL,
-) -> None:
-    """List the streams."""
-    from tailrace.cli import ask as listings
-
-    listings.streams(prefix, limit, top=top, memory=memory, json=json, url=url)
-
-
-@streams.command("days")
-def streams_days(
-    name: Annotated[str, typer.Argument(metavar="NAME")], json: Json = False, url: Url = DEFAULT_URL
-) -> None:
-    """List the days of a stream."""
-    from tailrace.cli import ask as listings
-
-    listings.days(name, json=json, url=url)
-
-
-@app.command()
 def status(json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Show rates, lag, batch time and health of every part."""
-    from tailrace.cli import ask as listings
+    answer = ask(url, lambda river: river.status())
+    if is_plain(json):
+        print_lines([answer])
+        return
 
-    listings.status(json=json, url=url)
+    def rows(of: str) -> list[dict[str, Any]]:
+        return [row for row in answer.get(of, ()) if isinstance(row, dict)]
+
+    details = [" ".join(f"{k}={v}" for k, v in part.items() if k not in ("name", "state")) for part in rows("parts")]
+    print_table(
+        ("part", "state", ""),
+        [(cell(p.get("name")), cell(p.get("state")), d) for p, d in zip(rows("parts"), details, strict=True)],
+    )
+    views = {name: view for name, view in answer.get("views", {}).items() if isinstance(view, dict)}
+    print_table(
+        ("view", *views),
+        [(key.replace("_", " "), *(cell(view.get(key)) for view in views.values())) for key in FIGURES],
+    )
+    if jobs := rows("upkeep"):
+        print_table(("upkeep", "view", "last run", "took", "state", ""), [_job_row(job) for job in jobs])
+    searches = answer.get("searches") or {}
+    if searches.get("alive"):
+        row = tuple(cell(searches.get(key)) for key in ("alive", "followers", "scanning"))
+        print_table(("searches", "followers", "scans waiting"), [row])
+    if rules := rows("folds"):
+        print_table(
+            ("folds", "pending", "folded"),
+            [(cell(rule.get("rule")), cell(rule.get("pending")), percent(rule.get("ratio"))) for rule in rules],
+        )
+    gaps = next(iter(views.values()), {}).get("gaps", ())
+    if gaps:
+        print_table(
+            ("dropped by Kafka before it was read", "from offset", "until"),
+            [tuple(cell(gap.get(key)) for key in ("source", "first", "until")) for gap in gaps],
+        )
 
 
-@settings.command("show")
+def _job_row(job: dict[str, Any]) -> tuple[str, ...]:
+    took = "" if job.get("seconds") is None else f"{job['seconds']:,.1f}s"
+    overdue = "overdue" if job.get("overdue") else ""
+    result = f"failed: {job['error']}" if job.get("error") else "" if job.get("started") else "has not run"
+    figures = [
+        f"{key.replace('_', ' ')} {size(value) if 'bytes' in key and isinstance(value, int) else cell(value)}"
+        for key, value in (job.get("figures") or {}).items()
+        if value
+    ]
+    state = ", ".join(filter(None, (overdue, result))) or "ok"
+    return cell(job.get("job")), cell(job.get("view")), second(job.get("ended")), took, state, ", ".join(figures)
+
+
+@config.command("show")
 def config_show(
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     config: Config = None,
 ) -> None:
-    """Print the settings in force as TOML; secrets are hidden."""
-    from tailrace.cli import parts
+    """Print the settings as TOML; secrets are hidden."""
+    from itertools import groupby
 
-    parts.show(parts.load(config), origin=origin)
+    rows = load_settings(config).show()
+    width = max(len(row.path.partition(".")[2] + row.value) for row in rows if len(row.value) < 60) + 3
+    for section, group in groupby(rows, key=lambda row: row.path.partition(".")[0]):
+        print(f"[{section}]")
+        for row in group:
+            line = f"{row.path.partition('.')[2]} = {row.value}"
+            print(f"{line:<{width}}  # {row.origin}" if origin else line)
+        print()
 
 
-@settings.command("check")
+@config.command("check")
 def config_check(config: Config = None) -> None:
-    """Say what is wrong with the settings, if anything."""
-    from tailrace.cli import parts
+    """Check the settings, and say what is wrong with them."""
+    rows = load_settings(config).show()
+    files = {row.origin for row in rows if row.origin.startswith("file ")}
+    print(f"ok: {len(rows)} settings" + "".join(f", {file}" for file in sorted(files)), file=sys.stderr)
 
-    parts.check(parts.load(config))
 
-
-@settings.command("reference")
+@config.command("reference")
 def config_reference() -> None:
     """Print every setting with its meaning and its default."""
     from tailrace.config.load import REFERENCE
@@ -246,17 +219,33 @@ def config_reference() -> None:
     sys.stdout.write(REFERENCE.read_text("utf-8"))
 
 
-@app.command()
 def doctor(config: Config = None) -> None:
     """Check this machine and the parts, and say what to do."""
-    from tailrace.cli import parts
+    settings = load_settings(config)
+    with needs("embedded"):
+        from rich.console import Console
 
-    raise typer.Exit(parts.examine(parts.load(config)))
+        from tailrace.cli.doctor import checks, render
+    raise typer.Exit(render(checks(settings), Console()))
 
 
-@app.command()
 def version() -> None:
     """Print the version."""
     from tailrace import __version__
 
     print(__version__)
+
+
+def _add_commands() -> None:
+    first: list[Callable[..., None]] = [demo, up, run, serve, put]
+    last: list[Callable[..., None]] = [status, upkeep, pack, sweep, audit, rebuild, doctor, version]
+    for command in first:
+        app.command()(command)
+    for view in VIEWS:
+        view.commands(app)
+    for command in last:
+        app.command()(command)
+    app.add_typer(config, name="config")
+
+
+_add_commands()

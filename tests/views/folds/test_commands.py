@@ -12,7 +12,7 @@ import pytest
 import tailrace
 from tailrace.errors import BadRequest, TailraceError
 from tailrace.log.event import iso_time
-from tailrace.views.folds.commands import read_group
+from tailrace.views.folds.cli import read_group
 from tests.command_line import on_a_terminal, rows, run
 from tests.http.parts import Running, Serve, Streams
 from tests.views.folds.holding import RULES, Holder, hold

@@ -22,7 +22,7 @@ from tailrace.errors import BadRequest, PipelineError
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds import tune as tuning
-from tailrace.views.folds.commands import tune
+from tailrace.views.folds.cli import run_tune
 from tailrace.views.folds.store import rules_of
 from tests.upkeep.past import settings_for
 from tests.views.folds.rig import FoldRig
@@ -166,7 +166,7 @@ def test_the_command_prints_and_draws_what_it_found(
     settings = bursts.settings(where={"kind": {"$in": ["a", "c"]}, "$partition": {"$lt": 1}})
     for picture, opening in (("a.png", b"\x89PNG"), ("b.SVG", b"<?xml")):
         asked: dict[str, Any] = {"windows": ["1s", "1m"], "json": False, "plot": tmp_path / picture, "spark": spark}
-        assert tune(settings, "accounts", since="-2h", **asked) == 0
+        run_tune(settings, "accounts", since="-2h", **asked)
         assert (tmp_path / picture).read_bytes().startswith(opening)
     printed = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
     assert printed[0] == printed[4]
@@ -194,7 +194,7 @@ def test_what_cannot_be_tuned_is_said_in_one_sentence(kafka: EmbeddedKafka, spar
     def refused(said: str, rule: str = "accounts", since: str = "-1h", at: Settings = settings, **given: Any) -> None:
         asked: dict[str, Any] = {"windows": [], "json": True, "plot": None, **given}
         with pytest.raises(BadRequest, match=said):
-            tune(at, rule, since=since, spark=spark, **asked)
+            run_tune(at, rule, since=since, spark=spark, **asked)
 
     refused("no fold rule 'acounts': folds.rules has accounts", rule="acounts")
     refused("cannot read time 'yesterday'", since="yesterday")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.views.grep.commands import pattern_of
+from tailrace.views.grep.cli import pattern_of
 from tests import command_line
 from tests.scripted_searches import LIFE, LONG, ScriptedSearches, searching
 from tests.scripted_service import Plan

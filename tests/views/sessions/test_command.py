@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from tailrace.valkey.shards import StoreOptions
+from tailrace.views.sessions.cli import CELL_NS, Board, Gauge
 from tailrace.views.sessions.client import Burst, ChannelSeries, Value
-from tailrace.views.sessions.commands import CELL_NS, Board, Gauge
 from tests.command_line import command, on_a_terminal, rows, run
 from tests.http.parts import Running
 from tests.views.sessions.recorded import T0, Track

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.cli import upkeep as repair
+from tailrace.cli.upkeep import run_rebuild
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
@@ -110,7 +110,7 @@ def test_lost_rows_come_back_under_their_numbers_and_right_ones_are_not_touched(
     here.lose(*lost)
 
     def rebuild(dry_run: bool) -> tuple[int, list[Any]]:
-        code = repair.rebuild(here.settings, "tags", None, None, dry_run=dry_run, wait_s=1, json=True, spark=here.spark)
+        code = run_rebuild(here.settings, "tags", None, None, dry_run=dry_run, wait_s=1, json=True, spark=here.spark)
         return code, [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
 
     code, (red, summary) = rebuild(dry_run=True)

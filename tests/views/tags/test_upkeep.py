@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.cli import upkeep as repair
+from tailrace.cli.upkeep import run_rebuild
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
@@ -231,7 +231,7 @@ async def test_the_command_says_what_would_be_tagged_and_readers_inside_are_told
     here.put([here.event("p", "red", at=3 * HOUR, n=3)])
 
     def retag(tag: str | None, dry_run: bool) -> tuple[int, list[Any]]:
-        code = repair.rebuild(here.settings, "tags", tag, None, dry_run=dry_run, wait_s=1, json=True, spark=here.spark)
+        code = run_rebuild(here.settings, "tags", tag, None, dry_run=dry_run, wait_s=1, json=True, spark=here.spark)
         return code, [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
 
     async with tag_feeds(here.store) as feeds:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    import typer
     from fastapi import APIRouter
 
     from tailrace.config.settings import Settings
@@ -34,6 +35,11 @@ class DaysView(View):
         from tailrace.views.days.routes import DaysService
 
         return DaysService(service)
+
+    def commands(self, app: typer.Typer) -> None:
+        from tailrace.views.days.cli import add_commands
+
+        add_commands(app)
 
 
 VIEW = DaysView()

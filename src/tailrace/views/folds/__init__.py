@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    import typer
     from fastapi import APIRouter
 
     from tailrace.config.settings import Settings
@@ -57,6 +58,11 @@ class FoldsView(View):
         from tailrace.views.folds.routes import FoldsService
 
         return FoldsService(service)
+
+    def commands(self, app: typer.Typer) -> None:
+        from tailrace.views.folds.cli import add_commands
+
+        add_commands(app)
 
 
 VIEW = FoldsView()

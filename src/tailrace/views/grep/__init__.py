@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    import typer
     from fastapi import APIRouter
 
     from tailrace.config.settings import Settings
@@ -41,6 +42,11 @@ class GrepView(View):
         from tailrace.views.grep.routes import GrepService
 
         return GrepService(service)
+
+    def commands(self, app: typer.Typer) -> None:
+        from tailrace.views.grep.cli import add_commands
+
+        add_commands(app)
 
 
 VIEW = GrepView()

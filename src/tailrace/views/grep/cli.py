@@ -1,32 +1,299 @@
-"""The commands ``tailrace searches``: names and options only, as in ``cli``."""
+"""The commands of searches: ``tailrace grep`` and ``tailrace searches``.
+
+``grep`` searches topics as grep(1) searches files, from a terminal or a pipe: it prints the matches, their number, or
+the topics that have some. Exit codes are those of grep(1): 0 for a match, 1 for none, 2 for a failure.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json as json_module
+import re
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from tailrace.cli.options import DEFAULT_URL, Json, Most, Url
+from tailrace.cli.follow import Printer, follow
+from tailrace.cli.options import DEFAULT_URL, Client, FeedOptions, Json, Limit, Url, grouped, read_query
+from tailrace.cli.output import ask, cell, is_plain, print_lines, print_rows, print_table, second, visible
+from tailrace.errors import BadRequest, TailraceError
 
-searches = typer.Typer(help="What is searched for, and by how many.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from tailrace.api import Control, Event
+    from tailrace.client.following import Feed, FeedParameters
+    from tailrace.client.river import River
+
+_NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)
+_SCALAR = r'"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null'
+_FIELD_PATHS = re.compile(r'"\$([^"$]+)"(?!:)')
+
+SEARCHES = "/v1/grep/searches"
+Row = dict[str, Any]
+
+searches = typer.Typer(help="Running searches.", no_args_is_help=True)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The search, as `tailrace searches ls` lists it.")]
 
 
-@searches.command("ls")
-def searches_ls(limit: Most = None, json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """List the searches that are alive."""
-    from tailrace.views.grep import commands as searches
+def add_commands(app: typer.Typer) -> None:
+    app.command()(grep)
+    app.add_typer(searches, name="searches")
 
-    searches.ls(limit, json=json, url=url)
+
+@grouped
+def grep(
+    topics: Annotated[
+        str,
+        typer.Argument(metavar="TOPICS", help="Names separated by commas, or a regular expression (RE2); '' for all."),
+    ],
+    query: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="QUERY", help="JSON in single quotes, - for standard input, or @FILE. Default: {}"),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            "--key", help="First elements of the key as a JSON array, or a regular expression (RE2) for one element."
+        ),
+    ] = None,
+    follows: Annotated[bool, typer.Option("-f", "--follow", help="With -l: go on with new events.")] = False,
+    count: Annotated[bool, typer.Option("-c", "--count", help="Print only the number of matches.")] = False,
+    invert: Annotated[
+        bool, typer.Option("-v", "--invert-match", help="Print the events that the query does not match.")
+    ] = False,
+    names: Annotated[bool, typer.Option("-l", "--topics", help="Print only the topics that have a match.")] = False,
+    client: Client = None,
+    *,
+    feed: FeedOptions,
+) -> None:
+    """Search topics: the past from any time on, then new events. Exits as grep(1) does: 0 found, 1 not, 2 failed."""
+    try:
+        if count and names:
+            raise BadRequest("-c counts events and -l lists topics: give one of them")
+        if follows and (feed.ends or count):
+            raise BadRequest(f"{'-e' if feed.ends else '-c'} ends with what there is: leave -f out")
+        document, text = read_query(query or ())
+        printer = MatchPrinter(
+            [topics] if text is None else [topics, text],
+            feed,
+            query=document,
+            key=key,
+            client=client,
+            follow=follows,
+            count=count,
+            invert=invert,
+            only_topics=names,
+        )
+        code = follow(printer)
+    except TailraceError as error:
+        print(f"error: {visible(str(error))} ({error.code})", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code or (0 if printer.printed else 1))
+
+
+class MatchPrinter(Printer):
+    """Prints the matches of a search, their number (``-c``), or the topics that have some (``-l``)."""
+
+    def __init__(
+        self,
+        words: list[str],
+        options: FeedOptions,
+        *,
+        query: dict[str, Any],
+        key: str | None,
+        client: str | None,
+        follow: bool,
+        count: bool,
+        invert: bool,
+        only_topics: bool,
+    ) -> None:
+        super().__init__(words, options)
+        self.topics, self.query, self.key, self.client = words[0], query, key, client
+        self.follow, self.count, self.invert, self.only_topics = follow, count, invert, only_topics
+        self._topics = set(filter(None, self.topics.split(","))) if _NAMES.fullmatch(self.topics) else None
+        """The topics, if they are names and not an expression."""
+        self._values = None if invert else pattern_of(query)
+
+    @property
+    def follows(self) -> bool:
+        return self.follow or not (self.options.ends or self.count or self.only_topics)
+
+    def open(self, river: River) -> Feed:
+        query = {"$nor": [self.query]} if self.invert else self.query
+        return river.grep(self.topics, query, key=self.key, count=self.count, client=self.client, **self.parameters())
+
+    def parameters(self) -> FeedParameters:
+        parameters = super().parameters()
+        if self.only_topics:
+            parameters["limit"] = None  # -n limits the topics, not the events
+        return parameters
+
+    def command(self) -> list[str]:
+        words = ["grep", *self.names]
+        words += ["--key", self.key] if self.key is not None else []
+        return words + (["--client", self.client] if self.client is not None else [])
+
+    def flags(self) -> list[str]:
+        flags = {"-f": self.follow, "-c": self.count, "-v": self.invert, "-l": self.only_topics}
+        return super().flags() + [flag for flag, is_given in flags.items() if is_given]
+
+    def cursor_of_new_request(self, cursor: str) -> str:
+        # A new request counts its matches anew; the time at which the search began stays.
+        return re.sub(r"~(end|\d*)", "~", cursor).rstrip("~")
+
+    async def print(self, feed: Feed) -> None:
+        if self.count:
+            self.printed = await feed.count()
+            self.write(b'{"count":%d}' % self.printed if self.options.json else b"%d" % self.printed)
+        elif self.only_topics:
+            await self._print_topics(feed)
+        else:
+            await super().print(feed)
+
+    async def _print_topics(self, feed: Feed) -> None:
+        import msgspec
+
+        decode = msgspec.json.Decoder(msgspec.defstruct("Match", [("topic", str)])).decode
+        topics = set[str]()
+        async for batch in feed.lines():
+            for line in batch:
+                name: str = decode(line).topic  # type: ignore[attr-defined]
+                if name in topics:
+                    continue
+                topics.add(name)
+                self.printed += 1
+                line = msgspec.json.encode({"topic": name}) if self.options.json else visible(name).encode()
+                self.write(line)
+                if self.printed == self.options.limit or topics == self._topics:
+                    return
+
+    def label(self, event: Event) -> list[tuple[str, str]]:
+        is_one = self._topics is not None and "," not in self.topics
+        return [*([] if is_one else [(event.topic, "magenta")]), *super().label(event)]
+
+    def highlight(self, data: Text) -> None:
+        for found in self._values.finditer(data.plain) if self._values else ():
+            data.stylize("bold red", *found.span(1))
+
+    def on_control(self, control: Control) -> None:
+        if control.kind == "progress":
+            self.messages.progress(_progress(control.data))
+        elif control.kind in ("caught-up", "end"):
+            self.messages.clear()
+        else:
+            super().on_control(control)
+
+    def so_far(self) -> str:
+        """Return the count at which ``-c`` was stopped: the resuming command counts the rest."""
+        if not self.count:
+            return ""
+        self.printed = int((re.search(r"~(\d+)", self.cursor or "") or ["", "0"])[1])
+        return f"counted so far: {self.printed}\n"
+
+
+def _progress(data: dict[str, Any]) -> str:
+    text = f"scanned {data.get('percent', 0)}% of {data.get('of', 0):,} records, {data.get('matches', 0):,} found"
+    left = data.get("seconds_left")
+    return text if left is None else f"{text}, about {left:.0f} s left"
+
+
+def pattern_of(query: dict[str, Any]) -> re.Pattern[str] | None:
+    """Return a pattern whose group 1 is a value, in an event's JSON, of a field that the query names; None without."""
+    names = "|".join(sorted({re.escape(json_module.dumps(name, ensure_ascii=False)) for name in _fields(query)}))
+    return re.compile(rf"(?:{names})\s*:\s*({_SCALAR}|\[[^\[\]{{}}]*\])") if names else None
+
+
+def _fields(query: object) -> Iterator[str]:
+    """Yield the last names of the paths in a query."""
+    if isinstance(query, list):
+        for part in query:
+            yield from _fields(part)
+    elif isinstance(query, dict):
+        for name, operand in query.items():
+            paths = _FIELD_PATHS.findall(json_module.dumps(operand)) if name == "$expr" else [name]
+            for path in paths:
+                steps = [step for step in path.split(".") if step and not step.isdigit()]
+                if steps and not path.startswith("$"):
+                    yield steps[-1]
+            yield from _fields(operand)
+
+
+@searches.command("ls")
+def searches_ls(limit: Limit = None, json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """List the searches that are alive."""
+    import msgspec
+
+    from tailrace.client.connection import LARGEST_PAGE
+
+    async def pages(river: River) -> list[Row]:
+        found: list[Row] = []
+        query: dict[str, str | int] = {}
+        while limit is None or len(found) < limit:
+            query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
+            page = await _call(river, "GET", SEARCHES, query)
+            found += page["searches"]
+            if page["next"] is None:
+                break
+            query["after"] = page["next"]
+        return found
+
+    def past(row: Row) -> str:
+        """Return how many records of the past are scanned, and of how many."""
+        wanted = sum(stretch["of"] for stretch in row["stretches"])
+        scanned = sum(stretch["records"] for stretch in row["stretches"])
+        return f"{scanned:,} of {wanted:,}" if wanted else ""
+
+    print_rows(
+        ask(url, pages),
+        {
+            "search": lambda row: row["id"],
+            "topics": _topics,
+            "query": lambda row: msgspec.json.encode(row["query"]).decode(),
+            "followers": lambda row: row.get("followers"),
+            "use": lambda row: row.get("use"),
+            "live matches": lambda row: row.get("matches"),
+            "past": past,
+            "last used": lambda row: second(row["last_used"]) or "now",
+        },
+        json=json,
+    )
 
 
 @searches.command("show")
 def searches_show(search: Id, json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """Show a search, how far its past is scanned, and who follows it."""
-    from tailrace.views.grep import commands as searches
+    """Show a search, how much of its past is scanned, and the connections that follow it."""
+    import msgspec
 
-    searches.show(search, json=json, url=url)
+    found = ask(url, lambda river: _call(river, "GET", f"{SEARCHES}/{quote(search, safe='')}"))
+    if is_plain(json):
+        print_lines([found])
+        return
+    facts = {**found, "topics": _topics(found), "query": msgspec.json.encode(found["query"]).decode()}
+    names = [
+        "id",
+        "topics",
+        "query",
+        "life",
+        "since",
+        "followers",
+        "popularity",
+        "use",
+        "last_used",
+        "matches",
+        "bytes",
+    ]
+    print_table(("", ""), [(name.replace("_", " "), cell(facts.get(name))) for name in names])
+    names = ["number", "since", "percent", "records", "of", "matches"]
+    if found["stretches"]:
+        rows = [[cell(stretch.get(name)) for name in names] for stretch in found["stretches"]]
+        print_table(("past", *names[1:]), rows)
+    names = ["process", "number", "since", "start", "window", "client"]
+    if found["connections"]:
+        print_table(names, [[cell(connection.get(name)) for name in names] for connection in found["connections"]])
 
 
 @searches.command("end")
@@ -36,7 +303,20 @@ def searches_end(
     json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """End a search and its scans, and forget what it found."""
-    from tailrace.views.grep import commands as searches
+    """End a search and its scans, and delete its matches."""
+    parameters = {"force": "true"} if force else {}
+    ended = ask(url, lambda river: _call(river, "DELETE", f"{SEARCHES}/{quote(search, safe='')}", parameters))
+    if is_plain(json):
+        print_lines([ended])
+        return
+    print(f"search {ended['id']} has ended; {ended['connections']:,} connection(s) followed it", file=sys.stderr)
 
-    searches.end(search, force=force, json=json, url=url)
+
+async def _call(river: River, method: str, path: str, query: dict[str, Any] | None = None) -> Row:
+    import msgspec
+
+    return msgspec.json.decode(await river.call(method, path, params=query or {}), type=Row)
+
+
+def _topics(row: Row) -> str:
+    return row["topics"] if isinstance(row["topics"], str) else ",".join(row["topics"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    import typer
     from fastapi import APIRouter
 
     from tailrace.config.settings import Settings
@@ -46,6 +47,11 @@ class SessionsView(View):
         from tailrace.views.sessions.routes import SessionsService
 
         return SessionsService(service)
+
+    def commands(self, app: typer.Typer) -> None:
+        from tailrace.views.sessions.cli import add_commands
+
+        add_commands(app)
 
 
 VIEW = SessionsView()

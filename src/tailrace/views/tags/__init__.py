@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tailrace.view import View
 
 if TYPE_CHECKING:
+    import typer
     from fastapi import APIRouter
 
     from tailrace.config.settings import Settings
@@ -41,6 +42,11 @@ class TagsView(View):
         from tailrace.views.tags.routes import TagsService
 
         return TagsService(service)
+
+    def commands(self, app: typer.Typer) -> None:
+        from tailrace.views.tags.cli import add_commands
+
+        add_commands(app)
 
 
 VIEW = TagsView()

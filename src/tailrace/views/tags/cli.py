@@ -1,105 +1,202 @@
-"""The commands ``tailrace tagged`` and ``tailrace tags``: names and options only, as in ``cli``."""
+"""The commands of tags: ``tailrace tagged``, ``tailrace tags`` and ``tailrace retag``."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tailrace.cli.follow import Printer, follow
 from tailrace.cli.options import (
     DEFAULT_URL,
-    After,
-    Config,
-    Ends,
-    Folder,
+    Client,
+    DryRun,
+    FeedOptions,
     Json,
-    Missing,
-    Most,
-    OnGap,
-    Start,
-    Until,
+    Limit,
+    StackOptions,
     Url,
     Wait,
+    grouped,
+    needs,
+    read_query,
 )
+from tailrace.cli.output import ask, is_plain, print_rows, print_structs, print_summary, size, visible
+from tailrace.cli.upkeep import run_once, run_rebuild, step_aside
 
-tags = typer.Typer(help="What tags there are, and whose events have them.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from tailrace.api import Event
+    from tailrace.client.following import Feed
+    from tailrace.client.river import River
+
+tags = typer.Typer(help="Tags, their sources and their readers.", no_args_is_help=True)
 
 
+def add_commands(app: typer.Typer) -> None:
+    app.command()(tagged)
+    app.command()(retag)
+    app.add_typer(tags, name="tags")
+
+
+@grouped
 def tagged(
     names: Annotated[list[str], typer.Argument(metavar="TAG", help="Tags, as `tailrace tags ls` lists them.")],
     every: Annotated[bool, typer.Option("--all", help="Only events that have all of the tags.")] = False,
     query: Annotated[
         str | None,
-        typer.Option("--query", metavar="JSON", help="Only events that this holds for; @FILE reads it from a file."),
+        typer.Option("--query", metavar="JSON", help="Only events that match this query; @FILE reads it from a file."),
     ] = None,
-    client: Annotated[
-        str | None,
-        typer.Option("--client", help="A name: the place is kept, and the next one by this name goes on there."),
-    ] = None,
-    start: Start = None,
-    after: After = None,
-    limit: Most = None,
-    ends: Ends = False,
-    until: Until = None,
-    json: Json = False,
-    on_gap: OnGap = "skip",
-    missing: Missing = "wait",
-    url: Url = DEFAULT_URL,
+    client: Client = None,
+    *,
+    feed: FeedOptions,
 ) -> None:
-    """Follow the events of tags: what there is, then what comes, over any disconnect."""
-    from tailrace.cli import follow
-    from tailrace.views.tags import commands as tagged
+    """Follow the events of tags: the events there are, then new ones, over any disconnect."""
+    document, text = read_query([] if query is None else [query])
+    printer = TagPrinter(names, feed)
+    printer.mode, printer.client = "all" if every else "any", client
+    printer.query, printer.query_text = (None if query is None else document), text
+    raise typer.Exit(follow(printer))
 
-    asked = follow.FollowOptions(names, start, after, limit, not ends, until, missing, on_gap, url)
-    raise typer.Exit(tagged.tagged(asked, query, every=every, client=client, json=json))
+
+class TagPrinter(Printer):
+    """Prints a feed of tags."""
+
+    mode: str
+    query: dict[str, Any] | None
+    query_text: str | None
+    """The word that names the query in the resuming command."""
+    client: str | None
+
+    def open(self, river: River) -> Feed:
+        return river.tagged(*self.names, mode=self.mode, query=self.query, client=self.client, **self.parameters())
+
+    def command(self) -> list[str]:
+        words = ["tagged"]
+        words += ["--all"] if self.mode == "all" else []
+        words += ["--query", self.query_text] if self.query_text is not None else []
+        words += ["--client", self.client] if self.client is not None else []
+        return [*words, *self.names]
+
+    def label(self, event: Event) -> list[tuple[str, str]]:
+        number = "" if event.tag_seq is None else f" {event.tag_seq}"
+        return [(f"{event.tag or ''} {event.source or ''}{number}", "cyan")]
+
+    def cursor_of_new_request(self, cursor: str) -> str:
+        # A new request counts its events anew; the time at which the first request began stays.
+        return re.sub(r"~(end|\d*)", "~", cursor).rstrip("~")
 
 
 @tags.command("ls")
 def tags_ls(
     prefix: Annotated[str | None, typer.Option("--prefix", help="Only tags that begin with this.")] = None,
-    limit: Most = None,
+    limit: Limit = None,
     json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
     """List the tags."""
-    from tailrace.views.tags import commands as tags
-
-    tags.ls(prefix, limit, json=json, url=url)
+    print_rows(
+        ask(url, lambda river: river.tags(prefix, limit)),
+        {
+            "tag": lambda tag: tag.tag,
+            "events": lambda tag: tag.events,
+            "bytes": lambda tag: size(tag.bytes),
+            "buckets": lambda tag: tag.buckets,
+            "first bucket": lambda tag: tag.first_bucket,
+            "last event": lambda tag: tag.last_time,
+        },
+        json=json,
+    )
 
 
 @tags.command("sources")
 def tags_sources(
-    tag: Annotated[str, typer.Argument(metavar="TAG")], limit: Most = None, json: Json = False, url: Url = DEFAULT_URL
+    tag: Annotated[str, typer.Argument(metavar="TAG")], limit: Limit = None, json: Json = False, url: Url = DEFAULT_URL
 ) -> None:
-    """List the sources that have had events with a tag, and how far each of them is."""
-    from tailrace.views.tags import commands as tags
-
-    tags.sources(tag, limit, json=json, url=url)
+    """List the sources that have events with a tag, with the last event of each."""
+    print_rows(
+        ask(url, lambda river: river.sources(tag, limit)),
+        {
+            "source": lambda row: row.source,
+            "events with the tag": lambda row: row.tag_seq,
+            "last number": lambda row: row.seq,
+            "last event": lambda row: row.time,
+            "partition": lambda row: row.partition,
+        },
+        json=json,
+    )
 
 
 @tags.command("readers")
 def tags_readers(json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """List the readers that have a name, and who of them may miss what is dropped soon."""
-    from tailrace.views.tags import commands as tags
+    """List the named readers, and warn of those that may miss events dropped soon."""
 
-    tags.readers(json=json, url=url)
+    async def readers(river: River) -> list[dict[str, Any]]:
+        import msgspec
+
+        answer: dict[str, list[dict[str, Any]]] = msgspec.json.decode(await river.call("GET", "/v1/tags/readers"))
+        return answer["readers"]
+
+    found = ask(url, readers)
+    print_rows(
+        found,
+        {
+            "reader": lambda row: row.get("client"),
+            "tags": lambda row: (" and " if row.get("mode") == "all" else ", ").join(row.get("tags", ())),
+            "last event": lambda row: row.get("last_event"),
+            "last seen": lambda row: row.get("last_seen"),
+            "behind": lambda row: f"{row.get('lag_s', 0):,.0f} s",
+        },
+        json=json,
+    )
+    if not is_plain(json):
+        for row in found:
+            if row.get("warning"):
+                print(f"warning: {visible(row['warning'])}", file=sys.stderr)
 
 
 @tags.command("cleanup")
+@grouped
 def tags_cleanup(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="As `tailrace tags sources` lists it.")],
-    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Out of this tag only.")] = None,
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Erase it from this tag only.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run/--no-dry-run", help="Say what would be taken out, and do nothing.")
+        bool, typer.Option("--dry-run/--no-dry-run", help="Say what would be erased, and change nothing.")
     ] = True,
     wait: Wait = 10.0,
-    json: Json = False,
-    folder: Folder = None,
-    config: Config = None,
+    *,
+    stack: StackOptions,
 ) -> None:
-    """Take a source's events out of its tags for good; what it writes later is kept."""
-    from tailrace.cli import parts
-    from tailrace.cli import upkeep as repair
+    """Erase a source's events from its tags for good; events that it writes later stay. Exit code 1 if some failed."""
+    settings = stack.settings()
+    with needs("stores"):
+        from tailrace.upkeep.backends import cleaning
+        from tailrace.views.tags.upkeep import CLEANED
+    step_aside()
+    logging.getLogger("tailrace.views.tags.upkeep").setLevel(logging.INFO)
+    work = cleaning(settings, source, tag)
+    facts = run_once(settings, work, dry_run=dry_run, wait_s=wait)
+    print_structs(work.cleaned, json=stack.json)
+    print_summary(facts, json=stack.json)
+    raise typer.Exit(0 if all(each.verdict == CLEANED for each in work.cleaned) else 1)
 
-    settings = parts.load(config, folder=folder)
-    raise typer.Exit(repair.cleanup(settings, source, tag, dry_run=dry_run, wait_s=wait, json=json))
+
+@grouped
+def retag(
+    tag: Annotated[str | None, typer.Argument(metavar="TAG", help="One tag. Default: all of them.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--source", metavar="SOURCE", help="The tags of one source; also restores events that a cleanup erased."
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+    wait: Wait = 10.0,
+    *,
+    stack: StackOptions,
+) -> None:
+    """Tag the events that Kafka still has by the present paths and rules, while everything runs: `rebuild tags`."""
+    options: dict[str, Any] = {"source": source, "dry_run": dry_run, "wait_s": wait, "json": stack.json}
+    raise typer.Exit(run_rebuild(stack.settings(), "tags", tag, None, **options))
