@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -217,6 +218,17 @@ def test_listings_are_tables_on_a_terminal(
         assert text in shown
 
 
+def test_a_narrow_terminal_breaks_names_and_no_times(service: ScriptedService) -> None:
+    name = "queue-with-a-long-name/jobset-with-a-long-name-7"
+    service.feeds[name] = 1_234_567
+    shown = on_a_terminal("streams", "ls", columns=80).splitlines()
+    assert max(map(len, shown)) <= 80
+    (row,) = [line.split() for line in shown if "T08:00" in line]
+    assert row[1:] == ["1,234,567", "10B", "1", "12%", "2026-11-15T08:00:00.000Z"]
+    first = next(at for at, line in enumerate(shown) if "T08:00" in line)
+    assert "".join(line.split()[0] for line in shown[first:] if line.strip()) == name
+
+
 def test_the_largest_streams_are_asked_for_at_once(service: ScriptedService) -> None:
     service.feeds |= {f"a/{n}": n for n in range(5)}
     done = tailrace("streams", "ls", "--prefix", "a/", "--top", "3", "--memory")
@@ -266,3 +278,10 @@ def test_config_check_says_what_is_wrong_or_doubtful(tmp_path: Path) -> None:
 def test_the_reference_and_the_version_can_be_printed() -> None:
     assert "[kafka]" in tailrace("config", "reference").stdout
     assert tailrace("version").stdout.strip().count(".") == 2
+
+
+def test_the_shell_can_complete_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    assert "complete -o default -F _tailrace_completion tailrace" in tailrace("--show-completion", "bash").stdout
+    typed = {"_TAILRACE_COMPLETE": "complete_bash", "COMP_WORDS": "tailrace st", "COMP_CWORD": "1"}
+    assert tailrace(env=os.environ | typed).stdout.split() == ["status", "streams"]

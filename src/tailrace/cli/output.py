@@ -95,7 +95,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    screen = shutil.get_terminal_size()
+    console = Console(width=screen.columns, height=screen.lines)  # rich would take 80 columns for a dumb terminal
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     cells = [[visible(text) for text in column] for column in zip(*rows, strict=True)] or [[] for _ in columns]
     longest = [max(map(len, column), default=0) for column in cells]
