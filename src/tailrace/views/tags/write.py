@@ -1,9 +1,9 @@
-"""Tags in the one pass: every event goes to the log of each of its tags, with its number among those of its source.
+"""The writer of tags: appends every event to the log of each of its tags, with its number among its source's events.
 
-A task reads how far the sources of its slice have come in their tags, numbers the events, and the shard compares what
-was read with what it has before it writes: so numbers have no gaps and no doubles, whoever else writes. With Cassandra
-the rows are written before the shard is told. They are made of the record and of what was read, so writing them again
-changes nothing; and readers look at none that the shard's mark has not passed.
+A task reads the progress of the sources in its slice and numbers the events. The shard compares that progress with its
+own before it applies the window, so numbers have no gaps and no duplicates, whoever else writes. With Cassandra the
+rows are written before the shard applies the window. They are computed from the records and the progress alone, so
+writing them again changes nothing; and readers ignore rows beyond the shard's mark.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from uuid import UUID
 
 import msgspec
 
@@ -32,40 +33,23 @@ from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, re
 if TYPE_CHECKING:
     from tailrace.views.tags.rows.store import StoredRow
 
-NUMBERS = 2_000
-"""Numbers that one call compares and writes, about; each is that of one source in one tag."""
+MAX_PROGRESS = 2_000
+"""About how many values of progress, each of one source in one tag, one call compares and writes."""
 
 _encode = msgspec.json.Encoder().encode
 
 
-class _Looked(NamedTuple):
-    """What was found in a slice."""
-
-    records: Slice
-    tagged: dict[int, TaggedEvent]
-    skipped: dict[int, str]
-
-
-class _Copies(NamedTuple):
-    """The events of a window in one of their tags, column by column."""
-
-    rows: list[int]
-    numbers: list[int]
-    stamps: list[int]
-    """The milliseconds; they never fall."""
-
-
 class TagsPlan(msgspec.Struct, frozen=True):
-    """What tasks must know to tag events and to store them."""
+    """The settings that tasks need to tag events and to store them."""
 
     options: TagOptions = TagOptions()
     future_ms: int = 600_000
-    """How far beyond the store's clock a bucket may lie."""
+    """A bucket may begin this much after the store's clock."""
     name: str = VIEW
 
     @classmethod
     def of(cls, settings: Settings) -> TagsPlan:
-        """Return the plan that the settings give."""
+        """Return the plan from the configuration."""
         return cls(tag_options(settings), round(settings.days.future_limit.total_seconds() * 1000))
 
     def writer(self, plan: Plan) -> Writer:
@@ -80,8 +64,25 @@ class TagsPlan(msgspec.Struct, frozen=True):
         )
 
 
+class _TaggedSlice(NamedTuple):
+    """A slice with the tags of its events, and the reasons why others have none, by row."""
+
+    records: Slice
+    events: dict[int, TaggedEvent]
+    skipped: dict[int, str]
+
+
+class _TagEvents(NamedTuple):
+    """The events of a window in one tag, column by column."""
+
+    rows: list[int]
+    numbers: list[int]
+    timeuuids: list[int]
+    """Milliseconds, which never fall."""
+
+
 class TagsWriter(Writer):
-    """One log per tag, in Valkey or in Cassandra."""
+    """Writes one log per tag, to Valkey or to Cassandra."""
 
     name = VIEW
     keeps_times = True
@@ -101,82 +102,83 @@ class TagsWriter(Writer):
         self.span_ms = options.span_ms
         self.future_ms = max(future_ms, options.future_ms)
         self._tagger = Tagger(options.tagging)
-        # The limit holds for what is sent; events compress about eightfold.
-        self._raw_bytes, self._runs = window_bytes * 8, window_runs
-        self._looked: dict[int, _Looked] = {}
-        self._numbers: dict[str, dict[str, SourceProgress]] = {}
-        """How far each source has come, by tag."""
+        # The limit holds for bytes on the wire; events compress about eightfold.
+        self._max_bytes, self._max_runs = window_bytes * 8, window_runs
+        self._slices: dict[int, _TaggedSlice] = {}
+        self._progress: dict[str, dict[str, SourceProgress]] = {}
+        """Progress by tag and source, including events of windows that are cut but not applied."""
         self._floors: dict[int, list[int]] = {}
-        self._homes: dict[tuple[str, ...], tuple[tuple[int, tuple[str, ...]], ...]] = {}
-        self._doubtful: dict[tuple[str, str, int], StoredRow] = {}
-        """Rows that were written for windows which were refused, by tag, partition and offset."""
+        """Floor of each slice's partition in every shard."""
+        self._shards_of: dict[tuple[str, ...], tuple[tuple[int, tuple[str, ...]], ...]] = {}
+        self._refused_rows: dict[tuple[str, str, int], StoredRow] = {}
+        """Rows that were written for refused windows, by tag, partition and offset."""
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
-        """Look into the slices, and read how far their sources have come."""
-        known, self._looked = self._looked, {}
+        """Tag the events of the slices, and read the progress of their sources."""
+        before, self._slices = self._slices, {}
         self._floors = {}
         wanted: dict[str, dict[str, None]] = {}
-        for records, place in work:
-            looked = known.get(id(records))
-            if looked is None or looked.records is not records:
-                looked = self._look(records)
-            self._looked[id(records)] = looked
-            self._floors[id(records)] = [ms for ms, _ in place.times]
-            for i, event in looked.tagged.items():
-                for shard, tags in self._at_home(event.tags):
-                    if records.offsets[i] > place.marks[shard]:
+        for records, applied in work:
+            tagged = before.get(id(records))
+            if tagged is None or tagged.records is not records:
+                tagged = self._tag(records)
+            self._slices[id(records)] = tagged
+            self._floors[id(records)] = [ms for ms, _ in applied.times]
+            for i, event in tagged.events.items():
+                for shard, tags in self._by_shard(event.tags):
+                    if records.offsets[i] > applied.marks[shard]:
                         for tag in tags:
                             wanted.setdefault(tag, {})[event.source] = None
         if self._options.cassandra is not None:
             self._introduce(shards, work)
-        asked = [(shard_of(tag, self._shards), tag, list(pids)) for tag, pids in wanted.items()]
-        self._numbers = {
-            tag: dict(zip(pids, found, strict=True))
-            for (_, tag, pids), found in zip(asked, read_progress(shards, asked), strict=True)
+        requests = [(shard_of(tag, self._shards), tag, list(sources)) for tag, sources in wanted.items()]
+        self._progress = {
+            tag: dict(zip(sources, progress, strict=True))
+            for (_, tag, sources), progress in zip(requests, read_progress(shards, requests), strict=True)
         }
 
     def _introduce(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
-        """Let readers know of partitions that are new, before anything of them is written."""
+        """Introduce partitions that are new in a shard, before a row of them is written."""
         new = [
             (shard, records)
-            for records, place in work
-            for shard, (ms, _) in enumerate(place.times)
+            for records, applied in work
+            for shard, (ms, _) in enumerate(applied.times)
             if ms == LONG_AGO[0]
         ]
-        found = introduce_partitions(shards, self._epoch, [(shard, [str(records.source)]) for shard, records in new])
-        for (shard, records), (ms,) in zip(new, found, strict=True):
+        floors = introduce_partitions(shards, self._epoch, [(shard, [str(records.source)]) for shard, records in new])
+        for (shard, records), (ms,) in zip(new, floors, strict=True):
             self._floors[id(records)][shard] = ms
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
-        """Return the windows of a slice. Call after ``load``; what is numbered counts for the slices after it."""
-        looked, floors = self._looked[id(records)], self._floors[id(records)]
-        tagged, offsets, times, values = looked.tagged, records.offsets, records.times, records.values
+        """Return the windows of a slice. Call after ``load``; slices cut later continue its numbers."""
+        tagged, floors = self._slices[id(records)], self._floors[id(records)]
+        offsets, times, values = records.offsets, records.times, records.values
         latest = round(self._clock() * 1000) + self._options.future_ms
         windows: list[Window] = []
-        shares: dict[int, _Share] = {}
+        shares: dict[int, _ShardWindow] = {}
         begin, end, is_full = bisect_right(offsets, min(marks)), len(records), False
         for i in range(begin, end):
-            event = tagged.get(i)
+            event = tagged.events.get(i)
             if event is None:
                 continue
-            for shard, tags in self._at_home(event.tags):
+            for shard, tags in self._by_shard(event.tags):
                 if offsets[i] <= marks[shard]:
                     continue
                 share = shares.get(shard)
                 if share is None:
-                    share = shares[shard] = _Share(records.source, floors[shard])
-                share.add(i, offsets[i], times[i], event, tags, self._numbers, latest)
+                    share = shares[shard] = _ShardWindow(records.source, floors[shard])
+                share.add(i, offsets[i], times[i], event, tags, self._progress, latest)
                 share.size += len(tags) * len(values[i] or b"")
                 is_full = is_full or self._is_full(share)
             if is_full:
-                windows += self._windows(looked, shares, begin, i + 1, marks)
+                windows += self._windows(tagged, shares, begin, i + 1, marks)
                 begin, is_full, shares = i + 1, False, {}
         if begin < end:
-            windows += self._windows(looked, shares, begin, end, marks)
+            windows += self._windows(tagged, shares, begin, end, marks)
         return windows
 
     def store(self, windows: Sequence[Window]) -> None:
-        """Write the rows of windows to Cassandra, and take back those that an earlier attempt wrote otherwise."""
+        """Write the rows of windows to Cassandra; delete rows that an earlier attempt wrote under another key."""
         if self._options.cassandra is None:
             return
         rows: list[StoredRow] = [row for window in windows for row in window.rows]
@@ -186,39 +188,35 @@ class TagsWriter(Writer):
 
         store = writer(self._options.cassandra, self._options.batch)
         store.write(rows)
-        if self._doubtful:
-            keys = {(row.tag, row.timeuuid, row.source, row.tag_seq) for row in rows}
-            again = [self._doubtful.pop((row.tag, str(row.partition), row.offset), None) for row in rows]
-            stale = [r for r in again if r is not None and (r.tag, r.timeuuid, r.source, r.tag_seq) not in keys]
-            store.delete(stale)
+        if self._refused_rows:
+            keys = {_row_key(row) for row in rows}
+            refused = [self._refused_rows.pop((row.tag, str(row.partition), row.offset), None) for row in rows]
+            store.delete([row for row in refused if row is not None and _row_key(row) not in keys])
 
     def refused(self, window: Window, mark: int) -> None:
-        """Remember the rows of a window that nobody has applied: the next attempt may number them otherwise."""
+        """Remember the rows of a window that was not applied: the next attempt may number them differently."""
         for row in window.rows:
             if row.offset > mark:
-                self._doubtful[row.tag, str(row.partition), row.offset] = row
+                self._refused_rows[row.tag, str(row.partition), row.offset] = row
 
-    # What is in a slice.
+    # The tags of a slice.
 
     def tagged(self, records: Slice) -> dict[int, TaggedEvent]:
         """Return the events of a slice that have tags, by row."""
-        return self._look(records).tagged
+        return self._tag(records).events
 
     def named(self, records: Slice, tagged: Mapping[int, TaggedEvent] | None = None) -> Iterator[tuple[int, int, str]]:
-        """Yield row, shard and tag of every event, as often as it has tags; ``tagged`` saves looking again."""
+        """Yield row, shard and tag for every tag of every event; ``tagged`` saves tagging the slice again."""
         for i, event in (self.tagged(records) if tagged is None else tagged).items():
-            for shard, tags in self._at_home(event.tags):
+            for shard, tags in self._by_shard(event.tags):
                 for tag in tags:
                     yield i, shard, tag
 
-    def _look(self, records: Slice) -> _Looked:
+    def _tag(self, records: Slice) -> _TaggedSlice:
         tagged: dict[int, TaggedEvent] = {}
         skipped: dict[int, str] = {}
-        is_wanted, asks_record, read = (
-            self._tagger.wants(records.source.topic),
-            self._tagger.asks_record,
-            self._tagger.read,
-        )
+        tagger = self._tagger
+        is_wanted, asks_record, read = tagger.wants(records.source.topic), tagger.asks_record, tagger.read
         for i, value in enumerate(records.values):
             if value is None:
                 skipped[i] = "tombstone"
@@ -227,36 +225,35 @@ class TagsWriter(Writer):
             elif not is_wanted:
                 skipped[i] = "no-tag"
             else:
-                found = read(records.keys[i], value, records.offsets[i], records.record(i) if asks_record else None)
-                if isinstance(found, str):
-                    skipped[i] = found
+                event = read(records.keys[i], value, records.offsets[i], records.record(i) if asks_record else None)
+                if isinstance(event, str):
+                    skipped[i] = event
                 else:
-                    tagged[i] = found
-        return _Looked(records, tagged, skipped)
+                    tagged[i] = event
+        return _TaggedSlice(records, tagged, skipped)
 
-    def _at_home(self, tags: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Return the shards of tags, each with those that are there."""
-        found = self._homes.get(tags)
-        if found is None:
+    def _by_shard(self, tags: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Return the shards of tags, each with its tags."""
+        pairs = self._shards_of.get(tags)
+        if pairs is None:
             by_shard: dict[int, tuple[str, ...]] = {}
             for tag in tags:
                 shard = shard_of(tag, self._shards)
                 by_shard[shard] = (*by_shard.get(shard, ()), tag)
-            if len(self._homes) > 100_000:
-                self._homes.clear()
-            found = self._homes[tags] = tuple(by_shard.items())
-        return found
+            if len(self._shards_of) > 100_000:
+                self._shards_of.clear()
+            pairs = self._shards_of[tags] = tuple(by_shard.items())
+        return pairs
 
-    def _is_full(self, share: _Share) -> bool:
-        """Whether a shard has as much to write as one call should have."""
-        return share.size > self._raw_bytes or len(share.copies) > self._runs or share.changed >= NUMBERS
+    def _is_full(self, share: _ShardWindow) -> bool:
+        return share.size > self._max_bytes or len(share.events) > self._max_runs or share.changed >= MAX_PROGRESS
 
-    # What each shard has to write.
+    # The windows of the shards.
 
     def _windows(
-        self, looked: _Looked, shares: dict[int, _Share], begin: int, end: int, marks: Sequence[int]
+        self, tagged: _TaggedSlice, shares: dict[int, _ShardWindow], begin: int, end: int, marks: Sequence[int]
     ) -> list[Window]:
-        records = looked.records
+        records = tagged.records
         home, last = home_of(records.source, self._shards), records.offsets[end - 1]
         floors = self._floors[id(records)]
         windows: list[Window] = []
@@ -264,33 +261,31 @@ class TagsWriter(Writer):
             if marks[shard] >= last:
                 continue
             share = shares.get(shard)
-            items: list[Arg] = share.numbers(self._numbers) if share else []
+            items: list[Arg] = share.progress_items(self._progress) if share else []
             if share:
                 floors[shard] = share.floor
-                copies = sum(len(copies.rows) for copies in share.copies.values())
-                items += ["C", "in", copies, *share.conflicts]
+                items += ["C", "in", sum(len(each.rows) for each in share.events.values()), *share.conflicts]
             if shard == home:
-                items += self._books(looked, max(begin, bisect_right(records.offsets, marks[home])), end)
+                items += self._counts(tagged, max(begin, bisect_right(records.offsets, marks[home])), end)
             rows: list[StoredRow] = []
-            for tag, copies_of in share.copies.items() if share else ():
+            for tag, events in share.events.items() if share else ():
                 if self._options.cassandra is None:
-                    items += self._runs_of(looked, tag, copies_of)
+                    items += self._runs(tagged, tag, events)
                 else:
-                    items += ["W", tag, "C", "stored", len(copies_of.rows)]
-                    rows += self._rows_of(looked, tag, copies_of)
+                    items += ["W", tag, "C", "stored", len(events.rows)]
+                    rows += self._rows(tagged, tag, events)
             if items:
                 windows.append(Window(shard, last, items, share.floor if share else None, rows))
         return windows
 
-    def _books(self, looked: _Looked, begin: int, end: int) -> list[Arg]:
-        """Return what the home shard of the records counts: those that have no tags, and how many have."""
-        records = looked.records
+    def _counts(self, tagged: _TaggedSlice, begin: int, end: int) -> list[Arg]:
+        """Return the counters that the home shard of the records adds up."""
         skipped: dict[str, int] = {}
-        for i, why in looked.skipped.items():
+        for i, why in tagged.skipped.items():
             if begin <= i < end:
                 skipped[why] = skipped.get(why, 0) + 1
-        dead = sum(begin <= i < end for i in records.poison)
-        tagged = [event for i, event in looked.tagged.items() if begin <= i < end]
+        dead = sum(begin <= i < end for i in tagged.records.poison)
+        events = [event for i, event in tagged.events.items() if begin <= i < end]
         items: list[Arg] = []
         if lost := dead + sum(skipped.values()):
             items += ["C", "in", lost]
@@ -298,27 +293,27 @@ class TagsWriter(Writer):
             items += ["C", "dead", dead]
         for why, n in skipped.items():
             items += ["C", f"skipped:{why}", n]
-        if tagged:
-            items += ["C", "events", len(tagged)]
-        if many := sum(len(event.tags) > MANY_TAGS for event in tagged):
+        if events:
+            items += ["C", "events", len(events)]
+        if many := sum(len(event.tags) > MANY_TAGS for event in events):
             items += ["C", "many-tags", many]
-        if ignored := sum(event.ignored for event in tagged):
+        if ignored := sum(event.ignored for event in events):
             items += ["C", "ignored", ignored]
         return items
 
-    def _runs_of(self, looked: _Looked, tag: str, copies: _Copies) -> list[Arg]:
-        """Return the runs of a tag: one, unless its bucket changes inside."""
+    def _runs(self, tagged: _TaggedSlice, tag: str, events: _TagEvents) -> list[Arg]:
+        """Return the runs of a tag: one for each bucket."""
         items: list[Arg] = []
-        span, stamps, begin = self.span_ms, copies.stamps, 0
-        while begin < len(stamps):
-            end = bisect_left(stamps, bucket_start(stamps[begin], span) + span, begin)
-            items += self._run(looked, tag, _Copies(*(column[begin:end] for column in copies)))
+        span, timeuuids, begin = self.span_ms, events.timeuuids, 0
+        while begin < len(timeuuids):
+            end = bisect_left(timeuuids, bucket_start(timeuuids[begin], span) + span, begin)
+            items += self._run(tagged, tag, _TagEvents(*(column[begin:end] for column in events)))
             begin = end
         return items
 
-    def _run(self, looked: _Looked, tag: str, copies: _Copies) -> list[Arg]:
-        records, rows = looked.records, copies.rows
-        events = [looked.tagged[i] for i in rows]
+    def _run(self, tagged: _TaggedSlice, tag: str, events: _TagEvents) -> list[Arg]:
+        records, rows = tagged.records, events.rows
+        fields = [tagged.events[i] for i in rows]
         offsets, times = [records.offsets[i] for i in rows], [records.times[i] for i in rows]
         keys = [records.keys[i] for i in rows]
         run = Run.of(
@@ -329,24 +324,24 @@ class TagsWriter(Writer):
             None if records.headers is None else [records.headers[i] for i in rows],
             [records.values[i] or b"" for i in rows],
             TagColumns.of_columns(
-                [event.source for event in events],
-                [event.seq for event in events],
-                copies.numbers,
-                copies.stamps,
-                [event.tags for event in events],
+                [event.source for event in fields],
+                [event.seq for event in fields],
+                events.numbers,
+                events.timeuuids,
+                [event.tags for event in fields],
                 offsets,
                 times,
             ),
         )
-        newest = copies.stamps[-1]
+        newest = events.timeuuids[-1]
         return ["A", tag, bucket_start(newest, self.span_ms), len(rows), newest, encode(run)]
 
-    def _rows_of(self, looked: _Looked, tag: str, copies: _Copies) -> Iterator[StoredRow]:
+    def _rows(self, tagged: _TaggedSlice, tag: str, events: _TagEvents) -> Iterator[StoredRow]:
         from tailrace.views.tags.rows.store import StoredRow
 
-        records, span, headers = looked.records, self.span_ms, looked.records.headers
-        for i, number, ms in zip(*copies, strict=True):
-            event = looked.tagged[i]
+        records, span, headers = tagged.records, self.span_ms, tagged.records.headers
+        for i, number, ms in zip(*events, strict=True):
+            event = tagged.events[i]
             yield StoredRow(
                 tag=tag,
                 bucket_ms=bucket_start(ms, span),
@@ -365,18 +360,19 @@ class TagsWriter(Writer):
             )
 
 
-class _Share:
-    """What one shard gets of a window: the events of its tags, numbered."""
+class _ShardWindow:
+    """The part of a window that one shard applies: the events of its tags, numbered."""
 
-    def __init__(self, place: Partition, floor: int) -> None:
-        self.partition, self._label, self.floor, self._was = place, str(place), floor, floor
-        self.copies: dict[str, _Copies] = {}
+    def __init__(self, partition: Partition, floor: int) -> None:
+        self._partition, self._label, self.floor, self._floor_before = partition, str(partition), floor, floor
+        self.events: dict[str, _TagEvents] = {}
         self.conflicts: list[Arg] = []
         self.changed = 0
-        """How many numbers of sources."""
+        """Count of sources in tags whose progress changes."""
         self.size = 0
         """About the bytes of its events."""
-        self._seen: dict[str, dict[str, SourceProgress]] = {}
+        self._before: dict[str, dict[str, SourceProgress]] = {}
+        """Progress before the window, by tag and source."""
 
     def add(
         self,
@@ -385,46 +381,51 @@ class _Share:
         time_ms: int,
         event: TaggedEvent,
         tags: Sequence[str],
-        numbers: dict[str, dict[str, SourceProgress]],
+        progress: dict[str, dict[str, SourceProgress]],
         latest_ms: int,
     ) -> None:
-        """Number an event in the tags that it has here."""
-        pid, seq, label = event.source, event.seq, self._label
-        known = [numbers[tag][pid] for tag in tags]
+        """Number an event in its tags of this shard; update ``progress``."""
+        source, seq, label = event.source, event.seq, self._label
+        known = [progress[tag][source] for tag in tags]
         self.floor = ms = timeuuid_ms(time_ms, self.floor, known, label, latest_ms)
         for tag, before in zip(tags, known, strict=True):
-            if wrong := before.conflict(seq, label):
-                self.conflicts += ["C", f"conflict:{wrong}", 1, "K", self._told(wrong, tag, event, offset, before)]
-            copies = self.copies.get(tag)
-            if copies is None:
-                copies, self._seen[tag] = self.copies.setdefault(tag, _Copies([], [], [])), {}
-            if pid not in self._seen[tag]:
-                self._seen[tag][pid] = before
+            if conflict := before.conflict(seq, label):
+                report = self._conflict(conflict, tag, event, offset, before)
+                self.conflicts += ["C", f"conflict:{conflict}", 1, "K", report]
+            events = self.events.get(tag)
+            if events is None:
+                events = self.events[tag] = _TagEvents([], [], [])
+                self._before[tag] = {}
+            if source not in self._before[tag]:
+                self._before[tag][source] = before
                 self.changed += 1
-            numbers[tag][pid] = SourceProgress(before.number + 1, seq, ms, label)
-            copies.rows.append(row)
-            copies.numbers.append(before.number + 1)
-            copies.stamps.append(ms)
+            progress[tag][source] = SourceProgress(before.number + 1, seq, ms, label)
+            events.rows.append(row)
+            events.numbers.append(before.number + 1)
+            events.timeuuids.append(ms)
 
-    def numbers(self, now: dict[str, dict[str, SourceProgress]]) -> list[Arg]:
-        """Return what the shard compares and writes: the floor, and how far sources have come."""
-        seen = str(self._was) if self._was > LONG_AGO[0] else ""
-        items: list[Arg] = ["N", seen, self.floor, len(self._seen)]
-        for tag, sources in self._seen.items():
+    def progress_items(self, progress: dict[str, dict[str, SourceProgress]]) -> list[Arg]:
+        """Return the floor and the progress that the shard compares, and those that it then writes."""
+        floor_before = str(self._floor_before) if self._floor_before > LONG_AGO[0] else ""
+        items: list[Arg] = ["N", floor_before, self.floor, len(self._before)]
+        for tag, sources in self._before.items():
             items += (tag, len(sources))
-            found = now[tag]
-            for pid, before in sources.items():
-                items += (pid, before.stored() if before.partition else b"", found[pid].stored())
+            for source, before in sources.items():
+                items += (source, before.stored() if before.partition else b"", progress[tag][source].stored())
         return items
 
-    def _told(self, wrong: str, tag: str, event: TaggedEvent, offset: int, before: SourceProgress) -> bytes:
+    def _conflict(self, conflict: str, tag: str, event: TaggedEvent, offset: int, before: SourceProgress) -> bytes:
         return _encode(
             {
-                "conflict": wrong,
+                "conflict": conflict,
                 "tag": tag,
                 "source": event.source,
                 "seq": event.seq,
-                "id": event_id(self.partition, offset),
+                "id": event_id(self._partition, offset),
                 "before": {"seq": before.seq, "partition": before.partition},
             }
         )
+
+
+def _row_key(row: StoredRow) -> tuple[str, UUID, str, int]:
+    return row.tag, row.timeuuid, row.source, row.tag_seq
