@@ -14,7 +14,8 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, free_port, tail
 from tailrace.embedded.valkey import EmbeddedValkey
-from tests.faults.rig import QUICK_JAVA, Installation, Load, Pipeline, wait_for
+from tailrace.testing.spark import QUICK_JAVA
+from tests.faults.rig import Installation, Load, Pipeline, wait_for
 
 
 def _spark(folder: Path, name: str, *arguments: str) -> Process:

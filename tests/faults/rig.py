@@ -26,15 +26,13 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, tail
 from tailrace.errors import StoreChanged, StoreUnavailable
 from tailrace.log.name import shard_of
+from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.writing import read_view
 
 PATIENCE_S = 90.0
 """How long a condition is waited for; the machine may be busy with other things."""
-
-QUICK_JAVA = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
-"""A JVM that starts sooner and never gets fast: right for runs of seconds."""
 
 IDLE_SHARD = 3
 """The shard that no name of a load is in."""

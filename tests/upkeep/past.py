@@ -22,6 +22,7 @@ from tailrace.log.event import Partition
 from tailrace.log.name import name_of_key, shard_of
 from tailrace.log.segment import Log
 from tailrace.log.store import LogRegistry
+from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.job import run_job, section_of
 from tailrace.upkeep.rebuild import Rebuilding
@@ -29,7 +30,6 @@ from tailrace.upkeep.restore import RebuildPlan, Restored, Restorer, encode_body
 from tailrace.upkeep.spark import History, WantedNames
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.tags.upkeep import SpooledRecord as KafkaRecord
-from tests.faults.rig import QUICK_JAVA
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 

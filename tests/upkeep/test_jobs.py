@@ -26,13 +26,14 @@ from tailrace.errors import (
 )
 from tailrace.log.segment import PACKED
 from tailrace.log.store import LogRegistry
+from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import Scope, Throttle, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Loop, ScheduledJob
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spark import PackPlan, Spread, divided
 from tailrace.valkey.shards import Shards, StoreOptions
-from tests.faults.rig import QUICK_JAVA, wait_for
+from tests.faults.rig import wait_for
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 

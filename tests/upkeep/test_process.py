@@ -20,10 +20,11 @@ import pytest
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.segment import PACKED
+from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
 from tailrace.valkey.shards import StoreOptions
-from tests.faults.rig import QUICK_JAVA, wait_for
+from tests.faults.rig import wait_for
 from tests.upkeep.rig import Keeper, now_ms
 from tests.upkeep.test_jobs import reports, some_days
 from tests.writing import DAY, Record, Writer, read_view

@@ -28,6 +28,7 @@ from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame
+from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views import VIEWS as ALL_VIEWS
@@ -36,7 +37,6 @@ from tailrace.views.grep.model import Search, SearchLife, Stretch
 from tailrace.views.grep.request import make_grep_request
 from tailrace.views.grep.routes import GrepService
 from tailrace.views.grep.scan import Chunk, DueRange, Scanner, scan
-from tests.faults.rig import QUICK_JAVA
 from tests.views.grep.rig import finds, random_records
 from tests.writing import NOON, Record, Writer, batch
 

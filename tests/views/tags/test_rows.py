@@ -8,13 +8,11 @@ import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID
 
 import pytest
 
-from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
@@ -22,7 +20,7 @@ from tailrace.log.timeuuid import first_of, last_of, make_timeuuid, ms_of, order
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.reader import Bucket, RowReader, overlapping
-from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow, writer
+from tailrace.views.tags.rows.store import RowKey, StoredRow, writer
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
 NOON = 1_700_049_600_000
@@ -269,44 +267,6 @@ async def test_whoever_stops_early_or_reads_at_once_with_others_gets_what_is_his
         wanted = [r for r in rows if r.tag == f"tag{i % 4}"]
         assert found == wanted[: len(found)]
         assert len(found) >= min(30 * i, 1_000)
-
-
-async def test_reader_and_writer_go_on_after_the_node_was_killed(tmp_path: Path) -> None:
-    node = EmbeddedCassandra(tmp_path)
-    node.start(180)
-    try:
-        options = CassandraOptions(port=node.port, timeout_s=10.0)
-        with pytest.raises(StoreUnavailable, match="no pipeline has prepared cassandra yet"):
-            await RowReader(options).open()
-        schema.prepare(options)
-        reader, out = RowReader(options), RowWriter(CassandraConnection(options).open())
-        rows = [row(NOON + i, i) for i in range(3_000)]
-        out.write(rows[:1_000])
-        assert await all_of(reader.rows("green", *ALL)) == rows[:1_000]
-        async with aclosing(reader.rows("green", *ALL, page=10)) as pages:
-            await anext(pages)
-            node.kill()
-            with pytest.raises(StoreUnavailable, match="cassandra does not answer"):
-                await all_of(pages)
-        with pytest.raises(StoreUnavailable):
-            out.write(rows[1_000:2_000])
-        with pytest.raises(StoreUnavailable):
-            await reader.buckets("green")
-        node.start(180)
-        for attempt in range(30):
-            try:
-                out.write(rows[1_000:])
-                assert await all_of(reader.rows("green", *ALL)) == rows
-                break
-            except StoreUnavailable:
-                assert attempt < 29
-                await asyncio.sleep(1)
-        await reader.close()
-        node.kill()
-        with pytest.raises(StoreUnavailable, match=r"cassandra does not answer: .*cassandra\.hosts"):
-            await RowReader(options).open()
-    finally:
-        node.stop()
 
 
 def options_of_table(options: CassandraOptions, table: str) -> tuple[int, dict[str, str]]:

@@ -8,11 +8,7 @@ something to wait for, and an event is acknowledged when the mark has passed it.
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import repeat
 
@@ -21,7 +17,6 @@ import pytest
 from pydantic import ValidationError
 
 from tailrace.driver.slice import RecordLimits
-from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StaleDriver, StoreError, StoreUnavailable
 from tailrace.log.event import Partition
@@ -30,7 +25,7 @@ from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import SourceProgress
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
+from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.store import RowWriter, StoredRow
 from tailrace.views.tags.settings import TagsSettings
 from tests.views.tags.stored import HOUR, MINUTE, TOPIC, Died, Stored, dying, interrupted
@@ -259,64 +254,6 @@ def test_W_23_of_two_sources_of_which_one_is_written_both_are_written_by_the_nex
     assert stored.mark("red") == -1
     stored.driver.write(records)
     stored.check()
-
-
-def fails(task: Writer, records: Sequence[Record]) -> bool:
-    """Whether Cassandra is not there to take records."""
-    try:
-        task.write(records)
-    except StoreUnavailable:
-        return True
-    return False
-
-
-def persist(task: Writer, records: Sequence[Record]) -> None:
-    """Write until it succeeds, as Spark and the driver do."""
-    deadline = time.monotonic() + 60
-    while fails(task, records):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def test_W_24_a_write_that_fails_is_repeated_until_the_killed_node_is_back_and_nothing_is_lost_or_doubled(
-    in_rows: Callable[..., Stored], cassandra_server: EmbeddedCassandra
-) -> None:
-    stored = in_rows(batch=10)
-    stored.driver.write(stored.events("p1", "red", 50))
-    batch: list[Record] = []
-    killer = threading.Timer(0.05, cassandra_server.kill)
-    killer.start()
-    try:
-        while not fails(stored.driver, batch):
-            batch = [stored.event(f"p{i % 7}", "red", "blue", at=i) for i in range(500)]
-        assert fails(stored.driver, batch)
-        assert fails(stored.driver.another_task(), batch)
-    finally:
-        killer.join()
-        cassandra_server.start(180)
-    persist(stored.driver, batch)
-    stored.driver.write([stored.event(f"p{i % 7}", "red", "blue", at=i) for i in range(20)])
-    stored.check()
-
-
-def test_W_24_a_write_that_was_given_up_and_comes_through_later_changes_nothing(
-    store: StoreOptions, rows_store: CassandraOptions, cassandra_server: EmbeddedCassandra
-) -> None:
-    impatient = msgspec.structs.replace(rows_store, timeout_s=1.5)
-    stored = Stored(store, impatient, batch=5)
-    stored.driver.write(stored.events("p1", "red", 5))
-    batch = stored.events("p1", "red", 20)
-    os.kill(cassandra_server.pid or 0, signal.SIGSTOP)
-    try:
-        with pytest.raises(StoreUnavailable):
-            stored.driver.write(batch)
-    finally:
-        os.kill(cassandra_server.pid or 0, signal.SIGCONT)
-    assert stored.mark("red") == 4
-    persist(stored.driver.another_task(), batch)
-    stored.check()
-    stored.close()
-    disconnect(impatient)
 
 
 def test_W_25_rows_whose_progress_could_not_be_written_do_not_count_and_are_written_again_the_same(

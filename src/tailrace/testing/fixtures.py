@@ -1,0 +1,187 @@
+"""Fixtures of pytest: real servers, shared by all workers of a run, and a part of them that no other test has seen.
+
+Nobody may kill, stop or empty ``kafka``, ``valkey_server``, ``valkey_cluster``, ``redis_server`` or ``cassandra_server``:
+that is what ``own_valkey`` and ``own_cassandra`` are for. ``store`` and ``rows_store`` are a key prefix and a keyspace
+of the test's own; ``any_store`` runs a test on a single Valkey, on a cluster and on Redis.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tailrace.embedded.cassandra import EmbeddedCassandra
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
+from tailrace.testing.servers import SharedServers
+from tailrace.testing.spark import use_spark_classes
+from tailrace.valkey.shards import StoreOptions
+from tailrace.views.tags.rows import cassandra as schema
+from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
+
+MEMORY = Path("/dev/shm")
+"""Where Linux keeps files in memory: there, what a server must have on disk before it answers costs no time."""
+
+_numbers = count()
+_servers = pytest.StashKey[SharedServers]()
+_writer = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the servers' files in memory if there is room for them."""
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Stop what this worker started, when the other workers no longer use it."""
+    if (servers := session.config.stash.get(_servers, None)) is not None:
+        servers.close()
+    if (writer := session.config.stash.get(_writer, None)) is not None:
+        writer.wait()
+
+
+def unique_name() -> str:
+    """Return a name that no other test of this run has: letters and digits."""
+    return f"{os.environ.get('PYTEST_XDIST_WORKER', 't')}n{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def servers(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> SharedServers:
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in that of the run
+        folder = folder.parent
+    made = pytestconfig.stash[_servers] = SharedServers(folder / "servers")
+    return made
+
+
+def _valkey(servers: SharedServers, name: str, binary: Path | None = None) -> EmbeddedValkey:
+    def start(folder: Path) -> Sequence[EmbeddedValkey]:
+        server = EmbeddedValkey(folder, binary=binary)
+        server.start(60)
+        return [server]
+
+    [server] = servers.use(name, start, lambda folder, ports: [EmbeddedValkey(folder, ports[0], binary=binary)])
+    return server
+
+
+@pytest.fixture(scope="session")
+def valkey_server(servers: SharedServers) -> EmbeddedValkey:
+    return _valkey(servers, "valkey")
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster(servers: SharedServers) -> Sequence[EmbeddedValkey]:
+    """A cluster of three nodes."""
+
+    def attach(folder: Path, ports: Sequence[int]) -> Sequence[EmbeddedValkey]:
+        return [EmbeddedValkey(folder / f"node-{number}", port) for number, port in enumerate(ports)]
+
+    return servers.use("cluster", lambda folder: start_cluster(folder, timeout=60), attach)
+
+
+@pytest.fixture(scope="session")
+def redis_server(servers: SharedServers) -> EmbeddedValkey:
+    """A Redis with the settings of our Valkey."""
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("there is no redis-server on this machine; .ci/run says how to get one")
+    server = _valkey(servers, "redis", Path(found))
+    with server.client() as client:
+        version = str(client.info("server")["redis_version"])
+    if int(version.split(".")[0]) < 7:
+        pytest.skip(f"functions need Redis 7 or newer; {found} is {version}")
+    return server
+
+
+@pytest.fixture(scope="session")
+def quick_spark(pytestconfig: pytest.Config) -> None:
+    """Let every Spark that a test starts from now on start sooner."""
+    writer = use_spark_classes()
+    if writer is not None:
+        pytestconfig.stash[_writer] = writer
+
+
+@pytest.fixture(scope="session")
+def kafka(servers: SharedServers, quick_spark: None) -> EmbeddedKafka:
+    """A broker; a Spark that reads it starts sooner."""
+
+    def start(folder: Path) -> Sequence[EmbeddedKafka]:
+        broker = EmbeddedKafka(folder)
+        broker.start(120)
+        return [broker]
+
+    [broker] = servers.use("kafka", start, lambda folder, ports: [EmbeddedKafka(folder, ports[0])])
+    return broker
+
+
+@pytest.fixture(scope="session")
+def cassandra_server(servers: SharedServers) -> EmbeddedCassandra:
+    def start(folder: Path) -> Sequence[EmbeddedCassandra]:
+        node = EmbeddedCassandra(folder)
+        node.start(180)
+        return [node]
+
+    [node] = servers.use("cassandra", start, lambda folder, ports: [EmbeddedCassandra(folder, ports[0])])
+    return node
+
+
+@pytest.fixture
+def store(valkey_server: EmbeddedValkey) -> StoreOptions:
+    """A part of the shared Valkey."""
+    return StoreOptions(valkey_server.url, prefix=unique_name())
+
+
+@pytest.fixture(params=["single", "cluster", "redis"])
+def any_store(request: pytest.FixtureRequest) -> StoreOptions:
+    """A part of a single server, of a cluster of three nodes and of Redis."""
+    if request.param == "single":
+        url = request.getfixturevalue("valkey_server").url
+    elif request.param == "cluster":
+        url = request.getfixturevalue("valkey_cluster")[0].url
+    else:
+        url = request.getfixturevalue("redis_server").url
+    return StoreOptions(url, prefix=unique_name())
+
+
+def _keyspace(node: EmbeddedCassandra) -> Iterator[CassandraOptions]:
+    options = CassandraOptions(port=node.port, keyspace=unique_name(), timeout_s=30.0)
+    schema.prepare(options)
+    yield options
+    disconnect(options)
+
+
+@pytest.fixture
+def rows_store(cassandra_server: EmbeddedCassandra) -> Iterator[CassandraOptions]:
+    """A keyspace of the shared Cassandra, with its tables."""
+    yield from _keyspace(cassandra_server)
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
+    """A Valkey of the test's own, to be killed and damaged."""
+    server = EmbeddedValkey(tmp_path / "own-valkey")
+    server.start(30)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def own_cassandra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCassandra]:
+    """A Cassandra of the module's own, to be killed and stopped."""
+    node = EmbeddedCassandra(tmp_path_factory.mktemp("own-cassandra"))
+    node.start(180)
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def own_rows_store(own_cassandra: EmbeddedCassandra) -> Iterator[CassandraOptions]:
+    """A keyspace of the module's own Cassandra, with its tables."""
+    yield from _keyspace(own_cassandra)
