@@ -1,6 +1,6 @@
 """Fixtures of pytest: real servers, shared by all workers of a run, and a part of them that no other test has seen.
 
-Nobody may kill, stop or empty ``kafka``, ``valkey_server``, ``valkey_cluster``, ``redis_server`` or ``cassandra_server``:
+No test may kill, stop or empty ``kafka``, ``valkey_server``, ``valkey_cluster``, ``redis_server``, ``cassandra_server``:
 that is what ``own_valkey`` and ``own_cassandra`` are for. ``store`` and ``rows_store`` are a key prefix and a keyspace
 of the test's own; ``any_store`` runs a test on a single Valkey, on a cluster and on Redis.
 """

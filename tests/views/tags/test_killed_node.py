@@ -1,4 +1,4 @@
-"""Tags in a Cassandra that is killed, or stopped for a while: writers repeat, readers go on, nothing is lost or doubled."""
+"""Tags in a Cassandra that is killed or stopped for a while: writers repeat, readers go on, nothing is lost."""
 
 # ruff: noqa: N802 cases have their ids in the names of their tests
 
