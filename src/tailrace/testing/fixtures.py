@@ -1,8 +1,8 @@
 """Fixtures of pytest: real servers, shared by all workers of a run, and a part of them that no other test has seen.
 
-``kafka``, ``valkey_server``, ``valkey_cluster``, ``redis_server`` and ``cassandra_server`` are shared: a test that kills,
-stops or empties a server takes ``own_valkey`` or ``own_cassandra``. ``store`` and ``rows_store`` are a key prefix and a
-keyspace of the test's own; ``any_store`` runs a test on a single Valkey, on a cluster and on Redis.
+``kafka``, ``valkey_server``, ``valkey_cluster``, ``redis_server`` and ``cassandra_server`` are shared: a test that
+kills, stops or empties a server takes ``own_valkey`` or ``own_cassandra``. ``store`` and ``rows_store`` are a key
+prefix and a keyspace of the test's own; ``any_store`` runs a test on a single Valkey, on a cluster and on Redis.
 """
 
 from __future__ import annotations
