@@ -104,12 +104,12 @@ def test_tail_on_a_terminal_is_for_people_and_cannot_be_steered_by_events(servic
     assert "late" in shown.splitlines()[1]
 
 
-def test_ctrl_c_prints_the_command_that_resumes_exactly(service: ScriptedService) -> None:
+@pytest.mark.parametrize("parent", [(), ("sh", "-c", "trap '' INT; exec \"$@\"", "a parent that ignores SIGINT")])
+def test_ctrl_c_prints_the_command_that_resumes_exactly(service: ScriptedService, parent: tuple[str, ...]) -> None:
     service.feeds[NAME] = 3
     service.follow_for = 30.0
-    with subprocess.Popen(
-        command("tail", NAME, "--from", "start", "-n", "5"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    words = [*parent, *command("tail", NAME, "--from", "start", "-n", "5")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert [json.loads(process.stdout.readline())["offset"] for _ in range(3)] == [0, 1, 2]
         process.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.demo import bursts, example, stories
+from tailrace.demo.jobs import bursts, example, stories
 from tests.scripted_service import running
 
 AFTER: dict[str, set[str]] = {

@@ -20,6 +20,7 @@ from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
 from tailrace.embedded.supervisor import hold
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
+from tests.scripted_service import running
 
 
 def settings(folder: Path, port: int) -> Settings:
@@ -42,6 +43,18 @@ def test_upkeep_comes_after_what_readers_wait_for(tmp_path: Path) -> None:
     assert upkeep.command[-2:] == ("tailrace", "upkeep")
     assert upkeep.env["TAILRACE_VALKEY__URL"] == valkey.url
     assert upkeep.ready is None, "nobody waits for it"
+
+
+def test_the_demo_is_ready_when_its_first_events_are_in_a_stream(tmp_path: Path) -> None:
+    with running() as service:
+        port = int(service.url.rpartition(":")[2])
+        kafka, valkey = EmbeddedKafka(tmp_path / "kafka"), EmbeddedValkey(tmp_path / "valkey")
+        demo = own_parts(settings(tmp_path, port), tmp_path, kafka, valkey, ("127.0.0.1", port), demo=True)[-1]
+        assert demo.ready is not None
+        assert not demo.ready()
+        service.feeds["queue/jobset"] = 1
+        assert demo.ready()
+    assert not demo.ready(), "no service answers"
 
 
 def test_commands_find_the_stack_that_runs_in_the_folder(tmp_path: Path, own_valkey: EmbeddedValkey) -> None:

@@ -49,18 +49,15 @@ def demo(port: Port = None, folder: Folder = None, config: Config = None) -> Non
         from rich.console import Console
 
         from tailrace.embedded.stack import run_stack
-    from tailrace.demo import cars as laps
-    from tailrace.demo import carts, example
-    from tailrace.demo.posts import with_rule
-    from tailrace.demo.shop import searches
+    from tailrace.demo import cars, carts, jobs, posts, shop
 
     code = run_stack(
-        laps.with_sessions(carts.with_tags(with_rule(settings))),
+        cars.with_sessions(carts.with_tags(posts.with_rule(settings))),
         demo=True,
         console=Console(),
-        example=example(settings.demo.queues, settings.demo.jobsets),
-        searches=(*searches(settings), *carts.examples(settings), *laps.examples(settings)),
-        pages=laps.pages(settings),
+        example=jobs.example(settings.demo.queues, settings.demo.jobsets),
+        searches=(*shop.searches(settings), *carts.examples(settings), *cars.examples(settings)),
+        pages=cars.pages(settings),
     )
     raise typer.Exit(code)
 

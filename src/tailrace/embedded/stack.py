@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 PORTS_FILE: Final = "ports.json"
 _SERVICE_TIMEOUT: Final = 180.0
+_SAMPLES_TIMEOUT: Final = 60.0
 
 
 def run_stack(
@@ -136,25 +138,25 @@ def own_parts(
         }
     drain = settings.embedded.drain.total_seconds()
 
-    def own(name: str, *module: str, ready_timeout: float = 60.0) -> Part:
+    def own(name: str, *module: str, ready: Callable[[], bool] | None = None) -> Part:
         return Part(
             name=name,
             command=(sys.executable, "-m", *module),
             env=env,
             log=_log(folder, name),
-            ready=(lambda: _answers(*address)) if name == "service" else None,
-            ready_timeout=ready_timeout,
+            ready=ready,
+            ready_timeout=_SERVICE_TIMEOUT,
             stop_timeout=drain,
         )
 
     # The service is ready when the pipeline is, so the pipeline is not waited for: both come up at the same time.
     parts = [
         own("pipeline", "tailrace", "run"),
-        own("service", "tailrace", "serve", ready_timeout=_SERVICE_TIMEOUT),
+        own("service", "tailrace", "serve", ready=lambda: _get(address, "/readyz") is not None),
         own("upkeep", "tailrace", "upkeep"),
     ]
     if demo:
-        parts.append(own("demo", "tailrace.demo"))
+        parts.append(own("demo", "tailrace.demo", ready=_StreamsListed(address)))
     return parts
 
 
@@ -168,13 +170,33 @@ def _service_port(settings: Settings) -> int:
     return port
 
 
-def _answers(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=2)
+class _StreamsListed:
+    """True when the service lists a stream: the pipeline has completed the first batch with sample events.
+
+    Also true after a minute, since a configuration may keep the samples out of the views.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._began: float | None = None
+
+    def __call__(self) -> bool:
+        self._began = self._began or time.monotonic()
+        if time.monotonic() - self._began > _SAMPLES_TIMEOUT:
+            return True
+        body = _get(self._address, "/v1/streams?limit=1")
+        return body is not None and bool(json.loads(body).get("streams"))
+
+
+def _get(address: tuple[str, int], path: str) -> bytes | None:
+    """Return the body of the service's answer; None unless the answer is 200."""
+    connection = http.client.HTTPConnection(*address, timeout=2)
     try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == 200
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.read() if response.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 
