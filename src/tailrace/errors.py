@@ -1,54 +1,54 @@
 """Every error that Tailrace raises, in one tree.
 
     TailraceError
-    ├── UsageError                    the caller can mend the request
-    │   ├── BadRequest                request.invalid      a parameter, a body or a frame that cannot be read
-    │   │   └── BadBurst              burst.invalid        bytes that are no burst of telemetry, or too many
+    ├── UsageError                    the caller can correct the request
+    │   ├── BadRequest                request.invalid      a parameter, a body or a frame cannot be read
+    │   │   └── BadBurst              burst.invalid        the bytes are not a burst of telemetry, or too many
     │   ├── CursorError               cursor.invalid       not a cursor of this feed
-    │   ├── CursorGone                cursor.gone          the place is gone, and the caller asked to be told
-    │   ├── StreamNotFound            stream.not_found     no such stream, and the caller would not wait
-    │   ├── TopicNotFound             topic.not_found      no such topic, or one that may not be written
-    │   ├── TopicNotRead              topic.not_read       a topic that the pipeline does not read
-    │   ├── AccessDenied              access.denied        a user who may not do this, or whom nobody named
-    │   │   └── TopicForbidden        topic.forbidden      a topic that the user may not search
-    │   ├── EventRefused              event.refused        an event that the topic would not take
-    │   ├── RuleNotFound              rule.not_found       no such rule of folds
-    │   ├── GroupNotFound             group.not_found      a group that holds no folds
-    │   ├── WindowsRefused            windows.refused      windows of folds that the settings would not take
-    │   ├── QueryError                query.invalid        a query that cannot be compiled
+    │   ├── CursorGone                cursor.gone          the events after the cursor are gone (on_gap=fail)
+    │   ├── StreamNotFound            stream.not_found     no such stream (missing=fail)
+    │   ├── TopicNotFound             topic.not_found      no such topic, or it may not be written
+    │   ├── TopicNotRead              topic.not_read       the pipeline does not read the topic
+    │   ├── AccessDenied              access.denied        the user may not do this, or the proxy named no user
+    │   │   └── TopicForbidden        topic.forbidden      the user may not search the topic
+    │   ├── EventRefused              event.refused        the topic does not take the event
+    │   ├── RuleNotFound              rule.not_found       no such fold rule
+    │   ├── GroupNotFound             group.not_found      the group has no open folds
+    │   ├── WindowsRefused            windows.refused      fold windows that the settings do not allow
+    │   ├── QueryError                query.invalid        the query cannot be compiled
     │   ├── TagsOff                   tags.off             nothing is tagged: the view is off, or has no rules
     │   ├── SessionNotFound           session.not_found    no such telemetry session, or configuration of one
-    │   ├── SearchNotFound            search.not_found     no search that is alive has this id
-    │   ├── SearchFollowed            search.followed      a search that somebody follows is not ended
-    │   ├── SearchEnded               search.ended         a search was ended while it was followed
+    │   ├── SearchNotFound            search.not_found     no live search has this id
+    │   ├── SearchFollowed            search.followed      the search has followers, so it was not ended
+    │   ├── SearchEnded               search.ended         the search was ended while it was followed
     │   ├── TooFarBack                search.too_far       more of the past than a search may ask for
     │   └── TooLarge                  request.too_large    over a limit of the configuration
-    ├── ConfigError                   config.invalid       a setting, with its path and where it came from
+    ├── ConfigError                   config.invalid       a setting, with its path and its origin
     ├── Unavailable                   part.unavailable     a part does not answer now; try again
     │   ├── StoreUnavailable          store.unavailable
     │   ├── BrokerUnavailable         broker.unavailable
-    │   ├── TooManySearches           search.too_many      as many searches are alive as may be
+    │   ├── TooManySearches           search.too_many      the limit of live searches is reached
     │   └── Overloaded                service.overloaded
-    ├── StoreError                    the store answered, and said no
+    ├── StoreError                    store.refused        the store refused a call
     │   ├── StoreChanged              store.changed        another server process than the one the marks were read from
     │   ├── StaleDriver               driver.stale         a newer driver owns the view
     │   ├── StaleUpkeep               upkeep.stale         another upkeep process has taken over
-    │   ├── LeaseHeld                 upkeep.held          another upkeep process is at work
-    │   ├── RowsMissing               tags.missing         events of a tag whose numbers say that they must be there
-    │   └── StoreMismatch             store.mismatch       shards or format differ from what is stored
+    │   ├── LeaseHeld                 upkeep.held          another upkeep process holds the lease
+    │   ├── RowsMissing               tags.missing         events of a tag that its numbers promise are not found
+    │   └── StoreMismatch             store.mismatch       the stored number of shards or layout differs
     ├── PipelineError                 pipeline.failed      the streaming query ended and must be started again
     └── EmbeddedError                 embedded.failed      a part of the one-machine stack
-        ├── DirectoryInUse            embedded.in_use      another `up` holds the folder
+        ├── DirectoryInUse            embedded.in_use      another `up` uses the folder
         ├── PrerequisiteMissing       prerequisite.missing Java, a port, disk space
-        └── ArtifactError             artifact.invalid     a jar that is not the locked one
+        └── ArtifactError             artifact.invalid     a jar is not the locked one
 
 Each class has a stable ``code``, the HTTP ``status`` that it becomes, and ``retryable``: whether the same call
-may succeed later. A message says what, where and what to do; facts are attributes.
+may succeed later. A message says what is wrong, where, and what to do; facts are attributes.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class TailraceError(Exception):
@@ -58,8 +58,15 @@ class TailraceError(Exception):
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without calling ``__init__`` again, whose parameters are not ``args``; Spark tasks pickle errors."""
+        return _restore, (type(self), self.args), self.__dict__
 
-# The caller can mend the request.
+
+def _restore(kind: type[TailraceError], args: tuple[Any, ...]) -> TailraceError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class UsageError(TailraceError):
@@ -70,23 +77,23 @@ class UsageError(TailraceError):
 
 
 class BadRequest(UsageError):
-    """A parameter, a header or a body that cannot be read."""
+    """A parameter, a header or a body cannot be read."""
 
 
 class BadBurst(BadRequest):
-    """Bytes that are no burst of telemetry, or that would become more than a burst may be."""
+    """The bytes are not a burst of telemetry, or would decompress to more than a burst may have."""
 
     code = "burst.invalid"
 
 
 class CursorError(UsageError):
-    """Text that is no cursor, or a cursor of another feed."""
+    """The text is not a cursor, or is one of another feed."""
 
     code = "cursor.invalid"
 
 
 class CursorGone(UsageError):
-    """The place a cursor means is gone and the caller asked for ``on_gap=fail``."""
+    """The events after a cursor are gone, and the caller asked for ``on_gap=fail``."""
 
     code = "cursor.gone"
     status = 410
@@ -95,12 +102,12 @@ class CursorGone(UsageError):
         self.name, self.after, self.first, self.reason = name, after, first, reason
         super().__init__(
             f"{what or f'stream {name!r}: what came after {after}'} is gone ({reason}); "
-            f"what there is follows {first}: resume there, or ask with on_gap=skip"
+            f"events continue after {first}: resume there, or ask with on_gap=skip"
         )
 
 
 class StreamNotFound(UsageError):
-    """A stream that does not exist, asked for with ``missing=fail``."""
+    """The stream does not exist, and the caller asked for ``missing=fail``."""
 
     code = "stream.not_found"
     status = 404
@@ -111,14 +118,14 @@ class StreamNotFound(UsageError):
 
 
 class TopicNotFound(UsageError):
-    """A topic that does not exist or that may not be written."""
+    """The topic does not exist, or may not be written."""
 
     code = "topic.not_found"
     status = 404
 
 
 class TopicNotRead(UsageError):
-    """A topic that the pipeline does not read, so that nothing can be searched in it."""
+    """The pipeline does not read the topic, so nothing can be searched in it."""
 
     code = "topic.not_read"
     status = 404
@@ -129,14 +136,14 @@ class TopicNotRead(UsageError):
 
 
 class AccessDenied(UsageError):
-    """A user may not do this, or no user was named where one is asked for."""
+    """The user may not do this, or the request names no user where one is required."""
 
     code = "access.denied"
     status = 403
 
 
 class TopicForbidden(AccessDenied):
-    """A topic that the user may not search."""
+    """The user may not search the topic."""
 
     code = "topic.forbidden"
 
@@ -146,14 +153,14 @@ class TopicForbidden(AccessDenied):
 
 
 class EventRefused(UsageError):
-    """An event that was not written; nothing of its request was."""
+    """The topic does not take an event; nothing of the request was written."""
 
     code = "event.refused"
     status = 422
 
 
 class RuleNotFound(UsageError):
-    """A rule of folds that is not configured."""
+    """No fold rule with this name is configured."""
 
     code = "rule.not_found"
     status = 404
@@ -164,25 +171,25 @@ class RuleNotFound(UsageError):
 
 
 class GroupNotFound(UsageError):
-    """A group that holds no folds."""
+    """The group has no open folds."""
 
     code = "group.not_found"
     status = 404
 
     def __init__(self, rule: str, group: str) -> None:
         self.rule, self.group = rule, group
-        super().__init__(f"rule {rule!r} holds nothing for the group {group}: it never did, or it was given out")
+        super().__init__(f"rule {rule!r} has no open folds of the group {group}: none began, or all were emitted")
 
 
 class WindowsRefused(UsageError):
-    """Windows that the settings would not take; nothing was changed."""
+    """The settings do not allow these fold windows; nothing was changed."""
 
     code = "windows.refused"
     status = 422
 
 
 class QueryError(UsageError):
-    """A query that MongoDB would refuse, or that is not supported, found when it is compiled."""
+    """The query does not compile: MongoDB would refuse it, or it is not supported."""
 
     code = "query.invalid"
 
@@ -191,37 +198,34 @@ class QueryError(UsageError):
         where = f"{operator} at {path!r}" if operator and path else operator or (path and repr(path))
         super().__init__(f"{where}: {what}" if where else what)
 
-    def __reduce__(self) -> tuple[type[QueryError], tuple[str, str, str]]:
-        return type(self), (self.what, self.operator, self.path)
-
 
 class TagsOff(UsageError):
-    """Tags that are asked for where nothing is tagged."""
+    """Nothing is tagged here."""
 
     code = "tags.off"
     status = 404
 
 
 class SessionNotFound(UsageError):
-    """A telemetry session that is not kept here, or none yet; or a configuration of sessions."""
+    """The telemetry session, or the configuration of one, is not stored here, or not yet."""
 
     code = "session.not_found"
     status = 404
 
 
 class SearchNotFound(UsageError):
-    """A search that never was, or that was forgotten."""
+    """No live search has this id: it never began, or was forgotten."""
 
     code = "search.not_found"
     status = 404
 
     def __init__(self, search: str) -> None:
         self.search = search
-        super().__init__(f"no search that is alive has the id {search!r}: see the list of searches")
+        super().__init__(f"no live search has the id {search!r}: see the list of searches")
 
 
 class SearchFollowed(UsageError):
-    """A search that was to be ended while somebody follows it; it goes on."""
+    """The search has followers, so it was not ended."""
 
     code = "search.followed"
     status = 409
@@ -232,7 +236,7 @@ class SearchFollowed(UsageError):
 
 
 class SearchEnded(UsageError):
-    """A search that was ended by hand while it was followed, or about to be."""
+    """The search was ended by hand while somebody followed it, or was about to."""
 
     code = "search.ended"
     status = 410
@@ -243,7 +247,7 @@ class SearchEnded(UsageError):
 
 
 class TooFarBack(UsageError):
-    """A search that asks for more of the past than ``grep.reach`` allows."""
+    """The search asks for more of the past than ``grep.reach`` allows."""
 
     code = "search.too_far"
 
@@ -253,23 +257,20 @@ class TooFarBack(UsageError):
 
 
 class TooLarge(UsageError):
-    """Over a limit of the configuration."""
+    """The request is over a limit of the configuration."""
 
     code = "request.too_large"
     status = 413
 
 
 class ConfigError(TailraceError):
-    """A setting that cannot be used: says its path, its origin and what would be accepted."""
+    """A setting cannot be used; the message has its path, its origin and the accepted values."""
 
     code = "config.invalid"
 
 
-# A part does not answer now.
-
-
 class Unavailable(TailraceError):
-    """A part is out of reach for now; the same call may succeed later."""
+    """A part does not answer now; the same call may succeed later."""
 
     code = "part.unavailable"
     status = 503
@@ -289,28 +290,22 @@ class BrokerUnavailable(Unavailable):
 
 
 class TooManySearches(Unavailable):
-    """As many searches are alive as may be, and each is followed, or was until lately."""
+    """The limit of live searches is reached, and each has followers, or had some until lately."""
 
     code = "search.too_many"
 
     def __init__(self, most: int) -> None:
         self.most = most
         super().__init__(
-            f"{most} searches are alive, as many as may be (grep.searches): share one of them, end one "
+            f"{most} searches are alive, the most allowed (grep.searches): share one of them, end one "
             "(`tailrace searches ls`), or try again when one was forgotten"
         )
-
-    def __reduce__(self) -> tuple[type[TooManySearches], tuple[int]]:
-        return type(self), (self.most,)
 
 
 class Overloaded(Unavailable):
     """The service has as many connections as it may have."""
 
     code = "service.overloaded"
-
-
-# The store answered, and said no.
 
 
 class StoreError(TailraceError):
@@ -320,7 +315,7 @@ class StoreError(TailraceError):
 
 
 class StoreChanged(StoreError):
-    """The server behind a shard is another process than when the marks were read.
+    """The server of a shard is another process than when the marks were read.
 
     It may have lost its last writes, so nothing may be applied on top of them: read the marks again and start there.
     """
@@ -335,12 +330,9 @@ class StoreChanged(StoreError):
             f"valkey at {where} was restarted (run_id {found}, was {expected}): start again from the marks"
         )
 
-    def __reduce__(self) -> tuple[type[StoreChanged], tuple[str, str, str]]:
-        return type(self), (self.where, self.expected, self.found)
-
 
 class StaleDriver(StoreError):
-    """A newer driver has taken the view over; this one must end."""
+    """A newer driver has taken over the view; this one must end."""
 
     code = "driver.stale"
 
@@ -350,12 +342,9 @@ class StaleDriver(StoreError):
             f"view {view!r} belongs to driver epoch {stored}, not {mine}: another pipeline runs it; stop one of them"
         )
 
-    def __reduce__(self) -> tuple[type[StaleDriver], tuple[str, int, int]]:
-        return type(self), (self.view, self.mine, self.stored)
-
 
 class StaleUpkeep(StoreError):
-    """The lease went to another upkeep process; this one must end what it does, and has changed nothing since."""
+    """Another upkeep process has the lease; this one must stop, and has changed nothing since."""
 
     code = "upkeep.stale"
     retryable = True
@@ -364,12 +353,9 @@ class StaleUpkeep(StoreError):
         self.mine, self.stored = mine, stored
         super().__init__(f"upkeep token {mine} is over: another process holds {stored}; this one stops")
 
-    def __reduce__(self) -> tuple[type[StaleUpkeep], tuple[int, int]]:
-        return type(self), (self.mine, self.stored)
-
 
 class LeaseHeld(StoreError):
-    """Another process does upkeep now; two never do."""
+    """Another process does upkeep now; only one may."""
 
     code = "upkeep.held"
     retryable = True
@@ -380,12 +366,9 @@ class LeaseHeld(StoreError):
             f"{owner} is doing upkeep (its lease ends in {left_s:.0f} s unless it goes on): wait for it, or stop it"
         )
 
-    def __reduce__(self) -> tuple[type[LeaseHeld], tuple[str, float]]:
-        return type(self), (self.owner, self.left_s)
-
 
 class RowsMissing(StoreError):
-    """Events of a tag that were not found in time, though the numbers of others say that they must be there."""
+    """Events of a tag were not found in time, though the numbers of other events show that they exist."""
 
     code = "tags.missing"
 
@@ -398,12 +381,9 @@ class RowsMissing(StoreError):
             'resume from the last cursor to search again, or set tags.on_missing = "skip" to go on without them'
         )
 
-    def __reduce__(self) -> tuple[type[RowsMissing], tuple[str, dict[str, tuple[int, int]], str, str]]:
-        return type(self), (self.tag, self.missing, self.after, self.to)
-
 
 class StoreMismatch(StoreError):
-    """What is stored was written with other settings (shards, format) than those in force."""
+    """The store was written with another number of shards, or in another layout."""
 
     code = "store.mismatch"
 
@@ -415,17 +395,14 @@ class PipelineError(TailraceError):
     retryable = True
 
 
-# The one-machine stack.
-
-
 class EmbeddedError(TailraceError):
-    """A part of the embedded stack did not do what it should."""
+    """A part of the embedded stack failed."""
 
     code = "embedded.failed"
 
 
 class DirectoryInUse(EmbeddedError):
-    """Another process runs the stack of this folder."""
+    """Another process runs the stack in this folder."""
 
     code = "embedded.in_use"
 
@@ -437,7 +414,7 @@ class PrerequisiteMissing(EmbeddedError):
 
 
 class ArtifactError(EmbeddedError):
-    """A fetched file is not the one that is locked."""
+    """A fetched file is not the locked one."""
 
     code = "artifact.invalid"
 

@@ -1,7 +1,7 @@
-"""Every metric of Tailrace in one file, so that a dashboard can be written from it: name, labels, what it counts.
+"""Every metric of Tailrace in one file, with name, labels and help, so that a dashboard can be written from it.
 
-The service counts what it does itself. What the pipeline and upkeep do it learns from the reports and counters that
-they leave in the store, and shows them unchanged: a scrape of one service shows the whole installation.
+The service counts its own work. For the pipeline and upkeep it shows the reports and counters that they leave in the
+store, unchanged: a scrape of one service shows the whole installation.
 """
 
 from __future__ import annotations
@@ -18,50 +18,7 @@ from prometheus_client.registry import Collector
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Report = Mapping[str, Any]
-"""The last report of a view's driver, or of an upkeep job, as it is stored."""
-
-
-class JobRun(NamedTuple):
-    """The last run of an upkeep job over a view, and what is known of those before it."""
-
-    job: str
-    view: str
-    report: Report
-    succeeded_ms: int | None
-    """When the last run that did not fail ended."""
-    effective: Report | None
-    """What the last run counted that changed something."""
-
-
-class FoldFigures(NamedTuple):
-    """What the store says of one rule of folds."""
-
-    rule: str
-    input: int
-    new: int
-    premature: int
-    pending: int
-    reasons: Mapping[str, int]
-    """Folds given out, by reason."""
-    ratio: float | None
-    frontier_ms: int | None
-
-
-class SearchFigures(NamedTuple):
-    """What there is of searches."""
-
-    alive: int = 0
-    followers: int = 0
-    scanning: int = 0
-    processes: int = 0
-
-
-class ReaderFigures(NamedTuple):
-    """How far a named reader of tags is behind."""
-
-    reader: str
-    tags: str
-    lag_s: float
+"""Last report of a view's driver, or of an upkeep job, as stored."""
 
 
 class Metrics:
@@ -69,53 +26,52 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        given: dict[str, Any] = {"registry": self.registry}
-        self.feeds_open = Gauge("tailrace_feeds_open", "Feeds that are open now", **given)
-        self.streams_followed = Gauge("tailrace_streams_followed", "Streams that some feed follows now", **given)
-        self.frames = Counter("tailrace_feed_frames", "Frames given to clients: events and control frames", **given)
-        self.bytes = Counter("tailrace_feed_bytes", "Bytes given to clients of feeds, heartbeats included", **given)
-        self.slow_closes = Counter("tailrace_feed_slow_closes", "Feeds closed since the client took no bytes", **given)
-        self.viewers_open = Gauge("tailrace_viewers_open", "WebSockets of sessions that are open now", **given)
-        self.viewer_bytes = Counter("tailrace_viewer_bytes", "Bytes given to viewers of sessions", **given)
+        own: dict[str, Any] = {"registry": self.registry}
+        self.feeds_open = Gauge("tailrace_feeds_open", "Feeds that are open now", **own)
+        self.streams_followed = Gauge("tailrace_streams_followed", "Streams that some feed follows now", **own)
+        self.frames = Counter("tailrace_feed_frames", "Frames given to clients: events and control frames", **own)
+        self.bytes = Counter("tailrace_feed_bytes", "Bytes given to clients of feeds, heartbeats included", **own)
+        self.slow_closes = Counter("tailrace_feed_slow_closes", "Feeds closed since the client took no bytes", **own)
+        self.viewers_open = Gauge("tailrace_viewers_open", "WebSockets of sessions that are open now", **own)
+        self.viewer_bytes = Counter("tailrace_viewer_bytes", "Bytes given to viewers of sessions", **own)
         self.viewer_drops = Counter(
-            "tailrace_viewer_dropped_bursts", "Messages left out for viewers that were too far behind", **given
+            "tailrace_viewer_dropped_bursts", "Messages left out for viewers that were too far behind", **own
         )
         self.viewer_slow_closes = Counter(
-            "tailrace_viewer_slow_closes", "Viewers closed since they took no bytes, or were too far behind", **given
+            "tailrace_viewer_slow_closes", "Viewers closed since they took no bytes, or were too far behind", **own
         )
         self.bursts_unread = Counter(
-            "tailrace_session_bursts_unread", "Messages of sessions, per viewer, that could not be read", **given
+            "tailrace_session_bursts_unread", "Messages of sessions, per viewer, that could not be read", **own
         )
-        self.put_events = Counter("tailrace_put_events", "Events that Kafka has acknowledged", **given)
+        self.put_events = Counter("tailrace_put_events", "Events that Kafka has acknowledged", **own)
         self.put_seconds = Histogram(
-            "tailrace_put_seconds", "From the last byte of a request to the acknowledgement of its events", **given
+            "tailrace_put_seconds", "From the last byte of a request to the acknowledgement of its events", **own
         )
-        self.errors = Counter("tailrace_http_errors", "Problems answered, by their code", ["code"], **given)
+        self.errors = Counter("tailrace_http_errors", "Problems answered, by their code", ["code"], **own)
         self._pipeline, self._upkeep = _Pipeline(), _Upkeep()
         self.registry.register(self._pipeline)
         self.registry.register(self._upkeep)
 
     def register(self, collectors: Iterable[Collector]) -> None:
-        """Show the metrics of the views, and then those of the process."""
+        """Add the metrics of the views, and then those of the process."""
         for collector in collectors:
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
     def text(self, views: Iterable[str], reports: Mapping[str, Report], runs: Sequence[JobRun] = ()) -> bytes:
-        """Return everything in Prometheus's text format, with these reports of the other parts."""
+        """Return all metrics in Prometheus's text format, with these reports of the pipeline and of upkeep."""
         self._pipeline.views, self._pipeline.reports = tuple(views), reports
         self._upkeep.runs = runs
         return generate_latest(self.registry)
 
 
 class Figures(Collector, ABC):
-    """Metrics whose figures are read from the store before each scrape."""
+    """Metrics whose figures are read from the store before each scrape; None if the store does not answer."""
 
     figures: Any = None
-    """None while they are not known."""
 
 
-class _Shown(NamedTuple):
+class _Field(NamedTuple):
     field: str
     name: str
     help: str
@@ -124,27 +80,37 @@ class _Shown(NamedTuple):
 
 
 _UP = "tailrace_pipeline_up", "Whether the view's driver has reported within the last ten seconds"
+
+
 _SKIPPED = "tailrace_pipeline_records_skipped", "Records that the view has no use for, by reason"
+
+
 _FRONTIER = (
     "tailrace_pipeline_frontier_lag_seconds",
-    "How far the time that all sources have passed is behind the clock",
+    "How far the watermark, the time that all partitions have passed, is behind the clock",
 )
+
+
 _REPORTED = (
-    _Shown("rate", "tailrace_pipeline_records_per_second", "Records applied per second, in the last batch"),
-    _Shown("lag", "tailrace_pipeline_lag_records", "Records in Kafka that are not applied yet"),
-    _Shown("sources", "tailrace_pipeline_sources", "Partitions that are read"),
-    _Shown("batch_ms", "tailrace_pipeline_batch_seconds", "How long the last batch took", factor=0.001),
-    _Shown("in", "tailrace_pipeline_records_in", "Records that came in", "counter"),
-    _Shown("stored", "tailrace_pipeline_records_stored", "Records stored in the view", "counter"),
-    _Shown("dead", "tailrace_pipeline_records_dead", "Poison records, sent to the dead letters", "counter"),
-    _Shown("expired", "tailrace_expired_events", "Events that were dropped with days kept long enough", "counter"),
-    _Shown("unaccounted", "tailrace_pipeline_records_unaccounted", "In - stored - skipped - dead; 0 when at rest"),
-    _Shown("restarts", "tailrace_pipeline_restarts", "How often the query was started again", "counter"),
+    _Field("rate", "tailrace_pipeline_records_per_second", "Records applied per second, in the last batch"),
+    _Field("lag", "tailrace_pipeline_lag_records", "Records in Kafka that are not applied yet"),
+    _Field("sources", "tailrace_pipeline_sources", "Partitions that are read"),
+    _Field("batch_ms", "tailrace_pipeline_batch_seconds", "How long the last batch took", factor=0.001),
+    _Field("in", "tailrace_pipeline_records_in", "Records that came in", "counter"),
+    _Field("stored", "tailrace_pipeline_records_stored", "Records stored in the view", "counter"),
+    _Field("dead", "tailrace_pipeline_records_dead", "Poison records, sent to the dead letters", "counter"),
+    _Field("expired", "tailrace_expired_events", "Events dropped because their retention was over", "counter"),
+    _Field("unaccounted", "tailrace_pipeline_records_unaccounted", "In - stored - skipped - dead; 0 when at rest"),
+    _Field("restarts", "tailrace_pipeline_restarts", "How often the query was started again", "counter"),
 )
+
+
+def _family(kind: str, name: str, about: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
+    return (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, about, labels=labels)
 
 
 class _Pipeline(Collector):
-    """What the drivers have reported. A view without a report is only shown as not up."""
+    """The reports of the drivers. A view without a report is only shown as not up."""
 
     def __init__(self) -> None:
         self.views: tuple[str, ...] = ()
@@ -155,13 +121,11 @@ class _Pipeline(Collector):
         for view in self.views:
             up.add_metric([view], float(view in self.reports))
         yield up
-        for shown in _REPORTED:
-            family = (CounterMetricFamily if shown.kind == "counter" else GaugeMetricFamily)(
-                shown.name, shown.help, labels=["view"]
-            )
+        for each in _REPORTED:
+            family = _family(each.kind, each.name, each.help, ["view"])
             for view, report in self.reports.items():
-                if isinstance(value := report.get(shown.field), int | float):
-                    family.add_metric([view], value * shown.factor)
+                if isinstance(value := report.get(each.field), int | float):
+                    family.add_metric([view], value * each.factor)
             yield family
         skipped = CounterMetricFamily(*_SKIPPED, labels=["view", "reason"])
         frontier = GaugeMetricFamily(*_FRONTIER, labels=["view"])
@@ -174,6 +138,18 @@ class _Pipeline(Collector):
         yield frontier
 
 
+class JobRun(NamedTuple):
+    """The last run of an upkeep job over a view."""
+
+    job: str
+    view: str
+    report: Report
+    succeeded_ms: int | None
+    """End of the last run that did not fail."""
+    effective: Report | None
+    """Report of the last run that changed something."""
+
+
 def _age(run: JobRun) -> float | None:
     return None if run.succeeded_ms is None else max(0.0, time.time() - run.succeeded_ms / 1000)
 
@@ -184,64 +160,60 @@ def _took(run: JobRun) -> float | None:
 
 
 def _ratio(run: JobRun) -> float | None:
-    packed = run.effective or {}
-    return (
-        packed["raw_bytes"] / packed["bytes_after"] if packed.get("raw_bytes") and packed.get("bytes_after") else None
-    )
+    report = run.effective or {}
+    raw, stored = report.get("raw_bytes"), report.get("bytes_after")
+    return raw / stored if raw and stored else None
 
 
 def _findings(run: JobRun) -> float | None:
-    found = run.report.get("findings")
-    return found if found is None or isinstance(found, int | float) else float(len(found))
+    findings = run.report.get("findings")
+    return findings if findings is None or isinstance(findings, int | float) else float(len(findings))
 
 
-class _Drawn(NamedTuple):
+class _JobGauge(NamedTuple):
     name: str
     help: str
     value: Callable[[JobRun], float | None]
     job: str = ""
-    """The only job that has it; its label is then the view alone."""
+    """The only job that has the metric; then its only label is the view."""
 
 
 _OF_RUNS = (
-    _Drawn(
+    _JobGauge(
         "tailrace_upkeep_last_success_timestamp_seconds",
         "When the job's last run that did not fail ended; missing while none is known",
         lambda run: None if run.succeeded_ms is None else run.succeeded_ms / 1000,
     ),
-    _Drawn("tailrace_upkeep_last_duration_seconds", "How long the job's last run took", _took),
-    _Drawn("tailrace_upkeep_failed", "Whether the job's last run failed", lambda run: bool(run.report.get("error"))),
-    _Drawn("tailrace_pack_age_seconds", "How long ago a pack last ended without a failure", _age, "pack"),
-    _Drawn("tailrace_pack_ratio", "Raw bytes per stored byte, in the last pack that packed something", _ratio, "pack"),
-    _Drawn(
+    _JobGauge("tailrace_upkeep_last_duration_seconds", "How long the job's last run took", _took),
+    _JobGauge("tailrace_upkeep_failed", "1 if the job's last run failed", lambda run: bool(run.report.get("error"))),
+    _JobGauge("tailrace_pack_age_seconds", "How long ago a pack last ended without a failure", _age, "pack"),
+    _JobGauge("tailrace_pack_ratio", "Raw bytes per stored byte, in the last pack that packed any", _ratio, "pack"),
+    _JobGauge(
         "tailrace_pack_saved_bytes",
         "Stored bytes that the last pack made free",
         lambda run: run.report.get("bytes_before", 0) - run.report.get("bytes_after", 0),
         "pack",
     ),
-    _Drawn(
-        "tailrace_pack_segments",
-        "Segments that the last pack packed",
-        lambda run: run.report.get("segments", 0),
-        "pack",
-    ),
-    _Drawn("tailrace_audit_findings", "What the last audit found to be wrong", _findings, "audit"),
+    _JobGauge("tailrace_pack_segments", "Segments in the last pack", lambda run: run.report.get("segments", 0), "pack"),
+    _JobGauge("tailrace_audit_findings", "Findings of the last audit", _findings, "audit"),
 )
+
+
 _LEFT = "tailrace_pack_left", "Segments that the last pack left as they were, by reason"
 
 
 class _Upkeep(Collector):
-    """What the jobs of upkeep have reported. A job without a report is not shown."""
+    """The reports of the upkeep jobs. A job without a report is not shown."""
 
     def __init__(self) -> None:
         self.runs: Sequence[JobRun] = ()
 
     def collect(self) -> Iterator[Metric]:
-        for drawn in _OF_RUNS:
-            family = GaugeMetricFamily(drawn.name, drawn.help, labels=["view"] if drawn.job else ["job", "view"])
+        for each in _OF_RUNS:
+            family = GaugeMetricFamily(each.name, each.help, labels=["view"] if each.job else ["job", "view"])
             for run in self.runs:
-                if drawn.job in ("", run.job) and (value := drawn.value(run)) is not None:
-                    family.add_metric([run.view] if drawn.job else [run.job, run.view], value)
+                if each.job in ("", run.job) and (value := each.value(run)) is not None:
+                    family.add_metric([run.view] if each.job else [run.job, run.view], value)
             yield family
         left = GaugeMetricFamily(*_LEFT, labels=["view", "reason"])
         for run in self.runs:
@@ -250,35 +222,51 @@ class _Upkeep(Collector):
         yield left
 
 
+class FoldFigures(NamedTuple):
+    """Figures of one fold rule."""
+
+    rule: str
+    input: int
+    new: int
+    premature: int
+    pending: int
+    reasons: Mapping[str, int]
+    """Emitted folds by reason."""
+    ratio: float | None
+    frontier_ms: int | None
+
+
 _OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldFigures], float | None]], ...] = (
     ("tailrace_fold_inputs", "Events that the rule has folded", "counter", lambda f: f.input),
-    ("tailrace_fold_new", "Events whose group held nothing when they came", "counter", lambda f: f.new),
+    ("tailrace_fold_new", "Events whose group had no open fold", "counter", lambda f: f.new),
     (
         "tailrace_fold_premature",
         "Folds that would have been one with the fold before, had the quiet period been twice as long",
         "counter",
         lambda f: f.premature,
     ),
-    ("tailrace_fold_pending", "Groups that hold folds", "gauge", lambda f: f.pending),
-    ("tailrace_fold_ratio", "1 - folds given out per event; missing before the first one", "gauge", lambda f: f.ratio),
+    ("tailrace_fold_pending", "Groups with open folds", "gauge", lambda f: f.pending),
+    ("tailrace_fold_ratio", "1 - emitted folds per event; missing before the first one", "gauge", lambda f: f.ratio),
     (
         "tailrace_fold_frontier_lag_seconds",
-        "How far the time at which the rule's folds were last settled is behind the clock; only while it holds some",
+        "How far the watermark of the rule's folds is behind the clock; only while it has open folds",
         "gauge",
         lambda f: max(0.0, time.time() - f.frontier_ms / 1000) if f.pending and f.frontier_ms is not None else None,
     ),
 )
-_EMITTED = "tailrace_fold_emitted", "Folds given out, by reason"
+
+
+_EMITTED = "tailrace_fold_emitted", "Emitted folds, by reason"
 
 
 class FoldMetrics(Figures):
-    """What the rules of folds have done, and what they hold."""
+    """Metrics of fold rules."""
 
     figures: Sequence[FoldFigures] | None
 
     def collect(self) -> Iterator[Metric]:
         for name, about, kind, value_of in _OF_FOLDS:
-            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, about, labels=["rule"])
+            family = _family(kind, name, about, ["rule"])
             for figures in self.figures or ():
                 if (value := value_of(figures)) is not None:
                     family.add_metric([figures.rule], value)
@@ -290,16 +278,25 @@ class FoldMetrics(Figures):
         yield emitted
 
 
+class SearchFigures(NamedTuple):
+    """Figures of all searches."""
+
+    alive: int = 0
+    followers: int = 0
+    scanning: int = 0
+    processes: int = 0
+
+
 _OF_SEARCHES = {
-    "alive": ("tailrace_searches", "Searches that the pipeline asks of every record"),
+    "alive": ("tailrace_searches", "Searches that the pipeline matches against every record"),
     "followers": ("tailrace_search_followers", "Connections that follow a search, of all service processes"),
     "scanning": ("tailrace_search_scans", "Stretches of the past that are still to be scanned"),
-    "processes": ("tailrace_service_processes", "Service processes that have said lately that they are alive"),
+    "processes": ("tailrace_service_processes", "Service processes with a recent heartbeat"),
 }
 
 
 class SearchMetrics(Figures):
-    """What there is of searches; nothing is shown while it is not known."""
+    """Metrics of searches."""
 
     figures: SearchFigures | None
 
@@ -311,14 +308,22 @@ class SearchMetrics(Figures):
             yield family
 
 
+class ReaderFigures(NamedTuple):
+    """Lag of a named reader of tags."""
+
+    reader: str
+    tags: str
+    lag_s: float
+
+
 _READER_LAG = (
     "tailrace_tag_reader_lag_seconds",
-    "How old the last event of a named reader of tags is; 0 when there is nothing behind it",
+    "Age of the last event that a named reader of tags has read; 0 if nothing follows it",
 )
 
 
 class ReaderMetrics(Figures):
-    """How far readers of tags that have a name are behind."""
+    """Metrics of named readers of tags."""
 
     figures: Sequence[ReaderFigures] | None
 
