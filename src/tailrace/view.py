@@ -36,11 +36,9 @@ class View(ABC):
     def plan(self, settings: Settings) -> ViewPlan:
         """Return what Spark tasks must know of this view; its ``writer`` makes the writer."""
 
-    def driver(self, settings: Settings) -> ViewDriver:
-        """Return the hooks of this view for one start of the driver."""
-        from tailrace.driver.hooks import ViewDriver
-
-        return ViewDriver(self.plan(settings))
+    def driver(self, settings: Settings) -> ViewDriver | None:
+        """Return the hooks of this view for one start of the driver; None for the defaults."""
+        return None
 
     def retire(self, start: Start) -> None:
         """Settle what the store still holds for a view that the settings no longer use."""

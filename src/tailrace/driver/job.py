@@ -150,7 +150,7 @@ class Driver:
                 fence(shards, self.views, self._epoch)
             self._epoch = enlist(shards, self.views)
             start = Start(settings, shards, self._epoch)
-            views = [view.driver(settings) for view in self._views]
+            views = [view.driver(settings) or ViewDriver(view.plan(settings)) for view in self._views]
             if self._owner:
                 views.insert(0, ViewDriver(IntakePlan()))
                 for unused in self._unused:

@@ -44,7 +44,7 @@ class Intake(Writer):
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return one window for the source's home shard."""
-        home = home_of(records.source, self._shards)
+        home = home_of(records.partition, self._shards)
         begin = bisect_right(records.offsets, marks[home])
         if begin == len(records):
             return []
@@ -102,15 +102,15 @@ class Host:
             return self.take(batch.slice(0, half)) + self.take(batch.slice(half))
         pending: list[_Pending] = []
         for records in slices(batch, self._plan.generations, self._plan.limits):
-            if records.source.generation < 0:
+            if records.partition.generation < 0:
                 raise PipelineError(
-                    f"topic {records.source.topic!r} came back: the driver gives it a new generation first"
+                    f"topic {records.partition.topic!r} came back: the driver gives it a new generation first"
                 )
             pending += [_Pending(view, records) for view in self._views]
         for waiting in pending:
             if waiting.view.keeps_times:
                 # Another process may have gone on since: a mark that did not move has the time of long ago.
-                self._places.pop((waiting.view.name, str(waiting.records.source)), None)
+                self._places.pop((waiting.view.name, str(waiting.records.partition)), None)
         self._remember(pending)
         for attempt in range(MAX_REFUSALS):
             for view in self._views:
@@ -124,12 +124,12 @@ class Host:
         raise StoreError("marks keep moving under this task: is another driver of the same epoch at work?")
 
     def _place(self, waiting: _Pending) -> AppliedMarks:
-        known = self._places[waiting.view.name, str(waiting.records.source)]
+        known = self._places[waiting.view.name, str(waiting.records.partition)]
         return AppliedMarks(known.marks, known.times)
 
     def _remember(self, pending: Sequence[_Pending]) -> None:
         """Read the marks, and the times kept with them, of sources that this process has not seen yet."""
-        wanted = {(p.view.name, str(p.records.source)) for p in pending} - self._places.keys()
+        wanted = {(p.view.name, str(p.records.partition)) for p in pending} - self._places.keys()
         keys, count = self._shards.keys, self._plan.store.shards
         by_view: dict[str, list[str]] = {}
         for view, source in wanted:
@@ -161,7 +161,7 @@ class Host:
                 told.append((waiting, window))
         moved: set[tuple[str, str]] = set()
         for (waiting, window), answer in zip(told, self._shards.call_all(calls), strict=True):
-            known = self._places[waiting.view.name, str(waiting.records.source)]
+            known = self._places[waiting.view.name, str(waiting.records.partition)]
             verdict = answer[0]
             if verdict == b"ok":
                 known.marks[window.shard] = window.end
@@ -169,7 +169,7 @@ class Host:
                     known.times[window.shard] = window.time, window.end
             elif verdict in (b"moved", b"conflict"):
                 if verdict == b"moved" or waiting.view.keeps_times:
-                    moved.add((waiting.view.name, str(waiting.records.source)))
+                    moved.add((waiting.view.name, str(waiting.records.partition)))
                 refused[id(waiting)] = waiting
                 waiting.view.refused(window, int(answer[1]) if verdict == b"moved" else known.marks[window.shard])
             elif verdict == b"stale":
@@ -191,7 +191,7 @@ class Host:
 
     def _arguments(self, waiting: _Pending, window: Window, seen: int) -> list[Arg]:
         plan, view = self._plan, waiting.view
-        head: list[Arg] = [view.name, plan.epoch, str(waiting.records.source), seen, window.end]
+        head: list[Arg] = [view.name, plan.epoch, str(waiting.records.partition), seen, window.end]
         return [*head, view.span_ms, view.future_ms, plan.tail_length, *window.items]
 
 

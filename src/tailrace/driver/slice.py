@@ -55,7 +55,7 @@ class RecordLimits(msgspec.Struct, frozen=True):
 class Slice(msgspec.Struct, frozen=True):
     """Records of one source ``values`` has None for tombstones, ``poison`` names what is unreadable."""
 
-    source: Partition
+    partition: Partition
     offsets: list[int]
     times: list[int]
     keys: list[bytes | None]
@@ -69,8 +69,8 @@ class Slice(msgspec.Struct, frozen=True):
     def record(self, row: int) -> Record:
         """Return what queries may ask of a record beside its value, as every frame shows it."""
         return Record(
-            self.source.topic,
-            self.source.partition,
+            self.partition.topic,
+            self.partition.partition,
             self.offsets[row],
             self.times[row],
             _plain(key_json(self.keys[row])),
@@ -229,9 +229,9 @@ def dead_letter(records: Slice, i: int, reason: str, topic: str, **more: object)
     if key is not None and len(key) > MAX_QUOTED:
         key = None  # a letter must be small enough for any topic; the record is in Kafka
     letter: dict[str, object] = {
-        "id": event_id(records.source, records.offsets[i]),
-        "topic": records.source.topic,
-        "partition": records.source.partition,
+        "id": event_id(records.partition, records.offsets[i]),
+        "topic": records.partition.topic,
+        "partition": records.partition.partition,
         "offset": records.offsets[i],
         "time": iso_time(records.times[i]),
         "reason": reason,
@@ -245,7 +245,7 @@ def dead_letter(records: Slice, i: int, reason: str, topic: str, **more: object)
         letter["value_base64"] = b64encode(quoted).decode()
     if len(quoted) < len(value):
         letter["truncated"] = True
-    return ["O", event_id(records.source, records.offsets[i]), topic, key or b"", _encode(letter), b""]
+    return ["O", event_id(records.partition, records.offsets[i]), topic, key or b"", _encode(letter), b""]
 
 
 MAX_QUOTED = 64 << 10

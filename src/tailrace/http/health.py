@@ -205,7 +205,7 @@ class Health:
     @property
     def _wanted(self) -> tuple[str, ...]:
         """The views that somebody has to write."""
-        return self._service.settings.live_views
+        return self._service.views
 
     @property
     def _views(self) -> tuple[str, ...]:

@@ -50,6 +50,9 @@ class Service:
         self.nodes = Nodes(StoreOptions.of(settings.valkey))
         self.topics = TopicWriter(settings, self.nodes)
         self.started = time.time()
+        used = [view.name for view in views if view.is_used(settings)]
+        self.views = tuple(dict.fromkeys((*settings.live_views, *used)))
+        """Names of the views that are written."""
         self.parts: dict[str, ViewService] = {
             view.name: part for view in views if (part := view.open(self)) is not None
         }

@@ -265,7 +265,7 @@ def kafka_places(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterato
     tally: Tally[tuple[str, str, int]] = Tally()
     for found in kept(work, batches):
         records = found.records
-        source, headers = str(records.source), records.headers
+        source, headers = str(records.partition), records.headers
         offsets, times, keys, values = records.offsets, records.times, records.keys, records.values
         for i, _, name in found.rows:
             head = headers[i] if headers is not None else None

@@ -251,7 +251,7 @@ def routed(work: Assignment, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
     types = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.binary()]
     for found in kept(work, batches):
         records, rows = found.records, found.rows
-        source, heads = str(records.source), records.headers
+        source, heads = str(records.partition), records.headers
         at = [i for i, _, _ in rows]
         bodies: dict[int, bytes] = {}
         for i in at:

@@ -461,7 +461,7 @@ def kept(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[Histor
     view, wanted = work.make_view(), work.wanted.test()
     for batch in batches:
         for records in slices(batch, work.plan.generations, work.plan.limits):
-            last = [bounds.get(records.source, (0, NOTHING))[1] for bounds in work.extent.shards]
+            last = [bounds.get(records.partition, (0, NOTHING))[1] for bounds in work.extent.shards]
             offsets = records.offsets
             tagged = view.tagged(records) if isinstance(view, TagsWriter) else {}
             rows = [row for row in _named(view, records, tagged) if offsets[row[0]] <= last[row[1]] and wanted(row[2])]
@@ -483,7 +483,7 @@ def _is_cleaned(work: Assignment, records: Slice, row: tuple[int, int, str], tag
     """Whether an event is of a source that was taken out of the tag, up to where it was."""
     at, _, tag = row
     gone = work.erasures.get(tag, {}).get(tagged[at].source)
-    return gone is not None and gone.covers(str(records.source), records.offsets[at])
+    return gone is not None and gone.covers(str(records.partition), records.offsets[at])
 
 
 @contextmanager

@@ -271,7 +271,7 @@ class HandScanner(CountedScanner):
             rows = [i for i, v in enumerate(r.values) if v is not None and (passes is None or passes(r.keys[i], v))]
             yield (
                 Slice(
-                    r.source,
+                    r.partition,
                     [r.offsets[i] for i in rows],
                     [r.times[i] for i in rows],
                     [r.keys[i] for i in rows],

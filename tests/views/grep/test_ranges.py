@@ -18,7 +18,7 @@ def read(site: Site, ranges: dict[str, tuple[int, int]], wanted: bytes | None = 
     size = 0
     for records, read_bytes in RangeReader({"bootstrap.servers": site.kafka, "log_level": 0})(ranges, passes):
         size += read_bytes
-        found += [] if records is None else [f"{records.source}:{offset}" for offset in records.offsets]
+        found += [] if records is None else [f"{records.partition}:{offset}" for offset in records.offsets]
     return found, size
 
 

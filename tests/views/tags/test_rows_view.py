@@ -65,10 +65,10 @@ def die_before_the_mark(writer: Writer, records: list[Record], most: int) -> Non
     marks, shards = read_marks(writer.shards, "tags"), writer.plan.store.shards
     for part in slices(batch(records), {}, writer.plan.limits):
         answers = writer.shards.run_all(
-            [(s, ("HGET", writer.shards.keys.times(s, "tags"), str(part.source))) for s in range(shards)]
+            [(s, ("HGET", writer.shards.keys.times(s, "tags"), str(part.partition))) for s in range(shards)]
         )
         times = [(-(1 << 53), -1) if a is None else (int(a.split()[0]), int(a.split()[1])) for a in answers]
-        place = AppliedMarks([shard.get(part.source, -1) for shard in marks], times)
+        place = AppliedMarks([shard.get(part.partition, -1) for shard in marks], times)
         view.load(writer.shards, [(part, place)])
         view.store(view.cut(part, list(place.marks))[:most])
 

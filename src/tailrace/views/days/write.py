@@ -124,7 +124,7 @@ class DaysWriter(Writer):
 
     def _window(self, records: Slice, begin: int, end: int, marks: Sequence[int]) -> list[Window] | None:
         """Group one range of rows by shard and name; None when a shard would get too much in one call."""
-        home = home_of(records.source, self._shards)
+        home = home_of(records.partition, self._shards)
         groups: list[dict[str, list[int]]] = [{} for _ in range(self._shards)]
         skipped: dict[str, int] = {}
         sizes = [0] * self._shards
@@ -236,7 +236,7 @@ def _encode_rows(records: Slice, rows: list[int]) -> bytes:
     keys = [records.keys[i] for i in rows]
     return encode(
         Run.of(
-            records.source,
+            records.partition,
             [offsets[i] for i in rows],
             [times[i] for i in rows],
             keys[:1] if keys.count(keys[0]) == len(keys) else keys,

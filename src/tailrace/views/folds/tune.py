@@ -522,7 +522,7 @@ def _read_inputs(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[
     for batch in batches:
         for records in slices(batch, {}, work.limits):
             totals[RECORD_COUNT] += len(records)
-            source, times = records.source, records.times
+            source, times = records.partition, records.times
             if arrival:
                 times = list(accumulate(times, max, initial=newest.get(source, times[0])))[1:]
                 newest[source] = times[-1]

@@ -84,10 +84,10 @@ class InputReader:
         passed_on: list[tuple[int, int]] = []
         times = records.times if max(records.times) <= now_ms else [min(t, now_ms) for t in records.times]
         arrivals = arrivals_of(records.offsets, times, place)
-        source, offsets, poison = str(records.source), records.offsets, records.poison
+        source, offsets, poison = str(records.partition), records.offsets, records.poison
         chosen = [
             (n, self.rulings[n], arrivals if self.rulings[n].rule.clock == "arrival" else times)
-            for n in self._rules_of(records.source.topic)
+            for n in self._rules_of(records.partition.topic)
         ]
         total = 0
         for i, value in enumerate(records.values):
@@ -251,7 +251,7 @@ class FoldsWriter(Writer):
 
     def _windows(self, looked: SliceInputs, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
         records = looked.records
-        home = home_of(records.source, self._shards)
+        home = home_of(records.partition, self._shards)
         first, last, newest = records.offsets[begin], records.offsets[end - 1], looked.arrivals[end - 1]
         whole = first == records.offsets[0] and end == len(records)
         inputs: list[dict[tuple[int, bytes], Inputs]] = [{} for _ in range(self._shards)]
@@ -344,7 +344,7 @@ def _premature(finished: Sequence[ClosedFold], clumps: Sequence[Clump], quiet_ms
 
 
 def _raw_event(records: Slice, row: int, rule: Rule) -> list[Arg]:
-    id_ = f"raw:{rule.name}:{event_id(records.source, records.offsets[row])}"
+    id_ = f"raw:{rule.name}:{event_id(records.partition, records.offsets[row])}"
     headers = records.headers[row] if records.headers is not None else None
     value, key = records.values[row] or b"", records.keys[row] or b""
     return ["O", id_, rule.raw, key, value, _encode_headers(headers) if headers else b""]

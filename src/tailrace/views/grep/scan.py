@@ -351,7 +351,7 @@ class _Task:
         self._shards.close()
 
     def take(self, records: Slice) -> None:
-        label, limits = str(records.source), self._plan.limits
+        label, limits = str(records.partition), self._plan.limits
         found = self._standing.find(records)
         for due in self._dues:
             if label in due.ranges and due.life.name in found:
@@ -367,8 +367,8 @@ class _Task:
         shard = shard_of(name, self._plan.store.shards)
         # Matches that are close together are read from Kafka as well as from here.
         if self._grep.kept_bytes and records.offsets[rows[-1]] - records.offsets[rows[0]] >= DENSE * (len(rows) - 1):
-            home = home_of(records.source, self._plan.store.shards)
-            shelf = due.stretch.mark(records.source)
+            home = home_of(records.partition, self._plan.store.shards)
+            shelf = due.stretch.mark(records.partition)
             most = self._grep.kept_bytes // len(due.stretch.ranges)  # a stretch keeps no more than a partition does
             keep_records(self._shards, [kept_records(records, {name: rows}, home, shelf)], most, KEPT_MS)
         for _ in range(MAX_REFUSALS):
@@ -378,7 +378,7 @@ class _Task:
 
     def _append(self, due: DueRange, records: Slice, shard: int, names: Mapping[str, list[int]]) -> bool:
         """Append what is not appended yet; False if another one was faster, and it must be cut again."""
-        plan, source = self._plan, due.stretch.mark(records.source)
+        plan, source = self._plan, due.stretch.mark(records.partition)
         mark = self._marks.get((shard, source))
         if mark is None:
             [stored] = self._shards.run_all([(shard, ("HGET", self._shards.keys.marks(shard, VIEW), source))])

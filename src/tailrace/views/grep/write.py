@@ -149,9 +149,9 @@ class GrepWriter(Writer):
         if self._registry.refresh(shards):
             self._standing.clear()
             self._topics = {name: life.search.topic_pattern() for name, life in self._registry.lives.items()}
-        self._found = {id(records): (records, self.over(records.source.topic).find(records)) for records, _ in work}
+        self._found = {id(records): (records, self.over(records.partition.topic).find(records)) for records, _ in work}
         kept = [
-            kept_records(records, found, home_of(records.source, self._shards), str(records.source))
+            kept_records(records, found, home_of(records.partition, self._shards), str(records.partition))
             for records, found in self._found.values()
             if found
         ]
@@ -182,7 +182,7 @@ def kept_records(records: Slice, found: Mapping[str, list[int]], shard: int, she
     """Return all records that anybody matched, as they are kept."""
     rows = sorted(set().union(*found.values()))
     run = Run.of(
-        records.source,
+        records.partition,
         [records.offsets[i] for i in rows],
         [records.times[i] for i in rows],
         [records.keys[i] for i in rows],
@@ -220,5 +220,5 @@ def matches_as_run(records: Slice, rows: Sequence[int]) -> Run:
     """Return matches as a run: the coordinates and times of records, and their sizes for values."""
     values: list[Any] = [b"%d" % len(records.values[i] or b"") for i in rows]
     return Run.of(
-        records.source, [records.offsets[i] for i in rows], [records.times[i] for i in rows], [None], None, values
+        records.partition, [records.offsets[i] for i in rows], [records.times[i] for i in rows], [None], None, values
     )

@@ -145,10 +145,12 @@ class SessionsWriter(Writer):
         self._store = store = SessionStore(shards, self._plan.store, self._clock)
         former, self._names, self._states, self._streams = self._names, {}, {}, {}
         for records, _ in work:
-            if records.source.topic in self._topics:
+            if records.partition.topic in self._topics:
                 names = former.get(id(records))
                 self._names[id(records)] = names if names and names.records is records else _names_in(records)
-        wanted = [(self._stream_of(names.records), str(names.records.source), names) for names in self._names.values()]
+        wanted = [
+            (self._stream_of(names.records), str(names.records.partition), names) for names in self._names.values()
+        ]
         if not wanted:
             return
         requests = [(stream, writer, (*names.identities, _notes_name(writer))) for stream, writer, names in wanted]
@@ -165,14 +167,14 @@ class SessionsWriter(Writer):
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice. Call after ``load``; the writes are remembered for the slices after it."""
-        home = home_of(records.source, self._shards)
+        home = home_of(records.partition, self._shards)
         state = self._states.get(id(records))
         if state is None:
             return _uncovered(records, home, marks[home])
         known = self._streams[state.stream]
         recorder = Recorder(
             state.stream,
-            str(records.source),
+            str(records.partition),
             known.sessions,
             known.elsewhere,
             self._catalogue,
@@ -208,11 +210,11 @@ class SessionsWriter(Writer):
         return [window for window, is_written in zip(drafted, written, strict=True) if not is_written]
 
     def _stream_of(self, records: Slice) -> str:
-        return self._plan.stream_of(records.source.topic, records.source.partition)
+        return self._plan.stream_of(records.partition.topic, records.partition.partition)
 
     def _window(self, builder: _WindowBuilder, recorder: Recorder, known: Known) -> Window:
         """End a window: the counts of the home shard, and the draft for the stream."""
-        stream, writer, end = builder.state.stream, str(builder.records.source), builder.end
+        stream, writer, end = builder.state.stream, str(builder.records.partition), builder.end
         drafts: list[StreamDraft] = []
         if end > builder.mark:
             draft = known.draft(stream, writer, builder.mark, end, recorder.write())

@@ -145,7 +145,9 @@ class TagsWriter(Writer):
             for shard, (ms, _) in enumerate(applied.times)
             if ms == LONG_AGO[0]
         ]
-        floors = introduce_partitions(shards, self._epoch, [(shard, [str(records.source)]) for shard, records in new])
+        floors = introduce_partitions(
+            shards, self._epoch, [(shard, [str(records.partition)]) for shard, records in new]
+        )
         for (shard, records), (ms,) in zip(new, floors, strict=True):
             self._floors[id(records)][shard] = ms
 
@@ -166,7 +168,7 @@ class TagsWriter(Writer):
                     continue
                 share = shares.get(shard)
                 if share is None:
-                    share = shares[shard] = _ShardWindow(records.source, floors[shard])
+                    share = shares[shard] = _ShardWindow(records.partition, floors[shard])
                 share.add(i, offsets[i], times[i], event, tags, self._progress, latest)
                 share.size += len(tags) * len(values[i] or b"")
                 is_full = is_full or self._is_full(share)
@@ -216,7 +218,7 @@ class TagsWriter(Writer):
         tagged: dict[int, TaggedEvent] = {}
         skipped: dict[int, str] = {}
         tagger = self._tagger
-        is_wanted, asks_record, read = tagger.wants(records.source.topic), tagger.asks_record, tagger.read
+        is_wanted, asks_record, read = tagger.wants(records.partition.topic), tagger.asks_record, tagger.read
         for i, value in enumerate(records.values):
             if value is None:
                 skipped[i] = "tombstone"
@@ -254,7 +256,7 @@ class TagsWriter(Writer):
         self, tagged: _TaggedSlice, shares: dict[int, _ShardWindow], begin: int, end: int, marks: Sequence[int]
     ) -> list[Window]:
         records = tagged.records
-        home, last = home_of(records.source, self._shards), records.offsets[end - 1]
+        home, last = home_of(records.partition, self._shards), records.offsets[end - 1]
         floors = self._floors[id(records)]
         windows: list[Window] = []
         for shard in {*shares, home}:
@@ -317,7 +319,7 @@ class TagsWriter(Writer):
         offsets, times = [records.offsets[i] for i in rows], [records.times[i] for i in rows]
         keys = [records.keys[i] for i in rows]
         run = Run.of(
-            records.source,
+            records.partition,
             offsets,
             times,
             keys[:1] if keys.count(keys[0]) == len(keys) else keys,
@@ -346,11 +348,11 @@ class TagsWriter(Writer):
                 tag=tag,
                 bucket_ms=bucket_start(ms, span),
                 span_ms=span,
-                timeuuid=make_timeuuid(ms, records.offsets[i], records.source),
+                timeuuid=make_timeuuid(ms, records.offsets[i], records.partition),
                 source=event.source,
                 tag_seq=number,
                 seq=event.seq,
-                partition=records.source,
+                partition=records.partition,
                 offset=records.offsets[i],
                 time_ms=records.times[i],
                 key=records.keys[i],
