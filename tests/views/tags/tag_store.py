@@ -10,8 +10,9 @@ import msgspec
 from tailrace.log.event import Partition
 from tailrace.log.timeuuid import make_timeuuid, order
 from tailrace.views.tags.model import SourceProgress, timeuuid_ms
-from tailrace.views.tags.rows.cursor import GapTimeouts, ReadSettings, TagPosition
-from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading
+from tailrace.views.tags.rows.cursor import TagPosition
+from tailrace.views.tags.rows.gaps import GapTimeouts, ReadSettings
+from tailrace.views.tags.rows.reading import DeliveredRow, LostNumbers, Reading
 
 NEVER = -(1 << 53)
 T0 = 1_800_000_000_000
@@ -115,7 +116,7 @@ class Store:
 def quiet(waits: GapTimeouts | None = None, **changes: int | None) -> ReadSettings:
     """Ways to read that look back only when they are told to."""
     given: dict[str, int | None] = {"short_ms": None, "long_ms": None, "delay_ms": 0, **changes}
-    return ReadSettings(waits=waits or GapTimeouts(), **given)  # type: ignore[arg-type]
+    return ReadSettings(timeouts=waits or GapTimeouts(), **given)  # type: ignore[arg-type]
 
 
 class Reader:
@@ -124,13 +125,13 @@ class Reader:
     def __init__(self, store: Store, start: TagPosition, reads: ReadSettings, *, from_beginning: bool = False) -> None:
         self.store = store
         self.reading: Reading[Row] = Reading(start, reads, from_beginning=from_beginning, now_ms=store.now)
-        self.out: list[Emitted[Row] | LostNumbers] = []
+        self.out: list[DeliveredRow[Row] | LostNumbers] = []
         self._next: tuple[int, str, int] | UUID | None = None
         self._to = start.low
 
     @property
     def rows(self) -> list[Row]:
-        return [each.row for each in self.out if isinstance(each, Emitted)]
+        return [each.row for each in self.out if isinstance(each, DeliveredRow)]
 
     @property
     def lost(self) -> list[LostNumbers]:
@@ -148,12 +149,12 @@ class Reader:
         if between is not None:
             store.apply(between, 2)
         self._next, self._to = reading.begin(dict(store.marks), floors, store.now, until)
-        for look in reading.looks(store.now):
+        for look in reading.searches(store.now):
             seen = store.read(look.after, look.to)
             self._meet(seen)
-            wanted = reading.spot(seen)
-            self.out += reading.late([each for each in seen if each in wanted], store.now)
-        reading.looked()
+            wanted = reading.find_missed(seen)
+            self.out += reading.take_missed([each for each in seen if each in wanted], store.now)
+        reading.searched()
 
     def page(self, size: int) -> bool:
         """Read a page; whether there was none left."""
@@ -166,13 +167,13 @@ class Reader:
             self._next = None
             return True
         self._meet(rows)
-        self.out += self.reading.page(rows, store.now)
+        self.out += self.reading.take_page(rows, store.now)
         self._next = order(rows[-1].timeuuid), rows[-1].source, rows[-1].tag_seq
         return False
 
     def _meet(self, rows: list[Row]) -> None:
-        strange = self.reading.strangers(rows)
-        self.reading.admit(strange - self.store.marks.keys() - self.store.times.keys())
+        strange = self.reading.unknown_partitions(rows)
+        self.reading.add_unmarked(strange - self.store.marks.keys() - self.store.times.keys())
 
     def poll(self, size: int = 3, until: UUID | None = None) -> list[str]:
         """Read all that is to be read; return what came, as p1:2."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
-from tailrace.views.tags.rows.cursor import BEGIN, GapTimeouts, TagPosition
+from tailrace.views.tags.rows.cursor import BEGIN, TagPosition
+from tailrace.views.tags.rows.gaps import GapTimeouts
 from tests.views.tags.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
 MINUTE = 60_000
@@ -114,7 +115,7 @@ def test_g_09_a_number_that_was_delivered_is_not_delivered_again() -> None:
 
 
 def test_g_10_a_source_that_was_forgotten_is_a_new_one() -> None:
-    live = Live(since_ms=0, known=1)
+    live = Live(since_ms=0, known_sources=1)
     live.put(("p1", 1, 10), ("p2", 1, 20))
     assert live.poll() == ["p1:1", "p2:1"]
     live.put(("p1", 2, 30))
@@ -300,12 +301,12 @@ def test_events_that_share_a_stamp_are_all_delivered_also_from_the_cursor_betwee
     live.store.put(*same)
     assert live.poll() == ["a:1", "b:1", "c:1"]
     for i, each in enumerate(live.reader.out):
-        resumed = Reader(live.store, each.part, quiet())
+        resumed = Reader(live.store, each.position, quiet())
         assert resumed.poll(1) == ["a:1", "b:1", "c:1"][i + 1 :]
 
 
 def test_too_much_that_is_held_stops_the_reading_until_it_is_settled() -> None:
-    live = Live(held=2)
+    live = Live(max_held=2)
     live.put(("a", 1, 1), ("a", 3, 3), ("a", 4, 4), ("a", 5, 5), ("b", 1, 6))
     assert live.poll() == ["a:1"]
     live.put(("a", 2, 2))

@@ -18,7 +18,8 @@ from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.cursor import BEGIN, ReadSettings, TagPosition, TagRow
+from tailrace.views.tags.rows.cursor import BEGIN, TagPosition
+from tailrace.views.tags.rows.gaps import ReadSettings, TagRow
 from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.reading import Reading
 from tailrace.views.tags.rows.store import RowKey
@@ -216,14 +217,14 @@ def test_B_13_a_look_back_goes_no_further_than_the_start_of_the_bucket_before(
         ReadSettings(delay_ms=0, short_ms=10, short_period_ms=1, long_ms=10, long_period_ms=period_ms),
     ):
         reading = _stands_at(at, reads)
-        (look,) = reading.looks(at + 1_000)
+        (look,) = reading.searches(at + 1_000)
         assert (ms_of(look.after), ms_of(look.to)) == (at - back_ms - 1, at)
-        assert reading.looks(at + 1_001) == []
-        assert len(reading.looks(at + 1_010)) == 1
-        assert len(reading.looks(at - 10 * HOUR)) == 1, "the clock was set back"
-        assert reading.looks(at - 10 * HOUR + 9) == []
+        assert reading.searches(at + 1_001) == []
+        assert len(reading.searches(at + 1_010)) == 1
+        assert len(reading.searches(at - 10 * HOUR)) == 1, "the clock was set back"
+        assert reading.searches(at - 10 * HOUR + 9) == []
     never = _stands_at(at, ReadSettings(delay_ms=0, short_ms=None, long_ms=None))
-    assert never.looks(at + 1_000 * HOUR) == []
+    assert never.searches(at + 1_000 * HOUR) == []
 
 
 def test_B_13_a_look_back_does_not_go_before_the_start_of_the_feed() -> None:
@@ -231,7 +232,7 @@ def test_B_13_a_look_back_does_not_go_before_the_start_of_the_feed() -> None:
     reading = _stands_at(
         at, ReadSettings(delay_ms=0, short_ms=10, short_period_ms=None), TagPosition(last_of(at - MINUTE))
     )
-    (look,) = reading.looks(at + 1_000)
+    (look,) = reading.searches(at + 1_000)
     assert look.after == last_of(at - MINUTE)
 
 
@@ -243,8 +244,8 @@ def _stands_at(ms: int, reads: ReadSettings, start: TagPosition | None = None) -
         tag="green", bucket_ms=0, timeuuid=make_timeuuid(ms, 0, place), source="p", tag_seq=1, partition=place, offset=0
     )
     reading.begin({}, {}, ms)
-    reading.admit({place})
-    assert len([*reading.page([row], ms), *reading.finish(ms)]) == 1
+    reading.add_unmarked({place})
+    assert len([*reading.take_page([row], ms), *reading.finish(ms)]) == 1
     return reading
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
 from tailrace.log.timeuuid import make_timeuuid
-from tailrace.views.tags.rows.cursor import BEGIN, GapTimeouts, ReadSettings, TagCursor, TagPosition, hashed
-from tailrace.views.tags.rows.reading import Emitted, Reading
+from tailrace.views.tags.rows.cursor import BEGIN, TagCursor, TagPosition, hashed
+from tailrace.views.tags.rows.gaps import GapTimeouts, ReadSettings
+from tailrace.views.tags.rows.reading import DeliveredRow, Reading
 from tests.views.tags.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
 START = TagPosition(BEGIN)
@@ -63,7 +64,7 @@ def _histories(draw: st.DrawFn) -> list[tuple[Any, ...]]:
 _reads = st.builds(
     ReadSettings,
     delay_ms=st.sampled_from([0, 50, 5_000, None]),
-    known=st.sampled_from([1, 2, 100]),
+    known_sources=st.sampled_from([1, 2, 100]),
     room=st.sampled_from([4, 5, 30]),
     short_ms=st.sampled_from([None, 1_000]),
     long_ms=st.sampled_from([None, 120_000]),
@@ -72,7 +73,7 @@ _reads = st.builds(
 
 def _again(part: TagPosition) -> TagPosition:
     """The part as it comes back in a cursor."""
-    return TagCursor.parse(str(TagCursor((part,))), 1).parts[0]
+    return TagCursor.parse(str(TagCursor((part,))), 1).positions[0]
 
 
 def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tuple[Store, Reader, list[Row]]:
@@ -81,7 +82,7 @@ def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tupl
     if with_others:
         # What others wrote says nothing of a place that comes as the first, nor of a source that was forgotten.
         store.times.update(dict.fromkeys(PLACES, 0))
-        reads = msgspec.structs.replace(reads, known=100)
+        reads = msgspec.structs.replace(reads, known_sources=100)
     reader, before = Reader(store, START, reads, from_beginning=True), list[Row]()
     for name, *given_ in ops:
         match name:
@@ -107,7 +108,7 @@ def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tupl
                 reader.poll(given_[0])
             case "restart":
                 before += reader.rows
-                reader = Reader(store, _again(reader.reading.part()), reads)
+                reader = Reader(store, _again(reader.reading.position()), reads)
     return store, reader, before
 
 
@@ -154,13 +155,13 @@ def test_a_reader_that_begins_at_any_cursor_gets_exactly_the_rest_also_what_was_
     store, reader, _ = _run([op for op in ops if op[0] != "restart"], reads, with_others)
     store.apply_all()
     _drain(store, reader)
-    got = [each for each in reader.out if isinstance(each, Emitted)]
+    got = [each for each in reader.out if isinstance(each, DeliveredRow)]
     for i, each in enumerate(got):
-        text = str(TagCursor((each.part,)))
+        text = str(TagCursor((each.position,)))
         assert len(text) <= 4096
-        resumed = Reader(store, TagCursor.parse(text, 1).parts[0], reads)
+        resumed = Reader(store, TagCursor.parse(text, 1).positions[0], reads)
         _drain(store, resumed)
-        if each.part.reached:
+        if each.position.reached:
             event("above the low-water stamp")
         _check([e.row for e in got[: i + 1]] + resumed.rows, store)
 
@@ -188,16 +189,16 @@ def test_what_somebody_else_writes_in_any_order_comes_once_in_its_source_s_order
     gapless = {(p, n) for p, n in present if all((p, m) in present for m in range(1, n))}
     _in_order(reader.rows)
     assert {(each.source, each.tag_seq) for each in reader.rows} <= gapless
-    got = [each for each in reader.out if isinstance(each, Emitted)]
+    got = [each for each in reader.out if isinstance(each, DeliveredRow)]
     for i, each in enumerate(got):
-        resumed = Reader(store, _again(each.part), reads)
+        resumed = Reader(store, _again(each.position), reads)
         resumed.poll()
         resumed.poll()
         again = [e.row for e in got[: i + 1]] + resumed.rows
         for pid in "ab":
             numbers = [e.tag_seq for e in again if e.source == pid]
             assert numbers == sorted(set(numbers))
-            if hashed(pid) in {o.source for o in each.part.open}:
+            if hashed(pid) in {o.source for o in each.position.open}:
                 event("was open")
                 _in_order([e for e in again if e.source == pid])
                 assert {(pid, n) for n in numbers} == {each for each in gapless if each[0] == pid}
@@ -214,6 +215,6 @@ def test_two_events_that_got_one_number_both_go_out_and_not_again() -> None:
     reading: Reading[Row] = Reading(START, ReadSettings(delay_ms=0), now_ms=T0 + 10)
     marks, floors = {p: 1, q: 0}, {p: T0 + 5, q: T0 + 5}
     reading.begin(marks, floors, T0 + 10)
-    out = reading.page(rows, T0 + 10) + reading.finish(T0 + 10)
-    assert [each.row for each in out if isinstance(each, Emitted)] == rows
-    assert reading.spot(rows) == []
+    out = reading.take_page(rows, T0 + 10) + reading.finish(T0 + 10)
+    assert [each.row for each in out if isinstance(each, DeliveredRow)] == rows
+    assert reading.find_missed(rows) == []

@@ -45,7 +45,7 @@ _cursors = st.builds(TagCursor, st.lists(_parts, min_size=1, max_size=4).map(tup
 @given(_cursors)
 def test_a_cursor_is_read_back_as_it_was_written(cursor: TagCursor) -> None:
     text = str(cursor)
-    assert TagCursor.parse(text, len(cursor.parts)) == cursor
+    assert TagCursor.parse(text, len(cursor.positions)) == cursor
     assert is_tag_cursor(text)
     assert re.fullmatch(r"[A-Za-z0-9_.,~@-]+", text)
 

@@ -29,9 +29,10 @@ from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.log.run import tagged_frame
 from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.views.tags.request import TagFilter, TagRequest, record_of
-from tailrace.views.tags.rows.cursor import ReadSettings, TagPosition, TagRow, written
+from tailrace.views.tags.rows.cursor import TagPosition, join_cursor
+from tailrace.views.tags.rows.gaps import ReadSettings, TagRow
 from tailrace.views.tags.rows.reader import RowReader
-from tailrace.views.tags.rows.reading import Emitted, LostNumbers, Reading
+from tailrace.views.tags.rows.reading import DeliveredRow, LostNumbers, Reading
 from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.store import LevelReader, Levels
 
@@ -58,7 +59,7 @@ class TagLine:
     ) -> None:
         """``at`` is the tag's place in the request."""
         self.tag, self.at, self.shard = tag, at, floors.shard_of(tag)
-        self.ahead: deque[Emitted[StoredRow] | LostNumbers] = deque()
+        self.ahead: deque[DeliveredRow[StoredRow] | LostNumbers] = deque()
         self.reading: Reading[StoredRow] = Reading(start, reads, from_beginning=from_beginning, now_ms=clock())
         self.read_to: UUID = start.low
         """Up to where everything was read that is written."""
@@ -70,7 +71,7 @@ class TagLine:
     @property
     def text(self) -> str:
         """The line's part of the cursor, as text."""
-        part = self._part if self.ahead else self.reading.part()
+        part = self._part if self.ahead else self.reading.position()
         if part is not self._part:
             self._part, self._text = part, str(part)
         return self._text
@@ -100,17 +101,17 @@ class TagLine:
             await self._meet(rows)
             self._pages = pages
         now_ms = self._clock()
-        self.ahead += self.reading.finish(now_ms) if rows is None else self.reading.page(rows, now_ms)
+        self.ahead += self.reading.finish(now_ms) if rows is None else self.reading.take_page(rows, now_ms)
         if self.reading.is_full:
             await self.close()
         if self.reading.is_at_end:
             self.read_to = self._to
         self.ahead += self.reading.expire(now_ms)
 
-    def pop(self) -> Emitted[StoredRow] | LostNumbers:
+    def pop(self) -> DeliveredRow[StoredRow] | LostNumbers:
         """Take out what goes out next; the cursor moves behind it."""
         found = self.ahead.popleft()
-        self._part, self._text = found.part, str(found.part)
+        self._part, self._text = found.position, str(found.position)
         return found
 
     async def close(self) -> None:
@@ -130,22 +131,22 @@ class TagLine:
     async def _look(self, now_ms: int) -> None:
         """Look for what was missed, as far as the reading asks for it, and take what is found."""
         wanted: dict[_Key, TagRow] = {}
-        for look in self.reading.looks(now_ms):
+        for look in self.reading.searches(now_ms):
             async with aclosing(self._rows.narrow(self.tag, look.after, look.to)) as pages:
                 async for rows in pages:
                     await self._meet(rows)
-                    wanted |= {_key(row): row for row in self.reading.spot(rows)}
+                    wanted |= {_key(row): row for row in self.reading.find_missed(rows)}
         for first, last in _stretches(sorted((row.timeuuid for row in wanted.values()), key=order)):
             async with aclosing(self._rows.rows(self.tag, last_of(ms_of(first) - 1), last)) as found:
                 async for full in found:
-                    self.ahead += self.reading.late([row for row in full if _key(row) in wanted], now_ms)
-        self.reading.looked()
+                    self.ahead += self.reading.take_missed([row for row in full if _key(row) in wanted], now_ms)
+        self.reading.searched()
 
     async def _meet(self, rows: Sequence[TagRow]) -> None:
-        strange = self.reading.strangers(rows)
+        strange = self.reading.unknown_partitions(rows)
         if strange:
             levels = (await self._floors.read([self.shard]))[self.shard]
-            self.reading.admit(strange - levels.marks.keys() - levels.floors.keys())
+            self.reading.add_unmarked(strange - levels.marks.keys() - levels.floors.keys())
 
 
 def _key(row: TagRow) -> _Key:
@@ -226,7 +227,7 @@ class TagRowsFeed:
     def cursor(self) -> str:
         """Where the feed stands; empty while that cannot be said in so many bytes, which is before its first event."""
         sent = self._sent if self._request.limit is not None else None
-        text = written([line.text for line in self._lines], Cursor((), sent, self._request.since_ms).suffix)
+        text = join_cursor([line.text for line in self._lines], Cursor((), sent, self._request.since_ms).suffix)
         return text if len(text) <= MAX_CURSOR_BYTES else ""
 
     async def begin(self) -> None:
@@ -424,7 +425,7 @@ class TagRowsFeed:
             self._ended = True
             reason = "limit" if full else "until" if request.until_ms is not None else "caught-up"
             parts = [line.text for line in self._lines]
-            ended = written(parts, Cursor((), ended=True).suffix)
+            ended = join_cursor(parts, Cursor((), ended=True).suffix)
             frames.append(ControlFrame("end", ended, _encode({"reason": reason, "events": self._sent})))
         return frames
 

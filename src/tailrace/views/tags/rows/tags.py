@@ -25,20 +25,11 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.views.tags.feed import TagSummary
 from tailrace.views.tags.request import FromStoreCursor, TagFilter, TagRequest
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.cursor import (
-    BEGIN,
-    MAX_TAGS,
-    GapTimeouts,
-    Reached,
-    ReadSettings,
-    TagCursor,
-    TagPosition,
-    hashed_partition,
-    room_for,
-)
+from tailrace.views.tags.rows.cursor import BEGIN, MAX_TAGS, Reached, TagCursor, TagPosition, hashed_partition, room_for
 from tailrace.views.tags.rows.feed import Pace, TagLine, TagRowsFeed, shows_row
+from tailrace.views.tags.rows.gaps import GapTimeouts, ReadSettings
 from tailrace.views.tags.rows.reader import RowReader
-from tailrace.views.tags.rows.reading import FOR_HOLDS
+from tailrace.views.tags.rows.reading import ROOM_FOR_HELD
 from tailrace.views.tags.rows.store import RowKey, StoredRow
 from tailrace.views.tags.store import LevelReader, Levels
 
@@ -68,12 +59,12 @@ class CassandraTags:
             delay_ms=self._pace.delay_ms,
             future_ms=self._future_ms,
             span_ms=_ms(tags.span),
-            waits=GapTimeouts(_ms(tags.gap_timeout), _ms(tags.new_source_scan), tags.max_missing),
+            timeouts=GapTimeouts(_ms(tags.gap_timeout), _ms(tags.new_source_scan), tags.max_missing),
             short_ms=None if tags.back_track is None else _ms(tags.back_track),
             short_period_ms=None if tags.back_track_period is None else _ms(tags.back_track_period),
             long_ms=None if tags.long_back_track is None else _ms(tags.long_back_track),
             long_period_ms=None if tags.long_back_track_period is None else _ms(tags.long_back_track_period),
-            known=tags.known_sources,
+            known_sources=tags.known_sources,
         )
 
     async def close(self) -> None:
@@ -116,7 +107,7 @@ class CassandraTags:
     async def is_at_end(self, tags: Sequence[str], mode: str, cursor: str) -> bool:
         """Whether there is nothing behind a cursor that was handed out."""
         names = tags[:1] if mode == "all" else tags
-        parts = TagCursor.parse(cursor, len(names)).parts
+        parts = TagCursor.parse(cursor, len(names)).positions
         reads = msgspec.structs.replace(self._reads, delay_ms=0, future_ms=0, room=room_for(len(names)), short_ms=None)
         levels = await self._floors.read(map(self._floors.shard_of, names))
         for at, (tag, part) in enumerate(zip(names, parts, strict=True)):
@@ -158,7 +149,7 @@ class CassandraTags:
         start, tags = request.start, request.names
         by_tag = [levels[self._floors.shard_of(tag)] for tag in tags]
         if isinstance(start, FromStoreCursor):
-            return list(TagCursor.parse(start.text, len(tags)).parts)
+            return list(TagCursor.parse(start.text, len(tags)).positions)
         if isinstance(start, FromCursor):
             raise CursorError(
                 "this is a cursor of tags in another store (see tags.store): begin anew, for example at a time"
@@ -279,7 +270,7 @@ def _before(rows: Sequence[StoredRow], first: int, low: UUID, room: int) -> TagP
 
 def _after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> TagPosition:
     """Return the place after what has come from places above a stamp; after the last of it, if those are too many."""
-    return TagPosition(low, tuple(reached.values())) if len(reached) <= room - FOR_HOLDS else TagPosition(last)
+    return TagPosition(low, tuple(reached.values())) if len(reached) <= room - ROOM_FOR_HELD else TagPosition(last)
 
 
 def _ms(given: timedelta) -> int:
