@@ -8,8 +8,9 @@ Spark, Kafka or a web framework installed. Every hook but ``writer`` has a defau
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from tailrace.errors import BadRequest
 
 if TYPE_CHECKING:
     import typer
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from tailrace.driver.hooks import Start, ViewDriver
     from tailrace.driver.plan import ViewPlan
     from tailrace.http.service import Service, ViewService
-    from tailrace.upkeep.loop import ScheduledJob
+    from tailrace.upkeep.copy import ViewCopy
+    from tailrace.upkeep.job import BucketSettings, Jobs
 
 
 class View(ABC):
@@ -60,6 +62,23 @@ class View(ABC):
         """Add the commands of this view to ``tailrace``."""
         return
 
-    def jobs(self, settings: Settings) -> Iterable[ScheduledJob]:
-        """Return the upkeep jobs of this view, beside those that every log has."""
-        return ()
+    # Upkeep.
+
+    piece_events: int | None = None
+    """Most events of one packed piece; None = as many as fit into its bytes."""
+
+    def buckets(self, settings: Settings) -> BucketSettings | None:
+        """Return the settings of this view's buckets, which upkeep packs and sweeps; None if it keeps no logs."""
+        return None
+
+    def copy(self, settings: Settings) -> ViewCopy:
+        """Return this view's copy of Kafka's records, which upkeep audits and rebuilds.
+
+        Raises:
+            BadRequest: The view holds no such copy.
+        """
+        raise BadRequest(f"the view {self.name!r} holds no copy of Kafka's records: there is nothing to compare")
+
+    def jobs(self, settings: Settings) -> Jobs:
+        """Return the jobs of this view beside pack, sweep and audit. They get a thread of their own."""
+        return {}

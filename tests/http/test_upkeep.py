@@ -14,6 +14,7 @@ from tailrace.kafka.broker import Broker
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import leave, run_job
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views import days
 from tests.http.parts import Running, Serve
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer
@@ -77,8 +78,8 @@ def test_what_the_jobs_themselves_report_is_shown(serve: Serve, store: StoreOpti
         writer.write([Record(i, b"a", b'{"n":%d}' % i, time=NOON + i // 100 * DAY) for i in range(at, at + 5)])
     service = serve(days__keep="1d")
     settings = service.service.settings
-    run_job(settings, pack.Packing("days", pack.PackRules.of(settings, "days")))
-    run_job(settings, sweep.Sweeping("days", sweep.SweepRules.of(settings, "days")))
+    run_job(settings, pack.Packing("days", pack.PackRules.of(settings, days.VIEW)))
+    run_job(settings, sweep.Sweeping("days", sweep.SweepRules.of(settings, days.VIEW)))
     with service.client() as client:
         jobs, found = jobs_of(client), metrics_of(client)
     assert [(jobs[job]["error"], jobs[job]["overdue"]) for job in ("pack", "sweep")] == [(None, False)] * 2

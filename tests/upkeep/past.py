@@ -24,12 +24,14 @@ from tailrace.log.segment import Log
 from tailrace.log.store import LogRegistry
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep.audit import Audit, Auditing
-from tailrace.upkeep.job import run_job, section_of
+from tailrace.upkeep.copy import RebuildPlan, RebuildStart, Restored, SpooledRecord, WantedNames, encode_body
+from tailrace.upkeep.history import History
+from tailrace.upkeep.job import find_view, run_job
 from tailrace.upkeep.rebuild import Rebuilding
-from tailrace.upkeep.restore import RebuildPlan, Restored, Restorer, encode_body
-from tailrace.upkeep.spark import History, WantedNames
+from tailrace.upkeep.restore import Restorer
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.tags.upkeep import SpooledRecord as KafkaRecord
+from tailrace.view import View
+from tailrace.views import VIEWS
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
@@ -133,29 +135,33 @@ class Past:
         changed = getattr(self.settings, section).model_copy(update=changes)
         self.settings = self.settings.model_copy(update={section: changed})
 
-    def audit(self, view: str | None = None, **changes: Any) -> Audit:
-        work = Auditing(self.settings, view or self.view_name, spark=self.spark, **changes)
+    @property
+    def upkept(self) -> View:
+        return find_view(self.settings, VIEWS, self.view_name)
+
+    def audit(self, **changes: Any) -> Audit:
+        work = Auditing(self.settings, self.upkept, spark=self.spark, **changes)
         run_job(self.settings, work, alone=False)
         return work.found
 
     def rebuild(self, name: str | None = None, day: int | None = None, **changes: Any) -> dict[str, Any]:
         """Rebuild; ``day`` is counted from the first one."""
         day_ms = None if day is None else NOON - NOON % DAY + day * DAY
-        work = Rebuilding(self.settings, self.view_name, name=name, day_ms=day_ms, spark=self.spark, **changes)
+        work = Rebuilding(self.settings, self.upkept, name=name, day_ms=day_ms, spark=self.spark, **changes)
         return dict(run_job(self.settings, work))
 
     @contextmanager
     def restorer(self, day: int | None = None, **changes: Any) -> Iterator[Restoring]:
         """What a task of a rebuild has, in this process: epochs, marks, and Kafka's records in their order."""
-        history = History(self.settings, None, self.view_name)
+        history = History(self.settings, None, self.upkept.copy(self.settings))
         with Keeper(self.store, view=self.view_name) as keeper:
             opened = keeper.staging.reopen(round(time.time()))
-            extent = history.extent(keeper.shards, [marks for _, marks in opened])
+            start = RebuildStart(tuple(marks for _, marks in opened), tuple(epoch for epoch, _ in opened))
+            extent = history.extent(keeper.shards, start.marks)
             orders = RebuildPlan(
                 work=history.assign(keeper.shards, extent, WantedNames()),
-                section=section_of(self.settings, self.view_name),
+                start=start,
                 token=keeper.lease.token,
-                epochs=tuple(epoch for epoch, _ in opened),
                 day_ms=None if day is None else NOON - NOON % DAY + day * DAY,
                 dry_run=False,
                 now_ms=round(time.time() * 1000),
@@ -195,12 +201,12 @@ class Restoring:
     def __init__(self, past: Past, shards: Shards, orders: RebuildPlan) -> None:
         self._past, self._shards, self.orders = past, shards, orders
 
-    def records(self, name: str) -> list[KafkaRecord]:
+    def records(self, name: str) -> list[SpooledRecord]:
         """Return what a job would bring of a name: what Kafka has and its shard has applied, merged by time."""
         bounds = self.orders.work.extent.shards[shard_of(name, self._shards.options.shards)]
         newest: dict[Partition, int] = {}
-        found: list[KafkaRecord] = []
-        cleaned = self.orders.work.erasures.get(name, {})
+        found: list[SpooledRecord] = []
+        cleaned = self.orders.work.erased.get(name, {})
         for r, more in sorted(self._past.named(name), key=lambda each: each[0].offset):
             source = Partition(r.topic, r.partition)
             first, last = bounds.get(source, (1, 0))
@@ -208,8 +214,8 @@ class Restoring:
             if first <= r.offset <= last and not is_cleaned:
                 newest[source] = max(newest.get(source, 0), r.time)
                 body = encode_body((r.key, r.headers or (), r.value, *more))
-                found.append(KafkaRecord(source, r.offset, r.time, newest[source], body))
-        return sorted(found, key=lambda r: (r.newest_ms, str(r.source), r.offset))
+                found.append(SpooledRecord(source, r.offset, r.time, newest[source], body))
+        return sorted(found, key=lambda r: (r.newest_ms, str(r.partition), r.offset))
 
     def restore(self, name: str, reached: Callable[[str], None] = lambda _: None) -> Restored:
         return Restorer(self.orders, self._shards, reached).restore(name, iter(self.records(name)))

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tailrace.log.segment import Log
 from tailrace.log.store import ExpiredCounts, LogRegistry, Staging
-from tailrace.upkeep.job import WHAT, JobLease
+from tailrace.upkeep.job import LOGS, JobLease
 from tailrace.upkeep.packer import Packer, PackOutcome, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 
@@ -49,7 +49,7 @@ class Keeper:
 
     def end_lease_early(self) -> None:
         """As if the process had been paused for longer than its lease."""
-        self.shards.call(0, "lease", WHAT, "one", 0, self.lease.token)
+        self.shards.call(0, "lease", LOGS, "one", 0, self.lease.token)
 
     def pack(self, after_ms: int = 0) -> PackOutcome:
         packer = Packer(

@@ -14,7 +14,7 @@ from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagger
 from tailrace.views.tags.store import tag_options
-from tailrace.views.tags.upkeep import Cleaning
+from tailrace.views.tags.upkeep import LogErasing
 from tests.log.rig import Rig, rig
 from tests.upkeep.past import Past
 from tests.writing import NOON, Record, Writer
@@ -97,8 +97,8 @@ class TagPast(Past):
             found.setdefault(each.source, []).append(each.number)
         return found
 
-    def cleanup(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> Cleaning:
-        work = Cleaning(self.settings, source, tag, **changes)
+    def cleanup(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> LogErasing:
+        work = LogErasing(self.settings, source, tag, **changes)
         if dry_run:
             look_once(self.settings, work)
         else:

@@ -28,11 +28,12 @@ from tailrace.log.segment import PACKED
 from tailrace.log.store import LogRegistry
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import pack, sweep
-from tailrace.upkeep.job import Scope, Throttle, matcher, now_ms, run_job
-from tailrace.upkeep.loop import Loop, ScheduledJob
+from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
+from tailrace.upkeep.loop import Loop
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.upkeep.spark import PackPlan, Spread, divided
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views import VIEWS
 from tests.faults.rig import wait_for
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
@@ -207,7 +208,7 @@ def test_a_name_pattern_packs_the_streams_that_match_as_a_whole(any_store: Store
 
 def test_a_view_or_a_pattern_that_is_none_is_said_so(store: StoreOptions) -> None:
     with pytest.raises(BadRequest, match="there is no view 'nights'"):
-        pack.PackRules.of(settings(store), "nights")
+        find_view(settings(store), VIEWS, "nights")
     with pytest.raises(BadRequest, match=r"'a\(' is no regular expression in RE2 syntax: missing \)"):
         matcher("a(")
 
@@ -297,7 +298,8 @@ def test_a_sweep_drops_by_name_and_never_what_is_kept_for_ever(any_store: StoreO
         writer.write([Record(10 * at + d, key, time=now_ms() - (5 - d) * DAY) for d in range(days)])
     by_name = {"audit/.*": "forever", "debug/.*": "1h"}
     chosen = settings(any_store, days__keep="2d", days__keep_by_name=by_name)
-    facts = run_job(chosen, sweep.Sweeping("days", sweep.SweepRules.of(chosen, "days")))
+    rules = sweep.SweepRules.of(chosen, find_view(chosen, VIEWS, "days"))
+    facts = run_job(chosen, sweep.Sweeping("days", rules))
     assert asyncio.run(read_view(any_store)) == {
         "audit/a": ["jobs:0:0", "jobs:0:1"],
         "jobs/a": ["jobs:0:23", "jobs:0:24"],
@@ -307,7 +309,7 @@ def test_a_sweep_drops_by_name_and_never_what_is_kept_for_ever(any_store: StoreO
     assert {name: report[name] for name in facts} == facts
     assert (report["job"], report["view"], report["error"]) == ("sweep", "days", "")
     assert report["started_ms"] <= report["ended_ms"]
-    assert run_job(chosen, sweep.Sweeping("days", sweep.SweepRules.of(chosen, "days")))["segments"] == 0
+    assert run_job(chosen, sweep.Sweeping("days", rules))["segments"] == 0
 
 
 def test_a_stream_with_more_old_buckets_than_one_call_drops_is_swept_at_once(store: StoreOptions) -> None:

@@ -24,8 +24,9 @@ from tailrace.log.event import Partition
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep import failpoint
+from tailrace.upkeep.copy import RebuildPlan
 from tailrace.upkeep.replacement import Buckets, RestoredEvent, merged, replaced
-from tailrace.upkeep.restore import STEPS, RebuildPlan, Restorer
+from tailrace.upkeep.restore import STEPS, Restorer
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.log.rig import ids, rig
@@ -86,16 +87,16 @@ def test_what_is_carried_over_and_what_kafka_has_are_merged_by_time_and_each_sou
     def risen(events: list[RestoredEvent]) -> list[RestoredEvent]:
         reached: dict[Partition, int] = {}
         for i, event in enumerate(events):
-            reached[event.source] = max(event.newest_ms, reached.get(event.source, 0))
-            events[i] = msgspec.structs.replace(event, newest_ms=reached[event.source])
-        return sorted(events, key=lambda e: (e.newest_ms, e.source.partition, e.offset))
+            reached[event.partition] = max(event.newest_ms, reached.get(event.partition, 0))
+            events[i] = msgspec.structs.replace(event, newest_ms=reached[event.partition])
+        return sorted(events, key=lambda e: (e.newest_ms, e.partition.partition, e.offset))
 
     old, new = risen(old), risen(new)
-    carried = {e.source: sum(o.source == e.source for o in old) for e in old}
+    carried = {e.partition: sum(o.partition == e.partition for o in old) for e in old}
     together = list(merged(iter(old), iter(new), carried))
     assert sorted(map(repr, together)) == sorted(map(repr, old + new))
     for source in range(3):
-        offsets = [e.offset for e in together if e.source.partition == source]
+        offsets = [e.offset for e in together if e.partition.partition == source]
         assert offsets == sorted(offsets)
 
 

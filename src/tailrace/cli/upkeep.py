@@ -28,6 +28,7 @@ from tailrace.cli.options import (
 )
 from tailrace.cli.output import print_structs, print_summary
 from tailrace.errors import BadRequest
+from tailrace.views import VIEWS
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Settings
@@ -48,7 +49,7 @@ def upkeep(config: Config = None, folder: Folder = None) -> None:
     settings = load_settings(config, folder=folder)
     with needs("stores"):
         from tailrace.upkeep.loop import main
-    raise typer.Exit(main(at_stack(settings)))
+    raise typer.Exit(main(at_stack(settings), VIEWS))
 
 
 @grouped
@@ -63,14 +64,15 @@ def pack(
     """Pack closed days now: the same events in few large pieces. Exit code 1 if some cannot be packed."""
     settings = stack.settings()
     with needs("stores"):
-        from tailrace.upkeep.job import Scope, matcher
+        from tailrace.upkeep.job import Scope, find_view, matcher
         from tailrace.upkeep.pack import Packing, PackRules
         from tailrace.upkeep.packer import FAULTS
         from tailrace.upkeep.spark import Spread
     step_aside()
     with Spread(settings) as spread, progress_bar(f"packing {view}") as progress:
         scope = Scope(matcher(name), progress=progress)
-        work = Packing(view, PackRules.of(settings, view), scope, spread=spread)
+        rules = PackRules.of(settings, find_view(settings, VIEWS, view))
+        work = Packing(view, rules, scope, spread=spread)
         facts = run_once(settings, work, dry_run=dry_run, wait_s=wait)
     print_summary(facts, json=stack.json)
     raise typer.Exit(1 if FAULTS.keys() & work.outcome.left.keys() else 0)
@@ -88,11 +90,12 @@ def sweep(
     """Drop days that are older than the retention time."""
     settings = stack.settings()
     with needs("stores"):
-        from tailrace.upkeep.job import Scope, matcher
+        from tailrace.upkeep.job import Scope, find_view, matcher
         from tailrace.upkeep.sweep import Sweeping, SweepRules
     step_aside()
     with progress_bar(f"sweeping {view}") as progress:
-        work = Sweeping(view, SweepRules.of(settings, view), Scope(matcher(name), progress=progress))
+        rules = SweepRules.of(settings, find_view(settings, VIEWS, view))
+        work = Sweeping(view, rules, Scope(matcher(name), progress=progress))
         facts = run_once(settings, work, dry_run=dry_run, wait_s=wait)
     print_summary(facts, json=stack.json)
 
@@ -114,11 +117,11 @@ def run_audit(
 ) -> int:
     """Compare a view with Kafka and with its registries; return 1 if something is wrong."""
     with needs("spark"):
-        from tailrace.upkeep.backends import auditing
-        from tailrace.upkeep.job import run_job
+        from tailrace.upkeep.audit import Auditing
+        from tailrace.upkeep.job import find_view, run_job
     if spark is None:
         step_aside()
-    work = auditing(settings, view, pattern=name_pattern, keys=keys, spark=spark)
+    work = Auditing(settings, find_view(settings, VIEWS, view), pattern=name_pattern, keys=keys, spark=spark)
     run_job(settings, work, alone=False)
     found = work.found
     print_structs(found.findings, json=json)
@@ -157,12 +160,14 @@ def run_rebuild(
 ) -> int:
     """Restore what Kafka still has; return 1 if some log could not be restored."""
     with needs("spark"):
-        from tailrace.upkeep.backends import rebuilding
-        from tailrace.upkeep.restore import REBUILT, SAME
+        from tailrace.upkeep.copy import REBUILT, SAME
+        from tailrace.upkeep.job import find_view
+        from tailrace.upkeep.rebuild import Rebuilding
     if spark is None:
         step_aside()
     day_ms = None if day is None else begin_of(day)
-    work = rebuilding(settings, view, name=name, day_ms=day_ms, source=source, spark=spark)
+    found = find_view(settings, VIEWS, view)
+    work = Rebuilding(settings, found, name=name, day_ms=day_ms, source=source, spark=spark)
     facts = run_once(settings, work, dry_run=dry_run, wait_s=wait_s)
     restored = sorted(work.restored.values(), key=lambda each: each.name)
     print_structs(restored, json=json)

@@ -16,6 +16,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tailrace.log.columns import TagFields
 from tailrace.log.event import Headers, Partition, event_id, headers_json, iso_time, key_json, poison, too_deep
 from tailrace.query import Record
 from tailrace.valkey.shards import Arg, Shards
@@ -216,6 +217,13 @@ class Writer(Protocol):
         Return the windows that were refused there, if any: their slices are loaded and cut again.
         """
         return None
+
+    def named(self, records: Slice) -> Iterator[tuple[int, int, str, TagFields | None]]:
+        """Yield row, shard, log and tag fields of every event that the view copies, for audits and rebuilds.
+
+        The fields are not yet numbered; None where logs have none.
+        """
+        return iter(())
 
     def refused(self, window: Window, mark: int) -> None:
         """Take note that a shard refused a window of which it has applied no more than up to a mark."""

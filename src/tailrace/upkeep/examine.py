@@ -1,13 +1,12 @@
-"""Examining logs: reads everything that a log holds, damaged or not, and says what is wrong with it.
+"""Examination of logs: reads all that a log holds, damaged or not, and reports the faults.
 
-Invariant: what is found is true of the log at one moment. A log that was packed, expired or rebuilt while it was read
-is read again, and what was appended since its registry was read is left out.
+Invariant: a finding is true of the log at one moment. A log that was packed, expired or rebuilt while it was read is
+read again, and events appended since its registry was read are left out.
 
-Audits: what must hold of every log, and fingerprints that compare a view with Kafka without a join of the two.
-
-The fingerprints of a set of events are added up. Invariant: two sets of events that are equal have equal sums, whatever
-their order, and two that are not have them with a chance of one in 2^62. The order of a log is checked by itself, as it
-is read: numbers grow, offsets of each source grow, and each segment holds what its registry says.
+Fingerprints compare a view with Kafka without a join of the two: those of a set of events are added up. Equal sets have
+equal sums, whatever their order; different sets have different sums but for a chance of one in 2^62. The order of a log
+is checked by itself, as it is read: numbers grow, offsets of each partition grow, and each segment holds what its
+registry says.
 """
 
 from __future__ import annotations
@@ -16,26 +15,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from struct import Struct as Layout
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.log.columns import TagColumns
+from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
 from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
-from tailrace.views.tags.model import Erasures
-from tailrace.views.tags.store import read_progress
 
 Bounds: TypeAlias = Mapping[Partition, tuple[int, int]]
-"""Of each source that Kafka still has, the first offset it has and the last one that a shard has applied."""
-
+"""Of each partition, the first offset that Kafka has and the last one that a shard has applied."""
 MOST_ODD = 20
-"""Sources of events whose numbers are told one by one, for each segment."""
+"""Sources whose numbers are reported one by one, for each segment."""
+PAGE = 1000
+READ_BYTES = 1 << 20
+SMALL_BYTES, SMALL_LOGS = 64 << 10, 200
+"""Logs below so many stored bytes are read together, up to so many logs or ``READ_BYTES`` in one round trip."""
+AGAIN = 5
+"""How often a log that changes while it is read is begun again."""
 
 _MASK = (1 << 31) - 1
 _encode = msgspec.msgpack.Encoder().encode
@@ -45,12 +47,13 @@ K = TypeVar("K")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something that is not as it must be.
+    """A fault.
 
-    Kinds: ``missing``, ``extra`` and ``different`` compare a day of one source with Kafka; ``gone`` (a segment's key),
-    ``count``, ``damaged``, ``order``, ``numbers``, ``buckets``, ``registry``, ``unlisted`` and ``no-log`` are of a log
-    and its registry; ``stray`` is a key that nobody owns. Of a tag, ``source`` may also be whose events they are: then
-    ``numbers`` are those that it has in the tag, and ``conflict`` is one that two of its events have.
+    Kinds: ``missing``, ``extra`` and ``different`` compare a day of one partition with Kafka; ``gone`` (a segment's
+    key), ``count``, ``damaged``, ``order``, ``numbers``, ``buckets``, ``registry``, ``unlisted`` and ``no-log`` are
+    faults of a log and its registry; ``stray`` is a key that nobody owns. Where events have a source of their own,
+    ``source`` may name it instead of a partition: then ``numbers`` are the source's numbers in the log, and
+    ``conflict`` is a number that two of its events have.
     """
 
     kind: str
@@ -63,44 +66,60 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[str, str, str, str]:
-        """What it is about, the same each time it is found."""
+        """Identity of the fault, the same each time it is found."""
         return self.kind, self.name, self.day, self.source
 
 
+class Erasure(Protocol):
+    """The events of one source that were erased from a log."""
+
+    def covers(self, place: str, offset: int, /) -> bool: ...
+
+
+Erasures: TypeAlias = Mapping[str, Erasure]
+"""The erasures of one log, by source."""
+
+
+def is_erased(erasures: Erasures | None, fields: TagFields | None, partition: str, offset: int) -> bool:
+    """Return whether an event was erased from its log."""
+    erasure = erasures.get(fields.source) if erasures and fields is not None else None
+    return erasure is not None and erasure.covers(partition, offset)
+
+
 def fingerprint(
-    source: str,
+    partition: str,
     offset: int,
     time_ms: int,
     key: bytes | None,
     headers: Headers | None,
     value: bytes,
-    note: Sequence[object] = (),
+    fields: TagFields | None = None,
+    *,
+    numbered: bool = False,
 ) -> tuple[int, int]:
     """Return the two halves of an event's fingerprint, each below 2^31, so that 2^32 of them add up below 2^63.
 
     Args:
-        note: What the view of tags knows of it, as ``noted`` gives it.
+        numbered: True if the number in the tag fields counts too.
     """
-    event = _encode((source, offset, time_ms, key, headers or (), value, *note))
+    more: tuple[object, ...] = ()
+    if fields is not None:
+        more = fields.source, fields.seq, sorted(fields.tags), fields.number if numbered else None
+    event = _encode((partition, offset, time_ms, key, headers or (), value, *more))
     low, high = _halves(blake2b(event, digest_size=8).digest())
     return low & _MASK, high & _MASK
 
 
-def noted(pid: str, seq: int, tags: Sequence[str], number: int | None = None) -> tuple[object, ...]:
-    """Return what a tag knows of an event as a part of its fingerprint; its number there only where it is given."""
-    return pid, seq, sorted(tags), number
-
-
 class Tally(Generic[K]):
-    """For each place the count of its events and the two sums of their fingerprints."""
+    """For each key the count of its events and the two sums of their fingerprints."""
 
     def __init__(self) -> None:
         self.rows: dict[K, list[int]] = {}
 
-    def add(self, place: K, low: int, high: int) -> None:
-        row = self.rows.get(place)
+    def add(self, key: K, low: int, high: int) -> None:
+        row = self.rows.get(key)
         if row is None:
-            self.rows[place] = [1, low, high]
+            self.rows[key] = [1, low, high]
         else:
             row[0] += 1
             row[1] += low
@@ -108,35 +127,30 @@ class Tally(Generic[K]):
 
 
 def prints(
-    run: Run, first: int = -1, last: int | None = None, *, numbered: bool = False, gone: Erasures | None = None
+    run: Run, first: int = -1, last: int | None = None, *, numbered: bool = False, erased: Erasures | None = None
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield offset, time and fingerprint of a run's events whose offsets lie between two, both included.
+    """Yield offset, time and fingerprint of a run's events between two offsets, both included.
 
     Args:
-        numbered: Whether the numbers of a tag's events count.
-        gone: Events of a tag that are left out.
+        numbered: True if the numbers in tag fields count too.
+        erased: Events to leave out.
     """
     label, keys, headers, offsets, times = str(run.partition), run.keys, run.headers, run.offsets, run.times
     every_key = keys * len(run) if len(keys) == 1 else keys
     heads: Sequence[Headers | None] = [None] * len(run) if headers is None else headers
-    more = _noted(run.tag_columns, offsets, times, numbered) if run.tag_columns is not None else [()] * len(run)
-    for offset, time_ms, key, head, value, note in zip(offsets, times, every_key, heads, run.values, more, strict=True):
-        if offset < first or (last is not None and offset > last):
+    rows: Sequence[TagFields | None] = (
+        [None] * len(run) if run.tag_columns is None else run.tag_columns.rows(offsets, times)
+    )
+    for offset, time_ms, key, head, value, fields in zip(
+        offsets, times, every_key, heads, run.values, rows, strict=True
+    ):
+        if offset < first or (last is not None and offset > last) or is_erased(erased, fields, label, offset):
             continue
-        if gone and note and note[0] in gone and gone[str(note[0])].covers(label, offset):
-            continue
-        yield offset, time_ms, *fingerprint(label, offset, time_ms, key, head, value, note)
-
-
-def _noted(notes: TagColumns, offsets: list[int], times: list[int], numbered: bool) -> list[tuple[object, ...]]:
-    return [
-        noted(note.source, note.seq, note.tags, note.number if numbered else None)
-        for note in notes.rows(offsets, times)
-    ]
+        yield offset, time_ms, *fingerprint(label, offset, time_ms, key, head, value, fields, numbered=numbered)
 
 
 class ExaminedEntry(msgspec.Struct, frozen=True):
-    """An entry of a segment's stream as it was read: what its id says, and its runs or why there are none."""
+    """An entry of a segment's stream: the numbers of its id, and its runs or the damage that hides them."""
 
     last: int
     events: int
@@ -145,9 +159,9 @@ class ExaminedEntry(msgspec.Struct, frozen=True):
 
 
 class Checker:
-    """Looks at one log, segment by segment in order, and notes what is not as it must be, once for each segment.
+    """Checks one log, segment by segment in order, and notes each kind of fault once for each segment.
 
-    A segment that was open when its registry was read may have grown: what lies beyond the registry's last number is
+    A segment that was open when its registry was read may have grown: events beyond the registry's last number are
     left out.
     """
 
@@ -155,9 +169,9 @@ class Checker:
         self.name = name
         self.findings: list[Finding] = []
         self.reached: dict[Partition, int] = {}
-        """The highest offset of each source so far."""
+        """Highest offset of each partition so far."""
         self.counted: dict[str, int] = {}
-        """Of a tag, the last number of each source of events so far."""
+        """In a log with tag fields, the last number of each source so far."""
         self._numbers: dict[int, int] = {}
         self._start_ms: int | None = None
         self._segment = Segment(0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -182,7 +196,7 @@ class Checker:
         self._odd: dict[str, tuple[int, int]] = {}
 
     def take(self, held: ExaminedEntry) -> Iterator[NumberedRun]:
-        """Note what is wrong with an entry of the segment's stream; yield the runs of it that can be read."""
+        """TagFields the faults of an entry of the segment's stream; yield its runs that can be read."""
         segment, first = self._segment, held.last - held.events + 1
         if segment.open and first > segment.last:
             return
@@ -204,59 +218,54 @@ class Checker:
             self._last = max(self._last, entry.last)
             self._check_offsets(entry.run)
             if entry.run.tag_columns is not None:
-                self._check_notes(entry.run.tag_columns)
+                self._check_numbers(entry.run.tag_columns)
             yield entry
 
     def _check_offsets(self, run: Run) -> None:
-        source = run.partition
-        reached = self.reached.get(source, -1)
+        partition = run.partition
+        reached = self.reached.get(partition, -1)
         offset = run.steps[0]
         if offset <= reached or min(run.steps[1:], default=1) < 1:
-            self._ordered.append(f"{source}:{offset} comes after {source}:{reached}, twice or too late")
-        self.reached[source] = max(reached, max(run.offsets))
+            self._ordered.append(f"{partition}:{offset} comes after {partition}:{reached}, twice or too late")
+        self.reached[partition] = max(reached, max(run.offsets))
 
-    def _check_notes(self, notes: TagColumns) -> None:
-        """Note sources of events whose numbers in the tag have a gap, or go back."""
-        sources, counted = notes.sources, self.counted
-        for at, number in zip(notes.source_of or [0] * len(notes.numbers), notes.numbers, strict=True):
-            pid = sources[at]
-            last = counted.get(pid)
+    def _check_numbers(self, columns: TagColumns) -> None:
+        """TagFields sources whose numbers have a gap, or go back."""
+        sources, counted = columns.sources, self.counted
+        for at, number in zip(columns.source_of or [0] * len(columns.numbers), columns.numbers, strict=True):
+            source = sources[at]
+            last = counted.get(source)
             if last is not None and number != last + 1:
-                self._odd.setdefault(pid, (last, number))
-            counted[pid] = number
+                self._odd.setdefault(source, (last, number))
+            counted[source] = number
 
     def end(self) -> bool:
-        """Compare what the segment held with its registry; return whether all of it is as it must be."""
+        """Compare the segment with its registry; return whether it has no fault."""
         segment, before = self._segment, len(self.findings)
         if not self._events:
             self._note(segment, "gone", 0, f"segment {segment.index} has no events", segment.events)
         elif (segment.events, segment.first, segment.last) != (self._events, self._first, self._last):
-            told = f"the registry says {segment.first}–{segment.last}, there are {self._first}–{self._last}"
-            self._note(segment, "count", self._events, told, segment.events)
-        for kind, found in (("damaged", self._damaged), ("numbers", self._numbered), ("order", self._ordered)):
-            if found:
-                self._note(segment, kind, len(found), found[0])
-        for pid, (last, number) in islice(self._odd.items(), MOST_ODD):
-            told = f"number {number} comes after {last}"
+            detail = f"the registry says {segment.first}–{segment.last}, there are {self._first}–{self._last}"
+            self._note(segment, "count", self._events, detail, segment.events)
+        for kind, faults in (("damaged", self._damaged), ("numbers", self._numbered), ("order", self._ordered)):
+            if faults:
+                self._note(segment, kind, len(faults), faults[0])
+        for source, (last, number) in islice(self._odd.items(), MOST_ODD):
+            detail = f"number {number} comes after {last}"
             day = day_text(segment.start_ms)
-            self.findings.append(Finding("numbers", self.name, day, pid, last + 1, number, told))
+            self.findings.append(Finding("numbers", self.name, day, source, last + 1, number, detail))
         return len(self.findings) == before
 
     def _note(self, segment: Segment, kind: str, found: int, detail: str, expected: int = 0) -> None:
         self.findings.append(Finding(kind, self.name, day_text(segment.start_ms), "", expected, found, detail))
 
 
-def shape(log: Log) -> tuple[tuple[int, int, int], ...]:
-    """Return what changes of a log when segments are packed, expired or rebuilt, and not when events are appended."""
-    return tuple((segment.index, segment.epoch, segment.state) for segment in log.segments)
-
-
 def horizon(log: Log, has_dropped: bool, floor_ms: int, keep_ms: int | None, now_ms: int) -> int:
-    """Return the time before which a log may lack what Kafka has, since it was dropped on purpose.
+    """Return the time before which a log may lack events of Kafka's, since it dropped them on purpose.
 
     Args:
-        has_dropped: Whether the log has dropped segments, as its registry says.
-        floor_ms: Where buckets may begin, as the registry says.
+        has_dropped: True if its registry says that it has dropped segments.
+        floor_ms: The lowest begin of a bucket, by its registry.
         keep_ms: How long events are kept; None = for ever.
     """
     kept_ms = 0 if keep_ms is None else now_ms - keep_ms
@@ -265,28 +274,26 @@ def horizon(log: Log, has_dropped: bool, floor_ms: int, keep_ms: int | None, now
     return max(kept_ms, log.segments[0].start_ms if log.segments else floor_ms)
 
 
-PAGE = 1000
-READ_BYTES = 1 << 20
-SMALL_BYTES, SMALL_LOGS = 64 << 10, 200
-"""Logs with so few stored bytes are read together, so many of them or so many bytes in one round trip."""
-AGAIN = 5
-"""How often a log that changes while it is read is begun again."""
-
-
 class ExaminedLog(msgspec.Struct, frozen=True):
-    """A log with all that its registry says of it."""
+    """A log as its registry describes it."""
 
     name: str
     shard: int
     log: Log
-    """Without the rows that cannot be read."""
+    """Without rows that cannot be read."""
     has_dropped: bool
     floor_ms: int
     listed: bool
     broken: tuple[int, ...] = ()
-    """Indexes of the segments whose rows cannot be read."""
+    """Indexes of segments whose rows cannot be read."""
     is_broken: bool = False
-    """Whether the rest cannot be read either."""
+    """True if the rest cannot be read either."""
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """A value that changes when segments are packed, expired or rebuilt, and not when events are appended."""
+        rows = tuple((segment.index, segment.epoch, segment.state) for segment in self.log.segments)
+        return rows, self.broken, self.listed
 
 
 def look(shards: Shards, view: str, names: Sequence[str]) -> list[ExaminedLog]:
@@ -299,12 +306,12 @@ def look(shards: Shards, view: str, names: Sequence[str]) -> list[ExaminedLog]:
         commands.append((shard, ("ZSCORE", keys.names(shard, view), name)))
     answers = shards.run_all(commands)
     return [
-        _seen(*place, _named(answer), score is not None)
+        _parse(*place, mapping(answer), score is not None)
         for place, answer, score in zip(places, answers[::2], answers[1::2], strict=True)
     ]
 
 
-def _seen(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> ExaminedLog:
+def _parse(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> ExaminedLog:
     broken: list[int] = []
     for field in [field for field in fields if field[:1] == b"s"]:
         try:
@@ -322,7 +329,7 @@ def _seen(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> Ex
 
 
 def walk(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[ExaminedLog]:
-    """Yield every log of a shard whose name is listed and wanted, in the order of the names' bytes."""
+    """Yield every listed and wanted log of a shard, in the order of the names' bytes."""
     low = b"-"
     while True:
         command: Command = shard, ("ZRANGE", shards.keys.names(shard, view), low, "+", "BYLEX", "LIMIT", 0, PAGE)
@@ -334,12 +341,20 @@ def walk(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """A log that was read from its beginning to its end."""
+    """The result for one name that was read from its beginning to its end."""
 
     name: str
-    log: Log
+    days: int
+    """UTC days in which its buckets begin."""
     tally: Tally[tuple[str, int]]
+    """The events that are compared with Kafka, by partition and UTC day."""
     findings: Sequence[Finding]
+    repeats: int = 0
+    """Further rows of an event under the same number, which readers skip."""
+
+
+CheckNumbers: TypeAlias = Callable[[Shards, ExaminedLog, dict[str, int]], Iterable[Finding]]
+"""Compares the last number of each source in a log with the last number that its shard has given out."""
 
 
 def examine(
@@ -347,96 +362,67 @@ def examine(
     view: str,
     logs: Iterable[ExaminedLog],
     bounds: Bounds,
-    cleaned: Mapping[str, Erasures] | None = None,
+    erased: Mapping[str, Erasures] | None = None,
+    check_numbers: CheckNumbers | None = None,
 ) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
-    for seen, held in _prefetched(shards, view, logs):
-        gone = (cleaned or {}).get(seen.name)
+    for log, entries in _prefetched(shards, view, logs):
         for _ in range(AGAIN):
-            examined = _examine(shards, view, seen, held, bounds, gone)
+            examined = _examine(shards, view, log, entries, bounds, (erased or {}).get(log.name), check_numbers)
             if not examined.findings:
                 break
-            again = look(shards, view, [seen.name])[0]
-            if (shape(again.log), again.broken, again.listed) == (shape(seen.log), seen.broken, seen.listed):
+            again = look(shards, view, [log.name])[0]
+            if again.shape == log.shape:
                 break
-            seen, held = again, {}
+            log, entries = again, {}
         yield examined
 
 
 def _examine(
     shards: Shards,
     view: str,
-    seen: ExaminedLog,
-    held: dict[int, list[ExaminedEntry]],
+    log: ExaminedLog,
+    entries: dict[int, list[ExaminedEntry]],
     bounds: Bounds,
-    gone: Erasures | None,
+    erased: Erasures | None,
+    check_numbers: CheckNumbers | None,
 ) -> Examined:
-    checker, tally = Checker(seen.name), Tally[tuple[str, int]]()
-    for segment in seen.log.segments:
+    name, segments = log.name, log.log.segments
+    checker, tally = Checker(name), Tally[tuple[str, int]]()
+    for segment in segments:
         checker.begin(segment)
-        found = held.get(segment.index)
-        for each in found if found is not None else read_held(shards, view, seen.name, segment):
-            for entry in checker.take(each):
-                run = entry.run
+        fetched = entries.get(segment.index)
+        for entry in fetched if fetched is not None else read_held(shards, view, name, segment):
+            for run in (numbered.run for numbered in checker.take(entry)):
                 within = bounds.get(run.partition)
                 if within is not None:
                     label = str(run.partition)
-                    for _, time_ms, low, high in prints(run, *within, gone=gone):
+                    for _, time_ms, low, high in prints(run, *within, erased=erased):
                         tally.add((label, time_ms // DAY_MS), low, high)
         checker.end()
     findings = [*checker.findings]
-    if checker.counted:
-        findings += _miscounted(shards, view, seen, checker.counted)
-    if seen.is_broken or seen.broken:
-        which = "the registry" if seen.is_broken else f"the row of segment {seen.broken[0]}"
-        findings.append(Finding("registry", seen.name, found=len(seen.broken), detail=f"{which} cannot be read"))
-    elif seen.listed and not seen.log.segments:
-        findings.append(Finding("no-log", seen.name, detail="the name is listed, and has no log"))
-    return Examined(seen.name, seen.log, tally, findings)
-
-
-def _miscounted(shards: Shards, view: str, seen: ExaminedLog, counted: dict[str, int]) -> Iterator[Finding]:
-    """Yield the sources of a tag whose last event has not the number that the shard says they have come to."""
-    pids = list(counted)
-    given: dict[str, int] = {}
-    for at in range(0, len(pids), PAGE):
-        part = pids[at : at + PAGE]
-        (known,) = read_progress(shards, [(seen.shard, seen.name, part)])
-        given |= {pid: each.number for pid, each in zip(part, known, strict=True) if each.number != counted[pid]}
-    if any(number > counted[pid] for pid, number in given.items()):
-        # The shard may have gone on since the log was read; what it says now, the log has by now.
-        newest = seen.log.segments[-1].index
-        for segment in look(shards, view, [seen.name])[0].log.segments:
-            if segment.index >= newest:
-                _count_on(counted, given, read_held(shards, view, seen.name, segment))
-    wrong = ((pid, number) for pid, number in given.items() if counted[pid] != number)
-    for pid, number in islice(wrong, MOST_ODD):
-        told = f"the last event has number {counted[pid]}, and the shard has given out {number}"
-        yield Finding("numbers", seen.name, "", pid, number, counted[pid], told)
-
-
-def _count_on(counted: dict[str, int], given: Mapping[str, int], held: Iterable[ExaminedEntry]) -> None:
-    """Go on counting, up to the numbers that were given out."""
-    for each in held:
-        for entry in each.entries:
-            run = entry.run
-            for note in run.tag_columns.rows(run.offsets, run.times) if run.tag_columns is not None else ():
-                if note.source in given and counted[note.source] < note.number <= given[note.source]:
-                    counted[note.source] = note.number
+    if checker.counted and check_numbers is not None:
+        findings += check_numbers(shards, log, checker.counted)
+    if log.is_broken or log.broken:
+        which = "the registry" if log.is_broken else f"the row of segment {log.broken[0]}"
+        findings.append(Finding("registry", name, found=len(log.broken), detail=f"{which} cannot be read"))
+    elif log.listed and not segments:
+        findings.append(Finding("no-log", name, detail="the name is listed, and has no log"))
+    return Examined(name, len({segment.start_ms // DAY_MS for segment in segments}), tally, findings)
 
 
 def _prefetched(
     shards: Shards, view: str, logs: Iterable[ExaminedLog]
 ) -> Iterator[tuple[ExaminedLog, dict[int, list[ExaminedEntry]]]]:
-    """Yield logs, small ones with everything that their segments hold, by index."""
+    """Yield logs, small ones with the entries of their segments, by index."""
     group: list[ExaminedLog] = []
     size = 0
-    for seen in logs:
-        stored = sum(segment.bytes for segment in seen.log.segments)
+    for log in logs:
+        stored = sum(segment.bytes for segment in log.log.segments)
         if stored > SMALL_BYTES:
-            yield seen, {}
+            yield log, {}
             continue
-        group.append(seen)
+        group.append(log)
         size += stored
         if size > READ_BYTES or len(group) == SMALL_LOGS:
             yield from _fetch(shards, view, group)
@@ -448,21 +434,21 @@ def _fetch(
     shards: Shards, view: str, group: Sequence[ExaminedLog]
 ) -> Iterator[tuple[ExaminedLog, dict[int, list[ExaminedEntry]]]]:
     commands: list[Command] = [
-        (seen.shard, ("XRANGE", shards.keys.segment(seen.shard, view, segment.index, seen.name), "-", "+"))
-        for seen in group
-        for segment in seen.log.segments
+        (log.shard, ("XRANGE", shards.keys.segment(log.shard, view, segment.index, log.name), "-", "+"))
+        for log in group
+        for segment in log.log.segments
     ]
     answers = iter(shards.run_all(commands))
-    for seen in group:
-        yield seen, {s.index: list(map(_held, next(answers))) for s in seen.log.segments}
+    for log in group:
+        yield log, {s.index: list(map(_read, next(answers))) for s in log.log.segments}
 
 
 def read_held(
     shards: Shards, view: str, name: str, segment: Segment, *, entries: bool = True
 ) -> Iterator[ExaminedEntry]:
-    """Yield what a segment's stream has, damaged or not, about a mebibyte of stored runs at a time.
+    """Yield the entries of a segment's stream, damaged or not, about a mebibyte of stored runs at a time.
 
-    Without ``entries``, only what the ids say.
+    Without ``entries``, only the numbers of their ids.
     """
     shard = shard_of(name, shards.options.shards)
     key = shards.keys.segment(shard, view, segment.index, name)
@@ -471,31 +457,27 @@ def read_held(
         (answer,) = shards.run_all([(shard, ("XRANGE", key, after, "+", "COUNT", count))])
         if not answer:
             return
-        yield from map(_held if entries else _bare, answer)
+        yield from map(_read if entries else _read_id, answer)
         after = "(" + answer[-1][0].decode()
-        size = sum(len(value) for item in answer for value in _named(item[1]).values())
+        size = sum(len(value) for item in answer for value in mapping(item[1]).values())
         count = max(1, min(1000, READ_BYTES * len(answer) // max(1, size)))
 
 
-def _held(item: Any) -> ExaminedEntry:
-    last, _, count = item[0].partition(b"-")
+def _read(item: Any) -> ExaminedEntry:
+    bare = _read_id(item)
     try:
-        return ExaminedEntry(int(last), int(count), list(read_entries(*item)))
+        return ExaminedEntry(bare.last, bare.events, list(read_entries(*item)))
     except Exception as error:
-        return ExaminedEntry(int(last), int(count), damage=str(error).partition(";")[0])
+        return ExaminedEntry(bare.last, bare.events, damage=str(error).partition(";")[0])
 
 
-def _bare(item: Any) -> ExaminedEntry:
+def _read_id(item: Any) -> ExaminedEntry:
     last, _, count = item[0].partition(b"-")
     return ExaminedEntry(int(last), int(count))
 
 
-def _named(fields: Any) -> dict[bytes, bytes]:
-    return mapping(fields)
-
-
 class _Key(msgspec.Struct, frozen=True):
-    """A key of a log, taken apart."""
+    """The parts of a log's key."""
 
     text: str
     shard: int
@@ -506,7 +488,7 @@ class _Key(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str, prefix: str) -> _Key | None:
-        """Read a key; None if it is of another kind."""
+        """Parse a key; None if it is of another kind."""
         shard, _, rest = text.removeprefix(prefix).partition("}:")
         kind, _, rest = rest.partition(":")
         if not shard.isdecimal() or kind not in ("log", "seg", "staged"):
@@ -519,7 +501,7 @@ class _Key(msgspec.Struct, frozen=True):
 
 
 def stray_keys(shards: Shards, view: str) -> Iterator[Finding]:
-    """Yield the keys of a view's logs that no registry names and that do not end by themselves."""
+    """Yield the keys of a view's logs that no registry names and that do not expire by themselves."""
     prefix = f"{shards.keys.prefix}:{{"
     for node in shards.primaries():
         cursor: Any = 0
@@ -537,7 +519,7 @@ def stray_keys(shards: Shards, view: str) -> Iterator[Finding]:
                     strays += [] if seen.listed else [key]
                 elif key.index not in {str(i) for i in (*seen.broken, *(s.index for s in seen.log.segments))}:
                     strays.append(key)
-            # What is gone by now was expired or replaced after the scan had seen it.
+            # Keys that are gone by now were expired or replaced after the scan had seen them.
             for key in _endless(shards, strays):
                 yield Finding("stray", key.name, detail=f"nobody owns {key.text}")
             if not cursor:
@@ -545,6 +527,6 @@ def stray_keys(shards: Shards, view: str) -> Iterator[Finding]:
 
 
 def _endless(shards: Shards, keys: Sequence[_Key]) -> list[_Key]:
-    """Return the keys that are there and do not end by themselves."""
+    """Return the keys that exist and do not expire by themselves."""
     left = shards.run_all([(key.shard, ("PTTL", key.text)) for key in keys])
     return [key for key, ms in zip(keys, left, strict=True) if ms == -1]

@@ -15,7 +15,7 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.log.segment import DAY_MS
 from tailrace.log.store import PAGE, LogRegistry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, milliseconds, section_of
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, milliseconds
 from tailrace.upkeep.packer import (
     GROUP_BYTES,
     GROUP_SEGMENTS,
@@ -28,6 +28,7 @@ from tailrace.upkeep.packer import (
 )
 from tailrace.upkeep.spark import PackPlan, Spread
 from tailrace.valkey.shards import Shards
+from tailrace.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,6 @@ logger = logging.getLogger(__name__)
 BATCH_SEGMENTS = 4_000
 BATCH_BYTES = 64 << 20
 """So many segments or so many stored bytes are one Spark job; between two of them a run can be stopped."""
-
-
-MATCHES = 1_000
-"""Matches of one piece: each is a few bytes, and a reader that wants one decodes a whole piece."""
 
 
 class PackRules(msgspec.Struct, frozen=True):
@@ -52,11 +49,11 @@ class PackRules(msgspec.Struct, frozen=True):
     bytes_per_second: float = 0
 
     @classmethod
-    def of(cls, settings: Settings, view: str) -> PackRules:
+    def of(cls, settings: Settings, view: View) -> PackRules:
         """Return the rules that the configuration has for a view."""
         u = settings.upkeep
-        after_ms = milliseconds(section_of(settings, view).pack_after)
-        events = MATCHES if view == "matches" else UNLIMITED
+        after_ms = milliseconds(buckets_of(settings, view).pack_after)
+        events = view.piece_events or UNLIMITED
         return cls(after_ms, u.segment_bytes, events, u.spark_from, u.buckets_per_hour, u.bytes_per_second)
 
     def at_once(self, segments: int, size: int) -> tuple[int, int]:

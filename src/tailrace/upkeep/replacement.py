@@ -19,13 +19,13 @@ from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pack, pieces
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import DAY_MS, PACKED, Segment
 from tailrace.log.store import NewSegment, PackedPiece
-from tailrace.upkeep.examine import Bounds, fingerprint, noted
+from tailrace.upkeep.examine import Bounds, fingerprint
 
 
 class RestoredEvent(msgspec.Struct, frozen=True, gc=False):
     """An event on its way into a rebuilt log."""
 
-    source: Partition
+    partition: Partition
     offset: int
     time_ms: int
     key: bytes | None
@@ -36,8 +36,8 @@ class RestoredEvent(msgspec.Struct, frozen=True, gc=False):
     start_ms: int
     """When the bucket that it asks for began."""
     span_ms: int
-    note: TagFields | None = None
-    """What a tag knows of it."""
+    fields: TagFields | None = None
+    """Its tag fields, if the log has such."""
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -183,9 +183,9 @@ def merged(
     left = dict(carried)
     a, b = next(old, None), next(new, None)
     while a is not None or b is not None:
-        if b is None or (a is not None and (a.newest_ms <= b.newest_ms or left.get(b.source, 0) > 0)):
+        if b is None or (a is not None and (a.newest_ms <= b.newest_ms or left.get(b.partition, 0) > 0)):
             assert a is not None
-            left[a.source] = left.get(a.source, 0) - 1
+            left[a.partition] = left.get(a.partition, 0) - 1
             yield a
             a = next(old, None)
         else:
@@ -335,7 +335,7 @@ class SegmentDraft:
 
     def _entries(self, events: Iterable[RestoredEvent]) -> Iterator[NumberedRun]:
         """Make runs of neighbours of one source."""
-        for source, group in groupby(events, key=lambda event: event.source):
+        for source, group in groupby(events, key=lambda event: event.partition):
             run: list[RestoredEvent] = []
             size = 0
             for event in group:
@@ -350,13 +350,12 @@ class SegmentDraft:
     def _entry(self, source: Partition, events: Sequence[RestoredEvent], size: int) -> NumberedRun:
         label, first = str(source), self.events + 1
         for e in events:
-            note = () if e.note is None else noted(e.note.source, e.note.seq, e.note.tags, e.note.number)
-            low, high = fingerprint(label, e.offset, e.time_ms, e.key, e.headers, e.value, note)
+            low, high = fingerprint(label, e.offset, e.time_ms, e.key, e.headers, e.value, e.fields, numbered=True)
             self.low, self.high = self.low + low, self.high + high
         self.events += len(events)
-        newest_ms = max(e.time_ms if e.note is None else e.note.ms for e in events)
+        newest_ms = max(e.time_ms if e.fields is None else e.fields.ms for e in events)
         self._newest_ms = max(self._newest_ms, min(self._latest_ms, newest_ms))
-        keys, notes = [e.key for e in events], [e.note for e in events if e.note is not None]
+        keys, rows = [e.key for e in events], [e.fields for e in events if e.fields is not None]
         offsets, times = [e.offset for e in events], [e.time_ms for e in events]
         run = Run.of(
             source,
@@ -365,6 +364,6 @@ class SegmentDraft:
             keys[:1] if keys.count(keys[0]) == len(keys) else keys,
             [e.headers for e in events] if any(e.headers for e in events) else None,
             [e.value for e in events],
-            TagColumns.of(notes, offsets, times) if notes else None,
+            TagColumns.of(rows, offsets, times) if rows else None,
         )
         return NumberedRun(first, self.events, self._newest_ms, run, size)

@@ -16,8 +16,9 @@ from tailrace.config.settings import Settings
 from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import EXPIRE_AT_ONCE, ExpiredCounts, LogRegistry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, milliseconds, section_of
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, buckets_of, milliseconds
 from tailrace.valkey.shards import Shards
+from tailrace.view import View
 
 PAGE = 500
 """Logs that one round trip is about."""
@@ -33,9 +34,9 @@ class SweepRules(msgspec.Struct, frozen=True):
     remember_ms: int = 30 * 86_400_000
 
     @classmethod
-    def of(cls, settings: Settings, view: str) -> SweepRules:
+    def of(cls, settings: Settings, view: View) -> SweepRules:
         """Return the rules that the configuration has for a view."""
-        return cls(section_of(settings, view).keep_of, milliseconds(settings.upkeep.remember))
+        return cls(buckets_of(settings, view).keep_of, milliseconds(settings.upkeep.remember))
 
 
 class Sweeping:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tailrace import views
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest
@@ -61,11 +62,11 @@ def grow_old(shards: Shards, name: str, ms: int) -> None:
 
 
 def packed(settings: Settings) -> dict[str, Any]:
-    return dict(run_job(settings, pack.Packing(VIEW, pack.PackRules.of(settings, VIEW))))
+    return dict(run_job(settings, pack.Packing(VIEW, pack.PackRules.of(settings, views.grep.VIEW))))
 
 
 def swept(settings: Settings) -> dict[str, Any]:
-    return dict(run_job(settings, sweep.Sweeping(VIEW, sweep.SweepRules.of(settings, VIEW))))
+    return dict(run_job(settings, sweep.Sweeping(VIEW, sweep.SweepRules.of(settings, views.grep.VIEW))))
 
 
 def memory(shards: Shards, name: str) -> int:
@@ -262,8 +263,8 @@ def test_matches_are_not_compared_with_kafka_nor_made_again_from_it(store: Store
     settings = settings_of(store, upkeep__audit_every="1d")
     for work in (Auditing, Rebuilding):
         with pytest.raises(BadRequest, match="holds what searches found, not what Kafka has"):
-            work(settings, VIEW)
-    jobs = jobs_of(settings, Spread(settings))
+            work(settings, views.grep.VIEW)
+    jobs = jobs_of(settings, views.VIEWS, Spread(settings))
     assert {*(jobs["pack"].views or ()), *(jobs["sweep"].views or ())} >= {"days", "matches"}
     assert jobs["audit"].views == ("days",)
 

@@ -13,17 +13,25 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.upkeep.job import SESSIONS, JobLease, Scope, Work
-from tailrace.upkeep.loop import Loop, session_jobs
+from tailrace.upkeep.job import JobLease, Scope, Work
+from tailrace.upkeep.loop import Loop
 from tailrace.valkey.entry_id import parse_id
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
-from tailrace.views.sessions import upkeep as abandon
-from tailrace.views.sessions import upkeep as forget
-from tailrace.views.sessions import upkeep as trim
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session, StreamLimits
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
-from tailrace.views.sessions.upkeep import SessionUpkeep
+from tailrace.views.sessions.upkeep import (
+    LEASE,
+    Abandoning,
+    AbandonRules,
+    ForgetRules,
+    Forgetting,
+    SessionUpkeep,
+    TrimMemory,
+    Trimming,
+    TrimRules,
+    session_jobs,
+)
 from tests.views.sessions.foreign import Foreign, connected
 
 HOUR = 3_600_000
@@ -38,7 +46,7 @@ class Site:
         self.server = server
         self.options = StoreOptions(server.url, prefix="s")
         self.connect()
-        self.memory = trim.TrimMemory()
+        self.memory = TrimMemory()
 
     def connect(self) -> None:
         self.shards = Shards(self.options).open()
@@ -48,13 +56,13 @@ class Site:
         self.keeping = SessionUpkeep(self.store)
 
     def do(self, work: Work) -> dict[str, object]:
-        with JobLease(self.shards, "test", what=SESSIONS) as lease:
+        with JobLease(self.shards, "test", kind=LEASE) as lease:
             work.run(self.shards, lease)
         return work.facts()
 
     def trim(self, **limits: int) -> dict[str, object]:
         found = StreamLimits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **limits})
-        return self.do(trim.Trimming(trim.TrimRules(found, SessionOptions()), self.memory, Scope()))
+        return self.do(Trimming(TrimRules(found, SessionOptions()), self.memory, Scope()))
 
     def write(self, stream: str, *entries: tuple[int, bytes]) -> None:
         mark = self.store.stream_marks([stream])[stream].get("t:0", NOTHING)
@@ -104,13 +112,13 @@ class Site:
         return state.decode(), Session.decode(state_of(value)).state
 
     def abandon(self, after_ms: int = 1_000) -> dict[str, object]:
-        return self.do(abandon.Abandoning(abandon.AbandonRules(after_ms, SessionOptions()), Scope()))
+        return self.do(Abandoning(AbandonRules(after_ms, SessionOptions()), Scope()))
 
     def forget(self, *, ahead_ms: int = 0, stream_ms: int = HOUR) -> dict[str, object]:
         """Forget what is an hour old, by a clock that is ahead; as much as clocks may differ."""
-        rules = forget.ForgetRules(HOUR, stream_ms, HOUR, SessionOptions())
+        rules = ForgetRules(HOUR, stream_ms, HOUR, SessionOptions())
         clock = lambda: round(time.time() * 1000) + ahead_ms  # noqa: E731
-        return self.do(forget.Forgetting(rules, Scope(clock=clock)))
+        return self.do(Forgetting(rules, Scope(clock=clock)))
 
 
 @pytest.fixture
@@ -154,7 +162,7 @@ def test_a_run_goes_on_where_the_last_one_ended_and_after_a_restart_at_the_begin
     assert site.memory.of("cars-0") is weights
     assert weights.last > last
     # A process that was started anew knows nothing, and comes to the same.
-    site.memory = trim.TrimMemory()
+    site.memory = TrimMemory()
     assert site.trim(entries=20)["entries"] == 0
     assert site.trim(entries=19)["entries"] == 1
     # And if the store was, what is known may not be there any more.

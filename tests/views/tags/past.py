@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tailrace.log.timeuuid import ms_of
-from tailrace.upkeep.backends import auditing, cleaning, rebuilding
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow, writer
-from tailrace.views.tags.rows.upkeep import RowAudit, RowCleaning, Rows
+from tailrace.views.tags.rows.upkeep import RowErasing, Rows
+from tailrace.views.tags.upkeep import erasing
 from tests.upkeep.tagged import Seen, TagPast
 
 
@@ -44,18 +44,9 @@ class RowPast(TagPast):
         """Delete rows behind everybody's back."""
         self.rows_writer.delete(rows)
 
-    def audit(self, view: str | None = None, **changes: Any) -> RowAudit:
-        work = auditing(self.settings, "tags", spark=self.spark, **changes)
-        run_job(self.settings, work, alone=False)
-        assert isinstance(work.found, RowAudit)
-        return work.found
-
-    def rebuild(self, name: str | None = None, day: int | None = None, **changes: Any) -> dict[str, Any]:
-        return dict(run_job(self.settings, rebuilding(self.settings, "tags", name=name, spark=self.spark, **changes)))
-
-    def clean_rows(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> RowCleaning:
-        work = cleaning(self.settings, source, tag, **changes)
-        assert isinstance(work, RowCleaning)
+    def clean_rows(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> RowErasing:
+        work = erasing(self.settings, source, tag, **changes)
+        assert isinstance(work, RowErasing)
         if dry_run:
             look_once(self.settings, work)
         else:

@@ -13,6 +13,7 @@ from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.upkeep.examine import examine, look
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.settings import TagRules
+from tailrace.views.tags.upkeep import TagLogCopy
 from tests.log.rig import ids
 from tests.upkeep.rig import Keeper
 from tests.upkeep.tagged import MINUTE, Seen, TagPast, tag_feeds
@@ -114,9 +115,10 @@ class Life:
         if self.damaged:
             return
         shards = self.here.shards
-        for examined in examine(
-            shards, "tags", look(shards, "tags", [t for t in TAGS if self.here.log(t).segments]), {}
-        ):
+        copy = self.here.upkept.copy(self.here.settings)
+        assert isinstance(copy, TagLogCopy)
+        logs = look(shards, "tags", [t for t in TAGS if self.here.log(t).segments])
+        for examined in examine(shards, "tags", logs, {}, check_numbers=copy.check_numbers):
             assert not examined.findings, examined.findings
         for tag in TAGS:
             stamps: dict[str, list[Seen]] = {}

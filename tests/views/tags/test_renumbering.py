@@ -34,20 +34,20 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
     counts = counted(events)
     made = list(renumbered(events, Ends(ends, {}), counts, {}, LATEST))
     for pid in counts:
-        numbers = [e.note.number for e in made if e.note is not None and e.note.source == pid]
+        numbers = [e.fields.number for e in made if e.fields is not None and e.fields.source == pid]
         end = ends.get(pid, 0)
         assert numbers == list(range(end - len(numbers) + 1, end + 1))
     for partition in range(2):
-        stamps = [e.note.ms for e in made if e.note is not None and e.source.partition == partition]
+        stamps = [e.fields.ms for e in made if e.fields is not None and e.partition.partition == partition]
         assert stamps == sorted(stamps)
     for pid in counts:
-        mine = [(e.note.ms, e.source) for e in made if e.note is not None and e.note.source == pid]
+        mine = [(e.fields.ms, e.partition) for e in made if e.fields is not None and e.fields.source == pid]
         assert all(a[0] < b[0] if a[1] != b[1] else a[0] <= b[0] for a, b in pairwise(mine))
     # What was made once is made the same again, also from the middle: stamps and numbers are those that are there.
     known = {
-        e.note.source: SourceProgress(e.note.number, e.note.seq, e.note.ms, str(e.source))
+        e.fields.source: SourceProgress(e.fields.number, e.fields.seq, e.fields.ms, str(e.partition))
         for e in made[:split]
-        if e.note
+        if e.fields
     }
     rest = made[split:]
     assert Ends(ends, {}).fits(counted(rest), known)

@@ -203,7 +203,7 @@ def test_a_source_is_taken_out_for_good_and_comes_back_when_it_is_asked_for(past
     here.put(here.history(["p", "q", "gone"], "red", "blue", hours=2), at_once=5)
     before = {tag: here.rows(tag) for tag in ("red", "blue")}
     looked = here.clean_rows("gone", dry_run=True)
-    assert {each.tag: each.events for each in looked.cleaned} == {"red": 8, "blue": 8}
+    assert {each.tag: each.events for each in looked.erased} == {"red": 8, "blue": 8}
     assert {tag: here.rows(tag) for tag in before} == before
 
     for step in STEPS:

@@ -21,7 +21,6 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import Broker
 from tailrace.log.hub import Hub
 from tailrace.log.store import Logs
-from tailrace.upkeep.backends import cleaning
 from tailrace.upkeep.job import look_once, run_job
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.nodes import Nodes
@@ -31,6 +30,7 @@ from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
 from tailrace.views.tags.settings import TagRules
 from tailrace.views.tags.store import VIEW
+from tailrace.views.tags.upkeep import erasing
 from tests.log.rig import now_ms
 from tests.upkeep.past import settings_for
 from tests.upkeep.rig import Keeper
@@ -67,12 +67,12 @@ def past(kafka: EmbeddedKafka, store: StoreOptions, in_rows: CassandraOptions | 
 
 def clean(here: TagPast, source: str, tag: str | None = None, dry_run: bool = False) -> dict[str, int]:
     """Take a source out; return how many events of it each tag had."""
-    work = cleaning(here.settings, source, tag)
+    work = erasing(here.settings, source, tag)
     if dry_run:
         look_once(here.settings, work)
     else:
         run_job(here.settings, work)
-    return {each.tag: each.events for each in work.cleaned}
+    return {each.tag: each.events for each in work.erased}
 
 
 def truncate(here: TagPast) -> None:
@@ -126,7 +126,7 @@ def test_K_03_several_sources_are_taken_out_of_all_their_tags_and_it_is_told_how
             assert clean(here, pid) == {"red": 10, f"own-{pid}": 10}
     assert here.numbers("red") == {pid: list(range(1, 11)) for pid in pids[4:]}
     assert [len(here.events(f"own-{pid}")) for pid in pids] == [0, 0, 0, 0, 10, 10]
-    assert sum("taken out" in record.message for record in caplog.records) == 8
+    assert sum("erased" in record.message for record in caplog.records) == 8
 
 
 def test_K_05_a_dry_run_takes_nothing_out_and_says_of_each_tag_what_it_would(
@@ -137,7 +137,7 @@ def test_K_05_a_dry_run_takes_nothing_out_and_says_of_each_tag_what_it_would(
     before = here.events("red"), here.events("blue")
     with caplog.at_level(logging.INFO):
         assert clean(here, "p", dry_run=True) == {"red": 5, "blue": 5}
-    assert sum("would be taken out" in record.message for record in caplog.records) == 2
+    assert sum("would be erased" in record.message for record in caplog.records) == 2
     assert (here.events("red"), here.events("blue")) == before
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from tailrace.config.settings import Settings
     from tailrace.http.service import Service, ViewService
+    from tailrace.upkeep.copy import ViewCopy
+    from tailrace.upkeep.job import BucketSettings
     from tailrace.views.days.write import DaysPlan
 
 
@@ -40,6 +42,14 @@ class DaysView(View):
         from tailrace.views.days.cli import add_commands
 
         add_commands(app)
+
+    def buckets(self, settings: Settings) -> BucketSettings:
+        return settings.days
+
+    def copy(self, settings: Settings) -> ViewCopy:
+        from tailrace.upkeep.log_copy import LogCopy
+
+        return LogCopy(self.plan(settings), settings.days)
 
 
 VIEW = DaysView()

@@ -108,7 +108,7 @@ class DaysWriter(Writer):
         self._rows = min(1 << 14, self._rows + (self._rows >> 2) + 1)
         return windows
 
-    def named(self, records: Slice) -> Iterator[tuple[int, int, str]]:
+    def named(self, records: Slice) -> Iterator[tuple[int, int, str, None]]:
         """Yield row, shard and name of every record that the view keeps: no tombstone, no poison, and with a name."""
         by_key = self._paths is None
         for i, (key, value) in enumerate(zip(records.keys, records.values, strict=True)):
@@ -120,7 +120,7 @@ class DaysWriter(Writer):
                     route = self._route(key, value)
                 except Unnameable:
                     continue
-            yield i, *route
+            yield i, *route, None
 
     def _window(self, records: Slice, begin: int, end: int, marks: Sequence[int]) -> list[Window] | None:
         """Group one range of rows by shard and name; None when a shard would get too much in one call."""

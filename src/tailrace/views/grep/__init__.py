@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tailrace.errors import BadRequest
 from tailrace.view import View
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
     from tailrace.config.settings import Settings
     from tailrace.http.service import Service, ViewService
+    from tailrace.upkeep.copy import ViewCopy
+    from tailrace.upkeep.job import BucketSettings
     from tailrace.views.grep.scan import GrepDriver
     from tailrace.views.grep.write import GrepPlan
 
@@ -47,6 +50,18 @@ class GrepView(View):
         from tailrace.views.grep.cli import add_commands
 
         add_commands(app)
+
+    piece_events = 1_000
+    """A match is a few bytes, and a reader that wants one decodes a whole piece."""
+
+    def buckets(self, settings: Settings) -> BucketSettings:
+        return settings.grep
+
+    def copy(self, settings: Settings) -> ViewCopy:
+        raise BadRequest(
+            f"the view {self.name!r} holds what searches found, not what Kafka has: there is nothing to compare or to "
+            "restore; a search that was ended (`tailrace searches end`) looks for everything anew when it is asked for"
+        )
 
 
 VIEW = GrepView()

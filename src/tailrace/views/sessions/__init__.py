@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from tailrace.config.settings import Settings
     from tailrace.http.service import Service, ViewService
+    from tailrace.upkeep.job import Jobs
     from tailrace.views.sessions.write import SessionPlan, SessionsDriver
 
 
@@ -52,6 +53,11 @@ class SessionsView(View):
         from tailrace.views.sessions.cli import add_commands
 
         add_commands(app)
+
+    def jobs(self, settings: Settings) -> Jobs:
+        from tailrace.views.sessions.upkeep import session_jobs
+
+        return session_jobs(settings)
 
 
 VIEW = SessionsView()

@@ -22,17 +22,28 @@ reader who finds no note has missed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.upkeep.job import JobLease, Scope, milliseconds
+from tailrace.upkeep.job import (
+    Facts,
+    JobLease,
+    Jobs,
+    ScheduledJob,
+    Scope,
+    Stopped,
+    Work,
+    milliseconds,
+    run_job,
+)
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.entry_id import EntryId, id_text, parse_id
 from tailrace.valkey.marks import NOTHING
-from tailrace.valkey.shards import Keyed, KeyedCall, Shards, mapping, translated
+from tailrace.valkey.shards import Keyed, KeyedCall, Shards, StoreOptions, mapping, translated
 from tailrace.views.sessions.burst import bursts, pack, session_json
 from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session, StreamLimits, Weights, identifiers, stale_trims
 from tailrace.views.sessions.store import (
@@ -46,6 +57,8 @@ from tailrace.views.sessions.store import (
     state_of,
 )
 
+LEASE = "session-upkeep"
+"""The lease of these jobs. Two holders at once do no harm, only double work."""
 WEIGHED = 500, 2 << 20
 """Limits of entries and bytes to weigh in one call."""
 SHED = 200
@@ -60,6 +73,35 @@ ROUND = 20_000
 """Entries to weigh before the surplus is removed: an untrimmed stream may have any number."""
 
 _GLOB = str.maketrans({special: f"\\{special}" for special in "\\*?[]"})
+
+
+def session_jobs(settings: Settings) -> Jobs:
+    """Return the jobs of telemetry sessions."""
+    memory, sessions = TrimMemory(), settings.sessions
+    trim, abandon, forget = TrimRules.of(settings), AbandonRules.of(settings), ForgetRules.of(settings)
+
+    def job(every: timedelta | None, work: Callable[[Scope], Work]) -> ScheduledJob:
+        def run(_: str, stopped: Stopped) -> Facts:
+            # In a store without sessions, streams of that name may belong to any program.
+            is_used = sessions.is_used or _has_sessions(settings)
+            return run_job(settings, work(Scope(stopped=stopped)), lease=LEASE) if is_used else {}
+
+        return ScheduledJob(every, run)
+
+    return {
+        "trim": job(sessions.trim_every, lambda scope: Trimming(trim, memory, scope)),
+        "abandon": job(sessions.trim_every, lambda scope: Abandoning(abandon, scope)),
+        "forget": job(sessions.forget_every, lambda scope: Forgetting(forget, scope)),
+    }
+
+
+def _has_sessions(settings: Settings) -> bool:
+    """Return whether any program wrote sessions with Tailrace, without the pipeline."""
+    shards = Shards(StoreOptions.of(settings.valkey))
+    try:
+        return bool(shards.run_keyed([(shards.keys.sessions(), ("EXISTS", shards.keys.sessions()))])[0])
+    finally:
+        shards.close()
 
 
 class AbandonRules(msgspec.Struct, frozen=True):

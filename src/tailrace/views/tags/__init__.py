@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tailrace.errors import BadRequest, PrerequisiteMissing
 from tailrace.view import View
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
     from tailrace.config.settings import Settings
     from tailrace.http.service import Service, ViewService
+    from tailrace.upkeep.copy import ViewCopy
+    from tailrace.upkeep.job import BucketSettings
     from tailrace.views.tags.driver import TagsDriver
     from tailrace.views.tags.write import TagsPlan
 
@@ -47,6 +50,27 @@ class TagsView(View):
         from tailrace.views.tags.cli import add_commands
 
         add_commands(app)
+
+    def buckets(self, settings: Settings) -> BucketSettings | None:
+        return None if settings.tags.store == "cassandra" else settings.tags
+
+    def copy(self, settings: Settings) -> ViewCopy:
+        if not settings.tags.is_used:
+            raise BadRequest(
+                "[tags] has neither paths nor rules here, so no record has tags to compare with: run this with the "
+                "configuration that the pipeline has (--config)"
+            )
+        if settings.tags.store != "cassandra":
+            from tailrace.views.tags.upkeep import TagLogCopy
+
+            return TagLogCopy(self.plan(settings), settings.tags)
+        try:
+            from tailrace.views.tags.rows.rebuild import TagRowCopy
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "cassandra":
+                raise
+            raise PrerequisiteMissing(f"this command needs {error.name}: install tailrace[cassandra]") from None
+        return TagRowCopy(self.plan(settings), settings.tags)
 
 
 VIEW = TagsView()

@@ -172,15 +172,15 @@ def tags_cleanup(
     """Erase a source's events from its tags for good; events that it writes later stay. Exit code 1 if some failed."""
     settings = stack.settings()
     with needs("stores"):
-        from tailrace.upkeep.backends import cleaning
-        from tailrace.views.tags.upkeep import CLEANED
+        from tailrace.views.tags.upkeep import ERASED, erasing
     step_aside()
     logging.getLogger("tailrace.views.tags.upkeep").setLevel(logging.INFO)
-    work = cleaning(settings, source, tag)
+    with needs("cassandra"):
+        work = erasing(settings, source, tag)
     facts = run_once(settings, work, dry_run=dry_run, wait_s=wait)
-    print_structs(work.cleaned, json=stack.json)
+    print_structs(work.erased, json=stack.json)
     print_summary(facts, json=stack.json)
-    raise typer.Exit(0 if all(each.verdict == CLEANED for each in work.cleaned) else 1)
+    raise typer.Exit(0 if all(each.verdict == ERASED for each in work.erased) else 1)
 
 
 @grouped

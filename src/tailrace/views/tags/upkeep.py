@@ -1,72 +1,147 @@
-"""The job that takes a source out of tags for good, while everything runs.
+"""Upkeep of tags: erasing a source from them, and the copy of Kafka's records in their logs.
 
-Every shard begins a new epoch first, so that what exists now is never written again. Then it is remembered, tag by
-tag, up to where the source is taken out, and its segments are written anew without those events, the oldest first.
-Invariant: all other events keep their numbers, in the log and in the tag, so cursors stay what they are; the source's
-own numbers go on after those that were taken out; and a run that dies is completed by the next.
+*Erasing* removes a source's events for good, while everything runs. Every shard begins a new epoch first, so that no
+segment of an earlier one is written again. Then, tag by tag, the job stores up to where the source is erased, and
+rewrites the segments without those events, the oldest first. Invariant: all other events keep their numbers, in the log
+and in the tag, so cursors stay valid; the source's own numbers go on after the erased ones; and the next run completes
+one that died.
 
-What it is to take a source out of tags for good, wherever its events rest: which tags, and what became of each.
-
-Numbering the events of a rebuilt tag: gapless for every source, and anchored where its live numbers begin.
-
-Invariant: the last rebuilt event of a source has the number before its first live one, or the last that it was given,
-if there is none yet; so nothing live is ever renumbered. Those in front of it are numbered downwards, without a gap. An
-event that got its tag later than it was written may therefore have a number below 1.
-
-Where the numbers of a rebuilt tag end: what is live behind it, and what is left of it in front.
-
-Invariant: how far sources have come is read before the registry of the log is. So a source that has live events by
-then has its first one in the log, and one that has none there had come as far as was read.
+*Numbering* of a rebuilt tag is gapless for every source and anchored where its live numbers begin. Invariant: the last
+rebuilt event of a source has the number before its first live one, or, without one, the last that was given out; so no
+live event is renumbered. The events before it are numbered downwards, without a gap, so one that was tagged later than
+written may have a number below 1. The last numbers of sources are read before the registry of the log: a source with
+live events by then has its first one in the log, and one without had come as far as was read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from struct import Struct as Layout
-from tempfile import TemporaryFile
-from typing import IO, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, ClassVar
 
 import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, StoreError
+from tailrace.log.columns import TagFields
 from tailrace.log.event import Partition
+from tailrace.log.name import shard_of
 from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
 from tailrace.log.store import NewSegment, PackedPiece, Staging
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.examine import ExaminedEntry, look, read_held
-from tailrace.upkeep.job import JobLease, milliseconds, now_ms, require_copy
+from tailrace.upkeep.copy import Assignment, Body, SpooledRecord, ViewCopy
+from tailrace.upkeep.examine import MOST_ODD, PAGE, ExaminedEntry, ExaminedLog, Finding, look, read_held
+from tailrace.upkeep.job import BucketSettings, JobLease, buckets_of, milliseconds, now_ms
+from tailrace.upkeep.log_copy import LogCopy
 from tailrace.upkeep.replacement import RestoredEvent
 from tailrace.valkey.shards import Shards, mapping
+from tailrace.views import tags
 from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, timeuuid_ms, widen_neighbour
-from tailrace.views.tags.store import VIEW, encode, read_erasures, tags_of
+from tailrace.views.tags.store import VIEW, encode, read_erasures, read_progress, tags_of
+from tailrace.views.tags.write import TagsPlan
 
 logger = logging.getLogger(__name__)
 
-CLEANED, UNREADABLE, MOVED = "cleaned", "unreadable", "moved"
-"""What became of a tag: the source is gone from it; left, in part, since a run cannot be read, or was changed."""
+ERASED, UNREADABLE, MOVED = "cleaned", "unreadable", "moved"
+"""Verdicts on a tag: the source is gone from it; or left, in part, since a run cannot be read, or was changed."""
+STEPS = ("cleaned", "thin-staged", "thinned")
+"""The failpoints of erasing from logs, in order."""
 
 
-class Cleanup(msgspec.Struct, frozen=True):
-    """What became of one tag."""
+class TagCopy(ViewCopy):
+    """The copy of Kafka's records in tags, wherever it rests."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "day": "a tag is rebuilt as a whole, not a day of it: its numbers go on from day to day"
+    }
+
+    def __init__(self, plan: TagsPlan, buckets: BucketSettings) -> None:
+        super().__init__(plan, buckets)
+        self.options = plan.options
+
+    def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
+        """Return the tags that have had events of a source."""
+        return tags_of(shards, source)
+
+    def erased(self, shards: Shards, names: Collection[str] | None) -> Mapping[str, Mapping[str, Erasure]]:
+        return read_erasures(shards, names)
+
+    def names_of(self, shards: Shards, source: str) -> frozenset[str]:
+        erased = [tag for tag, sources in read_erasures(shards).items() if source in sources]
+        if not (names := frozenset([*erased, *self.tags_of(shards, source)])):
+            raise BadRequest(f"no tag has, or had, events of the source {source!r}")
+        return names
+
+    def bring_back(self, shards: Shards, token: int, source: str, names: Iterable[str]) -> None:
+        for tag in names:
+            Staging(shards, self.view, token).record_erasure(tag, source, b"")
+
+
+class TagLogCopy(TagCopy, LogCopy):
+    """Tags in logs of Valkey."""
+
+    def numbering(self, work: Assignment, shards: Shards, name: str, now_ms: int) -> Anchor:
+        return Anchor(shards, name, now_ms + self.options.future_ms)
+
+    def check_numbers(self, shards: Shards, log: ExaminedLog, counted: dict[str, int]) -> Iterator[Finding]:
+        sources = list(counted)
+        given: dict[str, int] = {}
+        for at in range(0, len(sources), PAGE):
+            part = sources[at : at + PAGE]
+            (numbers,) = read_progress(shards, [(log.shard, log.name, part)])
+            given |= {
+                source: each.number
+                for source, each in zip(part, numbers, strict=True)
+                if each.number != counted[source]
+            }
+        if any(number > counted[source] for source, number in given.items()):
+            # The shard may have gone on since the log was read: its log has these events by now.
+            newest = log.log.segments[-1].index
+            for segment in look(shards, self.view, [log.name])[0].log.segments:
+                if segment.index >= newest:
+                    _count_on(counted, given, read_held(shards, self.view, log.name, segment))
+        wrong = ((source, number) for source, number in given.items() if counted[source] != number)
+        for source, number in islice(wrong, MOST_ODD):
+            detail = f"the last event has number {counted[source]}, and the shard has given out {number}"
+            yield Finding("numbers", log.name, "", source, number, counted[source], detail)
+
+
+def _count_on(counted: dict[str, int], given: Mapping[str, int], entries: Iterable[ExaminedEntry]) -> None:
+    """Continue counting, up to the numbers that were given out."""
+    for _, _, fields in _tag_fields(entries):
+        if fields.source in given and counted[fields.source] < fields.number <= given[fields.source]:
+            counted[fields.source] = fields.number
+
+
+def _tag_fields(entries: Iterable[ExaminedEntry]) -> Iterator[tuple[Partition, int, TagFields]]:
+    """Yield partition, offset and fields of every event."""
+    for held in entries:
+        for run in (entry.run for entry in held.entries):
+            if run.tag_columns is not None:
+                for offset, fields in zip(run.offsets, run.tag_columns.rows(run.offsets, run.times), strict=True):
+                    yield run.partition, offset, fields
+
+
+class TagErasure(msgspec.Struct, frozen=True):
+    """Outcome for one tag."""
 
     tag: str
     verdict: str
     events: int
-    """Of the source, that were taken out."""
+    """Erased events of the source."""
     segments: int
-    """That they were in."""
+    """Segments that they were in."""
 
 
-class TakingOut:
-    """One run of the job; what became of each tag is in ``cleaned``.
+class Erasing:
+    """One run of the job that erases a source, wherever tags rest; ``erased`` has the outcome for each tag.
 
     Args:
-        source: Whose events are taken out.
-        tag: Out of one tag; None = out of all.
+        source: The source whose events are erased.
+        tag: Erase it from one tag; None = from all.
     """
 
     name = "cleanup"
@@ -75,24 +150,41 @@ class TakingOut:
 
     def __init__(self, source: str, tag: str | None, reached: Callable[[str], None]) -> None:
         self._source, self._tag, self._reached = source, tag, reached
-        self.cleaned: list[Cleanup] = []
+        self.erased: list[TagErasure] = []
+
+    def look(self, shards: Shards) -> dict[str, object]:
+        """Count the events that would be erased, and change nothing.
+
+        Raises:
+            BadRequest: No such tag has events of the source.
+        """
+        raise NotImplementedError
+
+    def run(self, shards: Shards, lease: JobLease) -> None:
+        """Erase the source.
+
+        Raises:
+            BadRequest: No such tag has events of the source.
+            StaleUpkeep: Another process has taken over.
+        """
+        raise NotImplementedError
 
     def facts(self) -> dict[str, object]:
-        """What was done, for reports."""
+        """Return the figures for reports."""
         left: dict[str, int] = {}
-        for each in self.cleaned:
-            if each.verdict != CLEANED:
+        for each in self.erased:
+            if each.verdict != ERASED:
                 left[each.verdict] = left.get(each.verdict, 0) + 1
         return {
             "source": self._source,
-            "tags": len(self.cleaned),
-            "events": sum(each.events for each in self.cleaned),
-            "segments": sum(each.segments for each in self.cleaned),
+            "tags": len(self.erased),
+            "events": sum(each.events for each in self.erased),
+            "segments": sum(each.segments for each in self.erased),
             "left": left,
         }
 
-    def _asked(self, tags: Iterable[str]) -> list[str]:
-        """Return those of a source's tags that it is to be taken out of.
+    def _wanted(self, tags: Iterable[str]) -> list[str]:
+        """Return those of a source's tags that it is to be erased from.
 
         Raises:
             BadRequest: There is none.
@@ -103,24 +195,42 @@ class TakingOut:
             raise BadRequest(f"{where} events of the source {self._source!r}")
         return found
 
-    def _note(self, done: Cleanup, told: str) -> None:
-        if not done.events and done.verdict == CLEANED:
+    def _remember(self, shards: Shards, staging: Staging, tag: str, number: int, marks: Mapping[str, int]) -> Erasure:
+        """Store up to where the source is erased from a tag, before any event goes."""
+        before = read_erasures(shards, [tag]).get(tag, {}).get(self._source, Erasure(0, {}))
+        erased = Erasure(max(before.number, number), {**before.marks, **marks})
+        staging.record_erasure(tag, self._source, encode(erased))
+        self._reached("cleaned")
+        return erased
+
+    def _add(self, outcome: TagErasure, deed: str) -> None:
+        if not outcome.events and outcome.verdict == ERASED:
             return
-        self.cleaned.append(done)
-        logger.info("tag %r: %d event(s) of %r %s; %s", done.tag, done.events, self._source, told, done.verdict)
+        self.erased.append(outcome)
+        values = outcome.tag, outcome.events, self._source, deed, outcome.verdict
+        logger.info("tag %r: %d event(s) of %r %s; %s", *values)
 
 
-STEPS = ("cleaned", "thin-staged", "thinned")
-"""The failpoints, in order."""
+def erasing(settings: Settings, source: str, tag: str | None, **options: Any) -> Erasing:
+    """Return the job that erases a source, for where tags rest.
+
+    Raises:
+        BadRequest: There is no view of tags.
+    """
+    if settings.tags.store != "cassandra" or VIEW not in settings.pipeline.views:
+        return LogErasing(settings, source, tag, **options)
+    from tailrace.views.tags.rows.upkeep import RowErasing
+
+    return RowErasing(settings, source, tag, **options)
 
 
-class _Found(msgspec.Struct):
-    """What a tag has of the source."""
+class _SourceEvents(msgspec.Struct):
+    """The events of the source in a tag."""
 
     segments: dict[int, int]
     """Events, by the index of their segment."""
-    places: dict[Partition, int]
-    """The last offset of each partition."""
+    offsets: dict[Partition, int]
+    """Last offset of each partition."""
     number: int = 0
     unreadable: int = 0
 
@@ -129,12 +239,12 @@ class _Found(msgspec.Struct):
         return sum(self.segments.values())
 
 
-class Cleaning(TakingOut):
-    """One run of the job; what became of each tag is in ``cleaned``.
+class _Unreadable(Exception):
+    """A stored run that cannot be read."""
 
-    Args:
-        source: Whose events are taken out.
-        tag: Out of one tag; None = out of all.
+
+class LogErasing(Erasing):
+    """Erases a source from logs.
 
     Raises:
         BadRequest: There are no tags in Valkey.
@@ -149,81 +259,65 @@ class Cleaning(TakingOut):
         clock: Callable[[], int] = now_ms,
         reached: Callable[[str], None] = failpoint.reached,
     ) -> None:
-        require_copy(settings, VIEW)
+        buckets_of(settings, tags.VIEW)
         super().__init__(source, tag, reached)
         self._clock = clock
         self._piece_bytes = settings.upkeep.segment_bytes
         self._remember_ms = milliseconds(settings.upkeep.remember)
 
     def look(self, shards: Shards) -> dict[str, object]:
-        """Count what would be taken out, and change nothing.
-
-        Raises:
-            BadRequest: No such tag has events of the source.
-        """
-        for tag in self._asked(tags_of(shards, self._source)):
+        for tag in self._wanted(tags_of(shards, self._source)):
             found = self._find(shards, tag, look(shards, VIEW, [tag])[0].log.segments)
-            self._note(Cleanup(tag, CLEANED, found.events, len(found.segments)), "would be taken out")
+            self._add(TagErasure(tag, ERASED, found.events, len(found.segments)), "would be erased")
         return self.facts()
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Take the source out.
-
-        Raises:
-            BadRequest: No such tag has events of the source.
-            StaleUpkeep: Another process has taken over.
-        """
-        tags = self._asked(tags_of(shards, self._source))
+        wanted = self._wanted(tags_of(shards, self._source))
         staging = Staging(shards, VIEW, lease.token)
         opened = staging.reopen(self._clock() // 1000)
-        for tag in tags:
+        for tag in wanted:
             lease.check()
-            seen = look(shards, VIEW, [tag])[0]
-            epoch, marks = opened[seen.shard]
-            old = [segment for segment in seen.log.segments if segment.epoch < epoch]
+            log = look(shards, VIEW, [tag])[0]
+            epoch, marks = opened[log.shard]
+            old = [segment for segment in log.log.segments if segment.epoch < epoch]
             found = self._find(shards, tag, old)
             if found.events:
-                before = read_erasures(shards, [tag]).get(tag, {}).get(self._source, Erasure(0, {}))
-                places = {str(place): max(last, marks.get(place, last)) for place, last in found.places.items()}
-                gone = Erasure(max(before.number, found.number), {**before.marks, **places})
-                staging.record_erasure(tag, self._source, encode(gone))
-                self._reached("cleaned")
-                verdict = self._clean(shards, staging, tag, old, found, gone)
+                last = {str(partition): max(end, marks.get(partition, end)) for partition, end in found.offsets.items()}
+                erased = self._remember(shards, staging, tag, found.number, last)
+                verdict = self._erase(shards, staging, tag, old, found, erased)
             else:
-                verdict = UNREADABLE if found.unreadable else CLEANED
-            self._note(Cleanup(tag, verdict, found.events, len(found.segments)), "taken out")
+                verdict = UNREADABLE if found.unreadable else ERASED
+            self._add(TagErasure(tag, verdict, found.events, len(found.segments)), "erased")
 
-    # What there is.
-
-    def _find(self, shards: Shards, tag: str, segments: Sequence[Segment]) -> _Found:
-        """Look for the source's events in a tag."""
-        found = _Found({}, {})
+    def _find(self, shards: Shards, tag: str, segments: Sequence[Segment]) -> _SourceEvents:
+        """Find the source's events in a tag."""
+        found = _SourceEvents({}, {})
         for segment in segments:
             for held in read_held(shards, VIEW, tag, segment):
                 found.unreadable += bool(held.damage)
-                for entry in held.entries:
-                    run = entry.run
-                    if run.tag_columns is None or self._source not in run.tag_columns.sources:
-                        continue
-                    for offset, note in zip(run.offsets, run.tag_columns.rows(run.offsets, run.times), strict=True):
-                        if note.source == self._source:
-                            found.segments[segment.index] = found.segments.get(segment.index, 0) + 1
-                            found.places[run.partition] = max(offset, found.places.get(run.partition, offset))
-                            found.number = note.number
+                for partition, offset, fields in _tag_fields([held]):
+                    if fields.source == self._source:
+                        found.segments[segment.index] = found.segments.get(segment.index, 0) + 1
+                        found.offsets[partition] = max(offset, found.offsets.get(partition, offset))
+                        found.number = fields.number
         return found
 
-    # What becomes of it.
-
-    def _clean(
-        self, shards: Shards, staging: Staging, tag: str, old: Sequence[Segment], found: _Found, gone: Erasure
+    def _erase(
+        self,
+        shards: Shards,
+        staging: Staging,
+        tag: str,
+        old: Sequence[Segment],
+        found: _SourceEvents,
+        erased: Erasure,
     ) -> str:
-        """Write the segments that have some anew, the oldest first."""
+        """Rewrite the segments with events of the source, the oldest first; return the verdict."""
         segments = list(old)
         for at, segment in enumerate(old):
             if segment.index not in found.segments:
                 continue
             try:
-                left = self._stage(shards, staging, tag, segment, gone)
+                left = self._stage(shards, staging, tag, segment, erased)
             except _Unreadable as error:
                 logger.error("tag %r, segment %d: %s; `tailrace rebuild tags` restores it", tag, segment.index, error)
                 return UNREADABLE
@@ -237,12 +331,14 @@ class Cleaning(TakingOut):
             else:
                 segments[at] = msgspec.structs.replace(segment, events=0)
                 segments = [s if neighbour is None or s.index != neighbour.index else neighbour for s in segments]
-        return CLEANED
+        return ERASED
 
-    def _stage(self, shards: Shards, staging: Staging, tag: str, segment: Segment, gone: Erasure) -> NewSegment | None:
-        """Write what is left of a segment aside; None if nothing is."""
+    def _stage(
+        self, shards: Shards, staging: Staging, tag: str, segment: Segment, erased: Erasure
+    ) -> NewSegment | None:
+        """Stage the rest of a segment; None if there is none."""
         first = last = events = size = raw = count = 0
-        for part in pieces(self._left(shards, tag, segment, gone), self._piece_bytes):
+        for part in pieces(self._rest(shards, tag, segment, erased), self._piece_bytes):
             stored, end = pack(part), part[-1]
             n = sum(len(entry.run) for entry in part)
             piece = PackedPiece(tag, segment.index, end.last, n, end.newest_ms, stored, count == 0, len(stored))
@@ -256,37 +352,33 @@ class Cleaning(TakingOut):
         left = msgspec.structs.replace(shrink_segment(segment, first, last, events), bytes=size, raw_bytes=raw)
         return NewSegment(left, segment.index, count)
 
-    def _left(self, shards: Shards, tag: str, segment: Segment, gone: Erasure) -> Iterator[NumberedRun]:
+    def _rest(self, shards: Shards, tag: str, segment: Segment, erased: Erasure) -> Iterator[NumberedRun]:
         for held in read_held(shards, VIEW, tag, segment):
             if held.damage:
                 raise _Unreadable(held.damage)
             for entry in held.entries:
-                yield from erase_from(entry, {self._source: gone})
-
-
-class _Unreadable(Exception):
-    """A stored run that cannot be read."""
+                yield from erase_from(entry, {self._source: erased})
 
 
 class Ends(msgspec.Struct, frozen=True):
-    """What comes behind the rebuilt events."""
+    """The numbers and timestamps behind the rebuilt events."""
 
     numbers: Mapping[str, int]
     """For each source the number of its last rebuilt event; 0 where nothing is said."""
     stamps: Mapping[Partition, int]
-    """For each partition that has live events the stamp of its first one, in milliseconds: none before it is later."""
+    """For each partition with live events the millisecond of the first one's timestamp: none before it is later."""
 
     def fits(self, counts: Mapping[str, int], front: Mapping[str, SourceProgress]) -> bool:
-        """Return whether numbers go on without a gap from what stands in front of the rebuilt events."""
-        return all(known.number == self.numbers.get(pid, 0) - counts.get(pid, 0) for pid, known in front.items())
+        """Return whether numbers go on without a gap from the events in front of the rebuilt ones."""
+        return all(last.number == self.numbers.get(source, 0) - counts.get(source, 0) for source, last in front.items())
 
 
 def counted(events: Iterable[RestoredEvent]) -> dict[str, int]:
     """Return how many events each source has."""
     found: dict[str, int] = {}
     for event in events:
-        assert event.note is not None
-        found[event.note.source] = found.get(event.note.source, 0) + 1
+        assert event.fields is not None
+        found[event.fields.source] = found.get(event.fields.source, 0) + 1
     return found
 
 
@@ -297,172 +389,115 @@ def renumbered(
     front: Mapping[str, SourceProgress],
     latest_ms: int,
 ) -> Iterator[RestoredEvent]:
-    """Yield events, in their order, with their numbers and stamps.
+    """Yield events, in their order, with their numbers and timestamps.
 
-    The stamp that an event asks for, its own from before or its time, is raised by the rule that it was made by.
+    The timestamp that an event asks for, its earlier one or its time, is raised by the rule of the pipeline.
 
     Args:
-        counts: How many of them each source has.
-        front: How far sources have come in front of them.
-        latest_ms: Where times from the future are cut.
+        counts: How many of the events each source has.
+        front: The last number of sources in front of the events.
+        latest_ms: Limit for times from the future.
     """
-    known = dict(front)
+    last = dict(front)
     floors: dict[str, int] = {}
     for each in front.values():
         floors[each.partition] = max(each.ms, floors.get(each.partition, each.ms))
     begun: set[str] = set()
     for event in events:
-        note, label = event.note, str(event.source)
-        assert note is not None
-        pid = note.source
-        before = known.get(pid, SourceProgress())
-        number = before.number + 1 if pid in begun else ends.numbers.get(pid, 0) - counts[pid] + 1
-        begun.add(pid)
-        latest = min(latest_ms, ends.stamps.get(event.source, latest_ms))
-        ms = timeuuid_ms(note.ms, floors.get(label, before.ms), [before], label, latest)
+        fields, label = event.fields, str(event.partition)
+        assert fields is not None
+        source = fields.source
+        before = last.get(source, SourceProgress())
+        number = before.number + 1 if source in begun else ends.numbers.get(source, 0) - counts[source] + 1
+        begun.add(source)
+        latest = min(latest_ms, ends.stamps.get(event.partition, latest_ms))
+        ms = timeuuid_ms(fields.ms, floors.get(label, before.ms), [before], label, latest)
         floors[label] = ms
-        known[pid] = SourceProgress(number, note.seq, ms, label)
-        yield msgspec.structs.replace(event, note=note._replace(number=number, ms=ms))
-
-
-PAGE = 1000
-
-
-class SpooledRecord(msgspec.Struct, frozen=True, gc=False):
-    """A record of Kafka on its way to its log."""
-
-    source: Partition
-    offset: int
-    time_ms: int
-    newest_ms: int
-    """The running maximum of the times of its source and name."""
-    body: bytes
-    """Key, headers, value and what its tags are: ``restore.encode_body``."""
+        last[source] = SourceProgress(number, fields.seq, ms, label)
+        yield msgspec.structs.replace(event, fields=fields._replace(number=number, ms=ms))
 
 
 class Anchor:
-    """What one log of a tag is numbered by while it is restored."""
+    """The ``Numbering`` of one tag."""
 
-    def __init__(self, shards: Shards, shard: int, tag: str) -> None:
-        known = read_all_numbers(shards, shard, tag)
-        self._numbers = {pid: each.number for pid, each in known.items()}
+    def __init__(self, shards: Shards, tag: str, latest_ms: int) -> None:
+        known = read_all_numbers(shards, shard_of(tag, shards.options.shards), tag)
+        self._known, self._latest_ms = known.keys(), latest_ms
         self._top_ms = max((each.ms for each in known.values()), default=SourceProgress().ms)
-        """No event of the tag had a later stamp by then."""
+        """No event of the tag had a later timestamp when its numbers were read."""
+        self._numbers = {source: each.number for source, each in known.items()}
         self._stamps: dict[Partition, int] = {}
-        self._passed: set[str] = set()
+        self._ends = Ends(self._numbers, self._stamps)
+        self._live: set[str] = set()
         self._front: dict[str, SourceProgress] = {}
         self._segment: dict[str, SourceProgress] = {}
         self._ahead: dict[Partition, dict[int, int]] = {}
+        """Timestamps in the log that differ from the event's time, by offset."""
         self._counts: dict[str, int] = {}
-        self._known = known.keys()
-        self.new: dict[str, SourceProgress] = {}
-        """How far sources have come with what was numbered that had come nowhere."""
-
-    # What is there.
+        self._new: dict[str, SourceProgress] = {}
 
     def begin(self, in_front: bool) -> None:
-        """Go on to the next segment; all before it, if it says so, stands in front of what is replaced."""
         if in_front:
             self._front |= self._segment
         self._segment = {}
 
     def see(self, run: Run, after: int, last: int | None, retained: int) -> None:
-        """Take note of a run of the log: of events after an offset, and of live ones after the last that is restored.
-
-        Args:
-            retained: The first offset that Kafka has.
-        """
         assert run.tag_columns is not None
-        source, label, offsets, times = run.partition, str(run.partition), run.offsets, run.times
-        for offset, time_ms, note in zip(offsets, times, run.tag_columns.rows(offsets, times), strict=True):
+        partition, label, offsets, times = run.partition, str(run.partition), run.offsets, run.times
+        for offset, time_ms, fields in zip(offsets, times, run.tag_columns.rows(offsets, times), strict=True):
             if last is not None and offset > last:
-                self._pass(source, note.source, note.number, note.ms)
+                self._pass(partition, fields)
             elif offset > after:
-                self._segment[note.source] = SourceProgress(note.number, note.seq, note.ms, label)
-                if offset >= retained and note.ms != time_ms:
-                    self._ahead.setdefault(source, {})[offset] = note.ms
+                self._segment[fields.source] = SourceProgress(fields.number, fields.seq, fields.ms, label)
+                if offset >= retained and fields.ms != time_ms:
+                    self._ahead.setdefault(partition, {})[offset] = fields.ms
 
-    def pass_live(self, held: Iterable[ExaminedEntry]) -> None:
-        """Take note of live events behind what is replaced, in their order."""
-        for each in held:
-            for entry in each.entries:
-                run = entry.run
-                for note in run.tag_columns.rows(run.offsets, run.times) if run.tag_columns is not None else ():
-                    self._pass(run.partition, note.source, note.number, note.ms)
+    def pass_live(self, entries: Iterable[ExaminedEntry]) -> None:
+        for partition, _, fields in _tag_fields(entries):
+            self._pass(partition, fields)
 
-    def _pass(self, source: Partition, pid: str, number: int, ms: int) -> None:
-        if pid not in self._passed:
-            self._passed.add(pid)
-            self._numbers[pid] = number - 1
-        self._stamps.setdefault(source, ms)
+    def _pass(self, partition: Partition, fields: TagFields) -> None:
+        if fields.source not in self._live:
+            self._live.add(fields.source)
+            self._numbers[fields.source] = fields.number - 1
+        self._stamps.setdefault(partition, fields.ms)
 
-    # What comes in its place.
+    def fields_of(self, record: SpooledRecord, body: Body) -> TagFields:
+        """Return the fields of a record with its timestamp in the log, or its time if it is not there.
 
-    def stamp_of(self, record: SpooledRecord) -> int:
-        """Return the millisecond of the stamp that an event has in the log, or its time if it is not there.
-
-        A time that is after all stamps, and that none of the next records comes near, is one from the future.
+        A time after all timestamps that none of the next records comes near is one from the future.
         """
         time_ms = record.time_ms
         if time_ms > self._top_ms:
             time_ms = max(self._top_ms, min(time_ms, record.newest_ms))
-        return self._ahead.get(record.source, {}).get(record.offset, time_ms)
+        return body.fields._replace(ms=self._ahead.get(record.partition, {}).get(record.offset, time_ms))
 
     def fits(self, events: Iterable[RestoredEvent]) -> bool:
-        """Count what is to be numbered; return whether it follows what stands in front of it without a gap."""
         self._counts = counted(events)
-        return self._ends().fits(self._counts, self._front)
+        return self._ends.fits(self._counts, self._front)
 
     def begin_anew(self, events: Iterable[RestoredEvent]) -> None:
-        """Count what is to be numbered when nothing stands in front of it."""
         self._front = {}
         self._counts = counted(events)
 
-    def numbered(self, events: Iterable[RestoredEvent], latest_ms: int) -> Iterator[RestoredEvent]:
-        """Yield the events that were counted, with numbers and stamps."""
-        for event in renumbered(events, self._ends(), self._counts, self._front, latest_ms):
-            note = event.note
-            if note is not None and note.source not in self._known:
-                self.new[note.source] = SourceProgress(note.number, note.seq, note.ms, str(event.source))
+    def numbered(self, events: Iterable[RestoredEvent]) -> Iterator[RestoredEvent]:
+        for event in renumbered(events, self._ends, self._counts, self._front, self._latest_ms):
+            fields = event.fields
+            if fields is not None and fields.source not in self._known:
+                self._new[fields.source] = SourceProgress(fields.number, fields.seq, fields.ms, str(event.partition))
             yield event
 
-    def _ends(self) -> Ends:
-        return Ends(self._numbers, self._stamps)
+    def first_numbers(self) -> dict[str, bytes]:
+        return {source: each.stored() for source, each in self._new.items()}
 
 
 def read_all_numbers(shards: Shards, shard: int, tag: str) -> dict[str, SourceProgress]:
-    """Return how far every source has come in a tag, each at some moment before this returns."""
+    """Return the last number of every source in a tag, each at some moment before this returns."""
     found: dict[str, SourceProgress] = {}
     cursor: Any = b"0"
     while True:
         command = "HSCAN", shards.keys.numbers(shard, tag), cursor, "COUNT", PAGE
         cursor, page = shards.run_all([(shard, command)])[0]
-        found |= {pid.decode(): SourceProgress.parse(stored) for pid, stored in mapping(page).items()}
+        found |= {source.decode(): SourceProgress.parse(stored) for source, stored in mapping(page).items()}
         if int(cursor) == 0:
             return found
-
-
-class Spool:
-    """Kafka's records of one log, kept in a file that has no name: they come once, and are read more than once."""
-
-    _head = Layout("<I")
-
-    def __init__(self, records: Iterable[SpooledRecord]) -> None:
-        self._file: IO[bytes] = TemporaryFile(buffering=1 << 20)  # noqa: SIM115 it is closed with us
-        encode = msgspec.msgpack.Encoder().encode
-        for record in records:
-            stored = encode(record)
-            self._file.write(self._head.pack(len(stored)) + stored)
-
-    def __enter__(self) -> Spool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __iter__(self) -> Iterator[SpooledRecord]:
-        """Yield the records from the first one on. One iteration at a time."""
-        decode = msgspec.msgpack.Decoder(SpooledRecord).decode
-        self._file.seek(0)
-        while head := self._file.read(self._head.size):
-            yield decode(self._file.read(*self._head.unpack(head)))

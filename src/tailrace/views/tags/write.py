@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
@@ -19,7 +19,7 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
-from tailrace.log.columns import TagColumns
+from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.event import Partition, event_id, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
@@ -203,16 +203,13 @@ class TagsWriter(Writer):
 
     # The tags of a slice.
 
-    def tagged(self, records: Slice) -> dict[int, TaggedEvent]:
-        """Return the events of a slice that have tags, by row."""
-        return self._tag(records).events
-
-    def named(self, records: Slice, tagged: Mapping[int, TaggedEvent] | None = None) -> Iterator[tuple[int, int, str]]:
-        """Yield row, shard and tag for every tag of every event; ``tagged`` saves tagging the slice again."""
-        for i, event in (self.tagged(records) if tagged is None else tagged).items():
+    def named(self, records: Slice) -> Iterator[tuple[int, int, str, TagFields]]:
+        """Yield row, shard, tag and fields for every tag of every event."""
+        for i, event in self._tag(records).events.items():
+            fields = TagFields(event.source, event.seq, 0, 0, event.tags)
             for shard, tags in self._by_shard(event.tags):
                 for tag in tags:
-                    yield i, shard, tag
+                    yield i, shard, tag, fields
 
     def _tag(self, records: Slice) -> _TaggedSlice:
         tagged: dict[int, TaggedEvent] = {}

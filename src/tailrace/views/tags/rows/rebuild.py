@@ -1,445 +1,139 @@
-"""Rebuilds of tags that rest in Cassandra: rows become what Kafka and the present configuration say, while all goes on.
+"""The copy of Kafka's records in rows of Cassandra, and its rebuild: rows become what Kafka and the rules say.
 
-An audit says which tags something is wrong with. Then the marks are read, and one Spark job puts the rows of each tag
-beside Kafka's records, event by event, and restores it from its last event backwards, so that numbers are anchored at
-its live end. Invariant: what lies beyond the marks is not touched, nor is a row that is right; a rebuild that dies is
-begun again, and comes to the same.
-
-Restoring the rows of one tag in Cassandra: given what is there and what Kafka has, event by event, the last first.
-
-Invariant: an event's right row is written before its wrong ones are deleted, and no key is of two events; so whoever
-dies in between leaves every event with a row, and whoever begins again finds the same to be right. Rows beyond the
-marks are not touched.
+The marks are read first. Then one Spark job puts the rows of each tag beside Kafka's records, event by event, and
+restores the tag from its last event backwards, so that numbers are anchored at its live end. Invariant: an event's
+right row is written before its wrong ones are deleted, and no key belongs to two events; so a rebuild that dies leaves
+every event with a row, and the next one finds the same rows to be right. Rows beyond the marks are not touched, nor is
+a row that is right.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
+from zlib import crc32
 
 import msgspec
 import pyarrow as pa
 
-from tailrace.config.settings import Settings
-from tailrace.errors import PipelineError, StaleDriver, StaleUpkeep
-from tailrace.log.event import Headers, Partition
+from tailrace.errors import StaleDriver, StaleUpkeep
+from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.audit import Auditor
-from tailrace.upkeep.examine import fingerprint, noted
-from tailrace.upkeep.job import WHAT, JobLease, milliseconds
-from tailrace.upkeep.rebuild import NEXT_RECORDS, RECORDS, Rebuilding, listed, routed
-from tailrace.upkeep.restore import REBUILT, SAME, Body, Restored
-from tailrace.upkeep.spark import ATTEMPTS, Assignment, History, WantedNames, collect, spark_for
+from tailrace.upkeep.copy import (
+    REBUILT,
+    SAME,
+    Assignment,
+    Body,
+    RebuildPlan,
+    RebuildStart,
+    Restored,
+    decode_body,
+    difference,
+)
+from tailrace.upkeep.examine import Erasures, Examined, Finding, fingerprint
+from tailrace.upkeep.job import LOGS, milliseconds
+from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, outcome_batch, route
+from tailrace.upkeep.spark import ATTEMPTS
 from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.tags.model import Erasures
-from tailrace.views.tags.rows.cassandra import connected
+from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
 from tailrace.views.tags.rows.numbering import BackwardNumbering, NumberingEnd, numbering_end
 from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow
-from tailrace.views.tags.rows.upkeep import RowAuditor, Rows, rests_in, tags_of
-from tailrace.views.tags.store import VIEW, raise_floors, tag_options
-from tailrace.views.tags.upkeep import read_all_numbers
-from tailrace.views.tags.write import TagsPlan
+from tailrace.views.tags.rows.upkeep import Rows, examine, row_print, tags_of
+from tailrace.views.tags.store import VIEW, TagOptions, raise_floors
+from tailrace.views.tags.upkeep import TagCopy, read_all_numbers
 
 STEPS = ("rows-written", "rows-deleted")
 """The failpoints, in order."""
 AT_ONCE = 2_000
-"""Rows that are written, or deleted, before the next are looked at."""
-
+"""Rows that are written or deleted at once."""
 END, CEILING, ROW, RECORD = range(4)
-"""What an item is: what comes behind a source, or a partition; a row that is there; a record of Kafka."""
-
-
-class RowRebuildPlan(msgspec.Struct, frozen=True):
-    """What a rebuild of rows is to do."""
-
-    work: Assignment
-    marks: tuple[dict[Partition, int], ...]
-    """Of each shard, up to where its rows are rebuilt: read before anything else."""
-    token: int
-    dry_run: bool
-    now_ms: int
-    keep_ms: int | None
-
-    @property
-    def since_ms(self) -> int:
-        """The time before which rows have expired."""
-        return -(1 << 62) if self.keep_ms is None else self.now_ms - self.keep_ms
-
-
-class RestoreItem(NamedTuple):
-    """What is known of a tag, in the order in which it is restored."""
-
-    kind: int
-    source: str
-    offset: int
-    time_ms: int
-    ms: int
-    """The millisecond that it asks for its stamp."""
-    body: bytes
-
-
-class ExistingRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row that is there."""
-
-    source: str
-    number: int
-    timeuuid: UUID
-    bucket_ms: int
-    prints: tuple[int, int]
-    carried: tuple[int, Body] | None = None
-    """Time and contents, if Kafka no longer has the record."""
-
-
-class RestoredRows(Restored, frozen=True):
-    """What became of one tag, up to the marks: rows that were there before, buckets written to, rows deleted."""
-
-    added: int = 0
-    """Events that had no row."""
-    written: int = 0
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_body = msgspec.msgpack.Decoder(Body).decode
-_standing = msgspec.msgpack.Decoder(ExistingRow).decode
-_end = msgspec.msgpack.Decoder(tuple[str, NumberingEnd]).decode
-_ceiling = msgspec.msgpack.Decoder(tuple[str, int]).decode
-
-
-def survey(
-    orders: RowRebuildPlan, shards: Shards, rows: Rows, tag: str
-) -> Iterator[tuple[int, str, int, int | None, bytes]]:
-    """Yield kind, partition, offset, stamp and body of what is there of a tag: its rows, and what comes behind them.
-
-    How far sources have come is read first: what was given out by then has its rows.
-    """
-    shard = shard_of(tag, shards.options.shards)
-    given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
-    (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
-    ceilings = {place.decode(): parse_mark_time(stored)[0] for place, stored in mapping(answer).items()}
-    marks, bounds = orders.marks[shard], orders.work.extent.shards[shard]
-    live: dict[str, NumberingEnd] = {}
-    for row in rows.rows(tag):
-        place, ms = str(row.partition), ms_of(row.timeuuid)
-        if row.offset > marks.get(row.partition, NOTHING):
-            first = live.get(row.source)
-            if first is None or row.tag_seq < first.number:
-                live[row.source] = NumberingEnd(row.tag_seq, ms, place)
-            ceilings[place] = min(ms, ceilings.get(place, ms))
-            continue
-        head, value = row.headers, row.value or b""
-        note = noted(row.source, row.seq, row.tags)
-        prints = fingerprint(place, row.offset, row.time_ms, row.key, head, value, note)
-        carried = None
-        if row.offset < bounds.get(row.partition, (1 << 62, 0))[0]:
-            carried = row.time_ms, Body(row.key, head, value, row.source, row.seq, row.tags)
-        standing = ExistingRow(row.source, row.tag_seq, row.timeuuid, row.bucket_ms, prints, carried)
-        yield ROW, place, row.offset, ms, _encode(standing)
-    for pid in given.keys() | live.keys():
-        yield END, "", NOTHING, None, _encode((pid, numbering_end(given.get(pid, 0), live.get(pid))))
-    for place, ms in ceilings.items():
-        yield CEILING, "", NOTHING, None, _encode((place, ms))
-
-
-class _Wanted(NamedTuple):
-    """An event that a tag is to have."""
-
-    source: str
-    seq: int
-    time_ms: int
-    key: bytes | None
-    headers: Headers
-    value: bytes
-    tags: tuple[str, ...]
-    prints: tuple[int, int]
-
-
-class RowRestorer:
-    """Restores tags in one task."""
-
-    def __init__(
-        self, orders: RowRebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint.reached
-    ) -> None:
-        self._orders, self._shards, self._reached = orders, shards, reached
-        self._span_ms = orders.work.plan.of(TagsPlan).options.span_ms
-        # Not the writer of this process: it believes buckets to be listed, and the listing may be what was lost.
-        self._writer = (
-            None
-            if orders.dry_run
-            else RowWriter(connected(rests_in(orders.work)), orders.work.plan.of(TagsPlan).options.batch)
-        )
-        self._places: dict[str, Partition] = {}
-
-    def restore(self, tag: str, items: Iterable[RestoreItem]) -> RestoredRows:
-        """Restore a tag, given what comes behind it, and then what there is of each event, the last first."""
-        gone = self._orders.work.erasures.get(tag, {})
-        ends: dict[str, NumberingEnd] = {}
-        ceilings: dict[str, int] = {}
-        countdown: BackwardNumbering | None = None
-        events = before = added = written = deleted = 0
-        buckets: set[int] = set()
-        new: list[StoredRow] = []
-        old: list[RowKey] = []
-        for (source, offset), group in groupby(items, key=lambda item: (item.source, item.offset)):
-            if not source:
-                for item in group:
-                    if item.kind == END:
-                        pid, end = _end(item.body)
-                        ends[pid] = end
-                    elif item.kind == CEILING:
-                        place, ms = _ceiling(item.body)
-                        ceilings[place] = ms
-                continue
-            countdown = countdown or BackwardNumbering(ends, ceilings)
-            there, event, ms = _sorted_out(source, offset, group, gone)
-            row = None if event is None else self._row(tag, source, offset, ms, event, bool(there), countdown)
-            before += len(there)
-            right = None
-            if row is not None and event is not None:
-                events += 1
-                added += not there
-                right = next((each for each in there if _is(each, row) and each.prints == event.prints), None)
-                if right is None:
-                    new.append(row)
-                    buckets.add(row.bucket_ms)
-            for each in there:
-                # What is to be written over in its place must not be deleted.
-                over = right is None and row is not None and _is(each, row) and each.bucket_ms == row.bucket_ms
-                if each is not right and not over:
-                    old.append(_narrow(tag, self._place(source), offset, each))
-            if len(new) + len(old) >= AT_ONCE:
-                written, deleted = written + len(new), deleted + len(old)
-                self._change(tag, new, old)
-                new, old = [], []
-        written, deleted = written + len(new), deleted + len(old)
-        self._change(tag, new, old)
-        verdict = REBUILT if written or deleted else SAME
-        return RestoredRows(tag, verdict, events, before, len(buckets), deleted, added, written)
-
-    def _row(
-        self, tag: str, source: str, offset: int, ms: int, event: _Wanted, is_there: bool, countdown: BackwardNumbering
-    ) -> StoredRow | None:
-        """Return the row that an event is to have; None if it has expired."""
-        if not is_there and countdown.stamped(event.source, source, ms) < self._orders.since_ms:
-            return None
-        number, ms = countdown.give(event.source, source, ms)
-        place = self._place(source)
-        return StoredRow(
-            tag=tag,
-            bucket_ms=bucket_start(ms, self._span_ms),
-            span_ms=self._span_ms,
-            timeuuid=make_timeuuid(ms, offset, place),
-            source=event.source,
-            tag_seq=number,
-            seq=event.seq,
-            partition=place,
-            offset=offset,
-            time_ms=event.time_ms,
-            key=event.key,
-            headers=event.headers,
-            value=event.value,
-            tags=event.tags,
-        )
-
-    def _change(self, tag: str, new: Sequence[StoredRow], old: Sequence[RowKey]) -> None:
-        """Write what is right, then delete what is not."""
-        if self._writer is None or not (new or old):
-            return
-        shard = shard_of(tag, self._shards.options.shards)
-        answer = self._shards.call(shard, "fence", WHAT, self._orders.token)
-        if answer[0] == b"stale":
-            raise StaleUpkeep(self._orders.token, int(answer[1]))
-        self._writer.write(new)
-        self._reached("rows-written")
-        self._writer.delete(old)
-        self._reached("rows-deleted")
-
-    def _place(self, source: str) -> Partition:
-        return self._places.get(source) or self._places.setdefault(source, Partition.parse(source))
-
-
-def _sorted_out(
-    source: str, offset: int, group: Iterable[RestoreItem], gone: Erasures
-) -> tuple[list[ExistingRow], _Wanted | None, int]:
-    """Return an event's rows, the event if the tag is to have it, and the stamp that it asks for.
-
-    It has it if Kafka's record is there, or if Kafka no longer has it, and nobody took it out.
-    """
-    there: list[ExistingRow] = []
-    event: _Wanted | None = None
-    asked = 0
-    for item in group:
-        asked = item.ms
-        if item.kind == ROW:
-            there.append(_standing(item.body))
-        else:
-            body = _body(item.body)
-            event = _wanted(source, offset, item.time_ms, body)
-    if event is None:
-        for each in sorted(there, key=lambda row: row.number):
-            is_gone = each.source in gone and gone[each.source].covers(source, offset)
-            if each.carried is not None and not is_gone:
-                event = _wanted(source, offset, *each.carried)
-    return there, event, asked
-
-
-def _wanted(source: str, offset: int, time_ms: int, body: Body) -> _Wanted:
-    note = noted(body.pid, body.seq, body.tags)
-    prints = fingerprint(source, offset, time_ms, body.key, body.headers, body.value, note)
-    return _Wanted(body.pid, body.seq, time_ms, body.key, body.headers, body.value, body.tags, prints)
-
-
-def _is(there: ExistingRow, row: StoredRow) -> bool:
-    return (there.timeuuid, there.source, there.number) == (row.timeuuid, row.source, row.tag_seq)
-
-
-def _narrow(tag: str, place: Partition, offset: int, row: ExistingRow) -> RowKey:
-    return RowKey(
-        tag=tag,
-        bucket_ms=row.bucket_ms,
-        timeuuid=row.timeuuid,
-        source=row.source,
-        tag_seq=row.number,
-        partition=place,
-        offset=offset,
-    )
-
-
-logger = logging.getLogger(__name__)
-
+"""Kinds of items: the end of a source, the ceiling of a partition, an existing row, a record of Kafka."""
 _ITEMS = "name string, kind int, source string, offset long, time long, stamp long, body binary"
 _RESTORED = (
     "name string, verdict string, events long, before long, segments long, replaced long, added long, written long"
 )
 
 
-class RowRebuilding(Rebuilding):
-    """One run of a rebuild. What it has done so far is in ``facts``, also when it failed.
+class RestoredRows(Restored, frozen=True):
+    """Outcome for one tag, up to the marks: rows before, buckets written to, rows deleted."""
 
-    Args:
-        name: One tag; None = all of them.
-        source: Those of one source; what a cleanup took out of it comes back.
-        spark: A session that has Kafka's connector; one is started, and ended, without it.
+    added: int = 0
+    """Events that had no row."""
+    written: int = 0
 
-    Raises:
-        BadRequest: A day was asked for: a tag is rebuilt as a whole.
-    """
 
-    def __init__(self, settings: Settings, **given: Any) -> None:
-        super().__init__(settings, VIEW, **given)
-        self.restored: dict[str, RestoredRows] = {}  # type: ignore[assignment]
-        """What became of every tag that something was wrong with, by name."""
+class TagRowCopy(TagCopy):
+    """Tags in rows of Cassandra."""
 
-    def facts(self) -> dict[str, object]:
-        """What was done, for reports: tags looked at and rebuilt, events that came back, rows written and deleted."""
-        done = [each for each in self.restored.values() if each.verdict == REBUILT]
-        return {
-            "names": self._names,
-            "rebuilt": len(done),
-            "events": sum(each.events for each in done),
-            "restored": sum(each.added for each in done),
-            "written": sum(each.written for each in done),
-            "deleted": sum(each.replaced for each in done),
-        }
+    refused: ClassVar[Mapping[str, str]] = {
+        **TagCopy.refused,
+        "keys": "the tags rest in Cassandra (tags.store): they have no keys that could be nobody's",
+    }
+    outcome = RestoredRows
+    has_repeats = True
 
-    def look(self, shards: Shards) -> dict[str, object]:
-        """Say what would be done, and change nothing."""
-        with spark_for(self._settings, self._spark) as spark:
-            if names := self._suspects(spark, shards):
-                self._restore_rows(spark, shards, names, None)
-        return self.facts()
-
-    def run(self, shards: Shards, lease: JobLease) -> None:
-        """Restore what something is wrong with.
-
-        Raises:
-            StreamNotFound: Neither the rows nor Kafka know the tag.
-            StaleUpkeep: Another process has taken over.
-            PipelineError: Spark failed; what was restored until then is.
-        """
-        with spark_for(self._settings, self._spark) as spark:
-            asked = self._asked(shards)
-            if names := self._suspects(spark, shards):
-                lease.check()
-                _level(shards)
-                self._restore_rows(spark, shards, names, lease.token)
-            lease.check()
-            self._take_back(shards, lease, asked)
-
-    def _require(self, settings: Settings, view: str) -> None:
-        """Rows are restored here, wherever logs are."""
-
-    def _auditor(self, spark: Any) -> Auditor:
-        return RowAuditor(self._settings, spark, VIEW, self._clock, brought_back=self._source)
-
-    def _tags_of(self, shards: Shards, source: str) -> Iterable[str]:
-        options = tag_options(self._settings).cassandra
-        assert options is not None
-        with Rows(options) as rows:
+    def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
+        with Rows(_store(self.options)) as rows:
             return list(tags_of(shards, rows, source))
 
-    def _restore_rows(self, spark: Any, shards: Shards, names: frozenset[str], token: int | None) -> None:
-        """Restore tags; once more if Kafka dropped what was to be read."""
-        history = History(self._settings, spark, VIEW, self._source)
-        marks = read_marks(shards, VIEW)
-        keep = self._settings.tags.keep
-        for attempt in range(ATTEMPTS):
-            extent = history.extent(shards, marks)
-            orders = RowRebuildPlan(
-                work=history.assign(shards, extent, WantedNames(names=names)),
-                marks=tuple(marks),
-                token=token or 0,
-                dry_run=token is None,
-                now_ms=self._clock(),
-                keep_ms=None if keep is None else milliseconds(keep),
-            )
-            try:
-                rows = collect(spark, self._rows_job(spark, history, orders))
-            except PipelineError as error:
-                if attempt == ATTEMPTS - 1 or not history.has_moved(extent):
-                    raise
-                logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
-                continue
-            self.restored |= {row.name: RestoredRows(*row) for row in rows}
-            return
+    def is_written(self, shards: Shards) -> bool:
+        return any(read_marks(shards, self.view))
 
-    def _rows_job(self, spark: Any, history: History, orders: RowRebuildPlan) -> Any:
+    def examine(self, work: Assignment, shards: Shards, part: int, parts: int, now_ms: int) -> Iterator[Examined]:
+        wanted = work.wanted.test()
+        with Rows(_store(self.options)) as rows:
+            for tag in rows.tags():
+                if crc32(tag.encode()) % parts == part and wanted(tag):
+                    keep = self.buckets.keep_of(tag)
+                    since_ms = 0 if keep is None else now_ms - milliseconds(keep)
+                    yield examine(work, shards, rows, tag, since_ms)
+
+    def explain(
+        self, shards: Shards, sums: Sequence[Mapping[str, Any]], now_ms: int
+    ) -> Iterator[tuple[Mapping[str, Any], Finding | None]]:
+        for row in sums:
+            extra = "Kafka has fewer, or there are rows of one event under several numbers"
+            yield row, difference(row, extra=extra)
+
+    def begin(self, shards: Shards, token: int | None, now_ms: int) -> RebuildStart:
+        if token is not None:
+            _level(shards)
+        return RebuildStart(tuple(read_marks(shards, self.view)))
+
+    def rebuild(self, spark: Any, plan: RebuildPlan, records: Any) -> Any:
         from pyspark.sql import Window
         from pyspark.sql.functions import coalesce, col, least, lit, when
         from pyspark.sql.functions import max as highest
         from pyspark.sql.functions import min as lowest
 
-        work, names = orders.work, sorted(orders.work.wanted.names or ())
-        parts = 2 * int(spark.sparkContext.defaultParallelism)
+        work, names = plan.work, sorted(plan.work.wanted.names or ())
+        parts, options = 2 * int(spark.sparkContext.defaultParallelism), self.options
 
-        def stand(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        def existing(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             mine = [tag for batch in batches for i in batch.column(0).to_pylist() for tag in names[i::parts]]
-            yield from _surveyed(orders, mine)
-
-        def route(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from routed(work, batches)
+            yield from _surveyed(plan, _store(options), mine)
 
         def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _restored(orders, batches)
+            yield from _restored(plan, options, batches)
 
-        items = spark.range(0, parts, 1, parts).mapInArrow(stand, _ITEMS)
-        records = history.records(work.extent)
+        items = spark.range(0, parts, 1, parts).mapInArrow(existing, _ITEMS)
         if records is not None:
             columns = "name", f"{RECORD} AS kind", "source", "offset", "time", "CAST(NULL AS LONG) AS stamp", "body"
-            items = items.unionAll(records.mapInArrow(route, RECORDS).selectExpr(*columns))
+            routed = records.mapInArrow(lambda batches: route(work, batches), RECORDS)
+            items = items.unionAll(routed.selectExpr(*columns))
         one = Window.partitionBy("name", "source", "offset")
         along = Window.partitionBy("name", "source").orderBy("offset")
-        latest = lit(orders.now_ms + work.plan.of(TagsPlan).options.future_ms)
+        latest = lit(plan.now_ms + options.future_ms)
         # A time that none of the next records comes near is one from the future; it must not hold back what follows.
         # There are up to two items for each.
         next_ones = coalesce(highest("time").over(along.rowsBetween(1, 2 * NEXT_RECORDS)), col("time"))
-        # A stamp that is there stays. One that is not is no later than the next that is.
+        # An existing timestamp stays. A new one is no later than the next existing one.
         behind = lowest("has").over(along.rangeBetween(1, Window.unboundedFollowing))
         in_order = (
             items.repartition(parts, "name")
@@ -458,44 +152,278 @@ class RowRebuilding(Rebuilding):
         )
         return in_order.mapInArrow(restore, _RESTORED)
 
+    def facts(self, rebuilt: Sequence[RestoredRows], left: Mapping[str, int]) -> dict[str, object]:
+        return {
+            "events": sum(each.events for each in rebuilt),
+            "restored": sum(each.added for each in rebuilt),
+            "written": sum(each.written for each in rebuilt),
+            "deleted": sum(each.replaced for each in rebuilt),
+        }
+
+
+def _store(options: TagOptions) -> CassandraOptions:
+    assert options.cassandra is not None
+    return options.cassandra
+
 
 def _level(shards: Shards) -> None:
     """Raise the floors of each partition to the highest that it has in any shard.
 
-    Rebuilt rows get no stamp after the floor of their partition in the tag's shard, since rows that are still to come
-    may get that one; but a shard that had nothing of a partition for long may have a floor that is long past.
+    Rebuilt rows get no timestamp after the floor of their partition in the tag's shard, since future rows may get that
+    one; but a shard without records of a partition for long may have a floor that is long past.
     """
     times: dict[Partition, int] = {}
     for answer in shards.run_all([(s, ("HGETALL", shards.keys.times(s, VIEW))) for s in range(shards.options.shards)]):
         for place, stored in mapping(answer).items():
-            source, ms = Partition.parse(place.decode()), parse_mark_time(stored)[0]
-            times[source] = max(ms, times.get(source, ms))
+            partition, ms = Partition.parse(place.decode()), parse_mark_time(stored)[0]
+            times[partition] = max(ms, times.get(partition, ms))
     epoch = 0
     for _ in range(ATTEMPTS):
         try:
             raise_floors(shards, epoch, times)
             return
-        except StaleDriver as error:  # it is said in the name of the driver that there is
+        except StaleDriver as error:  # floors are raised in the name of the running driver
             epoch = error.stored
     raise StaleDriver(VIEW, 0, epoch)
 
 
-# What tasks do.
+class RestoreItem(NamedTuple):
+    """One row of the Spark job; a tag's items come in the order in which it is restored."""
+
+    kind: int
+    source: str
+    offset: int
+    time_ms: int
+    ms: int
+    """The millisecond that it asks for its timestamp."""
+    body: bytes
 
 
-def _surveyed(orders: RowRebuildPlan, tags: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield what is there of tags."""
+class ExistingRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row of the store."""
+
+    source: str
+    number: int
+    timeuuid: UUID
+    bucket_ms: int
+    prints: tuple[int, int]
+    carried: tuple[int, Body] | None = None
+    """Time and contents, if Kafka no longer has the record."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_row = msgspec.msgpack.Decoder(ExistingRow).decode
+_decode_end = msgspec.msgpack.Decoder(tuple[str, NumberingEnd]).decode
+_decode_ceiling = msgspec.msgpack.Decoder(tuple[str, int]).decode
+
+
+def survey(
+    plan: RebuildPlan, shards: Shards, rows: Rows, tag: str
+) -> Iterator[tuple[int, str, int, int | None, bytes]]:
+    """Yield kind, partition, offset, timestamp and body of a tag's rows, of its ends and of its ceilings.
+
+    The last numbers of sources are read first: those that were given out by then have their rows.
+    """
+    shard = shard_of(tag, shards.options.shards)
+    given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
+    (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
+    ceilings = {place.decode(): parse_mark_time(stored)[0] for place, stored in mapping(answer).items()}
+    assert plan.start.marks is not None
+    marks, bounds = plan.start.marks[shard], plan.work.extent.shards[shard]
+    live: dict[str, NumberingEnd] = {}
+    for row in rows.rows(tag):
+        place, ms = str(row.partition), ms_of(row.timeuuid)
+        if row.offset > marks.get(row.partition, NOTHING):
+            first = live.get(row.source)
+            if first is None or row.tag_seq < first.number:
+                live[row.source] = NumberingEnd(row.tag_seq, ms, place)
+            ceilings[place] = min(ms, ceilings.get(place, ms))
+            continue
+        carried = None
+        if row.offset < bounds.get(row.partition, (1 << 62, 0))[0]:
+            carried = row.time_ms, Body(row.key, row.headers, row.value or b"", row.source, row.seq, row.tags)
+        existing = ExistingRow(row.source, row.tag_seq, row.timeuuid, row.bucket_ms, row_print(row), carried)
+        yield ROW, place, row.offset, ms, _encode(existing)
+    for pid in given.keys() | live.keys():
+        yield END, "", NOTHING, None, _encode((pid, numbering_end(given.get(pid, 0), live.get(pid))))
+    for place, ms in ceilings.items():
+        yield CEILING, "", NOTHING, None, _encode((place, ms))
+
+
+class _Wanted(NamedTuple):
+    """An event that belongs to a tag."""
+
+    time_ms: int
+    body: Body
+    prints: tuple[int, int]
+
+    @classmethod
+    def of(cls, source: str, offset: int, time_ms: int, body: Body) -> _Wanted:
+        prints = fingerprint(source, offset, time_ms, body.key, body.headers, body.value, body.fields)
+        return cls(time_ms, body, prints)
+
+
+class RowRestorer:
+    """Restores tags in one task."""
+
+    def __init__(
+        self,
+        plan: RebuildPlan,
+        options: TagOptions,
+        shards: Shards,
+        reached: Callable[[str], None] = failpoint.reached,
+    ) -> None:
+        self._plan, self._shards, self._reached = plan, shards, reached
+        self._span_ms = options.span_ms
+        # Not the writer of this process: it believes buckets to be listed, and the listing may be lost.
+        self._writer = None if plan.dry_run else RowWriter(connected(_store(options)), options.batch)
+        self._places: dict[str, Partition] = {}
+
+    def restore(self, tag: str, items: Iterable[RestoreItem]) -> RestoredRows:
+        """Restore a tag, given its ends and ceilings, and then the items of each event, the last event first."""
+        erased = self._plan.work.erased.get(tag, {})
+        keep = self._plan.work.copy.buckets.keep_of(tag)
+        since_ms = -(1 << 62) if keep is None else self._plan.now_ms - milliseconds(keep)
+        ends: dict[str, NumberingEnd] = {}
+        ceilings: dict[str, int] = {}
+        countdown: BackwardNumbering | None = None
+        events = before = added = written = deleted = 0
+        buckets: set[int] = set()
+        new: list[StoredRow] = []
+        old: list[RowKey] = []
+        for (source, offset), group in groupby(items, key=lambda item: (item.source, item.offset)):
+            if not source:
+                for item in group:
+                    if item.kind == END:
+                        pid, end = _decode_end(item.body)
+                        ends[pid] = end
+                    elif item.kind == CEILING:
+                        place, ms = _decode_ceiling(item.body)
+                        ceilings[place] = ms
+                continue
+            countdown = countdown or BackwardNumbering(ends, ceilings)
+            existing, event, ms = _sort_out(source, offset, group, erased)
+            before += len(existing)
+            row = right = None
+            # An event without a row whose timestamp has expired gets none.
+            if event is not None and (existing or countdown.stamped(event.body.source, source, ms) >= since_ms):
+                row = self._row(tag, source, offset, ms, event, countdown)
+                events += 1
+                added += not existing
+                right = next((each for each in existing if _is(each, row) and each.prints == event.prints), None)
+                if right is None:
+                    new.append(row)
+                    buckets.add(row.bucket_ms)
+            for each in existing:
+                # A row that is overwritten under its own key must not be deleted.
+                over = right is None and row is not None and _is(each, row) and each.bucket_ms == row.bucket_ms
+                if each is not right and not over:
+                    old.append(_narrow(tag, self._place(source), offset, each))
+            if len(new) + len(old) >= AT_ONCE:
+                written, deleted = written + len(new), deleted + len(old)
+                self._change(tag, new, old)
+                new, old = [], []
+        written, deleted = written + len(new), deleted + len(old)
+        self._change(tag, new, old)
+        verdict = REBUILT if written or deleted else SAME
+        return RestoredRows(tag, verdict, events, before, len(buckets), deleted, added, written)
+
+    def _row(
+        self, tag: str, source: str, offset: int, ms: int, event: _Wanted, countdown: BackwardNumbering
+    ) -> StoredRow:
+        """Return the right row of an event."""
+        body, place = event.body, self._place(source)
+        number, ms = countdown.give(body.source, source, ms)
+        return StoredRow(
+            tag=tag,
+            bucket_ms=bucket_start(ms, self._span_ms),
+            span_ms=self._span_ms,
+            timeuuid=make_timeuuid(ms, offset, place),
+            source=body.source,
+            tag_seq=number,
+            seq=body.seq,
+            partition=place,
+            offset=offset,
+            time_ms=event.time_ms,
+            key=body.key,
+            headers=body.headers,
+            value=body.value,
+            tags=body.tags,
+        )
+
+    def _change(self, tag: str, new: Sequence[StoredRow], old: Sequence[RowKey]) -> None:
+        """Write the right rows, then delete the wrong ones."""
+        if self._writer is None or not (new or old):
+            return
+        shard = shard_of(tag, self._shards.options.shards)
+        answer = self._shards.call(shard, "fence", LOGS, self._plan.token)
+        if answer[0] == b"stale":
+            raise StaleUpkeep(self._plan.token, int(answer[1]))
+        self._writer.write(new)
+        self._reached("rows-written")
+        self._writer.delete(old)
+        self._reached("rows-deleted")
+
+    def _place(self, source: str) -> Partition:
+        return self._places.get(source) or self._places.setdefault(source, Partition.parse(source))
+
+
+def _sort_out(
+    source: str, offset: int, group: Iterable[RestoreItem], erased: Erasures
+) -> tuple[list[ExistingRow], _Wanted | None, int]:
+    """Return an event's rows, the event if it belongs to the tag, and the timestamp that it asks for.
+
+    It belongs there if Kafka has its record, or if Kafka no longer has it and it was not erased.
+    """
+    existing: list[ExistingRow] = []
+    event: _Wanted | None = None
+    asked = 0
+    for item in group:
+        asked = item.ms
+        if item.kind == ROW:
+            existing.append(_decode_row(item.body))
+        else:
+            event = _Wanted.of(source, offset, item.time_ms, decode_body(item.body))
+    if event is None:
+        for each in sorted(existing, key=lambda row: row.number):
+            is_erased = each.source in erased and erased[each.source].covers(source, offset)
+            if each.carried is not None and not is_erased:
+                event = _Wanted.of(source, offset, *each.carried)
+    return existing, event, asked
+
+
+def _is(existing: ExistingRow, row: StoredRow) -> bool:
+    return (existing.timeuuid, existing.source, existing.number) == (row.timeuuid, row.source, row.tag_seq)
+
+
+def _narrow(tag: str, place: Partition, offset: int, row: ExistingRow) -> RowKey:
+    return RowKey(
+        tag=tag,
+        bucket_ms=row.bucket_ms,
+        timeuuid=row.timeuuid,
+        source=row.source,
+        tag_seq=row.number,
+        partition=place,
+        offset=offset,
+    )
+
+
+# In tasks.
+
+
+def _surveyed(plan: RebuildPlan, store: CassandraOptions, tags: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yield the surveys of tags."""
     types = [pa.string(), pa.int32(), pa.string(), pa.int64(), pa.int64(), pa.int64(), pa.binary()]
     names = [field.partition(" ")[0] for field in _ITEMS.split(", ")]
     if not tags:
         return
-    shards = orders.work.open()
+    shards = plan.work.open()
     try:
-        with Rows(rests_in(orders.work)) as rows:
+        with Rows(store) as rows:
             for tag in tags:
                 items = (
                     (tag, kind, source, offset, None, ms, body)
-                    for kind, source, offset, ms, body in survey(orders, shards, rows, tag)
+                    for kind, source, offset, ms, body in survey(plan, shards, rows, tag)
                 )
                 while chunk := list(_some(items)):
                     columns = zip(*chunk, strict=True)
@@ -515,20 +443,18 @@ def _some(items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
             return
 
 
-def _restored(orders: RowRebuildPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Restore the tags whose items come, one after the other; yield what became of each."""
-    shards = orders.work.open()
+def _restored(plan: RebuildPlan, options: TagOptions, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Restore the tags whose items come, one after the other; yield the outcome of each."""
+    shards = plan.work.open()
     try:
-        restorer = RowRestorer(orders, shards)
+        restorer = RowRestorer(plan, options, shards)
         for tag, rows in groupby(_items(batches), key=lambda row: row[0]):
-            done = restorer.restore(tag, (item for _, item in rows))
-            fields = msgspec.structs.asdict(done)
-            yield pa.RecordBatch.from_arrays([pa.array([value]) for value in fields.values()], names=list(fields))
+            yield outcome_batch(restorer.restore(tag, (item for _, item in rows)))
     finally:
         shards.close()
 
 
-def _items(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, RestoreItem]]:
+def _items(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, RestoreItem]]:
     for batch in batches:
-        for tag, *item in zip(*map(listed, batch.columns), strict=True):
+        for tag, *item in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             yield tag, RestoreItem(*item)
