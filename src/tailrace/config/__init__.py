@@ -1,1 +1,1 @@
-"""Settings: their tree, the kinds of their values, and how they are read; ``reference.toml`` explains each key."""
+"""Settings: the tree, the types of its values, their units, and the layers that fill it."""

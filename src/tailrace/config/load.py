@@ -1,7 +1,7 @@
-"""Reads the settings, so that every part of Tailrace agrees on them and anyone can see where a value came from.
+"""Loading the settings from four layers: defaults < ``tailrace.toml`` < ``TAILRACE_<SECTION>__<KEY>`` < flags.
 
-Four layers, the later wins: defaults < ``tailrace.toml`` < ``TAILRACE_<SECTION>__<KEY>`` < flags. An unknown
-key is refused with its path, every problem is reported at once, and no secret is ever printed.
+The later layer wins, and each value knows its origin. An unknown key is refused with its path, all problems are
+reported at once, and no secret is ever printed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tailrace.views.folds.settings import REFUSED, FoldSettings
 FILE_NAME = "tailrace.toml"
 REFERENCE = Path(__file__).with_name("reference.toml")
 NOT_SETTINGS = frozenset({"TAILRACE_CONFIG", "TAILRACE_URL"})
-"""Variables that name no setting: where the file is, and where the command line finds the service."""
+"""Variables that are not settings: the path of the file, and the URL of the service for the command line."""
 
 Layer = tuple[dict[str, Any], Callable[[str], str]]
-"""What one source says, as nested tables, and how it names the origin of a dotted path."""
+"""Values of one layer as nested tables, and a function that names the origin of a dotted path."""
 
 
 def load(file: Path | None = None, flags: Mapping[str, object] | None = None) -> Settings:
@@ -38,7 +38,7 @@ def load(file: Path | None = None, flags: Mapping[str, object] | None = None) ->
         flags: values of the command line by dotted path; ``None`` means not given.
 
     Raises:
-        ConfigError: with every problem found, one per line: path, origin, what was given and what is wanted.
+        ConfigError: with every problem, one per line: path, origin, value and what is wanted.
     """
     problems: list[str] = []
     layers = [*_file_layer(file), _environment_layer(problems), _flag_layer(flags or {})]
@@ -55,7 +55,7 @@ def load(file: Path | None = None, flags: Mapping[str, object] | None = None) ->
     try:
         settings = Settings(**merged)
     except ValidationError as error:
-        problems += [_problem(dict(found), merged, origins) for found in error.errors(include_url=False)]
+        problems += [_problem(dict(each), merged, origins) for each in error.errors(include_url=False)]
     if problems:
         raise ConfigError(
             "the configuration cannot be used:\n" + "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
@@ -70,7 +70,7 @@ def _file_layer(file: Path | None) -> list[Layer]:
     path = file or (Path(os.environ["TAILRACE_CONFIG"]) if os.environ.get("TAILRACE_CONFIG") else None)
     if path is None:
         here = Path.cwd()
-        path = next((found for folder in (here, *here.parents) if (found := folder / FILE_NAME).is_file()), None)
+        path = next((file for folder in (here, *here.parents) if (file := folder / FILE_NAME).is_file()), None)
         if path is None:
             return []
     try:
@@ -84,7 +84,7 @@ def _file_layer(file: Path | None) -> list[Layer]:
 
 
 class _Variables(EnvSettingsSource):
-    """Lists and tables are JSON; text that is neither stays text, so that a pattern needs no quotes."""
+    """Reads variables: lists and tables are JSON, any other text stays text, so that a pattern needs no quotes."""
 
     def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
         try:
@@ -95,18 +95,15 @@ class _Variables(EnvSettingsSource):
 
 
 def _environment_layer(problems: list[str]) -> Layer:
-    known = {variable(path) for path in PATHS}
-    unknown = [name for name in sorted(os.environ) if name.startswith(PREFIX) and name not in known | NOT_SETTINGS]
-    problems += [f"{name} (env): no setting has this variable{_suggest_variable(name, known)}" for name in unknown]
-    given = {name.lower(): value for name, value in os.environ.items() if name in known}
-    source = _Variables(Settings)
-    source.env_vars = given
-    return source(), lambda path: f"env {variable(path)}"
-
-
-def _suggest_variable(name: str, known: set[str]) -> str:
-    close = suggest(name.removeprefix(PREFIX), {other.removeprefix(PREFIX) for other in known | NOT_SETTINGS})
-    return close.replace("mean ", f"mean {PREFIX}")
+    names = {variable(path) for path in PATHS}
+    unknown = [name for name in sorted(os.environ) if name.startswith(PREFIX) and name not in names | NOT_SETTINGS]
+    others = {other.removeprefix(PREFIX) for other in names | NOT_SETTINGS}
+    for name in unknown:
+        close = suggest(name.removeprefix(PREFIX), others).replace("mean ", f"mean {PREFIX}")
+        problems.append(f"{name} (env): no setting has this variable{close}")
+    variables = _Variables(Settings)
+    variables.env_vars = {name.lower(): value for name, value in os.environ.items() if name in names}
+    return variables(), lambda path: f"env {variable(path)}"
 
 
 def _flag_layer(flags: Mapping[str, object]) -> Layer:
@@ -118,8 +115,8 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
     return table, lambda path: f"flag --{path.rpartition('.')[2].replace('_', '-')}"
 
 
-def _problem(found: dict[str, Any], merged: dict[str, Any], origins: dict[str, str]) -> str:
-    kind, (section, *keys) = found["type"], (str(part) for part in found["loc"])
+def _problem(error: dict[str, Any], merged: dict[str, Any], origins: dict[str, str]) -> str:
+    kind, (section, *keys) = error["type"], (str(part) for part in error["loc"])
     path: list[str] = []
     value: Any = merged
     for part in (section, *keys):
@@ -133,9 +130,9 @@ def _problem(found: dict[str, Any], merged: dict[str, Any], origins: dict[str, s
         return _unknown(".".join(path), origin)
     if kind == "missing":
         return f"{'.'.join([section, *keys])} ({origin}): not given, and there is no default"
-    wanted = wanted_by(found)
+    wanted = wanted_by(error)
     if kind == REFUSED:
-        path, value = [section, *keys], found["input"]
+        path, value = [section, *keys], error["input"]
     elif keys[-1:] == ["[key]"]:
         value = path[-1]
     if len(path) < 2:
@@ -143,11 +140,11 @@ def _problem(found: dict[str, Any], merged: dict[str, Any], origins: dict[str, s
     return f"{'.'.join(path)} ({origin}): got {_hidden(key, value)}, wanted {wanted}"
 
 
-def wanted_by(found: Mapping[str, Any]) -> str:
-    """What would have been accepted instead of a value that has an error."""
-    if found["type"] in ("dict_type", "model_type"):
+def wanted_by(error: Mapping[str, Any]) -> str:
+    """Return the description of the accepted values from a validation error."""
+    if error["type"] in ("dict_type", "model_type"):
         return "a table"
-    return str(found.get("ctx", {}).get("error") or found["msg"]).removeprefix("Input should be ")
+    return str(error.get("ctx", {}).get("error") or error["msg"]).removeprefix("Input should be ")
 
 
 def _unknown(path: str, origin: str) -> str:

@@ -1,9 +1,8 @@
 """The tree of settings: its sections, keys, defaults and limits, frozen, and printed with its secrets hidden.
 
-What each key means is said in ``reference.toml``, which decodes to exactly the defaults here; the kinds of values
-are in ``values``, and how values reach the tree is the matter of ``config``.
-
-The settings of what everything rests on: Kafka, Valkey and Spark. Cassandra's are in ``tag_settings``.
+The sections of the views are in ``views/<view>/settings.py``; the tree assembles them, so this is one of the two
+modules besides ``tailrace.views`` that may name views (the other is the demo). ``reference.toml`` documents each key
+and decodes to exactly the defaults here; ``values`` has the types of values, and ``load`` fills the tree.
 """
 
 from __future__ import annotations
@@ -19,25 +18,20 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import Field, PrivateAttr, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from tailrace.config.units import compiled, format_duration, format_size
+from tailrace.config.units import format_size
 from tailrace.config.values import (
     Brokers,
-    Bucket,
     Count,
     CountOrZero,
     Delay,
     Duration,
     KafkaProperties,
-    Keep,
-    KeepByName,
     Memory,
-    NameRule,
     Pattern,
     Patterns,
     Period,
     Port,
     Properties,
-    Reach,
     Section,
     Size,
     SizeOrZero,
@@ -46,14 +40,15 @@ from tailrace.config.values import (
     TopicsByUser,
     ValkeyUrl,
     Views,
-    Where,
     as_toml,
     durations,
     sizes,
     without_password,
 )
 from tailrace.errors import ConfigError
+from tailrace.views.days.settings import DaysSettings
 from tailrace.views.folds.settings import FoldsSettings, Problem, raise_problems
+from tailrace.views.grep.settings import GrepSettings
 from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 
@@ -61,7 +56,7 @@ _JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.
 
 
 class Kafka(Section):
-    """Where events come from."""
+    """Kafka: the topics to read, and its clients."""
 
     bootstrap: Brokers = "127.0.0.1:9092"
     topics: Pattern | tuple[Topic, ...] = ".*"
@@ -80,13 +75,13 @@ class Kafka(Section):
         return self
 
     def client(self) -> dict[str, Any]:
-        """The properties of our own clients: librdkafka's, so without those that only Java knows."""
-        given = {name: value for name, value in self.properties.items() if not _JAVA_ONLY.fullmatch(name)}
-        return {"log.connection.close": False, **given, "bootstrap.servers": self.bootstrap}
+        """Return the properties of our own clients, which use librdkafka: without those that only Java takes."""
+        properties = {name: value for name, value in self.properties.items() if not _JAVA_ONLY.fullmatch(name)}
+        return {"log.connection.close": False, **properties, "bootstrap.servers": self.bootstrap}
 
 
 class Valkey(Section):
-    """Where the views rest. A password inside the url moves to ``password``, so that the url can be printed."""
+    """The store of the views. A password inside the url moves to ``password``, so that the url can be printed."""
 
     url: ValkeyUrl = "valkey://127.0.0.1:6379/0"
     password: SecretStr = SecretStr("")
@@ -110,7 +105,7 @@ class Valkey(Section):
 
 
 class Spark(Section):
-    """The engine of the pipeline."""
+    """Spark, which runs the pipeline."""
 
     master: Annotated[str, Field(pattern=r"^(local(\[.+\])?|local-cluster\[.+\]|spark://.+|yarn|k8s://.+)$")] = (
         "local[2,4]"
@@ -126,11 +121,11 @@ class Spark(Section):
 
 PREFIX = "TAILRACE_"
 MOST_ROW = 8 << 20
-"""The largest event for a row of Cassandra: half of what it takes in a request."""
+"""Largest event in a row of Cassandra: half of the largest request that Cassandra takes."""
 
 
 class Pipeline(Section):
-    """What the one pass does with each record."""
+    """The pass over the records."""
 
     views: Views = ("days", "folds", "matches", "tags", "sessions")
     window_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 256 * 2**10
@@ -140,60 +135,8 @@ class Pipeline(Section):
     advance: Duration = timedelta(seconds=1)
 
 
-class DaysSettings(Section):
-    """The view of day streams."""
-
-    name: NameRule = "key"
-    future_limit: Duration = timedelta(minutes=10)
-    bucket: Bucket = timedelta(days=1)
-    seal_when: Where = Where()
-    pack_after: Delay = timedelta(days=2)
-    keep: Keep = timedelta(days=30)
-    keep_by_name: KeepByName = KeepByName()
-
-    def keep_of(self, name: str) -> timedelta | None:
-        """How long a bucket of the stream is kept after its end; None is for ever.
-
-        The first pattern that matches the whole name decides. Needs the engine of patterns if there are any.
-        """
-        for pattern, keep in self.keep_by_name.items():
-            if compiled(pattern).fullmatch(name):
-                return keep
-        return self.keep
-
-
-class GrepSettings(Section):
-    """Searches, and what is kept for them."""
-
-    keep: Annotated[Delay, durations("1m", "365d")] = timedelta(days=1)
-    idle: CountOrZero = 100
-    keep_popular: Annotated[Delay, durations(most="365d")] = timedelta(days=7)
-    searches: Count = 10_000
-    reach: Reach = None
-    retention: Keep = timedelta(days=7)
-    pack_after: Delay = timedelta(hours=1)
-    kept: SizeOrZero = 16 * 2**20
-    memory: Annotated[Size, sizes("1MiB", "64GiB")] = 64 * 2**20
-    depth: Annotated[int, Field(ge=1, le=100)] = 32
-    nodes: Annotated[int, Field(ge=1, le=100_000)] = 250
-    in_members: Annotated[int, Field(ge=0, le=1_000_000)] = 10_000
-    regexes: Annotated[int, Field(ge=0, le=1_000)] = 20
-    regex_length: Annotated[int, Field(ge=0, le=100_000)] = 1_000
-    regex_size: Annotated[int, Field(ge=0, le=1_000_000)] = 1_500
-    bytes: Annotated[Size, sizes("1KiB", "16MiB")] = 256 * 2**10
-
-    def keep_of(self, name: str) -> timedelta | None:
-        """How long the matches of a log are kept after their bucket's end; None is for as long as the search lives.
-
-        That is the case for what was found in a stretch of the past, whose name has a third part. It does not grow once
-        it is scanned; and stretches abut, so nobody would scan it again, and all who ask for that time later would find
-        a hole where Kafka may still have the records.
-        """
-        return None if name.count(".") > 1 else self.retention
-
-
 class UpkeepSettings(Section):
-    """What is done in the background with buckets that have ended."""
+    """Packing, sweeping and auditing in the background."""
 
     pack_every: Period = timedelta(hours=1)
     sweep_every: Period = timedelta(hours=1)
@@ -243,7 +186,7 @@ class Embedded(Section):
 
 
 class Demo(Section):
-    """The sample source of ``tailrace demo``."""
+    """The sample data of ``tailrace demo``."""
 
     rate: Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)] = 20.0
     queues: Annotated[int, Field(ge=1, le=1_000)] = 3
@@ -257,7 +200,7 @@ class Demo(Section):
 
 
 class ShownSetting(NamedTuple):
-    """One setting as ``config show`` prints it: the value is TOML with its secrets hidden."""
+    """A setting as ``config show`` prints it: the value is TOML with its secrets hidden."""
 
     path: str
     value: str
@@ -265,7 +208,7 @@ class ShownSetting(NamedTuple):
 
 
 class Settings(BaseSettings):
-    """The whole tree, made by ``load``."""
+    """The tree; ``load`` makes one from all layers."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, env_prefix=PREFIX, env_nested_delimiter="__"
@@ -291,22 +234,20 @@ class Settings(BaseSettings):
     def _check(self) -> Self:
         own = {self.kafka.dead_letters: "kafka.dead_letters", self.kafka.positions: "kafka.positions"}
         half = self.pipeline.max_event_bytes // 2
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for name, fold in self.folds.rules.items():
-            place = ("folds", "rules", name)
+            path = ("folds", "rules", name)
             for key, topic in (("output", self.folds.rules.output(name)), ("raw", fold.raw)):
                 if topic in own:
-                    found.append(((*place, key), topic, f"a topic that is not {own[topic]}"))
+                    problems.append(((*path, key), topic, f"a topic that is not {own[topic]}"))
             if fold.max_bytes > half:
-                wanted = (
-                    f"at most half of pipeline.max_event_bytes, {format_size(half)}: make this smaller or that larger"
-                )
-                found.append(((*place, "max_bytes"), format_size(fold.max_bytes), wanted))
+                wanted = f"at most half of pipeline.max_event_bytes, {format_size(half)}: lower this or raise that"
+                problems.append(((*path, "max_bytes"), format_size(fold.max_bytes), wanted))
         most = self.pipeline.max_event_bytes
         if self.tags.store == "cassandra" and most > MOST_ROW:
             wanted = f'at most {format_size(MOST_ROW)} where tags.store is "cassandra", which takes no larger rows'
-            found.append((("pipeline", "max_event_bytes"), format_size(most), wanted))
-        raise_problems(found)
+            problems.append((("pipeline", "max_event_bytes"), format_size(most), wanted))
+        raise_problems(problems)
         return self
 
     @classmethod
@@ -318,56 +259,56 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read nothing behind the caller's back: ``load`` collects the layers and knows where values came from."""
+        """Read nothing from the environment here: ``load`` collects the layers and knows the origin of each value."""
         return (init_settings,)
 
     @property
     def live_views(self) -> tuple[str, ...]:
-        """The views that are written: without rules there are no folds, without topics no sessions, and so on."""
+        """Views that are written: without rules there are no folds, without topics no sessions, and so on."""
         used = {"folds": bool(self.folds.rules), "tags": self.tags.is_used, "sessions": self.sessions.is_used}
         return tuple(view for view in self.pipeline.views if used.get(view, True))
 
     @property
     def log_views(self) -> tuple[str, ...]:
-        """The views whose logs upkeep packs and sweeps: folds and sessions have none, nor have tags in Cassandra."""
+        """Views whose logs upkeep packs and sweeps: folds and sessions have none, nor have tags in Cassandra."""
         without = {"folds", "sessions"} | ({"tags"} if self.tags.store == "cassandra" else set())
         return tuple(view for view in self.pipeline.views if view not in without)
 
     @property
     def copied_views(self) -> tuple[str, ...]:
-        """Those that hold what Kafka has, wherever they rest, and can be compared with it and made again from it."""
+        """Views that hold copies of Kafka's records, so that they can be audited against it and rebuilt from it."""
         return tuple(view for view in self.pipeline.views if view in ("days", "tags"))
 
     @property
     def audited_views(self) -> tuple[str, ...]:
-        """Those of them that are written now, and compared with Kafka from time to time."""
+        """Copied views that are written now, so that upkeep audits them."""
         return tuple(view for view in self.copied_views if view in self.live_views)
 
     def origin(self, path: str) -> str:
-        """Where the value at a dotted path came from: ``default``, ``file …``, ``env …`` or ``flag …``."""
+        """Return the origin of the value at a dotted path: ``default``, ``file …``, ``env …`` or ``flag …``."""
         if path not in PATHS:
             raise ConfigError(f"there is no setting {path!r}{suggest(path, PATHS)}")
         return self._origins.get(path, "default")
 
     def environment(self) -> dict[str, str]:
-        """Every value that was set, as variables which give a child process the same settings. Holds secrets.
+        """Return the variables that give a child process the same settings, secrets included.
 
         The child reads no file, so that editing one changes nothing before the parent starts again.
         """
-        written = self._written()
+        printable = self._printable()
         return {"TAILRACE_CONFIG": os.devnull} | {
-            variable(path): _as_variable(value, written[path])
+            variable(path): _as_variable(value, printable[path])
             for path, value in flat(self)
             if path in self._origins or value != DEFAULTS[path]
         }
 
     def show(self) -> list[ShownSetting]:
-        """Every setting in the order of the reference file."""
-        return [ShownSetting(path, as_toml(plain), self.origin(path)) for path, plain in self._written().items()]
+        """Return every setting in the order of the reference file."""
+        return [ShownSetting(path, as_toml(plain), self.origin(path)) for path, plain in self._printable().items()]
 
     def warnings(self) -> list[str]:
-        """What is accepted but probably not meant."""
-        found = []
+        """Return warnings about values that are accepted but probably not meant."""
+        found: list[str] = []
         if re.fullmatch(r"local(\[[^,]+\])?", self.spark.master):
             found.append(
                 f"spark.master = {self.spark.master!r} allows one attempt per task, so a killed Python worker ends the "
@@ -377,36 +318,26 @@ class Settings(BaseSettings):
             found.append(
                 f"serve.host = {self.serve.host!r} opens the service to the network, and it asks nobody who they are"
             )
-        if self.days.keep is not None and self.days.keep <= self.days.pack_after:
-            found.append(
-                f"days.keep = {format_duration(self.days.keep)!r} removes a bucket before it is packed, "
-                f"{format_duration(self.days.pack_after)} after its end: keep longer, or pack sooner"
-            )
-        if self.grep.retention is not None and self.grep.retention < self.grep.keep:
-            found.append(
-                f"grep.retention = {format_duration(self.grep.retention)!r} removes matches that a reader may come "
-                f"back for, within grep.keep = {format_duration(self.grep.keep)!r}: make it as long, or longer"
-            )
-        return found + self._unfed()
-
-    def _unfed(self) -> list[str]:
-        """Rules that name a topic which is not read."""
+        for section in type(self).model_fields:
+            found += getattr(self, section).warnings()
         topics = self.kafka.topics
-        return [
+        found += [
             f"folds.rules.{name}.topics names {topic!r}, which kafka.topics does not have: it is not read, nor folded"
             for name, fold in self.folds.rules.items()
             if not isinstance(fold.topics, str) and not isinstance(topics, str)
             for topic in fold.topics
             if topic not in topics
         ]
+        return found
 
-    def _written(self) -> dict[str, Any]:
-        """Every value by its path as it may be printed: text, numbers, lists and tables, secrets hidden."""
+    def _printable(self) -> dict[str, Any]:
+        """Return every value by its path as text, number, list or table, secrets hidden."""
         tables = self.model_dump(mode="json")
         return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
 
 
 def flat(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """Yield every dotted path with its value."""
     for section in type(settings).model_fields:
         table = getattr(settings, section)
         for key in type(table).model_fields:
@@ -418,18 +349,18 @@ PATHS: tuple[str, ...] = tuple(DEFAULTS)
 
 
 def variable(path: str) -> str:
-    """The environment variable of a dotted path."""
+    """Return the environment variable of a dotted path."""
     return PREFIX + path.replace(".", "__").upper()
 
 
-def _as_variable(value: Any, written: Any) -> str:
+def _as_variable(value: Any, printable: Any) -> str:
     if isinstance(value, SecretStr):
         return value.get_secret_value()
-    plain = dict(value) if isinstance(value, Properties) else written
+    plain = dict(value) if isinstance(value, Properties) else printable
     return plain if isinstance(plain, str) else json.dumps(plain)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the closest name, if one is close."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""

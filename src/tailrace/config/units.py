@@ -1,10 +1,7 @@
-"""Durations and sizes as people write them, since a number without its unit is read wrong sooner or later.
+"""Texts in settings that need parsing: durations and sizes with their units, and patterns in RE2 syntax.
 
-What is printed is read back to the same value.
-
-Regular expressions in settings, of names, topics and users: RE2, so that none of them takes long.
-
-A client's installation has no engine, and takes them as they are.
+A formatted duration or size parses back to the same value. Patterns, of names, topics and users, are RE2's, so that
+none takes long to match; an installation of the client alone has no RE2 and takes patterns unchecked.
 """
 
 from __future__ import annotations
@@ -68,11 +65,11 @@ def format_size(value: int) -> str:
 
 
 @cache
-def compiled(pattern: str) -> Any:
-    """The RE2 expression of a pattern, made once. Its dot matches the end of a line too, which a name may hold.
+def compile_pattern(pattern: str) -> Any:
+    """Return the RE2 expression of a pattern. Its dot also matches line breaks, which a name may contain.
 
     Raises:
-        ImportError: in an installation that has no engine, such as a client's.
+        ImportError: RE2 is not installed, as with the client alone.
     """
     import re2
 
@@ -82,8 +79,8 @@ def compiled(pattern: str) -> Any:
     return re2.compile(pattern, options)
 
 
-def has_engine() -> bool:
-    """Whether patterns and queries can be checked; a client has no engine that would run them, and needs none."""
+def has_re2() -> bool:
+    """Return whether patterns and queries can be checked here."""
     try:
         import re2  # noqa: F401
     except ImportError:
@@ -91,18 +88,14 @@ def has_engine() -> bool:
     return True
 
 
-def checked(text: str) -> str:
-    """Return a pattern, if it is one or nobody here can tell.
-
-    Raises:
-        ValueError: with what would be accepted.
-    """
-    if not has_engine():
+def check_pattern(text: str) -> str:
+    """Return a pattern if it is valid, or if RE2 is not installed; else raise ValueError."""
+    if not has_re2():
         return text
     import re2
 
     try:
-        compiled(text)
+        compile_pattern(text)
     except re2.error as error:
         raise ValueError(f"a regular expression in RE2 syntax ({error.args[0].decode(errors='replace')})") from None
     return text

@@ -1,13 +1,8 @@
-"""The kinds of values that settings have: how each is read, and how it is written so that it reads back.
+"""The types of values in settings: how each is parsed, and how it is printed so that it parses back.
 
-A kind that refuses a value raises ``ValueError`` with what it would accept. Every value is frozen and hashable; those
-that are tables are made from ``tables``.
-
-Tables among the settings: frozen, hashable, and printed with what looks like a secret hidden.
-
-Settings that are queries: checked by the compiler that will run them, and kept as they were written.
-
-Invariant: a query that is accepted reads back the same from TOML, from a variable, and from the store.
+Every value is frozen and hashable. A type that refuses a value raises ``ValueError`` with the values that it accepts.
+Tables are printed with secrets hidden. Queries are checked by the compiler that will run them and kept as written.
+Invariant: an accepted query reads back the same from TOML, from a variable, and from the store.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from tailrace.config.units import checked, format_duration, format_size, has_engine, parse_duration, parse_size
+from tailrace.config.units import check_pattern, format_duration, format_size, has_re2, parse_duration, parse_size
 from tailrace.errors import QueryError
 
 HIDDEN = "**********"
@@ -71,17 +66,17 @@ class Table(Mapping[str, V]):
         return repr(self.written())
 
     def written(self) -> dict[str, Any]:
-        """The table as it may be printed."""
+        """Return the table for printing."""
         return dict(self._items)
 
     @classmethod
     @abstractmethod
     def read(cls, value: object) -> Self:
-        """Check a mapping that someone wrote; each kind of table has its own rule."""
+        """Make the table from a mapping, or raise ValueError; each kind of table has its own rule."""
 
     @classmethod
     def entries(cls) -> Any:
-        """The type of mapping that is checked entry by entry before ``read`` has it; None for no such check."""
+        """Return the type that checks the mapping entry by entry before ``read``; None for no such check."""
         return None
 
     @classmethod
@@ -98,7 +93,7 @@ def _written(table: Table[Any], info: SerializationInfo) -> object:
 
 
 def _typed(value: object) -> Hashable:
-    """Equal for values of the same types all through: 1 is neither true nor 1.0."""
+    """Return a form that is equal only for values of the same types: 1 is neither true nor 1.0."""
     match value:
         case Mapping():
             return "{", *((key, _typed(item)) for key, item in value.items())
@@ -108,7 +103,7 @@ def _typed(value: object) -> Hashable:
 
 
 class Properties(Table[str]):
-    """Settings of another program, passed on as they are; values whose key looks like a secret are never printed."""
+    """Settings of another program, passed on unchanged; values whose key looks like a secret are never printed."""
 
     __slots__ = ()
 
@@ -130,13 +125,17 @@ N = TypeVar("N", int, timedelta)
 
 
 class Section(BaseModel):
-    """A table of the file: frozen, closed, and printed with its secrets hidden."""
+    """A section of the file: frozen, without unknown keys, and printed with its secrets hidden."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
+    def warnings(self) -> list[str]:
+        """Return warnings about values of the section that are accepted but probably not meant."""
+        return []
+
 
 class _Limits(Generic[N]):
-    """The least and the most that is allowed, and how the two are told."""
+    """The least and the greatest value allowed, and the text that names both."""
 
     def __init__(self, noun: str, written: Callable[[N], str], least: N, most: N) -> None:
         self._least: N = least
@@ -165,8 +164,8 @@ def sizes(least: str = "0B", most: str = "1TiB") -> AfterValidator:
     return AfterValidator(_Limits("a size", format_size, parse_size(least), parse_size(most)).check)
 
 
-class OrWord:
-    """A duration of at least so much, or a word for none at all, which is None."""
+class DurationOrWord:
+    """A duration of at least ``least``, or a word that means None."""
 
     def __init__(self, word: str, least: str) -> None:
         self._word, self._limits = word, _limits(least)
@@ -183,13 +182,13 @@ class OrWord:
         return self._word if value is None else format_duration(value)
 
 
-_FOREVER = OrWord("forever", "1h")
-_NEVER = OrWord("never", "1s")
-_UNBOUNDED = OrWord("", "1m")
+_FOREVER = DurationOrWord("forever", "1h")
+_NEVER = DurationOrWord("never", "1s")
+_UNBOUNDED = DurationOrWord("", "1m")
 
 
 class KeepByName(Table[timedelta | None]):
-    """Patterns of names in the order in which they are tried, and how long each keeps; None is for ever."""
+    """Patterns of names in the order in which they are tried, each with its retention; None is for ever."""
 
     __slots__ = ()
 
@@ -203,19 +202,16 @@ class KeepByName(Table[timedelta | None]):
         found: dict[str, timedelta | None] = {}
         for pattern, keep in value.items():
             try:
-                found[checked(str(pattern))] = _FOREVER.read(keep)
+                found[check_pattern(str(pattern))] = _FOREVER.read(keep)
             except ValueError as error:
                 raise ValueError(f"for {pattern!r} {error}") from None
         return cls(found)
 
 
 class TopicsByUser(Table[str]):
-    """Patterns of users in the order in which they are tried, and a pattern of the topics that each may search."""
+    """Patterns of users in the order in which they are tried, each with the pattern of topics they may search."""
 
     __slots__ = ()
-
-    def written(self) -> dict[str, Any]:
-        return dict(self.items())
 
     @classmethod
     def read(cls, value: object) -> Self:
@@ -224,7 +220,7 @@ class TopicsByUser(Table[str]):
         found: dict[str, str] = {}
         for pattern, topics in value.items():
             try:
-                found[checked(str(pattern))] = checked(topics)
+                found[check_pattern(str(pattern))] = check_pattern(topics)
                 if not pattern or not topics:
                     raise ValueError("a pattern that is not empty")
             except ValueError as error:
@@ -250,11 +246,7 @@ def _topic_or_none(text: str) -> str:
 
 
 def value_path(text: str) -> str:
-    """Check a path in the value of an event.
-
-    Raises:
-        ValueError: with what would be accepted.
-    """
+    """Return a path in the value of an event, or raise ValueError."""
     if not all(text.split(".")):
         raise ValueError('a dotted path in the value, such as "account.id"')
     return text
@@ -325,13 +317,13 @@ def _valkey_url(text: str) -> str:
 
 
 def without_password(url: str) -> tuple[str, str]:
-    """A url that may be printed, and the password that was inside."""
-    found = re.fullmatch(r"([^/]*//[^/@:]*):(.*)@([^@]*)", url)
-    return (f"{found[1]}@{found[3]}".replace("//@", "//"), unquote(found[2])) if found else (url, "")
+    """Return a url without its password, and the password."""
+    match = re.fullmatch(r"([^/]*//[^/@:]*):(.*)@([^@]*)", url)
+    return (f"{match[1]}@{match[3]}".replace("//@", "//"), unquote(match[2])) if match else (url, "")
 
 
 def as_toml(value: object) -> str:
-    """Write text, numbers, lists and tables as TOML in one line."""
+    """Return text, numbers, lists and tables as TOML in one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{as_toml(key)} = {as_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -344,15 +336,15 @@ _as_size = PlainSerializer(format_size, when_used="json")
 
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), durations("1us"), _as_duration]
 Delay = Annotated[timedelta, BeforeValidator(parse_duration), durations(), _as_duration]
-"""A duration that may be none: at once."""
+"""A duration that may be 0."""
 Keep = Annotated[timedelta | None, BeforeValidator(_FOREVER.read), PlainSerializer(_FOREVER.write, when_used="json")]
-"""How long something stays; None is for ever."""
+"""A retention; None is for ever."""
 Period = Annotated[timedelta | None, BeforeValidator(_NEVER.read), PlainSerializer(_NEVER.write, when_used="json")]
-"""How often something is done; None is never."""
+"""An interval; None is never."""
 Reach = Annotated[
     timedelta | None, BeforeValidator(_UNBOUNDED.read), PlainSerializer(_UNBOUNDED.write, when_used="json")
 ]
-"""How far something goes back; None, written as ``""``, is without an end."""
+"""A distance into the past; None, written as ``""``, is without limit."""
 Bucket = Annotated[Duration, AfterValidator(_bucket)]
 Size = Annotated[int, BeforeValidator(parse_size), sizes("1B"), _as_size]
 SizeOrZero = Annotated[int, BeforeValidator(parse_size), sizes(), _as_size]
@@ -360,14 +352,14 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kKmMgG]$")]
-Pattern = Annotated[str, AfterValidator(checked)]
+Pattern = Annotated[str, AfterValidator(check_pattern)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)]
 Topic = Annotated[str, AfterValidator(_topic)]
 TopicOrNone = Annotated[str, AfterValidator(_topic_or_none)]
 """A topic, or ``""``."""
 ValuePath = Annotated[str, AfterValidator(value_path)]
 Paths = Annotated[tuple[ValuePath, ...], BeforeValidator(_patterns), AfterValidator(_at_least_one)]
-"""Dotted paths in the value, at least one; a single one may be given as text."""
+"""Dotted paths in the value, at least one; a single one may be a plain text."""
 Brokers = Annotated[str, AfterValidator(_brokers)]
 KafkaProperties = Annotated[Properties, AfterValidator(_kafka_properties)]
 SparkConf = Annotated[Properties, AfterValidator(_spark_conf)]
@@ -378,7 +370,7 @@ NameRule = Annotated[str | tuple[str, ...], AfterValidator(_name_rule)]
 
 
 class Where(Table[Any]):
-    """A query that events are asked, as ``query`` has it; empty where nothing is asked."""
+    """A query that selects events, in the language of ``tailrace.query``; empty for none."""
 
     __slots__ = ()
 
@@ -386,7 +378,7 @@ class Where(Table[Any]):
         super().__init__(deepcopy(dict(items or {})))
 
     def __getitem__(self, key: str) -> Any:
-        return deepcopy(self._items[key])  # what is inside is no one's to change
+        return deepcopy(self._items[key])  # the caller may change its copy
 
     def written(self) -> dict[str, Any]:
         return deepcopy(self._items)
@@ -397,7 +389,7 @@ class Where(Table[Any]):
             raise ValueError('a query: a table, such as {"job.state" = "done"}')
         if why := _unwritable(query := dict(value)):
             raise ValueError(f"a query: {why}")
-        if has_engine():
+        if has_re2():
             from tailrace.query import compile_query
 
             try:
@@ -408,7 +400,7 @@ class Where(Table[Any]):
 
 
 def _unwritable(query: dict[str, Any]) -> str:
-    """Why a table could not be read back from TOML and from JSON; empty if it can be."""
+    """Return why a table would not read back from TOML and from JSON; empty if it would."""
     parts: list[Any] = [query]
     for part in parts:
         match part:

@@ -26,7 +26,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from tailrace.api import Closing
 from tailrace.config.settings import Settings
-from tailrace.config.units import compiled
+from tailrace.config.units import compile_pattern
 from tailrace.errors import AccessDenied, TailraceError
 from tailrace.http.service import Service
 from tailrace.http.sse import ABORT, SlowClientError
@@ -50,7 +50,7 @@ def topics_of(settings: Settings, request: HTTPConnection) -> str:
     if len(named) != 1 or not named[0]:
         raise AccessDenied(f"a request needs the header {serve.user_header} once: it comes from a proxy that knows you")
     for users, topics in serve.topics_by_user.items():
-        if compiled(users).fullmatch(named[0]):
+        if compile_pattern(users).fullmatch(named[0]):
             return EVERYTHING if topics == ALL else topics
     raise AccessDenied(f"user {named[0][:80]!r} has no topics: see serve.topics_by_user")
 

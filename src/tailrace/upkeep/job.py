@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.config.units import compiled
+from tailrace.config.units import compile_pattern
 from tailrace.errors import BadRequest, LeaseHeld, StaleDriver, StaleUpkeep, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, check_layout, fence, prepare
 from tailrace.view import View
@@ -123,7 +123,7 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
     import re2
 
     try:
-        expression = compiled(pattern)
+        expression = compile_pattern(pattern)
     except re2.error as error:
         said = error.args[0].decode(errors="replace")
         raise BadRequest(f"--name {pattern!r} is no regular expression in RE2 syntax: {said}") from None

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from tailrace.config.load import wanted_by
 from tailrace.config.settings import Settings
-from tailrace.config.units import compiled
+from tailrace.config.units import compile_pattern
 from tailrace.errors import StaleDriver
 from tailrace.query.value import split_path
 from tailrace.valkey.keys import Keys
@@ -277,7 +277,7 @@ def reads_topic(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:
         outputs: what rules write to. A pattern never means these, or it would fold folds; a list of names may.
     """
     if isinstance(rule.topics, str):
-        return topic not in outputs and compiled(rule.topics).fullmatch(topic) is not None
+        return topic not in outputs and compile_pattern(rule.topics).fullmatch(topic) is not None
     return topic in rule.topics
 
 

@@ -13,9 +13,9 @@ from tailrace.config.values import (
     Count,
     Delay,
     Duration,
+    DurationOrWord,
     Keep,
     NameRule,
-    OrWord,
     Pattern,
     Port,
     Section,
@@ -31,9 +31,9 @@ from tailrace.log.segment import bucket_start
 BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}
 
 _FIRST = {8: "%Y%m%d", 11: "%Y%m%dT%H", 14: "%Y%m%dT%H:%M"}
-_AUTO = OrWord("auto", "0s")
-_MAX = OrWord("max", "1ms")
-_OFF = OrWord("off", "1ms")
+_AUTO = DurationOrWord("auto", "0s")
+_MAX = DurationOrWord("max", "1ms")
+_OFF = DurationOrWord("off", "1ms")
 
 DelayOrAuto = Annotated[timedelta | None, BeforeValidator(_AUTO.read), PlainSerializer(_AUTO.write, when_used="json")]
 """None is "auto"."""
