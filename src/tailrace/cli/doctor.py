@@ -1,7 +1,7 @@
-"""Looks at the machine and at the parts, and says what to do about each thing that is wrong.
+"""The checks of ``tailrace doctor``: the machine, the embedded stack, Kafka and Valkey, with advice for each failure.
 
-Nothing is changed, nothing is started, and one check that fails does not hide the next. If the embedded stack of the
-configured folder runs, its addresses are the ones looked at.
+A check changes and starts nothing, and one that fails does not hide the next. While the embedded stack of the
+configured folder runs, its addresses are checked instead of the configured ones.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _EXTRAS: Final = "install Tailrace with its extra 'all': pip install 'tailrace[a
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding."""
+    """Result of one check."""
 
     name: str
     ok: bool | None
-    """None: worth knowing, but nothing fails because of it."""
+    """None: a note, and nothing fails because of it."""
     detail: str
     advice: str = ""
 
@@ -40,7 +40,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    """Everything there is to check, in the order in which things depend on each other."""
+    """Yield the results, in the order in which the parts depend on each other."""
     running = _running(settings)
     probes: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("java", _java),
@@ -59,11 +59,11 @@ def checks(settings: Settings) -> Iterator[Check]:
             yield Check(name=name, ok=False, detail=f"the package {error.name} is not installed", advice=_EXTRAS)
 
 
-def render(found: Iterable[Check], console: Console) -> int:
-    """Print the findings as they come in, what to do under each; 0 if nothing failed, else 1."""
+def render(results: Iterable[Check], console: Console) -> int:
+    """Print each result as it comes, with its advice below; return 1 if one failed, else 0."""
     marks = {True: ("ok", "green"), None: ("note", "yellow"), False: ("FAIL", "red")}
     failed = False
-    for check in found:
+    for check in results:
         word, style = marks[check.ok]
         row = Table.grid(padding=(0, 2))
         row.add_column(width=4)
@@ -87,18 +87,16 @@ class _Running(msgspec.Struct, frozen=True, kw_only=True):
 
 def _running(settings: Settings) -> _Running | None:
     try:
-        from tailrace.embedded import process as ports
+        from tailrace.embedded.process import HOST, remembered
         from tailrace.embedded.supervisor import holder
     except ImportError:
         return None
     folder = Path(settings.embedded.dir)
     pid = holder(folder)
-    chosen = ports.remembered(folder / "ports.json")
-    if pid is None or not {"kafka", "valkey"} <= chosen.keys():
+    ports = remembered(folder / "ports.json")
+    if pid is None or not {"kafka", "valkey"} <= ports.keys():
         return None
-    return _Running(
-        pid=pid, kafka=f"{ports.HOST}:{chosen['kafka']}", valkey=f"valkey://{ports.HOST}:{chosen['valkey']}/0"
-    )
+    return _Running(pid=pid, kafka=f"{HOST}:{ports['kafka']}", valkey=f"valkey://{HOST}:{ports['valkey']}/0")
 
 
 def _java() -> Iterator[Check]:
@@ -167,13 +165,13 @@ def _stack(settings: Settings, running: _Running | None) -> Iterator[Check]:
         parts = json.loads((Path(settings.embedded.dir) / STATUS_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         parts = []
-    ill = [part["name"] for part in parts if part["state"] not in ("ready", "starting", "running")]
-    told = ", ".join(f"{part['name']} {part['state']} (restarts: {part['restarts']})" for part in parts)
+    failing = [part["name"] for part in parts if part["state"] not in ("ready", "starting", "running")]
+    states = ", ".join(f"{part['name']} {part['state']} (restarts: {part['restarts']})" for part in parts)
     yield Check(
         name="embedded stack",
-        ok=not ill,
-        detail=f"process {running.pid}: {told or 'starting'}",
-        advice=f"see the logs of {', '.join(ill)} in {Path(settings.embedded.dir) / 'logs'}",
+        ok=not failing,
+        detail=f"process {running.pid}: {states or 'starting'}",
+        advice=f"see the logs of {', '.join(failing)} in {Path(settings.embedded.dir) / 'logs'}",
     )
 
 
@@ -182,12 +180,12 @@ def _jars(settings: Settings) -> Iterator[Check]:
 
     cache = jars.cache_folder(settings.spark.jars)
     for name in jars.SETS:
-        lacking = jars.missing(name, cache)
+        missing = jars.missing(name, cache)
         yield Check(
             name=f"jars for {name}",
-            ok=None if lacking else True,
-            detail=f"{len(lacking)} not in {cache} yet" if lacking else f"complete in {cache}",
-            advice="they are fetched at the first start, which needs the network; `make setup` does it now",
+            ok=None if missing else True,
+            detail=f"{len(missing)} not in {cache} yet" if missing else f"complete in {cache}",
+            advice="the first start fetches them, which needs the network; `make setup` fetches them now",
         )
     connector = next(jar for jar in jars.locked("spark") if jar.artifact.startswith("spark-sql-kafka"))
     try:
@@ -207,27 +205,27 @@ def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
     from confluent_kafka import KafkaException
     from confluent_kafka.admin import AdminClient
 
-    where = running.kafka if running else settings.kafka.bootstrap
+    address = running.kafka if running else settings.kafka.bootstrap
     properties = {} if running else settings.kafka.client()
     try:
-        admin = AdminClient({**properties, "bootstrap.servers": where, "log_level": 0})
-        found = admin.list_topics(timeout=3)
+        admin = AdminClient({**properties, "bootstrap.servers": address, "log_level": 0})
+        cluster = admin.list_topics(timeout=3)
     except KafkaException as error:
         yield Check(
             name="kafka",
             ok=False,
-            detail=f"{where} does not answer: {error.args[0].str()}",
+            detail=f"{address} does not answer: {error.args[0].str()}",
             advice="start the broker (`tailrace up` has its own), or correct kafka.bootstrap and kafka.properties",
         )
         return
-    topics = sum(not name.startswith("__") for name in found.topics)
-    yield Check(name="kafka", ok=True, detail=f"{where}: {len(found.brokers)} broker(s), {topics} topics")
+    topics = sum(not name.startswith("__") for name in cluster.topics)
+    yield Check(name="kafka", ok=True, detail=f"{address}: {len(cluster.brokers)} broker(s), {topics} topics")
     replication = settings.kafka.new_topic_replication
-    if replication > len(found.brokers):
+    if replication > len(cluster.brokers):
         yield Check(
             name="kafka topics",
             ok=False,
-            detail=f"kafka.new_topic_replication is {replication}, but there are {len(found.brokers)} brokers",
+            detail=f"kafka.new_topic_replication is {replication}, but there are {len(cluster.brokers)} brokers",
             advice="lower it, or no topic can be created",
         )
 
@@ -235,10 +233,10 @@ def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
 def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
     from tailrace.valkey.shards import Shards, StoreOptions, translated
 
-    where = running.valkey if running else settings.valkey.url
+    address = running.valkey if running else settings.valkey.url
     options = StoreOptions.of(settings.valkey)
     if running:
-        options = msgspec.structs.replace(options, url=where, password="")
+        options = msgspec.structs.replace(options, url=address, password="")
     shards = Shards(options)
     try:
         shards.open()
@@ -250,57 +248,58 @@ def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
         yield Check(
             name="valkey",
             ok=False,
-            detail=f"{where}: {error}",
+            detail=f"{address}: {error}",
             advice="start the server (`tailrace up` has one of its own), or correct valkey.url and valkey.password",
         )
         return
     finally:
         shards.close()
-    yield _recorded({_text(key): _text(value) for key, value in meta.items()}, options.shards)
+    yield _layout({_text(key): _text(value) for key, value in meta.items()}, options.shards)
 
 
 def _server(node: Any) -> Iterator[Check]:
     info = node.info()
     version = info.get("valkey_version") or info.get("redis_version", "?")
-    given = node.connection_pool.connection_kwargs
-    where = f"{given.get('host', '')}:{given.get('port', '')}"
-    old = "valkey_version" not in info and int(str(version).split(".")[0]) < 7
+    connection = node.connection_pool.connection_kwargs
+    address = f"{connection.get('host', '')}:{connection.get('port', '')}"
+    memory = int(info["used_memory"]) // _MIB
+    is_old = "valkey_version" not in info and int(str(version).split(".")[0]) < 7
     yield Check(
         name="valkey",
-        ok=not old,
-        detail=f"{where}: version {version}, run_id {info['run_id'][:8]}…, {int(info['used_memory']) // _MIB} MiB used",
+        ok=not is_old,
+        detail=f"{address}: version {version}, run_id {info['run_id'][:8]}…, {memory} MiB used",
         advice="functions need Valkey, or Redis 7 or newer",
     )
     names = ("appendonly", "appendfsync", "maxmemory-policy", "stream-node-max-bytes")
-    found = {name: _text(node.config_get(name).get(name, "?")) for name in names}
-    node_bytes = found.pop("stream-node-max-bytes")
+    config = {name: _text(node.config_get(name).get(name, "?")) for name in names}
+    node_bytes = config.pop("stream-node-max-bytes")
     if node_bytes.isdecimal() and not 0 < int(node_bytes) <= 1024:
         yield Check(
             name="valkey streams",
             ok=None,
             detail=f"stream-node-max-bytes {node_bytes}",
-            advice="the first run of every day takes that much: CONFIG SET stream-node-max-bytes 256, if no other "
-            "application keeps streams on the server, and in its configuration",
+            advice="the first run of every day allocates that much: set it to 256 (CONFIG SET, and in the server's "
+            "configuration) if no other application has streams on the server",
         )
-    told = ", ".join(f"{name} {value}" for name, value in found.items())
-    if found["maxmemory-policy"] != "noeviction":
+    values = ", ".join(f"{name} {value}" for name, value in config.items())
+    if config["maxmemory-policy"] != "noeviction":
         yield Check(
             name="valkey memory",
             ok=False,
-            detail=told,
-            advice="views would lose keys: CONFIG SET maxmemory-policy noeviction, and in the server's configuration",
+            detail=values,
+            advice="the server would evict keys of views: set it to noeviction (CONFIG SET, and in the configuration)",
         )
-    durable = found["appendonly"] == "yes" and found["appendfsync"] == "always"
+    is_durable = config["appendonly"] == "yes" and config["appendfsync"] == "always"
     yield Check(
         name="valkey durability",
-        ok=True if durable else None,
-        detail=told,
-        advice="a crash of the server may lose the last writes (they are read again from Kafka, and cursors beyond "
-        "them are told so): set appendonly yes and appendfsync always",
+        ok=True if is_durable else None,
+        detail=values,
+        advice="a crash of the server may lose the last writes (the pipeline reads them again from Kafka, and readers "
+        "beyond them get a gap): set appendonly yes and appendfsync always",
     )
 
 
-def _recorded(meta: dict[str, str], configured: int) -> Check:
+def _layout(meta: dict[str, str], configured: int) -> Check:
     if not meta:
         return Check(
             name="valkey layout", ok=None, detail="nothing stored yet", advice="`tailrace run` makes the layout"
@@ -310,7 +309,7 @@ def _recorded(meta: dict[str, str], configured: int) -> Check:
         ok=int(meta.get("shards", 0)) == configured,
         detail=f"{meta.get('shards', '?')} shards (configured: {configured}), layout {meta.get('format', '?')}, "
         f"epoch {meta.get('epoch', '?')}",
-        advice="set valkey.shards to what is stored, or choose another valkey.prefix and rebuild",
+        advice="set valkey.shards to the stored number, or choose another valkey.prefix and rebuild",
     )
 
 
