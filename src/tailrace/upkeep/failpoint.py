@@ -1,4 +1,4 @@
-"""Failpoints: named places where a test ends the process, to show that dying there loses nothing."""
+"""Failpoints: named steps at which a test kills the process, to show that a death there loses nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 
 VARIABLE = "UPKEEP_FAILPOINT"
-"""Without the prefix of settings: it is none, and unknown ones of those are refused."""
+"""Without the prefix of settings, of which unknown ones are refused."""
 
 
 def reached(step: str) -> None:

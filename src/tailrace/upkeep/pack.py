@@ -1,8 +1,8 @@
-"""The job that packs a view: looks through its registries for what is due, and packs it, here or on Spark's executors.
+"""The job that packs a view: finds the segments that are due, and packs them, here or on Spark's executors.
 
-One walk counts what there is to do, and says whether it is worth a Spark session; a second one does it, a batch at a
-time, so memory does not grow with the view. Invariant: nothing is remembered between runs. What is packed is no longer
-due, so a run that was killed is gone on with by the next one.
+One walk over the registries counts the work, and decides whether it is worth a Spark session; a second one does it, a
+batch at a time, so memory does not grow with the view. Invariant: nothing is remembered between runs. A packed segment
+is no longer due, so the next run continues one that was killed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 BATCH_SEGMENTS = 4_000
 BATCH_BYTES = 64 << 20
-"""So many segments or so many stored bytes are one Spark job; between two of them a run can be stopped."""
+"""Limits of one Spark job, in segments and stored bytes; a run can be stopped between two jobs."""
 
 
 class PackRules(msgspec.Struct, frozen=True):
-    """When a view's segments are packed, and how."""
+    """When and how a view's segments are packed."""
 
     after_ms: int
     piece_bytes: int = 256 << 10
@@ -57,7 +57,7 @@ class PackRules(msgspec.Struct, frozen=True):
         return cls(after_ms, u.segment_bytes, events, u.spark_from, u.buckets_per_hour, u.bytes_per_second)
 
     def at_once(self, segments: int, size: int) -> tuple[int, int]:
-        """Return how many segments and stored bytes to do in one go: at most so much, and about a minute's pace."""
+        """Return the segments and stored bytes to pack at once: at most these, and about one minute of the pace."""
         if self.per_hour:
             segments = max(1, min(segments, int(self.per_hour / 60)))
         if self.bytes_per_second:
@@ -65,26 +65,26 @@ class PackRules(msgspec.Struct, frozen=True):
         return segments, size
 
 
-class Found(msgspec.Struct, frozen=True):
-    """What is due."""
+class DueTotals(msgspec.Struct, frozen=True):
+    """Totals of the segments that are due."""
 
     segments: int = 0
     days: int = 0
-    """UTC days that these segments are of."""
+    """UTC days in which they begin."""
     events: int = 0
     bytes: int = 0
 
 
 class _Stopped(Exception):
-    """The run ends here; the rest is for the next one."""
+    """Ends the run; the rest is for the next one."""
 
 
 class Packing:
-    """One run of the job. What it has done so far is in ``outcome``, also when it failed.
+    """One run of the job; ``outcome`` has the work so far, also after a failure.
 
     Args:
-        spread: Where to spread what is large; None = nothing ever is.
-        throttle: The pace, kept over several runs if they share it.
+        spread: Spark for large amounts; None = pack all in this process.
+        throttle: The pace; runs can share it.
         scope: Its progress is in stored bytes.
     """
 
@@ -103,12 +103,12 @@ class Packing:
         self._scope, self._stopped = scope, scope.stopped
         self._now_ms = scope.clock()
         self._throttle = throttle or Throttle(rules.per_hour, rules.bytes_per_second)
-        self.found = Found()
+        self.found = DueTotals()
         self.outcome = PackOutcome()
         self._bytes_done = 0
 
     def facts(self) -> dict[str, object]:
-        """What was done, for reports."""
+        """Return the figures for reports."""
         o = self.outcome
         return {
             "segments": o.segments,
@@ -121,17 +121,17 @@ class Packing:
         }
 
     def look(self, shards: Shards) -> dict[str, object]:
-        """Count what is due, and change nothing."""
+        """Count the segments that are due, and change nothing."""
         segments = events = size = 0
         days: set[int] = set()
         for due in self._due(shards):
             segments, events, size = segments + 1, events + due.segment.events, size + due.segment.bytes
             days.add(due.segment.start_ms // DAY_MS)
-        self.found = Found(segments, len(days), events, size)
+        self.found = DueTotals(segments, len(days), events, size)
         return {"segments": segments, "days": len(days), "events": events, "bytes_before": size}
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Pack everything that is due.
+        """Pack all segments that are due.
 
         Raises:
             StaleUpkeep: Another process has taken over.
@@ -151,8 +151,8 @@ class Packing:
             self.outcome += PackOutcome(left={LATER: max(1, later)})
 
     def _due(self, shards: Shards) -> Iterator[DueSegment]:
-        for seen, found in enumerate(LogRegistry(shards, self.view).walk(self._scope.wanted), 1):
-            if seen % PAGE == 0 and self._stopped():
+        for number, found in enumerate(LogRegistry(shards, self.view).walk(self._scope.wanted), 1):
+            if number % PAGE == 0 and self._stopped():
                 raise _Stopped
             yield from due_segments(found.name, found.log, self._rules.after_ms, self._now_ms)
 

@@ -1,9 +1,9 @@
-"""Packing: closed segments are rewritten into few large pieces, checked, and swapped in.
+"""Packing: rewrites closed segments into few large pieces, checks these, and swaps them in.
 
-For each segment: read its runs, stage the pieces aside, read them back, compare count and checksum of every event with
-what was read first, and only then swap, which one atomic function does together with removing the runs and raising the
-floor. Invariant: at every moment a reader finds either all runs or all pieces, with the same events; dying at any step
-leaves the log as it was or packed, and what was staged ends by itself.
+For each segment: read its runs, stage the pieces, read them back, compare count and checksum of every event with the
+runs, and only then swap, which one atomic function does together with removing the runs and raising the floor.
+Invariant: at every moment a reader finds either all runs or all pieces, with the same events; a death at any step
+leaves the log as it was or packed, and staged pieces expire by themselves.
 """
 
 from __future__ import annotations
@@ -27,25 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 GROUP_BYTES = 2 << 20
-
-
 GROUP_SEGMENTS = 256
-"""Small segments are packed together, so many or so many stored bytes; a larger one is streamed on its own."""
-
-
+"""Limits of a group of small segments that are packed together; a larger segment is streamed on its own."""
 UNLIMITED = 1 << 62
-
-
 STEPS = ("read", "staged", "checked", "swapped")
 """The failpoints, in order."""
-
-
 FAULTS = {
     "differs": "what was staged differs from what was read",
     "incomplete": "it holds less than its registry says",
     "unreadable": "a stored run cannot be read",
 }
-"""Reasons to leave a segment that time does not mend; the others are gone at the next run."""
+"""Reasons to leave a segment that stay until it is rebuilt; the others are gone at the next run."""
 
 
 class DueSegment(msgspec.Struct, frozen=True):
@@ -56,7 +48,7 @@ class DueSegment(msgspec.Struct, frozen=True):
 
 
 class PackOutcome(msgspec.Struct, frozen=True):
-    """What was packed, and what was left as it is, by reason."""
+    """Totals of packed segments, and counts of segments that were left, by reason."""
 
     segments: int = 0
     events: int = 0
@@ -78,14 +70,14 @@ class PackOutcome(msgspec.Struct, frozen=True):
 
 
 def due_segments(name: str, log: Log, after_ms: int, now_ms: int) -> Iterator[DueSegment]:
-    """Yield the segments of a log that can be packed: not packed yet, and sealed or over for long enough."""
+    """Yield the segments of a log that are due: not packed, and sealed or ended long enough ago."""
     for segment in log.segments:
         if segment.state == SEALED or (segment.state != PACKED and segment.end_ms + after_ms <= now_ms):
             yield DueSegment(name, segment)
 
 
 class _Left(Exception):
-    """A segment that is left as it is."""
+    """Leaves a segment as it is."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -95,8 +87,8 @@ class _Left(Exception):
 class Packer:
     """Packs segments of one view under one lease.
 
-    ``check`` is called between groups, between the pieces of a large segment and while the throttle sleeps; what it
-    raises ends the packing.
+    ``check`` is called between groups, between the pieces of a large segment and while the throttle sleeps; an error
+    that it raises ends the packing.
     """
 
     def __init__(
@@ -118,7 +110,7 @@ class Packer:
         self._reached, self._check = reached, check
 
     def pack(self, dues: Iterable[DueSegment]) -> PackOutcome:
-        """Pack segments; one that cannot be packed now is left as it is and counted with the reason."""
+        """Pack segments; one that cannot be packed now is left and counted with the reason."""
         total = PackOutcome()
         for group in groups(dues):
             self._next()
@@ -128,7 +120,7 @@ class Packer:
         return total
 
     def _next(self) -> None:
-        """Go on when it is time to, if we may."""
+        """Wait for the throttle, and check."""
         self._throttle.wait(self._check)
         self._check()
 
@@ -139,13 +131,13 @@ class Packer:
         except StoreError as error:
             if type(error) is not StoreError:
                 raise
-            # One of them cannot be read, and we do not know which: each for itself, and the others are packed.
+            # One of them cannot be read: each is packed by itself, so that the others are.
             return sum((self._pack_large(due) for due in dues), PackOutcome())
         self._reached("read")
         found: list[tuple[DueSegment, list[NumberedRun], list[PackedPiece]]] = []
         outcome = PackOutcome()
         for due, entries in zip(dues, held, strict=True):
-            why = _unlike(due, len_of(entries), entries[-1].last if entries else 0)
+            why = _unlike(due, _count(entries), entries[-1].last if entries else 0)
             if why:
                 outcome += _leave(due, why)
                 continue
@@ -218,7 +210,7 @@ class Packer:
 def groups(
     dues: Iterable[DueSegment], segments: int = GROUP_SEGMENTS, size: int = GROUP_BYTES
 ) -> Iterator[list[DueSegment]]:
-    """Group segments that are packed together: at most so many, of about so many stored bytes."""
+    """Yield groups of segments with at most these counts of segments and, about, of stored bytes."""
     group: list[DueSegment] = []
     held = 0
     for due in dues:
@@ -231,13 +223,12 @@ def groups(
         yield group
 
 
-def len_of(entries: Sequence[NumberedRun]) -> int:
-    """Return how many events entries have."""
+def _count(entries: Sequence[NumberedRun]) -> int:
     return sum(len(entry.run) for entry in entries)
 
 
 def _unlike(due: DueSegment, events: int, last: int) -> str:
-    """Return how what was read is not what the registry said, if it is not: an open segment may have grown."""
+    """Return the reason if the runs are not those of the registry: an open segment may have grown."""
     if last > due.segment.last:
         return "moved"
     return "" if events == due.segment.events and last == due.segment.last else "incomplete"
@@ -245,7 +236,7 @@ def _unlike(due: DueSegment, events: int, last: int) -> str:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector away from a group: it would look at thousands of lists, none of them garbage."""
+    """Turn off the garbage collector: it would scan thousands of lists, none of them garbage."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -258,10 +249,10 @@ def _uncollected() -> Iterator[None]:
 def _piece(due: DueSegment, entries: Sequence[NumberedRun], is_first: bool) -> PackedPiece:
     stored = pack(entries)
     if len(entries) == 1 and len(plain := encode(entries[0].run)) < len(stored):
-        stored = plain  # one small run is smallest as it is
+        stored = plain  # a single small run is smallest as it is
     end = entries[-1]
     return PackedPiece(
-        due.name, due.segment.index, end.last, len_of(entries), end.newest_ms, stored, is_first, len(stored)
+        due.name, due.segment.index, end.last, _count(entries), end.newest_ms, stored, is_first, len(stored)
     )
 
 

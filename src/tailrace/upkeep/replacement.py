@@ -1,8 +1,8 @@
-"""Rebuilding a log: which of its segments are replaced, what comes in their place, in which order and which buckets.
+"""Rebuilding a log: the segments to replace, and the new ones with their events, order and buckets.
 
-What Kafka no longer has stays: segments that hold nothing else are not touched, and single events are carried over.
-Invariant: each source keeps its order along the whole log; a bucket never begins before the one in front of it, nor
-after the one behind; and whoever stands inside what was replaced is found there by ``locate``.
+Events that Kafka no longer has stay: segments of nothing else are not touched, and single events are carried over.
+Invariant: each partition keeps its order along the whole log; a bucket never begins before the one in front of it, nor
+after the one behind; and ``locate`` finds every reader's position inside the replaced part.
 """
 
 from __future__ import annotations
@@ -32,127 +32,126 @@ class RestoredEvent(msgspec.Struct, frozen=True, gc=False):
     headers: Headers
     value: bytes
     newest_ms: int
-    """The running-maximum time that it is merged by."""
+    """Running maximum of the times, which events are merged by."""
     start_ms: int
-    """When the bucket that it asks for began."""
+    """Begin of the bucket that it asks for."""
     span_ms: int
     fields: TagFields | None = None
-    """Its tag fields, if the log has such."""
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """What a segment holds that can be read, each event once and in the order of its source."""
+    """The readable events of a segment, each once and in the order of its partition."""
 
     segment: Segment
     sound: bool
-    """Whether all of it is as its registry says."""
+    """True if the segment agrees with its registry."""
     retained: bool
-    """Whether Kafka still has some of it."""
+    """True if Kafka still has some of the events."""
     events: int
     low: int
     high: int
     """Sums of the fingerprints."""
     bounds: Bounds
-    """Lowest and highest offset of each source."""
+    """Lowest and highest offset of each partition."""
     carried: Mapping[Partition, int]
-    """How many events of each source Kafka no longer has."""
+    """Events of each partition that Kafka no longer has."""
 
 
-class ReplacedSegments(msgspec.Struct, frozen=True):
-    """The segments that are replaced, as a range of the list, and the indexes for what comes in their place."""
+class ReplacedPart(msgspec.Struct, frozen=True):
+    """The replaced segments, as a range of the list, and the indexes for the new ones."""
 
     begin: int
     end: int
     top: int
-    """The highest index there is; the last new segment gets it."""
+    """The highest index, which the last new segment gets."""
     room: int | None
-    """How many indexes there are, down from the top; None = as many as are needed."""
+    """Number of indexes, down from the top; None = as many as are needed."""
 
 
-def whole_log(surveys: Sequence[Survey], due: int, behind: Segment | None) -> ReplacedSegments:
-    """Return the stretch from the first segment that is damaged or that Kafka has something of, to the end.
+def faulty_part(surveys: Sequence[Survey], due: int, behind: Segment | None) -> ReplacedPart:
+    """Return the part from the first segment that is damaged or has events of Kafka's, to the end.
 
     Args:
-        due: How many segments are about to expire: they are left to it.
+        due: Segments that are about to expire, and stay.
         behind: The segment that follows the list.
     """
     begin = next((i for i, s in enumerate(surveys) if i >= due and (s.retained or not s.sound)), len(surveys))
-    # Behind the last one there is no room: the place is the pipeline's.
+    # Behind the last segment there is no room: the next index is the pipeline's.
     begin = min(begin, max(0, len(surveys) - 1))
-    return _stretch(surveys, begin, len(surveys), behind)
+    return _part(surveys, begin, len(surveys), behind)
 
 
-def all_of_it(surveys: Sequence[Survey], behind: Segment | None) -> ReplacedSegments:
-    """Return the stretch of the whole log, whatever Kafka has of it."""
-    return _stretch(surveys, 0, len(surveys), behind)
+def whole_log(surveys: Sequence[Survey], behind: Segment | None) -> ReplacedPart:
+    """Return all segments, whatever Kafka has of them."""
+    return _part(surveys, 0, len(surveys), behind)
 
 
-def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> ReplacedSegments:
-    """Return the stretch of the segments whose buckets touch a UTC day; an empty one in its place if none does."""
+def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> ReplacedPart:
+    """Return the segments whose buckets touch a UTC day; an empty part in their place if none does."""
     until = day_ms + DAY_MS
     begin = next((i for i, s in enumerate(surveys) if s.segment.end_ms > day_ms), len(surveys))
     end = next((i for i, s in enumerate(surveys) if i >= begin and s.segment.start_ms >= until), len(surveys))
-    return _stretch(surveys, begin, end, behind)
+    return _part(surveys, begin, end, behind)
 
 
-def _stretch(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> ReplacedSegments:
+def _part(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> ReplacedPart:
     after = surveys[end].segment if end < len(surveys) else behind
     if end > begin:
         top = surveys[end - 1].segment.index
     elif after is not None:
         top = after.index - 1
     elif surveys:
-        return ReplacedSegments(begin, end, surveys[-1].segment.index, 0)
+        return ReplacedPart(begin, end, surveys[-1].segment.index, 0)
     else:
         # The pipeline may begin the log at 0 at any moment.
         top = -1
-    return ReplacedSegments(begin, end, top, None if begin == 0 else top - surveys[begin - 1].segment.index)
+    return ReplacedPart(begin, end, top, None if begin == 0 else top - surveys[begin - 1].segment.index)
 
 
-class StretchBounds(msgspec.Struct, frozen=True):
-    """Which of Kafka's records go into a stretch."""
+class RecordBounds(msgspec.Struct, frozen=True):
+    """The bounds of Kafka's records that belong into the replaced part of a log."""
 
     above: Mapping[Partition, int]
-    """The highest offset in front of the stretch."""
+    """Highest offset in front of the part."""
     below: Mapping[Partition, int]
-    """The lowest offset behind it."""
+    """Lowest offset behind it."""
     lowest: Mapping[Partition, int]
-    """The lowest offset in the whole log: what comes before it may have expired."""
+    """Lowest offset in the whole log: earlier records may have expired."""
     inside: Bounds
-    """What is left inside the stretch."""
+    """Offsets that are left inside the part."""
     horizon_ms: int
     not_before: int | None = None
-    """Buckets that end by then belong to a lost neighbour, unless something of the stretch comes before them."""
+    """Buckets that end by then belong to a lost neighbour, unless an event of the part comes before them."""
     not_after: int | None = None
 
-    def admit(self, source: Partition, offset: int, start_ms: int, span_ms: int) -> bool:
-        """Return whether a record, with the bucket it asks for, goes into the stretch."""
-        if offset <= self.above.get(source, -1) or offset >= self.below.get(source, offset + 1):
+    def admit(self, partition: Partition, offset: int, start_ms: int, span_ms: int) -> bool:
+        """Return whether a record, with the bucket that it asks for, belongs into the part."""
+        if offset <= self.above.get(partition, -1) or offset >= self.below.get(partition, offset + 1):
             return False
         end_ms = start_ms + span_ms
-        if end_ms <= self.horizon_ms and offset < self.lowest.get(source, offset + 1):
+        if end_ms <= self.horizon_ms and offset < self.lowest.get(partition, offset + 1):
             return False
-        low, high = self.inside.get(source, (offset + 1, offset - 1))
+        low, high = self.inside.get(partition, (offset + 1, offset - 1))
         if self.not_before is not None and end_ms <= self.not_before and offset < low:
             return False
         return self.not_after is None or start_ms < self.not_after or offset <= high
 
 
-def limits(
-    surveys: Sequence[Survey], stretch: ReplacedSegments, horizon_ms: int, day_ms: int | None = None
-) -> StretchBounds:
-    """Return which records go into a stretch; for a day, only those of the day where its neighbours have holes."""
-    front, inside, back = surveys[: stretch.begin], surveys[stretch.begin : stretch.end], surveys[stretch.end :]
-    above = {source: high for source, (_, high) in _joined(front).items()}
-    below = {source: low for source, (low, _) in _joined(back).items()}
-    lowest = {source: low for source, (low, _) in _joined(surveys).items()}
-    found = StretchBounds(above, below, lowest, _joined(inside), horizon_ms)
+def record_bounds(
+    surveys: Sequence[Survey], part: ReplacedPart, horizon_ms: int, day_ms: int | None = None
+) -> RecordBounds:
+    """Return the bounds of a part's records; for a day, only those of the day where its neighbours have holes."""
+    front, inside, back = surveys[: part.begin], surveys[part.begin : part.end], surveys[part.end :]
+    above = {partition: high for partition, (_, high) in _joined(front).items()}
+    below = {partition: low for partition, (low, _) in _joined(back).items()}
+    lowest = {partition: low for partition, (low, _) in _joined(surveys).items()}
+    bounds = RecordBounds(above, below, lowest, _joined(inside), horizon_ms)
     if day_ms is None:
-        return found
+        return bounds
     edges = inside or back[:1]
     begins = not front and bool(edges) and edges[0].segment.index == 0
     return msgspec.structs.replace(
-        found,
+        bounds,
         not_before=None if begins or (front and _whole(front, [*front, *edges[:1]])) else day_ms,
         not_after=None if inside and _whole(back, [*inside[-1:], *back]) else day_ms + DAY_MS,
     )
@@ -161,14 +160,14 @@ def limits(
 def _joined(surveys: Sequence[Survey]) -> dict[Partition, tuple[int, int]]:
     found: dict[Partition, tuple[int, int]] = {}
     for survey in surveys:
-        for source, (low, high) in survey.bounds.items():
-            known = found.get(source, (low, high))
-            found[source] = min(low, known[0]), max(high, known[1])
+        for partition, (low, high) in survey.bounds.items():
+            lowest, highest = found.get(partition, (low, high))
+            found[partition] = min(low, lowest), max(high, highest)
     return found
 
 
 def _whole(neighbours: Sequence[Survey], row: Sequence[Survey]) -> bool:
-    """Whether nothing is lost of the neighbours of a stretch: each is sound, and no index is left out in the row."""
+    """Return whether nothing is lost of a part's neighbours: each is sound, and the row lacks no index."""
     unbroken = all(b.segment.index == a.segment.index + 1 for a, b in pairwise(row))
     return unbroken and all(survey.sound for survey in neighbours)
 
@@ -176,9 +175,9 @@ def _whole(neighbours: Sequence[Survey], row: Sequence[Survey]) -> bool:
 def merged(
     old: Iterator[RestoredEvent], new: Iterator[RestoredEvent], carried: Mapping[Partition, int]
 ) -> Iterator[RestoredEvent]:
-    """Merge what is carried over with Kafka's records by their running-maximum times.
+    """Merge events that are carried over with Kafka's records by their running-maximum times.
 
-    Of one source, what is carried over comes first: Kafka has dropped it, so its offsets are lower.
+    Of one partition, the former come first: Kafka has dropped them, so their offsets are lower.
     """
     left = dict(carried)
     a, b = next(old, None), next(new, None)
@@ -197,10 +196,10 @@ class Buckets:
     """The buckets of new segments, by the pipeline's rule; when there is no room for more, the last one grows.
 
     Args:
-        front: The segment in front of them: what asks for a bucket before its end goes to its bucket.
-        room: How many there may be; None = any number.
-        lowest: Begin and length of the first one there may be.
-        highest: Begin and length of the last one there may be.
+        front: The segment in front of them: an event that asks for a bucket before its end goes to its bucket.
+        room: Limit of their number; None = any number.
+        lowest: Begin and length of the first possible one.
+        highest: Begin and length of the last possible one.
     """
 
     def __init__(
@@ -212,10 +211,10 @@ class Buckets:
     ) -> None:
         self._front, self._room, self._lowest, self._highest = front, room, lowest, highest
         self.made: list[tuple[int, int]] = []
-        """Begin and end of each."""
+        """Begin and end of each bucket."""
 
     def place(self, start_ms: int, span_ms: int) -> int:
-        """Return which bucket an event goes to, counted from 0, given the one that it asks for."""
+        """Return the index of an event's bucket, given the one that it asks for."""
         if self._lowest is not None and start_ms < self._lowest[0]:
             start_ms, span_ms = self._lowest
         if self._highest is not None and start_ms >= self._highest[0]:
@@ -234,10 +233,10 @@ class Buckets:
 
 
 def replaced(front: Sequence[Segment], gone: Sequence[Segment], expired: Position) -> tuple[tuple[int, int, int], ...]:
-    """Return (epoch, first, last) of all that is replaced, the last segment of the log's order last.
+    """Return (epoch, first, last) of all replaced events, in the order of the log.
 
-    A place between two segments, such as the one a reader is sent to after a gap, counts to the one behind it. Nobody
-    knows the epoch of a segment whose row cannot be read: it is 0, and left out.
+    A position between two segments, such as the one after a gap, counts to the segment behind it. A segment whose row
+    cannot be read has no known epoch: it is 0, and left out.
     """
     reached = {expired.epoch: expired.number}
     for segment in front:
@@ -257,11 +256,11 @@ def replaced(front: Sequence[Segment], gone: Sequence[Segment], expired: Positio
 
 
 NO_ROOM, DIFFERS = "no-room", "differs"
-"""Why events cannot be staged: there is no place for them, or what is stored is not what was written."""
+"""Reasons not to stage events: there is no room for them, or the store returned other bytes than were written."""
 
 
 class _Part(msgspec.Struct):
-    """A new segment as it grows."""
+    """A new segment while it grows."""
 
     first: int
     last: int = 0
@@ -272,7 +271,7 @@ class _Part(msgspec.Struct):
 
 
 class SegmentDraft:
-    """The new segments of one log, staged piece by piece as their events come; the number of each is counted from 1."""
+    """The new segments of one log, staged piece by piece as their events come; events are numbered from 1."""
 
     def __init__(
         self,
@@ -289,7 +288,7 @@ class SegmentDraft:
         self.events = self.low = self.high = 0
 
     def write(self, events: Iterator[RestoredEvent], has_room: bool) -> str:
-        """Stage all events; return why that is not possible, or nothing."""
+        """Stage all events; return the reason if that is not possible, else nothing."""
         placed = ((self._buckets.place(event.start_ms, event.span_ms), event) for event in events)
         for at, group in groupby(placed, key=lambda pair: pair[0]):
             if not has_room:
@@ -334,21 +333,21 @@ class SegmentDraft:
         return found
 
     def _entries(self, events: Iterable[RestoredEvent]) -> Iterator[NumberedRun]:
-        """Make runs of neighbours of one source."""
-        for source, group in groupby(events, key=lambda event: event.partition):
+        """Yield runs of neighbours of one partition."""
+        for partition, group in groupby(events, key=lambda event: event.partition):
             run: list[RestoredEvent] = []
             size = 0
             for event in group:
                 run.append(event)
                 size += len(event.value) + len(event.key or b"") + 16
                 if len(run) == MERGED_EVENTS or size >= MERGED_BYTES:
-                    yield self._entry(source, run, size)
+                    yield self._entry(partition, run, size)
                     run, size = [], 0
             if run:
-                yield self._entry(source, run, size)
+                yield self._entry(partition, run, size)
 
-    def _entry(self, source: Partition, events: Sequence[RestoredEvent], size: int) -> NumberedRun:
-        label, first = str(source), self.events + 1
+    def _entry(self, partition: Partition, events: Sequence[RestoredEvent], size: int) -> NumberedRun:
+        label, first = str(partition), self.events + 1
         for e in events:
             low, high = fingerprint(label, e.offset, e.time_ms, e.key, e.headers, e.value, e.fields, numbered=True)
             self.low, self.high = self.low + low, self.high + high
@@ -358,7 +357,7 @@ class SegmentDraft:
         keys, rows = [e.key for e in events], [e.fields for e in events if e.fields is not None]
         offsets, times = [e.offset for e in events], [e.time_ms for e in events]
         run = Run.of(
-            source,
+            partition,
             offsets,
             times,
             keys[:1] if keys.count(keys[0]) == len(keys) else keys,

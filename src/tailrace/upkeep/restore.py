@@ -14,12 +14,12 @@ from typing import IO
 
 import msgspec
 
+from tailrace.driver.slice import Writer
 from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
 from tailrace.log.pack import digest
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Segment, bucket_start
-from tailrace.log.store import NewSegment, PackedPiece, Staging
+from tailrace.log.store import PackedPiece, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.copy import (
     BROKEN,
@@ -37,15 +37,14 @@ from tailrace.upkeep.examine import Checker, ExaminedLog, horizon, is_erased, lo
 from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.replacement import (
     Buckets,
-    ReplacedSegments,
+    ReplacedPart,
     RestoredEvent,
     SegmentDraft,
-    StretchBounds,
     Survey,
-    all_of_it,
-    limits,
+    faulty_part,
     merged,
     one_day,
+    record_bounds,
     replaced,
     whole_log,
 )
@@ -61,137 +60,80 @@ class Restorer:
 
     def __init__(self, plan: RebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint.reached) -> None:
         self._plan, self._shards, self._reached = plan, shards, reached
-        writer = plan.work.writer()
-        self._view, self._span_ms, self._future_ms = plan.work.view, writer.span_ms, writer.future_ms
-        self._staging = Staging(shards, self._view, plan.token)
+        self._writer = plan.work.writer()
 
     def restore(self, name: str, records: Iterable[SpooledRecord]) -> Restored:
         """Restore a log, given Kafka's records of it in the order of their running-maximum times."""
-        plan, shard = self._plan, shard_of(name, self._shards.options.shards)
+        plan = self._plan
         # The last numbers of sources are read before the log: events that come in between are found there.
         numbering = plan.work.copy.numbering(plan.work, self._shards, name, plan.now_ms)
-        log, epoch = look(self._shards, self._view, [name])[0], plan.start.epochs[shard]
+        log = look(self._shards, plan.work.view, [name])[0]
         if log.is_broken:
             return Restored(name, BROKEN)
-        if done := [s for s in log.log.segments if s.epoch == epoch]:
+        if done := [s for s in log.log.segments if s.epoch == plan.start.epochs[log.shard]]:
             return Restored(name, REBUILT, sum(s.events for s in done), 0, len(done))
-        behind = next((s for s in log.log.segments if s.epoch > epoch), None)
-        old = self._old(log, epoch, behind)
-        keep = plan.work.copy.buckets.keep_of(name)
-        keep_ms = None if keep is None else milliseconds(keep)
-        due = 0 if keep_ms is None else min(len(over(log.log, keep_ms, plan.now_ms)), len(old))
-        surveys = self._survey(name, shard, old, due, numbering)
-        since = horizon(log.log, log.has_dropped, log.floor_ms, keep_ms, plan.now_ms)
-        stretch = whole_log(surveys, due, behind) if plan.day_ms is None else one_day(surveys, plan.day_ms, behind)
-        if numbering is None:
-            events = self._events(name, shard, surveys, stretch, since, records, None)
-            return self._write(log, surveys, stretch, behind, since, events, None)
-        with Spool(records) as spool:
-            for segment in log.log.segments:
-                if segment.epoch > epoch:
-                    numbering.pass_live(read_held(self._shards, self._view, name, segment))
-            if not numbering.fits(self._events(name, shard, surveys, stretch, since, spool, numbering)):
-                stretch = all_of_it(surveys, behind)
-                numbering.begin_anew(self._events(name, shard, surveys, stretch, since, spool, numbering))
-            events = numbering.numbered(self._events(name, shard, surveys, stretch, since, spool, numbering))
-            return self._write(log, surveys, stretch, behind, since, events, numbering)
+        return _LogRestorer(plan, self._shards, self._writer, log, numbering, self._reached).restore(records)
 
-    def _events(
-        self,
-        name: str,
-        shard: int,
-        surveys: Sequence[Survey],
-        stretch: ReplacedSegments,
-        horizon_ms: int,
-        records: Iterable[SpooledRecord],
-        numbering: Numbering | None,
-    ) -> Iterator[RestoredEvent]:
-        """Yield the right events of a stretch, in order."""
-        bounds = limits(surveys, stretch, horizon_ms, self._plan.day_ms)
-        counts: dict[Partition, int] = {}
-        for survey in surveys[stretch.begin : stretch.end]:
-            for partition, n in survey.carried.items():
-                counts[partition] = counts.get(partition, 0) + n
-        carried = self._carried(name, shard, surveys, stretch)
-        return merged(carried, self._admitted(records, bounds, numbering), counts)
 
-    def _write(
+class _LogRestorer:
+    """Restores one log."""
+
+    def __init__(
         self,
+        plan: RebuildPlan,
+        shards: Shards,
+        writer: Writer,
         log: ExaminedLog,
-        surveys: Sequence[Survey],
-        stretch: ReplacedSegments,
-        behind: Segment | None,
-        horizon_ms: int,
-        events: Iterator[RestoredEvent],
         numbering: Numbering | None,
-    ) -> Restored:
-        """Stage the right events of a stretch, and put them in its place."""
-        name, plan, inside = log.name, self._plan, surveys[stretch.begin : stretch.end]
-        epoch = plan.start.epochs[log.shard]
-        draft = SegmentDraft(
-            name,
-            self._buckets(surveys, stretch, behind, horizon_ms),
-            surveys[stretch.begin - 1].segment.newest_ms if stretch.begin else 0,
-            plan.now_ms + self._future_ms,
-            plan.piece_bytes,
-            None if plan.dry_run else self._stage,
-        )
-        verdict = draft.write(events, stretch.room != 0)
-        if not verdict:
-            verdict = self._decide(log, inside, draft)
-        if not verdict:
-            if numbering is not None:
-                self._staging.restore_numbers(name, numbering.first_numbers())
-            gone = [survey.segment for survey in inside]
-            first = replaced([s.segment for s in surveys[: stretch.begin]], gone, log.log.expired)
-            verdict = self._replace(name, gone, draft.segments(epoch, stretch.top, first))
-        if verdict != REBUILT:
-            self._staging.discard(name, range(len(draft.parts)))
-        before = sum(survey.events for survey in inside)
-        return Restored(name, verdict, draft.events, before, len(draft.parts), len(inside))
+        reached: Callable[[str], None],
+    ) -> None:
+        self._plan, self._shards, self._log, self._numbering, self._reached = plan, shards, log, numbering, reached
+        self._name, self._view, self._epoch = log.name, plan.work.view, plan.start.epochs[log.shard]
+        self._span_ms, self._latest_ms = writer.span_ms, plan.now_ms + writer.future_ms
+        self._staging = Staging(shards, self._view, plan.token)
+        self._bounds, self._erased = plan.work.extent.shards[log.shard], plan.work.erased.get(log.name)
+        self._behind = next((s for s in log.log.segments if s.epoch > self._epoch), None)
+        keep = plan.work.copy.buckets.keep_of(log.name)
+        keep_ms = None if keep is None else milliseconds(keep)
+        self._horizon_ms = horizon(log.log, log.has_dropped, log.floor_ms, keep_ms, plan.now_ms)
+        old = self._old()
+        self._due = 0 if keep_ms is None else min(len(over(log.log, keep_ms, plan.now_ms)), len(old))
+        self._surveys = self._survey(old)
 
-    def _decide(self, log: ExaminedLog, inside: Sequence[Survey], draft: SegmentDraft) -> str:
-        """Return the verdict if the log is not to be replaced; nothing if it is."""
-        sums = [sum(column) for column in zip(*((s.events, s.low, s.high) for s in inside), strict=True)] or [0, 0, 0]
-        listed = log.listed or not log.log.segments
-        if sums == [draft.events, draft.low, draft.high] and listed and all(s.sound for s in inside):
-            return SAME
-        if self._plan.day_ms is not None and draft.events < sums[0]:
-            return FEWER
-        return REBUILT if self._plan.dry_run else ""
-
-    def _replace(self, name: str, gone: Sequence[Segment], made: Sequence[NewSegment]) -> str:
-        self._reached("rebuilt-checked")
-        answer = self._staging.replace(name, gone, made, self._plan.remember_ms)
-        self._reached("replaced")
-        return REBUILT if answer == "ok" else MOVED
-
-    def _stage(self, piece: PackedPiece, entries: Sequence[NumberedRun]) -> bool:
-        """Stage a piece; return whether the store has it as it was written."""
-        self._staging.stage([piece])
-        self._reached("rebuilt-staged")
-        return digest(self._staging.read_staged([piece])[0]) == digest(entries)
+    def restore(self, records: Iterable[SpooledRecord]) -> Restored:
+        """Replace the part of the log that needs it."""
+        surveys, behind, day_ms, numbering = self._surveys, self._behind, self._plan.day_ms, self._numbering
+        part = faulty_part(surveys, self._due, behind) if day_ms is None else one_day(surveys, day_ms, behind)
+        if numbering is None:
+            return self._write(part, self._events(part, records))
+        with Spool(records) as spool:
+            for segment in self._log.log.segments:
+                if segment.epoch > self._epoch:
+                    numbering.pass_live(read_held(self._shards, self._view, self._name, segment))
+            if not numbering.fits(self._events(part, spool)):
+                part = whole_log(surveys, behind)
+                numbering.begin_anew(self._events(part, spool))
+            return self._write(part, numbering.numbered(self._events(part, spool)))
 
     # The log as it is.
 
-    def _old(self, log: ExaminedLog, epoch: int, behind: Segment | None) -> list[Segment]:
+    def _old(self) -> list[Segment]:
         """Return the segments that are never written again, also those whose rows can only be guessed."""
-        old = [s for s in log.log.segments if s.epoch < epoch]
-        for index in log.broken:
-            if behind is None or index < behind.index:
+        old = [s for s in self._log.log.segments if s.epoch < self._epoch]
+        for index in self._log.broken:
+            if self._behind is None or index < self._behind.index:
                 near = min(old, key=lambda s: (s.index > index, abs(s.index - index)), default=None)
-                place = (near.start_ms, near.span_ms, near.newest_ms) if near else (0, self._span_ms, 0)
-                bare = Segment(index, place[0], place[1], 0, 1, 0, 0, 0, place[2])
-                held = list(read_held(self._shards, self._view, log.name, bare, entries=False))
-                events, last = sum(each.events for each in held), held[-1].last if held else 0
+                start_ms, span_ms, newest_ms = (
+                    (near.start_ms, near.span_ms, near.newest_ms) if near else (0, self._span_ms, 0)
+                )
+                bare = Segment(index, start_ms, span_ms, 0, 1, 0, 0, 0, newest_ms)
+                entries = list(read_held(self._shards, self._view, self._name, bare, entries=False))
+                events, last = sum(each.events for each in entries), entries[-1].last if entries else 0
                 old.append(msgspec.structs.replace(bare, last=last, events=events))
         return sorted(old, key=lambda segment: segment.index)
 
-    def _survey(
-        self, name: str, shard: int, segments: Sequence[Segment], due: int, numbering: Numbering | None
-    ) -> list[Survey]:
-        bounds, erased = self._plan.work.extent.shards[shard], self._plan.work.erased.get(name)
-        checker, found = Checker(name), list[Survey]()
+    def _survey(self, segments: Sequence[Segment]) -> list[Survey]:
+        checker, found, numbering = Checker(self._name), list[Survey](), self._numbering
         reached: dict[Partition, int] = {}
         in_front = True
         for i, segment in enumerate(segments):
@@ -201,17 +143,15 @@ class Restorer:
             has_retained, events, low, high = False, 0, 0, 0
             offsets: dict[Partition, tuple[int, int]] = {}
             carried: dict[Partition, int] = {}
-            for held in read_held(self._shards, self._view, name, segment):
-                for entry in checker.take(held):
-                    partition = entry.run.partition
-                    first, last = bounds.get(partition, (1 << 62, None))
+            for held in read_held(self._shards, self._view, self._name, segment):
+                for run in (entry.run for entry in checker.take(held)):
+                    partition = run.partition
+                    first, last = self._bounds.get(partition, (1 << 62, None))
                     after = reached.get(partition, -1)
                     if numbering is not None:
-                        numbering.see(entry.run, after, last, first)
-                    for offset, _, its_low, its_high in prints(
-                        entry.run, after + 1, last, numbered=True, erased=erased
-                    ):
-                        events, low, high = events + 1, low + its_low, high + its_high
+                        numbering.see(run, after, last, first)
+                    for offset, _, *sums in prints(run, after + 1, last, numbered=True, erased=self._erased):
+                        events, low, high = events + 1, low + sums[0], high + sums[1]
                         offsets[partition] = offsets.get(partition, (offset, 0))[0], offset
                         reached[partition] = offset
                         if offset >= first:
@@ -219,79 +159,116 @@ class Restorer:
                         else:
                             carried[partition] = carried.get(partition, 0) + 1
             sound = checker.end() and segment.epoch > 0
-            in_front = in_front and (i < due or (sound and not has_retained))
+            in_front = in_front and (i < self._due or (sound and not has_retained))
             found.append(Survey(segment, sound, has_retained, events, low, high, offsets, carried))
         return found
 
-    def _carried(
-        self, name: str, shard: int, surveys: Sequence[Survey], stretch: ReplacedSegments
-    ) -> Iterator[RestoredEvent]:
-        """Yield the events of a stretch that Kafka no longer has."""
-        bounds, erased = self._plan.work.extent.shards[shard], self._plan.work.erased.get(name)
-        reached = {s: high for survey in surveys[: stretch.begin] for s, (_, high) in survey.bounds.items()}
+    # The log as it is to be.
+
+    def _events(self, part: ReplacedPart, records: Iterable[SpooledRecord]) -> Iterator[RestoredEvent]:
+        """Yield the right events of the replaced part, in order."""
+        counts: dict[Partition, int] = {}
+        for survey in self._surveys[part.begin : part.end]:
+            for partition, n in survey.carried.items():
+                counts[partition] = counts.get(partition, 0) + n
+        return merged(self._carried(part), self._admitted(part, records), counts)
+
+    def _carried(self, part: ReplacedPart) -> Iterator[RestoredEvent]:
+        """Yield the events of the replaced part that Kafka no longer has."""
+        reached = {s: high for survey in self._surveys[: part.begin] for s, (_, high) in survey.bounds.items()}
         newest_ms = 0
-        for survey in surveys[stretch.begin : stretch.end]:
-            if not survey.carried:
-                continue
-            bucket = survey.segment.start_ms, survey.segment.span_ms
-            runs = (
-                entry.run
-                for held in read_held(self._shards, self._view, name, survey.segment)
-                for entry in held.entries
-            )
-            for run in runs:
+        for segment in (survey.segment for survey in self._surveys[part.begin : part.end] if survey.carried):
+            entries = read_held(self._shards, self._view, self._name, segment)
+            for run in (entry.run for held in entries for entry in held.entries):
                 partition, label, times, keys = run.partition, str(run.partition), run.times, run.keys
-                retained = bounds.get(partition, (1 << 62, 0))[0]
+                retained = self._bounds.get(partition, (1 << 62, 0))[0]
                 rows = run.tag_columns.rows(run.offsets, times) if run.tag_columns is not None else None
                 for i, offset in enumerate(run.offsets):
                     fields = rows[i] if rows is not None else None
-                    if offset <= reached.get(partition, -1) or is_erased(erased, fields, label, offset):
+                    if offset <= reached.get(partition, -1) or is_erased(self._erased, fields, label, offset):
                         continue
                     reached[partition] = offset
                     if offset >= retained:
                         continue
                     newest_ms = max(newest_ms, times[i] if fields is None else fields.ms)
                     key = keys[0] if len(keys) == 1 else keys[i]
-                    headers = run.headers[i] if run.headers is not None else []
-                    content = key, headers, run.values[i]
+                    content = key, run.headers[i] if run.headers is not None else [], run.values[i]
+                    bucket = segment.start_ms, segment.span_ms
                     yield RestoredEvent(partition, offset, times[i], *content, newest_ms, *bucket, fields)
 
-    def _admitted(
-        self, records: Iterable[SpooledRecord], bounds: StretchBounds, numbering: Numbering | None
-    ) -> Iterator[RestoredEvent]:
-        """Yield the records that belong into the stretch."""
+    def _admitted(self, part: ReplacedPart, records: Iterable[SpooledRecord]) -> Iterator[RestoredEvent]:
+        """Yield the records that belong into the replaced part."""
+        bounds = record_bounds(self._surveys, part, self._horizon_ms, self._plan.day_ms)
         span = self._span_ms
         for r in records:
             start = bucket_start(r.newest_ms, span)
             if not bounds.admit(r.partition, r.offset, start, span):
                 continue
             body, fields = decode_body(r.body), None
-            if numbering is not None:
-                fields = numbering.fields_of(r, body)
+            if self._numbering is not None:
+                fields = self._numbering.fields_of(r, body)
                 start = bucket_start(max(r.newest_ms, fields.ms), span)
             content = body.key, body.headers, body.value
             yield RestoredEvent(r.partition, r.offset, r.time_ms, *content, r.newest_ms, start, span, fields)
 
-    def _buckets(
-        self, surveys: Sequence[Survey], stretch: ReplacedSegments, behind: Segment | None, horizon_ms: int
-    ) -> Buckets:
+    def _buckets(self, part: ReplacedPart) -> Buckets:
         """Return the buckets that new segments may have.
 
         Applied events went to no later bucket than the last replaced one; and a log that has dropped its oldest buckets
         gets none of them back for late events.
         """
-        inside = [s.segment for s in surveys[stretch.begin : stretch.end] if s.segment.epoch]
-        after = surveys[stretch.end].segment if stretch.end < len(surveys) else behind
-        day_ms, future_ms = self._plan.day_ms, self._future_ms
-        highest = bucket_start(self._plan.now_ms + future_ms, self._span_ms), self._span_ms
+        surveys, day_ms, span = self._surveys, self._plan.day_ms, self._span_ms
+        inside = [s.segment for s in surveys[part.begin : part.end] if s.segment.epoch]
+        after = surveys[part.end].segment if part.end < len(surveys) else self._behind
+        highest = bucket_start(self._latest_ms, span), span
         if last := inside[-1] if inside else after:
             highest = last.start_ms, last.span_ms
-        lowest = bucket_start(horizon_ms, self._span_ms), self._span_ms
-        if surveys and horizon_ms == surveys[0].segment.start_ms:
-            lowest = horizon_ms, surveys[0].segment.span_ms
+        lowest = bucket_start(self._horizon_ms, span), span
+        if surveys and self._horizon_ms == surveys[0].segment.start_ms:
+            lowest = self._horizon_ms, surveys[0].segment.span_ms
         if day_ms is not None:
-            lowest = (inside[0].start_ms, inside[0].span_ms) if inside else (day_ms, self._span_ms)
-        return Buckets(surveys[stretch.begin - 1].segment if stretch.begin else None, stretch.room, lowest, highest)
+            lowest = (inside[0].start_ms, inside[0].span_ms) if inside else (day_ms, span)
+        return Buckets(surveys[part.begin - 1].segment if part.begin else None, part.room, lowest, highest)
+
+    # The change.
+
+    def _write(self, part: ReplacedPart, events: Iterator[RestoredEvent]) -> Restored:
+        """Stage the right events of the replaced part, and put them in its place."""
+        surveys, plan = self._surveys, self._plan
+        inside, front = surveys[part.begin : part.end], [s.segment for s in surveys[: part.begin]]
+        newest_ms = front[-1].newest_ms if front else 0
+        stage = None if plan.dry_run else self._stage
+        draft = SegmentDraft(self._name, self._buckets(part), newest_ms, self._latest_ms, plan.piece_bytes, stage)
+        verdict = draft.write(events, part.room != 0) or self._decide(inside, draft)
+        if not verdict:
+            if self._numbering is not None:
+                self._staging.restore_numbers(self._name, self._numbering.first_numbers())
+            gone = [survey.segment for survey in inside]
+            new = draft.segments(self._epoch, part.top, replaced(front, gone, self._log.log.expired))
+            self._reached("rebuilt-checked")
+            answer = self._staging.replace(self._name, gone, new, plan.remember_ms)
+            self._reached("replaced")
+            verdict = REBUILT if answer == "ok" else MOVED
+        if verdict != REBUILT:
+            self._staging.discard(self._name, range(len(draft.parts)))
+        before = sum(survey.events for survey in inside)
+        return Restored(self._name, verdict, draft.events, before, len(draft.parts), len(inside))
+
+    def _decide(self, inside: Sequence[Survey], draft: SegmentDraft) -> str:
+        """Return the verdict if the log is not to be replaced; nothing if it is."""
+        sums = [sum(column) for column in zip(*((s.events, s.low, s.high) for s in inside), strict=True)] or [0, 0, 0]
+        listed = self._log.listed or not self._log.log.segments
+        if sums == [draft.events, draft.low, draft.high] and listed and all(s.sound for s in inside):
+            return SAME
+        if self._plan.day_ms is not None and draft.events < sums[0]:
+            return FEWER
+        return REBUILT if self._plan.dry_run else ""
+
+    def _stage(self, piece: PackedPiece, entries: Sequence[NumberedRun]) -> bool:
+        """Stage a piece; return whether the store has it as it was written."""
+        self._staging.stage([piece])
+        self._reached("rebuilt-staged")
+        return digest(self._staging.read_staged([piece])[0]) == digest(entries)
 
 
 class Spool:

@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 NICE = 10
 EXECUTORS_S = 60.0
-"""How long a cluster may take to give us the first executor."""
+"""Limit of the wait for a cluster's first executor."""
 LOOK_S = 0.2
 ATTEMPTS = 3
 """How often a job is begun in all when Kafka drops the records that it reads."""
 
 
 def step_back() -> None:
-    """Let every other process of this machine go first; what this process starts does the same."""
+    """Give every other process of this machine a higher priority than this one and its children."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 class PackPlan(msgspec.Struct, frozen=True):
-    """What the tasks of one run must know."""
+    """Input of the tasks of one run."""
 
     store: StoreOptions
     run_ids: dict[str, str]
@@ -59,20 +59,20 @@ class PackPlan(msgspec.Struct, frozen=True):
     now_ms: int
     piece_events: int = UNLIMITED
     per_hour: float = 0
-    """The limits of one task, not of all."""
+    """Limit of one task, as the next."""
     bytes_per_second: float = 0
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What became of one task's work."""
+    """The result of one task."""
 
     outcome: PackOutcome
     error: TailraceError | None = None
-    """What ended it early."""
+    """The error that ended it early."""
 
 
 class _Worker:
-    """What a Python worker of Spark's keeps between tasks."""
+    """The state of a Python worker of Spark's between tasks."""
 
     current: _Worker | None = None
 
@@ -112,7 +112,7 @@ def pack_share(plan: PackPlan, dues: Sequence[DueSegment]) -> Share:
         worker = _Worker.of(plan)
         for group in groups(dues):
             outcome += worker.packer.pack(group)
-        # The next share may go to another worker, which knows nothing of this one's debts.
+        # The next share may go to another worker, which does not know this one's debts.
         worker.throttle.wait()
     except TailraceError as error:
         _Worker.end()
@@ -121,16 +121,16 @@ def pack_share(plan: PackPlan, dues: Sequence[DueSegment]) -> Share:
 
 
 class Spread:
-    """Spark's session: started when something is to be spread, ended with ``stop``, with its JVM.
+    """A Spark session that starts when work is to be spread, and ends with ``stop`` or at the end of ``with``.
 
-    Belongs to one thread. As ``with`` it stops at the end.
+    Belongs to one thread.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._spark: Any = None
         self.parts = 1
-        """How many tasks work side by side."""
+        """Number of tasks that work side by side."""
 
     def __enter__(self) -> Spread:
         return self
@@ -139,7 +139,7 @@ class Spread:
         self.stop()
 
     def start(self, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Return whether there is a Spark to spread work over; say why if there is none."""
+        """Start the session; return whether there is one, and log the reason if not."""
         if self._spark is not None:
             return True
         try:
@@ -149,17 +149,17 @@ class Spread:
                 self._wait(lambda c: c.parallelize([0], 1).count(), stopped, EXECUTORS_S)
             self.parts = max(1, int(context.defaultParallelism))
         except Exception as error:
-            told = _told(error)
+            reason = _reason(error)
             self.stop()
-            logger.warning("Spark cannot be used (%s): working in this process instead", told)
+            logger.warning("Spark cannot be used (%s): working in this process instead", reason)
             return False
         return True
 
     def pack(self, plan: PackPlan, dues: Sequence[DueSegment], stopped: Callable[[], bool]) -> list[Share]:
-        """Pack segments on the executors; what was begun is given up when ``stopped`` says so.
+        """Pack segments on the executors; give up running tasks when ``stopped`` says so.
 
         Raises:
-            PipelineError: Spark itself failed; what tasks did until then is done.
+            PipelineError: Spark itself failed; the work of tasks until then stays.
         """
         shares = divided(dues, self.parts)
         work = partial(pack_share, plan)
@@ -167,43 +167,54 @@ class Spread:
         return found
 
     def stop(self) -> None:
-        """End the session, if there is one; the next start begins another."""
+        """End the session, if there is one."""
         spark, self._spark = self._spark, None
         end_session(spark)
 
     def _wait(self, work: Callable[[Any], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
-        """Do something with Spark's context, and look up from it now and then."""
+        """Do something with Spark's context; nothing comes back if it was stopped."""
         context, waited = self._spark.sparkContext, 0.0
-        with ThreadPoolExecutor(1) as pool:
-            result = pool.submit(work, context)
-            try:
-                while not wait([result], LOOK_S).done:
-                    waited += LOOK_S
-                    if stopped() or waited > most_s:
-                        context.cancelAllJobs()
-                return result.result()
-            except Exception as error:
-                if waited > most_s:
-                    raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
-                if stopped():
-                    return []
-                told = _told(error)
-                self.stop()
-                raise PipelineError(f"a Spark job of upkeep failed: {told}") from None
-            except BaseException:
-                with suppress(Exception):
+
+        def is_over() -> bool:
+            nonlocal waited
+            waited += LOOK_S
+            return stopped() or waited > most_s
+
+        try:
+            return _supervise(context, partial(work, context), is_over)
+        except Exception as error:
+            if waited > most_s:
+                raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
+            if stopped():
+                return []
+            reason = _reason(error)
+            self.stop()
+            raise PipelineError(f"a Spark job of upkeep failed: {reason}") from None
+
+
+def _supervise(context: Any, work: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
+    """Do something in a thread; cancel Spark's jobs when it is over, or when this thread is interrupted."""
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(work)
+        try:
+            while not wait([result], LOOK_S).done:
+                if is_over():
                     context.cancelAllJobs()
-                raise
+        except BaseException:
+            with suppress(Exception):
+                context.cancelAllJobs()
+            raise
+        return result.result()
 
 
 def divided(dues: Sequence[DueSegment], parts: int) -> list[list[DueSegment]]:
-    """Divide segments into at most so many shares of about the same size, each in the order given."""
+    """Divide segments into at most ``parts`` shares of about the same size, each in order."""
     shares: list[tuple[int, list[DueSegment]]] = [(0, []) for _ in range(parts)]
     for group in groups(dues, max(1, min(GROUP_SEGMENTS, len(dues) // parts))):
         least = min(range(parts), key=lambda i: shares[i][0])
-        size, held = shares[least]
-        shares[least] = size + sum(due.segment.bytes for due in group) + len(group), held + group
-    return [held for _, held in shares if held]
+        size, share = shares[least]
+        shares[least] = size + sum(due.segment.bytes for due in group) + len(group), share + group
+    return [share for _, share in shares if share]
 
 
 def begin_session(settings: Settings, jars: Sequence[Path] = ()) -> Any:
@@ -212,7 +223,7 @@ def begin_session(settings: Settings, jars: Sequence[Path] = ()) -> Any:
 
     conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
     spark = settings.spark.model_copy(update={"conf": conf})
-    with _ctrl_c_kept(), _stdout_kept():
+    with _keep_ctrl_c(), _keep_stdout():
         return session(settings.model_copy(update={"spark": spark}), jars)
 
 
@@ -227,8 +238,8 @@ def end_session(spark: Any = None) -> None:
     if spark is not None:
         with suppress(Exception):  # its JVM may be gone
             spark.stop()
-    # A stopped session leaves its JVM running for the next one; an idle process of upkeep has none. One whose JVM died
-    # could not be stopped, and would be given out again.
+    # A stopped session leaves its JVM running for the next one; an idle process of upkeep needs none. And PySpark would
+    # hand out a session again whose JVM has died.
     SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
     SparkSession._instantiatedSession = None
     if gateway is None:
@@ -246,8 +257,8 @@ def end_session(spark: Any = None) -> None:
 
 
 @contextmanager
-def _ctrl_c_kept() -> Iterator[None]:
-    """Give Ctrl-C back to whom it belonged: Spark takes it when it starts."""
+def _keep_ctrl_c() -> Iterator[None]:
+    """Restore the handler of Ctrl-C, which Spark replaces when it starts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -259,8 +270,8 @@ def _ctrl_c_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _stdout_kept() -> Iterator[None]:
-    """Keep our standard output to ourselves: a JVM that is started meanwhile logs to standard error instead."""
+def _keep_stdout() -> Iterator[None]:
+    """Make a JVM that is started meanwhile log to standard error instead of standard output."""
     own = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -270,18 +281,21 @@ def _stdout_kept() -> Iterator[None]:
         os.close(own)
 
 
-def _told(error: Exception) -> str:
-    """Return the line that says most: Spark's own messages have dozens."""
+def _reason(error: Exception) -> str:
+    """Return the line that says most, an error of ours if there is one: Spark's own messages have dozens."""
     lines: list[str] = []
     with suppress(Exception):  # some ask the JVM for their text
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("tailrace.errors.")]
+    if ours:
+        return ours[-1].partition(": ")[2] or ours[-1]
     named = [line for line in lines if "Error: " in line or "Exception: " in line]
     return named[-1] if named else (lines or [type(error).__name__])[0]
 
 
 @contextmanager
 def spark_for(settings: Settings, spark: Any = None) -> Iterator[Any]:
-    """Give the session that was given, or one of our own, which ends with its JVM."""
+    """Yield the given session, or one of our own, which ends with its JVM."""
     if spark is not None:
         yield spark
         return
@@ -296,28 +310,15 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False)
     """Run a job and return its rows; give it up when ``stopped`` says so.
 
     Raises:
-        PipelineError: It was given up, or Spark failed; the line of its message that says most is ours.
+        PipelineError: It was given up, or Spark failed.
     """
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException
 
     try:
-        with ThreadPoolExecutor(1) as pool:
-            result = pool.submit(frame.collect)
-            try:
-                while not wait([result], LOOK_S).done:
-                    if stopped():
-                        spark.sparkContext.cancelAllJobs()
-            except BaseException:
-                spark.sparkContext.cancelAllJobs()
-                raise
-            rows: list[Any] = result.result()
-            return rows
+        rows: list[Any] = _supervise(spark.sparkContext, frame.collect, stopped)
+        return rows
     except (PySparkException, Py4JError) as error:
         if stopped():
             raise PipelineError("the job was given up before its end") from None
-        lines = [line.strip() for line in str(error).splitlines()]
-        ours = [line for line in lines if line.startswith("tailrace.errors.")]
-        theirs = [line for line in lines if "Error: " in line or "Exception: " in line]
-        told = ours or theirs or lines or [type(error).__name__]
-        raise PipelineError(f"a Spark job of upkeep failed: {told[-1].partition(': ')[2] or told[-1]}") from error
+        raise PipelineError(f"a Spark job of upkeep failed: {_reason(error)}") from error

@@ -1,8 +1,8 @@
-"""The job that sweeps a view: drops what has been kept long enough, log by log, the oldest segments first.
+"""The job that sweeps a view: drops segments that are older than the retention time, log by log, the oldest first.
 
-Which logs are worth a call is told by our clock; the store's function looks again, and takes the earlier of the two
-clocks. Invariant: a segment is dropped only when its bucket and its newest event are older than what its name keeps; if
-the clocks disagree by more than a little, nothing is.
+Our clock decides which logs are worth a call; the store's function checks again, by the earlier of the two clocks.
+Invariant: a segment is dropped only when its bucket and its newest event are older than the retention time of its name;
+if the clocks disagree by more than a little, nothing is dropped.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tailrace.valkey.shards import Shards
 from tailrace.view import View
 
 PAGE = 500
-"""Logs that one round trip is about."""
+"""Logs in one round trip."""
 
 SKEW_MS = 300_000
-"""How far the store's clock may be from ours."""
+"""Limit of the difference between the store's clock and ours."""
 
 
 class SweepRules(msgspec.Struct, frozen=True):
-    """How long a view's segments are kept, and how long it is remembered that they were there."""
+    """Retention time of a view's segments, and how long their former ranges are remembered."""
 
     keep_of: Callable[[str], timedelta | None]
     remember_ms: int = 30 * 86_400_000
@@ -40,7 +40,7 @@ class SweepRules(msgspec.Struct, frozen=True):
 
 
 class Sweeping:
-    """One run of the job. What it has done so far is in ``dropped``, also when it failed.
+    """One run of the job; ``facts`` has the work so far, also after a failure.
 
     Args:
         scope: Its progress is in names.
@@ -53,12 +53,12 @@ class Sweeping:
         self._segments = self._events = self._bytes = self._ended = self._later = 0
 
     def facts(self) -> dict[str, object]:
-        """What was dropped, for reports; ``ended`` are the logs that are gone with it."""
+        """Return the figures for reports; ``ended`` counts the logs that are gone."""
         done = {"segments": self._segments, "events": self._events, "bytes": self._bytes, "ended": self._ended}
         return {**done, "left": {LATER: self._later}} if self._later else {**done}
 
     def look(self, shards: Shards) -> dict[str, object]:
-        """Count what would be dropped, and change nothing.
+        """Count the segments that would be dropped, and change nothing.
 
         Raises:
             StoreError: The clocks disagree.
@@ -75,7 +75,7 @@ class Sweeping:
         return self.facts()
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Drop everything that has been kept long enough.
+        """Drop all segments that are older than their retention time.
 
         Raises:
             StaleUpkeep: Another process has taken over.
@@ -85,24 +85,24 @@ class Sweeping:
         registry, staging = LogRegistry(shards, self.view), Staging(shards, self.view, lease.token)
         total = registry.count()
         page: list[tuple[str, int]] = []
-        for seen, found in enumerate(registry.walk(self._scope.wanted), 1):
+        for number, found in enumerate(registry.walk(self._scope.wanted), 1):
             keep = self._rules.keep_of(found.name)
             if keep is not None and over(found.log, milliseconds(keep), now_ms, most=1):
                 page.append((found.name, milliseconds(keep)))
             if len(page) == PAGE:
                 self._expire(staging, page, now_ms)
                 page = []
-            if seen % PAGE == 0:
+            if number % PAGE == 0:
                 lease.check()
                 if self._scope.stopped():
-                    self._later = max(1, total - seen)
+                    self._later = max(1, total - number)
                     return
-                self._scope.progress(min(seen, total), total)
+                self._scope.progress(min(number, total), total)
         self._expire(staging, page, now_ms)
         self._scope.progress(total, total)
 
     def _expire(self, staging: Staging, page: Sequence[tuple[str, int]], now_ms: int) -> None:
-        """Drop what is over of some logs; one that has more than a call drops is asked again."""
+        """Drop old segments of some logs; a log with more than one call drops is called again."""
         while page:
             dropped = staging.expire(page, now_ms, self._rules.remember_ms)
             for each in dropped:
@@ -119,7 +119,7 @@ class Sweeping:
 
 
 def over(log: Log, keep_ms: int, now_ms: int, most: int | None = None) -> Sequence[Segment]:
-    """Return a log's oldest segments that have been kept long enough, up to the first that has not."""
+    """Return a log's oldest segments that are over the retention time, up to the first that is not."""
     found: list[Segment] = []
     for segment in log.segments[:most]:
         if max(segment.end_ms, segment.newest_ms) + keep_ms > now_ms:
@@ -129,14 +129,14 @@ def over(log: Log, keep_ms: int, now_ms: int, most: int | None = None) -> Sequen
 
 
 def compare_clocks(shards: Shards, clock: Callable[[], int]) -> int:
-    """Return what our clock says.
+    """Return the time of our clock.
 
     Raises:
-        StoreError: A clock of the store says something else. One of the two is wrong, and we cannot know which.
+        StoreError: A clock of the store disagrees: one of the two is wrong, and we cannot know which.
     """
-    told = shards.run_all([(shard, ("TIME",)) for shard in range(shards.options.shards)])
+    answers = shards.run_all([(shard, ("TIME",)) for shard in range(shards.options.shards)])
     now_ms = clock()
-    for shard, (seconds, micros) in enumerate(told):
+    for shard, (seconds, micros) in enumerate(answers):
         apart = (int(seconds) * 1000 + int(micros) // 1000 - now_ms) / 1000
         if abs(apart) * 1000 > SKEW_MS:
             raise StoreError(
