@@ -19,7 +19,8 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping
 from tailrace.views.grep.store import SearchTopics
 from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.views.sessions.reader import Archive, first_of
+from tailrace.views.sessions.ledger import first_of_write
+from tailrace.views.sessions.reader import Archive
 from tailrace.views.sessions.store import SessionStore
 from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.views.sessions.recorded import MS, T0, Track
@@ -60,7 +61,9 @@ class Kept(Track):
         key, writer = self.shards.keys.ledger(self.stream()), f"{self.topic}:0".encode()
         rows = [(at, mapping(row)) for at, row in self.shards.run_keyed([(key, ("XRANGE", key, "-", "+"))])[0]]
         return [
-            (first_of(parse_id(at), row[b"a"]), parse_id(at), int(row[b"m"])) for at, row in rows if row[b"w"] == writer
+            (first_of_write(parse_id(at), row[b"a"]), parse_id(at), int(row[b"m"]))
+            for at, row in rows
+            if row[b"w"] == writer
         ]
 
     def forget_writes(self) -> None:

@@ -15,7 +15,6 @@ from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import start as session_start
 from tailrace.views.sessions.cursor import SessionCursor, StreamPosition
-from tailrace.views.sessions.reader import first_entry
 from tailrace.views.sessions.request import make_session_request
 from tests.views.sessions.foreign import Foreign, connected
 from tests.views.sessions.foreign import periodic as foreign_periodic
@@ -193,7 +192,7 @@ async def test_a_time_is_found_without_reading_all_that_is_before_it(
         for first in (0, 3, 57, 119, 121, 233, 239, 300):
             feed = await opened(feeds, start=str(T0 + first * MS))
             assert feed._life is not None
-            places.append(feed._life.place)
+            places.append(feed._life.position)
             await feed.aclose()
             got = samples(await read(feeds, start=str(T0 + first * MS), follow=False)).get("1", [])
             late = [(T0 + 3 * MS, 3.0)] if first <= 3 else []
@@ -335,7 +334,7 @@ async def test_the_last_bursts_of_a_quiet_session_are_found_behind_a_chatty_one(
         assert samples(await read(feeds, start="-2", follow=False)) == {"1": expected(*range(20, 40))}
         located = await feeds.parts.live.get("lap")
         assert located is not None
-        first = await first_entry(feeds.parts.live, located.stream, located.number, (0, 0))
+        first = await feeds.parts.live.first_entry(located.stream, located.number, (0, 0))
         assert first is not None
         assert first > located.position
 

@@ -190,7 +190,7 @@ async def test_what_comes_before_an_entry_that_cannot_be_read_is_sent_before_tha
 async def test_a_session_that_is_no_longer_kept_ends_also_beside_one_that_never_stops(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    monkeypatch.setattr(session_wait, "LOOK_S", 0.3)
+    monkeypatch.setattr(session_wait, "CHECK_S", 0.3)
     track = Track(store)
     track.write(track.open(), track.open("chatty"))
     lap(track, 1)
@@ -215,7 +215,7 @@ async def test_a_session_that_is_no_longer_kept_ends_also_beside_one_that_never_
 async def test_a_session_that_is_opened_again_in_another_stream_is_followed_there(
     store: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_wait, "LOOK_S", 0.3)
+    monkeypatch.setattr(session_wait, "CHECK_S", 0.3)
     with connected(store) as client:
         first = Foreign(client, f"{store.prefix}-a", f"{store.prefix}-mine").open()
         first.append(periodic(1, T0, 1, [1.0]))

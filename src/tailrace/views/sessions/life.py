@@ -1,7 +1,9 @@
-"""One life of a session as a viewer reads it: first what was trimmed, from Kafka, then its stream, to the live end.
+"""One life of a session as a feed reads it: first the trimmed part from Kafka, then its stream, to the live end.
 
-Invariant: pieces come in the order of their places, each once, and each says which place is before it; what is gone is
-told between them.
+A feed does not know which of the two it reads. Invariant: items come in the order of their positions, each once, and
+each has the position before it; a ``LostStretch`` stands where some are gone.
+
+A session that is closed and opened again has several lives, each with a higher number than the one before.
 """
 
 from __future__ import annotations
@@ -9,58 +11,52 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import reduce
 from typing import TypeVar
 
 import msgspec
 
-from tailrace.valkey.entry_id import EntryId
+from tailrace.errors import BadBurst
+from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
+from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.configuration import BadConfiguration, Channels, Configuration
-from tailrace.views.sessions.cursor import StreamPosition
+from tailrace.views.sessions.cursor import SessionCursor, StreamPosition
 from tailrace.views.sessions.hub import StreamHub, Tap
+from tailrace.views.sessions.ledger import offset_bounds
 from tailrace.views.sessions.model import Binding, bindings_in, merge_session_json
-from tailrace.views.sessions.reader import Archive, LostStretch, Retained, SessionReader, Told
-from tailrace.views.sessions.request import Line, Lines, Selection
+from tailrace.views.sessions.reader import Archive, KafkaReader, LostStretch, StreamPiece, StreamReader
+from tailrace.views.sessions.request import Line, Selection
 from tailrace.views.sessions.samples import Content, LineSeries, content_of
-from tailrace.views.sessions.streams import LiveSessions, Located, StreamEntry
+from tailrace.views.sessions.streams import LiveSessions, Located, StreamEntry, state_of
+from tailrace.views.sessions.telemetry import CLOSED
 from tailrace.views.sessions.thinning import Thinner, Thinning, step, thinned
 
-KNOWN = 1_000
-"""Configurations that are remembered; a process that meets more begins anew."""
+MAX_CONFIGURATIONS = 1_000
+"""Limit of remembered configurations; a process that meets more begins anew."""
 AGAIN_S = 1.0
-"""How soon a configuration that is not published yet is asked for again."""
+"""Interval of requests for a configuration that is not published yet."""
 LARGE = 16 << 10
-"""Compressed bytes of an entry after which others have their turn."""
+"""Compressed bytes of an entry after which other tasks may run."""
 
 T = TypeVar("T")
 
 _fields = msgspec.json.Decoder(dict[str, object]).decode
 
 
-class LifeItem(msgspec.Struct, frozen=True):
-    """What an entry, or a record, brings."""
-
-    before: StreamPosition
-    place: StreamPosition
-    content: Content
-    entry: StreamEntry | None = None
-    """If it is one that is held for all."""
-
-
 class Configurations:
-    """The configurations that sessions name; what is published never changes, so it is read once."""
+    """The configurations that sessions name; a published one never changes, so it is read once."""
 
     def __init__(self, live: LiveSessions, unit_rational: bool = False) -> None:
         self._live, self._unit_rational = live, unit_rational
         self._known: dict[str, Configuration] = {}
 
     async def channels(self, bindings: tuple[Binding, ...]) -> Channels:
-        """Return the channels of a session that binds these."""
+        """Return the channels of a session with these bindings."""
         return Channels.of([(await self._configuration(each.identifier), each.offset) for each in bindings])
 
     def knows(self, identifier: str) -> bool:
-        """Whether a configuration has been read."""
+        """Return True if a configuration has been read."""
         return identifier in self._known
 
     async def _configuration(self, identifier: str) -> Configuration | None:
@@ -73,66 +69,94 @@ class Configurations:
         try:
             known = Configuration.parse(text, self._unit_rational)
         except BadConfiguration:
-            return None  # another program's; its channels are shown as what they are without it
-        if len(self._known) >= KNOWN:
+            return None  # another program's; its channels are shown without it
+        if len(self._known) >= MAX_CONFIGURATIONS:
             self._known.clear()
         self._known[identifier] = known
         return known
 
 
 class SessionParts(msgspec.Struct, frozen=True):
-    """What feeds of sessions share."""
+    """The parts that all session feeds of a process share."""
 
     hub: StreamHub
     configurations: Configurations
     archive: Archive | None = None
     container: str = "auto"
     on_unread: Callable[[], object] | None = None
-    """Called for each entry that no burst could be read from, per viewer."""
+    """Called for each unreadable entry, per viewer."""
 
     @property
     def live(self) -> LiveSessions:
-        """Where sessions are."""
         return self.hub.live
 
 
-class SessionLife:
-    """A life of a session, read from some place on. Close it when it is left."""
+class LifeItem(msgspec.Struct, frozen=True):
+    """The content of the next piece of a life."""
 
-    def __init__(self, parts: SessionParts, located: Located, tap: Tap, target: EntryId, selection: Selection) -> None:
-        self.thinning: Thinning | None = None
-        """How samples may be thinned before they are returned: for all who want the same, at once."""
-        self.located = located
+    before: StreamPosition
+    position: StreamPosition
+    content: Content
+    entry: StreamEntry | None = None
+    """The entry, if it is shared by all viewers."""
+
+    @property
+    def is_seam(self) -> bool:
+        """True if the stream begins here, after Kafka."""
+        return self.position.in_stream and not self.before.in_stream
+
+
+class SessionLife:
+    """A life of a session, read from some position on. Close ``stack`` when it is left."""
+
+    def __init__(
+        self,
+        parts: SessionParts,
+        located: Located,
+        tap: Tap,
+        target: EntryId,
+        selection: Selection,
+        end: SessionCursor | None,
+    ) -> None:
+        self.parts, self.located = parts, located
         self.target = target
-        """What existed when it was joined is not behind this place."""
+        """End of the stream when it was joined."""
+        self.thinning: Thinning | None = None
+        """Thinning that all viewers with the same one share; see ``SessionRequest.shared_thinning``."""
         self.state = located.state
-        """As far as was read."""
+        """State of the session at ``position``."""
         self.stack = AsyncExitStack()
-        """What has to be let go in the end."""
-        self.reader = SessionReader(parts.live, tap, located.number, target)
-        self.place = StreamPosition.of(target)
-        """After the last piece."""
-        self._parts, self._selection = parts, selection
-        self._past: Retained | None = None
-        self._ahead: deque[StreamEntry | Told | LostStretch] = deque()
+        self.position = StreamPosition.of(target)
+        """Position after the last item."""
+        self._selection, self._end = selection, end
+        self._end_in_kafka: StreamPosition | None = None
+        self._stream = StreamReader(parts.live, tap, located.number, target)
+        self._kafka: KafkaReader | None = None
+        self._ahead: deque[StreamPiece | LostStretch] = deque()
         self._bindings: tuple[Binding, ...] = ()
         self._channels = Channels.of([])
         self._known: tuple[bool, ...] = ()
-        """Which of the configurations are in the channels."""
-        self._lines: Lines = selection.lines(self._channels)
-        self._asked = 0.0
+        """For each binding, True if its configuration is in the channels."""
+        self._lines = selection.lines(self._channels)
+        self._loaded_at = 0.0
 
     @classmethod
     async def join(
-        cls, parts: SessionParts, located: Located, selection: Selection, waiter: asyncio.Event, is_latest: bool = True
+        cls,
+        parts: SessionParts,
+        located: Located,
+        selection: Selection,
+        end: SessionCursor | None,
+        waiter: asyncio.Event,
+        is_latest: bool = True,
     ) -> SessionLife:
-        """Follow the stream of a session: its end first, its hash then, until both are of the same life.
+        """Follow the stream of a session: read its end first, its hash then, until both are of the same life.
 
-        If it is not the latest life that is wanted, but this one, and there is a later one: all of this is in the
-        stream, and the end is taken then.
+        Without ``is_latest`` this very life is meant, even if there is a later one: then all of it is in the stream,
+        and the end is read after that.
 
         Raises:
-            BadRequest: Its configuration is known, and a channel that was asked for is not in it.
+            BadRequest: Its configuration is known, and a requested channel is not in it.
         """
         while True:
             async with AsyncExitStack() as stack:
@@ -143,182 +167,268 @@ class SessionLife:
                 if found is not None and not is_same and not is_latest:
                     found, target = None, max(target, await parts.live.tail(located.stream))
                 if found is None or is_same:
-                    life = cls(parts, found or located, tap, target, selection)
-                    await life.bind(life.located.merged or life.located.json)
+                    life = cls(parts, found or located, tap, target, selection, end)
+                    await life._bind(life.located.merged or life.located.json)
                     life.stack = stack.pop_all()
                     return life
             located = found
 
     @property
     def number(self) -> int:
-        """Which life it is."""
-        return self.reader.number
+        return self._stream.number
 
-    def begin(self, place: StreamPosition, past: Retained | None = None) -> None:
-        """Begin after a place; what is in Kafka alone, if there is any, comes before the stream."""
-        self.place, self._past = place, past
-        self.reader.looked = place.entry
+    @property
+    def behind(self) -> int:
+        """Buffered bytes that were not read yet."""
+        return self._stream.behind
+
+    @property
+    def is_read(self) -> bool:
+        """True if everything that is known of was returned."""
+        return self._kafka is None and not self._ahead and self._stream.is_at_end
+
+    @property
+    def has_ahead(self) -> bool:
+        """True if the next item needs no I/O."""
+        return bool(self._ahead)
+
+    def is_past(self, entry: EntryId) -> bool:
+        """Return True if everything up to an entry was returned."""
+        return self._kafka is None and not self._ahead and self._stream.reached >= entry
+
+    def is_past_end(self, position: StreamPosition) -> bool:
+        """Return True if a feed at a position has everything up to the requested end, or the next item is beyond it."""
+        end = self._end
+        if end is None or end.number != self.number:
+            return end is not None and end.number < self.number
+        head = self._ahead[0] if self._ahead else None
+        last = self._end_near(position)
+        if last is not None and position >= last:
+            return True
+        if not isinstance(head, StreamPiece):
+            return False
+        last = self._end_near(head.position)
+        return last is not None and head.position > last
+
+    def _end_near(self, position: StreamPosition) -> StreamPosition | None:
+        """Return the requested end for a comparison with a position; None if its offset in Kafka is unknown."""
+        end = None if self._end is None else self._end.position
+        return self._end_in_kafka if end is not None and end.in_stream and not position.in_stream else end
+
+    # Reading.
+
+    async def begin(self, position: StreamPosition, kafka: KafkaReader | None = None) -> None:
+        """Read on after a position, from Kafka first if a reader of the trimmed part is given."""
+        self.position, self._kafka = position, kafka
+        self._stream.reached = position.entry
         self._ahead.clear()
+        end = self._end
+        if kafka is not None and end is not None and end.number == self.located.number and end.position.in_stream:
+            bounds = await offset_bounds(self.parts.live, self.located, end.position.entry)
+            self._end_in_kafka = None if bounds is None else StreamPosition.at_offset(bounds.high)
+
+    async def turn(self, number: int, position: StreamPosition) -> None:
+        """Read on with another life in the same stream, after a position."""
+        self._stream.number, self.state = number, ""
+        await self.begin(position)
+
+    async def fill(self) -> LostStretch | None:
+        """Read ahead if nothing is ahead; return the lost stretch that comes next, if one does."""
+        while not self._ahead:
+            if self._kafka is not None:
+                self._ahead.extend(await self._kafka.next())
+                if not self._ahead:
+                    self._stream.reached = max(self._stream.reached, self._kafka.seam_entry)
+                    self._ahead.append(StreamPiece(StreamPosition.of(self._stream.reached)))
+                    self._kafka = None
+                continue
+            reached = self._stream.reached
+            self._ahead.extend(await self._stream.next())
+            if self._stream.reached == reached or self._stream.is_at_end:
+                break
+        head = self._ahead[0] if self._ahead else None
+        return head if isinstance(head, LostStretch) else None
+
+    async def next(self) -> LifeItem | LostStretch | None:
+        """Return the next item; None at the end."""
+        await self.fill()
+        if not self._ahead:
+            return None
+        piece = self._ahead.popleft()
+        if isinstance(piece, LostStretch):
+            self.position = piece.move(self.position)
+            return piece
+        is_incomplete = self._bindings and not self._channels.complete
+        if is_incomplete and asyncio.get_running_loop().time() >= self._loaded_at + AGAIN_S:
+            await self._load()
+        before, self.position = self.position, piece.position
+        entry, shared = piece.entry, None
+        if entry is None:
+            content = _joined([self._content(block, "block") for block in piece.blocks])
+        else:
+            shared = entry if self._stream.is_shared(entry) else None
+            content = self._content(entry.data) if shared is None else self._shared_content(shared)
+            if len(entry.data) > LARGE:
+                await asyncio.sleep(0)
+        if content.unread:
+            if self.parts.on_unread is not None:
+                self.parts.on_unread()
+            return LostStretch(before, self.position, "unreadable")
+        if content.json is not None:
+            self.state = state_of(content.json) or self.state
+            await self._bind(content.json)
+        return LifeItem(before, self.position, content, shared)
+
+    def put_back(self, lost: LostStretch) -> None:
+        """Return it again next time."""
+        self._ahead.appendleft(lost)
+
+    def drop(self) -> int:
+        """Go to the live end; return the number of skipped bytes."""
+        ahead = (each.entry for each in self._ahead if isinstance(each, StreamPiece))
+        skipped = self._stream.behind + sum(len(entry.data) for entry in ahead if entry is not None)
+        self._ahead.clear()
+        self._kafka = None
+        self.position = StreamPosition.of(self._stream.skip())
+        return skipped
 
     async def first_time(self) -> int | None:
-        """Return about when the first samples are that are in the stream; None if it has none."""
+        """Return the approximate time of the first samples in the stream; None if it has none."""
         located = self.located
-        for entry in await self._parts.live.read(located.stream, located.position, 8, located.number):
+        for entry in await self.parts.live.read(located.stream, located.position, 8, located.number):
             content = self._content(entry.data)
             times = [int(each.times.min()) for each in content.series if len(each.times)]
             if times or content.newest is not None:
                 return min(times, default=content.newest)
         return None
 
-    async def bind(self, json: str | None) -> None:
-        """Take what a Session JSON says of configurations; one that does not say leaves what is known.
+    # Decoding.
+
+    async def _bind(self, json: str | None) -> None:
+        """Load the configurations in a Session JSON; one without any changes nothing.
 
         Raises:
-            BadRequest: They are known, and a channel that was asked for is not among them.
+            BadRequest: They are known, and a requested channel is not among them.
         """
         try:
-            found = bindings_in(_fields(json)) if json else ()
+            bindings = bindings_in(_fields(json)) if json else ()
         except (msgspec.DecodeError, RecursionError):
             return
-        if found and found != self._bindings:
-            self._bindings = found
+        if bindings and bindings != self._bindings:
+            self._bindings = bindings
             await self._load()
 
     async def _load(self) -> None:
-        self._asked = asyncio.get_running_loop().time()
-        self._channels = await self._parts.configurations.channels(self._bindings)
-        self._known = tuple(self._parts.configurations.knows(each.identifier) for each in self._bindings)
+        self._loaded_at = asyncio.get_running_loop().time()
+        self._channels = await self.parts.configurations.channels(self._bindings)
+        self._known = tuple(self.parts.configurations.knows(each.identifier) for each in self._bindings)
         self._lines = self._selection.lines(self._channels)
 
-    @property
-    def is_read(self) -> bool:
-        """Whether everything was returned that is there as far as is known."""
-        return self._past is None and not self._ahead and self.reader.is_at_end
-
-    @property
-    def has_ahead(self) -> bool:
-        """Whether there is something that needs no waiting for."""
-        return bool(self._ahead)
-
-    @property
-    def upcoming(self) -> StreamPosition | None:
-        """The place after the next piece, if one is there."""
-        head = self._ahead[0] if self._ahead else None
-        return (
-            StreamPosition.of(head.id)
-            if isinstance(head, StreamEntry)
-            else head.place
-            if isinstance(head, Told)
-            else None
-        )
-
-    def is_past(self, place: EntryId) -> bool:
-        """Whether everything up to a place was returned."""
-        return self._past is None and not self._ahead and self.reader.looked >= place
-
-    async def fill(self) -> LostStretch | None:
-        """Read on if nothing is ahead; return what is lost, if that comes next."""
-        while not self._ahead:
-            if self._past is not None:
-                self._ahead.extend(await self._past.next())
-                if not self._ahead:
-                    self.reader.looked = max(self.reader.looked, self._past.entry)
-                    self._ahead.append(Told(StreamPosition.of(self.reader.looked)))  # the seam
-                    self._past = None
-                continue
-            looked = self.reader.looked
-            self._ahead.extend(await self.reader.next())
-            if self.reader.looked == looked or self.reader.is_at_end:
-                break
-        head = self._ahead[0] if self._ahead else None
-        return head if isinstance(head, LostStretch) else None
-
-    async def next(self) -> LifeItem | LostStretch | None:
-        """Return what comes next; None at the end."""
-        await self.fill()
-        if not self._ahead:
-            return None
-        found = self._ahead.popleft()
-        if isinstance(found, LostStretch):
-            self.place = found.moves(self.place)
-            return found
-        is_lacking = self._bindings and not self._channels.complete
-        if is_lacking and asyncio.get_running_loop().time() >= self._asked + AGAIN_S:
-            await self._load()
-        before, held = self.place, None
-        if isinstance(found, Told):
-            self.place = found.place
-            content = _together([self._content(block, "block") for block in found.blocks])
-        else:
-            self.place = StreamPosition.of(found.id)
-            held = found if self.reader.holds(found) else None
-            content = self._content(found.data) if held is None else self._held_content(held)
-            if len(found.data) > LARGE:
-                await asyncio.sleep(0)
-        if content.unread:
-            if self._parts.on_unread is not None:
-                self._parts.on_unread()
-            return LostStretch(before, self.place, "unreadable")
-        if content.json is not None:
-            self.state = _state(content.json) or self.state
-            await self.bind(content.json)
-        return LifeItem(before, self.place, content, held)
-
-    def put_back(self, lost: LostStretch) -> None:
-        """Return it again: what was before it goes out first."""
-        self._ahead.appendleft(lost)
-
-    def turn(self, number: int, place: StreamPosition) -> None:
-        """Go on with another life in the same stream, after a place."""
-        self.reader.number, self.state = number, ""
-        self.begin(place)
-
-    def drop(self) -> int:
-        """Go to the live end; return how many bytes are left out."""
-        missed = self.reader.behind + sum(len(each.data) for each in self._ahead if isinstance(each, StreamEntry))
-        self._ahead.clear()
-        self._past = None
-        self.place = StreamPosition.of(self.reader.skip())
-        return missed
-
     def _content(self, block: bytes, container: str = "") -> Content:
-        return content_of(block, container or self._parts.container, self._channels, self._lines)
+        return content_of(block, container or self.parts.container, self._channels, self._lines)
 
-    def _held_content(self, entry: StreamEntry) -> Content:
-        return self._parts.hub.form(entry, self._key, self._small_content, lambda made: made.size)
+    def _shared_content(self, entry: StreamEntry) -> Content:
+        def decode(entry: StreamEntry) -> Content:
+            content = self._content(entry.data)
+            if self.thinning is None:
+                return content
+            return msgspec.structs.replace(content, series=tuple(thinned(content.series, self.thinning)))
 
-    def _small_content(self, entry: StreamEntry) -> Content:
-        found = self._content(entry.data)
-        if self.thinning is None:
-            return found
-        return msgspec.structs.replace(found, series=tuple(thinned(found.series, self.thinning)))
+        return self.parts.hub.form(entry, self._key, decode, lambda content: content.size)
 
-    def thinned(self, piece: LifeItem, thinner: Thinner[Line]) -> Sequence[LineSeries]:
-        """Return what goes out of a piece, and note what is held: worked out once for all who stand here."""
-        content, thinning, state = piece.content, self.thinning, thinner.state
+    def thin(self, item: LifeItem, thinner: Thinner[Line]) -> Sequence[LineSeries]:
+        """Thin the samples of an item and return the output, computed once for all viewers in the same state."""
+        content, thinning, state = item.content, self.thinning, thinner.state
         if thinning is None:
-            return thinner.take(piece.before, content.newest, content.series)
+            return thinner.take(item.before, content.newest, content.series)
         out, thinner.state = self.shared(
-            piece,
-            (piece.before, state.key),
-            lambda: step(thinning, state, piece.before, content.newest, content.series),
-            lambda made: 2 * content.size if made else 0,
+            item,
+            (item.before, state.key),
+            lambda: step(thinning, state, item.before, content.newest, content.series),
+            lambda output: 2 * content.size if output else 0,
         )
         return out
 
-    def shared(self, piece: LifeItem, how: Hashable, make: Callable[[], T], size_of: Callable[[T], int]) -> T:
-        """Return what is made of a piece: once for all who want the same, if it is an entry that is held for all."""
-        if piece.entry is None:
+    def shared(self, item: LifeItem, form: Hashable, make: Callable[[], T], size_of: Callable[[T], int]) -> T:
+        """Return a form of an item, computed once for all viewers if its entry is shared."""
+        if item.entry is None:
             return make()
-        return self._parts.hub.form(piece.entry, (*self._key, how), lambda _: make(), size_of)
+        return self.parts.hub.form(item.entry, (*self._key, form), lambda _: make(), size_of)
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
         return "shown", self._selection, self._bindings, self._known, self.thinning
 
+    # The lives of the session.
 
-def _together(contents: list[Content]) -> Content:
-    """Return what several bursts bring, as one."""
+    async def is_closed(self, until: EntryId) -> bool | None:
+        """Return True if the last entry of this life closes it; None if it has no entry any more."""
+        live, stream = self.parts.live, self.located.stream
+        newest = await live.last_entries(stream, self.number, 1, BEGINNING, until)
+        entry = await live.entry(stream, newest[0]) if newest else None
+        return None if entry is None else any(state_of(text) in CLOSED for text in self._jsons(entry))
+
+    async def is_whole(self) -> bool:
+        """Return True if all of this life was read, as far as can be known: a later one has taken its name."""
+        live, stream = self.parts.live, self.located.stream
+        if self.state in CLOSED:
+            return True
+        closed = await self.is_closed(await live.tail(stream))
+        if closed is None:
+            return await live.trimmed(stream, self.number) is not None
+        return closed or self.located.number == self.number
+
+    async def has_foreign_entries(self, number: int) -> bool:
+        """Return True if the stream has entries of a number that do not say that they are of this session."""
+        first = await self.parts.live.first_entry(self.located.stream, number, BEGINNING)
+        return first is not None and not await self._is_own(number, first)
+
+    async def life_between(self, begin: EntryId, later: Located) -> tuple[int, EntryId] | None:
+        """Return the session's first life between this one and a later one: its number, and the position before it.
+
+        Nobody knows where a trimmed life began: then the position is ``begin``, up to which this one was read.
+        """
+        live, stream = self.parts.live, self.located.stream
+        if later.stream != stream or later.position <= begin:
+            return None
+        firsts = await live.first_entries(stream, begin, later.position)
+        for number in sorted(firsts):
+            if self.number < number < later.number and await self._is_own(number, firsts[number]):
+                is_trimmed = await live.trimmed(stream, number) is not None
+                return number, begin if is_trimmed else before(firsts[number])
+        return None
+
+    async def _is_own(self, number: int, first: EntryId) -> bool:
+        """Return True if the first or the last entry of a number names this session."""
+        live, stream = self.parts.live, self.located.stream
+        last = await live.last_entries(stream, number, 1, BEGINNING, END)
+        for at in (first, *last):
+            entry = await live.entry(stream, at)
+            for text in [] if entry is None else self._jsons(entry):
+                with suppress(msgspec.DecodeError, RecursionError):
+                    identity = _decode_identity(text).identity
+                    if identity is not None:
+                        return identity == self.located.identity
+                    break
+        return False
+
+    def _jsons(self, entry: StreamEntry) -> list[str]:
+        try:
+            messages = parse(unpack(entry.data, self.parts.container)).data
+        except BadBurst:
+            return []
+        return [each.session_json for each in messages if each.WhichOneof("data") == "session_json"]
+
+
+class _IdentityField(msgspec.Struct):
+    identity: str | None = None
+
+
+_decode_identity = msgspec.json.Decoder(_IdentityField).decode
+
+
+def _joined(contents: list[Content]) -> Content:
+    """Join the contents of several bursts."""
     if len(contents) == 1:
         return contents[0]
     newest = [each.newest for each in contents if each.newest is not None]
@@ -329,8 +439,3 @@ def _together(contents: list[Content]) -> Content:
         tuple(event for each in contents for event in each.events),
         max(newest, default=None),
     )
-
-
-def _state(json: str) -> str:
-    state = _fields(json).get("state")
-    return state if isinstance(state, str) else ""

@@ -49,7 +49,7 @@ from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
 from tailrace.views.sessions.hub import StreamHub
 from tailrace.views.sessions.life import Configurations, SessionParts
 from tailrace.views.sessions.model import bindings_in
-from tailrace.views.sessions.reader import Archive, first_entry, last_entries
+from tailrace.views.sessions.reader import Archive
 from tailrace.views.sessions.request import SessionRequest, make_session_request
 from tailrace.views.sessions.samples import as_bytes, message
 from tailrace.views.sessions.streams import LiveSessions, Located
@@ -167,8 +167,8 @@ async def show_session(sessions: SessionsHere, identity: Identity, query: Annota
     live, stream, number = sessions.live, located.stream, located.number
     gone = await live.trimmed(stream, number)
     begin = max(located.position, gone or BEGINNING)
-    first = await first_entry(live, stream, number, begin)
-    last = await last_entries(live, stream, number, 1, begin, await live.tail(stream))
+    first = await live.first_entry(stream, number, begin)
+    last = await live.last_entries(stream, number, 1, begin, await live.tail(stream))
     return _answer(
         {
             **summary(located),

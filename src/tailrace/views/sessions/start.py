@@ -1,18 +1,15 @@
-"""Where a feed of a session begins: the place, what was held there, and whether Kafka is read before the stream.
+"""The begin of a feed in a session's life: finds the position of a request and sets the life to it.
 
-How it is known that a session is over, and which lives it had: by what entries say that are still there.
+The stream has the newest entries of a life. If older ones were trimmed, and Kafka still has their records, the life is
+set to read Kafka first; the feed sees only the position and the samples that it still has to send.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import msgspec
 
-from tailrace.errors import BadBurst
 from tailrace.log.cursor import FromEnd, FromLast
-from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
-from tailrace.views.sessions.burst import parse, unpack
+from tailrace.valkey.entry_id import BEGINNING, EntryId
 from tailrace.views.sessions.cursor import (
     FromMoment,
     FromSessionCursor,
@@ -21,161 +18,98 @@ from tailrace.views.sessions.cursor import (
     StreamPosition,
     UnsentSamples,
 )
-from tailrace.views.sessions.life import SessionLife, SessionParts
-from tailrace.views.sessions.reader import (
-    Hole,
-    LostStretch,
-    Retained,
-    Spot,
-    entry_at,
-    first_entries,
-    first_entry,
-    last_entries,
-    source_of,
-    spot_of,
-)
+from tailrace.views.sessions.ledger import OffsetBounds, offset_bounds
+from tailrace.views.sessions.life import SessionLife
+from tailrace.views.sessions.reader import Hole, KafkaReader, LostStretch, partition_of
 from tailrace.views.sessions.samples import range_end
-from tailrace.views.sessions.streams import LiveSessions, Located, state_of
-from tailrace.views.sessions.telemetry import CLOSED
-
-
-class _Called(msgspec.Struct):
-    identity: str | None = None
-
-
-_decode = msgspec.json.Decoder(_Called).decode
-
-
-async def is_closed(parts: SessionParts, life: SessionLife, until: EntryId) -> bool | None:
-    """Whether the last entry of a life says that it is over; None if there is none any more."""
-    stream = life.located.stream
-    newest = await last_entries(parts.live, stream, life.number, 1, BEGINNING, until)
-    entry = await entry_at(parts.live, stream, newest[0]) if newest else None
-    return None if entry is None else any(state_of(text) in CLOSED for text in _said(entry.data, parts.container))
-
-
-async def is_whole(parts: SessionParts, life: SessionLife) -> bool:
-    """Whether all that a life had was read, as far as can be known: another one has its place."""
-    live, stream = parts.live, life.located.stream
-    if life.state in CLOSED:
-        return True
-    closed = await is_closed(parts, life, await live.tail(stream))
-    if closed is None:
-        return await live.trimmed(stream, life.number) is not None
-    return closed or life.located.number == life.number
-
-
-async def is_of_another(parts: SessionParts, life: SessionLife, number: int) -> bool:
-    """Whether what the stream has under a number is no earlier life of this session: it has to say that it is."""
-    first = await first_entry(parts.live, life.located.stream, number, BEGINNING)
-    return first is not None and not await _is_called(parts, life, number, first)
-
-
-async def life_between(
-    parts: SessionParts, life: SessionLife, begin: EntryId, later: Located
-) -> tuple[int, EntryId] | None:
-    """Return the first life of the session after this one and before another one: its number, and the place before it.
-
-    Lives of a session follow each other, and each has a higher number than the one before. Of one that was trimmed
-    nobody knows where it began: then the place is the one up to which the life before it was read.
-    """
-    stream = life.located.stream
-    if later.stream != stream or later.position <= begin:
-        return None
-    found = await first_entries(parts.live, stream, begin, later.position)
-    for number in sorted(found):
-        if life.number < number < later.number and await _is_called(parts, life, number, found[number]):
-            is_trimmed = await parts.live.trimmed(stream, number) is not None
-            return number, begin if is_trimmed else before(found[number])
-    return None
-
-
-async def _is_called(parts: SessionParts, life: SessionLife, number: int, first: EntryId) -> bool:
-    """Whether the first or the last entry that there is of a life says that it is of this session."""
-    live, located = parts.live, life.located
-    last = await last_entries(live, located.stream, number, 1, BEGINNING, END)
-    for at in (first, *last):
-        entry = await entry_at(live, located.stream, at)
-        identity = None if entry is None else _identity(entry.data, parts.container)
-        if identity is not None:
-            return identity == located.identity
-    return False
-
-
-def _identity(block: bytes, container: str) -> str | None:
-    for text in _said(block, container):
-        with suppress(msgspec.DecodeError, RecursionError):
-            return _decode(text).identity
-    return None
-
-
-def _said(block: bytes, container: str) -> list[str]:
-    """Return the Session JSONs in a block."""
-    try:
-        messages = parse(unpack(block, container)).data
-    except BadBurst:
-        return []
-    return [each.session_json for each in messages if each.WhichOneof("data") == "session_json"]
-
+from tailrace.views.sessions.streams import LiveSessions, Located
 
 NEAR_MS = 200
-"""How near to a time its place is looked for; what is before it is read, and left out."""
+"""Precision of the search for the position of a time; earlier samples are read, and left out."""
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """Where a feed begins."""
+    """The begin of a feed."""
 
-    place: StreamPosition
-    """Up to here everything was sent, but for what was held."""
-    held: UnsentSamples | None = None
-    past: Retained | None = None
+    position: StreamPosition
+    """Everything up to here was sent, except the unsent samples."""
+    unsent: UnsentSamples | None = None
+    kafka: KafkaReader | None = None
+    """Reader of the trimmed part that comes before the stream."""
     lost: LostStretch | None = None
-    """What is known to be gone already."""
+    """A stretch that is known to be gone."""
     is_over: bool = False
-    """Whether this is a life before the one that the session has now."""
+    """True if this is an earlier life than the session's present one."""
 
     @property
     def origin(self) -> StreamPosition:
-        """After which place it is read."""
-        return self.place if self.held is None else self.held.after
+        """The position after which reading begins."""
+        return self.position if self.unsent is None else self.unsent.after
 
 
-async def beginning(parts: SessionParts, life: SessionLife, start: SessionStart) -> Beginning:
-    """Find where a request begins in the life of a session that was joined."""
-    located, live = life.located, parts.live
+async def begin_life(life: SessionLife, start: SessionStart) -> Beginning:
+    """Set a life that was joined to the begin of a request."""
     if isinstance(start, FromSessionCursor):
-        return await _resumed(parts, life, start.cursor)
-    gone = await live.trimmed(located.stream, located.number)
-    end = StreamPosition.of(max(life.target, gone or BEGINNING, located.position))
+        begin = await _resumed(life, start.cursor)
+    else:
+        begin = await _started(life, start)
+    if begin.is_over:
+        await life.turn(start.cursor.number if isinstance(start, FromSessionCursor) else 0, begin.origin)
+    else:
+        await life.begin(begin.origin, begin.kafka)
+    return begin
+
+
+async def resume_in_kafka(life: SessionLife, cursor: SessionCursor, lost: LostStretch) -> Beginning | None:
+    """Set a life that trimming has overtaken to Kafka, as if the feed resumed now with its cursor.
+
+    None if the lost stretch has to be reported: it is not in Kafka, or at unknown offsets.
+    """
+    located, live = life.located, life.parts.live
+    is_ours = lost.reason == "trimmed" and not lost.possible and not lost.back and lost.after.in_stream
+    if not is_ours or located.number != life.number:
+        return None
+    found = await live.get(located.identity)
+    is_same = found is not None and (found.stream, found.number) == (located.stream, located.number)
+    begin = await _in_kafka(life, found if found is not None and is_same else located, cursor)
+    if begin is not None:
+        await life.begin(begin.origin, begin.kafka)
+    return begin
+
+
+async def _started(life: SessionLife, start: SessionStart) -> Beginning:
+    located, live = life.located, life.parts.live
+    trimmed = await live.trimmed(located.stream, located.number)
     if isinstance(start, FromEnd) or (isinstance(start, FromLast) and not start.count):
-        return Beginning(end)
+        return Beginning(StreamPosition.of(max(life.target, trimmed or BEGINNING, located.position)))
     if isinstance(start, FromLast):
         count = start.count + 1
-        found = await last_entries(live, located.stream, located.number, count, located.position, life.target)
-        before = found[-1] if len(found) == count else max(located.position, gone or BEGINNING)
+        entries = await live.last_entries(located.stream, located.number, count, located.position, life.target)
+        before = entries[-1] if len(entries) == count else max(located.position, trimmed or BEGINNING)
         return Beginning(StreamPosition.of(before))
     if isinstance(start, FromMoment):
-        first = None if gone is None else await life.first_time()
-        if gone is None or (first is not None and start.time >= first):  # the stream has it
-            return Beginning(StreamPosition.of(max(await _before(parts, life, start.time), gone or BEGINNING)))
-    past = await _trimmed(parts, located, None)
-    if past is not None:
-        return Beginning(StreamPosition.at_offset((located.opened or 0) - 1), past=past)
+        first = None if trimmed is None else await life.first_time()
+        if trimmed is None or (first is not None and start.time >= first):  # the stream has it
+            return Beginning(StreamPosition.of(max(await _before(life, start.time), trimmed or BEGINNING)))
+    after = (located.opened or 0) - 1
+    kafka = await _trimmed_part(life, after)
+    if kafka is not None:
+        return Beginning(StreamPosition.at_offset(after), kafka=kafka)
     return Beginning(StreamPosition.of(located.position))
 
 
-async def _before(parts: SessionParts, life: SessionLife, time: int) -> EntryId:
-    """Return a place that has every sample at or after a time behind it, and not much else.
+async def _before(life: SessionLife, time: int) -> EntryId:
+    """Return an entry shortly before the first sample at or after a time.
 
-    Our writers say in every write how far the session's range has grown, before its samples. So if that has not reached
-    the time, nothing has up to there, however late some samples are. Of what others write all is read.
+    Tailrace's writers put the grown range of the session into every write, before its samples. So if the range has not
+    reached the time, no sample has up to there, however late some samples are. Other streams are read from the start.
     """
-    located, live = life.located, parts.live
+    located, live = life.located, life.parts.live
     low, high = located.position, life.target[0]
     while located.order and high - low[0] > NEAR_MS:
         middle = (low[0] + high) // 2
         for entry in await live.read(located.stream, (middle, 0), 4, located.number):
-            end = range_end(entry.data, parts.container)
+            end = range_end(entry.data, life.parts.container)
             if end is not None:
                 break
         else:
@@ -187,88 +121,73 @@ async def _before(parts: SessionParts, life: SessionLife, time: int) -> EntryId:
     return low
 
 
-async def _resumed(parts: SessionParts, life: SessionLife, cursor: SessionCursor) -> Beginning:
-    located, live = life.located, parts.live
-    place, is_over = cursor.position, cursor.number != located.number
-    if not place.in_stream:
-        past = None if is_over else await _trimmed(parts, located, cursor.origin.major)
-        if past is not None:
-            return Beginning(place, cursor.unsent, past)
-        to = StreamPosition.of(located.position)
-        return Beginning(to, lost=LostStretch(place, to, "life-over" if is_over else "trimmed"), is_over=is_over)
-    if is_over and await is_of_another(parts, life, cursor.number):
-        to = StreamPosition.of(located.position)
-        return Beginning(to, lost=LostStretch(place, to, "life-over"))
-    end = max(life.target, await live.last_generated_id(located.stream))
-    if place.entry > end and not is_over:
-        to = StreamPosition.of(life.target)
-        return Beginning(to, lost=LostStretch(place, to, "store-rolled-back"))
-    found = None if is_over else await _in_kafka(parts, located, cursor)
-    return found or Beginning(place, cursor.unsent, is_over=is_over)
-
-
-async def overtaken(
-    parts: SessionParts, life: SessionLife, cursor: SessionCursor, lost: LostStretch
-) -> Beginning | None:
-    """Return where a feed goes on that trimming has overtaken: as if it came back now, with its cursor.
-
-    None if what is lost has to be told: it is not in Kafka, or nobody knows where.
-    """
+async def _resumed(life: SessionLife, cursor: SessionCursor) -> Beginning:
     located = life.located
-    is_ours = lost.reason == "trimmed" and not lost.possible and not lost.back and lost.after.in_stream
-    if not is_ours or located.number != life.number:
-        return None
-    found = await parts.live.get(located.identity)
-    is_same = found is not None and (found.stream, found.number) == (located.stream, located.number)
-    return await _in_kafka(parts, found if found is not None and is_same else located, cursor)
+    position, is_over = cursor.position, cursor.number != located.number
+    first = StreamPosition.of(located.position)
+    if not position.in_stream:
+        kafka = None if is_over else await _trimmed_part(life, cursor.origin.major)
+        if kafka is not None:
+            return Beginning(position, cursor.unsent, kafka)
+        lost = LostStretch(position, first, "life-over" if is_over else "trimmed")
+        return Beginning(first, lost=lost, is_over=is_over)
+    if is_over and await life.has_foreign_entries(cursor.number):
+        return Beginning(first, lost=LostStretch(position, first, "life-over"))
+    end = max(life.target, await life.parts.live.last_generated_id(located.stream))
+    if position.entry > end and not is_over:
+        to = StreamPosition.of(life.target)
+        return Beginning(to, lost=LostStretch(position, to, "store-rolled-back"))
+    begin = None if is_over else await _in_kafka(life, located, cursor)
+    return begin or Beginning(position, cursor.unsent, is_over=is_over)
 
 
-async def _in_kafka(parts: SessionParts, located: Located, cursor: SessionCursor) -> Beginning | None:
-    """Return where a cursor of the stream is in Kafka, if the stream has lost what comes after it, and Kafka had it.
+async def _in_kafka(life: SessionLife, located: Located, cursor: SessionCursor) -> Beginning | None:
+    """Return the position in Kafka of a cursor of the stream, if entries after it were trimmed and Kafka had them.
 
-    What was held may be looked for further back than it was: all samples from its time on lie behind its first place.
+    Unsent samples may be read from further back than needed: all of them are after the offset where they begin.
     """
-    live, source, place, held = parts.live, source_of(located), cursor.position, cursor.unsent
-    gone = await live.trimmed(located.stream, located.number)
-    if parts.archive is None or source is None or gone is None or cursor.origin.entry >= gone:
+    archive, live, partition = life.parts.archive, life.parts.live, partition_of(located)
+    position, unsent = cursor.position, cursor.unsent
+    trimmed = await live.trimmed(located.stream, located.number)
+    if archive is None or partition is None or trimmed is None or cursor.origin.entry >= trimmed:
         return None
-    spot = await spot_of(live, located, place.entry)
-    if spot is None:
+    bounds = await offset_bounds(live, located, position.entry)
+    if bounds is None:
         return None
-    first_lost = _first_lost(cursor, spot)
-    after = spot.low if held is None else min(spot.low, await _at_or_before(live, located, held.after))
+    lost_after = _lost_after(cursor, bounds)
+    after = bounds.low if unsent is None else min(bounds.low, await _offset_before(live, located, unsent.after))
     hole: Hole | None = None
-    if spot.end is not None and spot.end >= gone:
-        # The stream has the rest of that write; Kafka is read for what was held of others alone.
-        if first_lost.in_stream:
+    if bounds.end is not None and bounds.end >= trimmed:
+        # The stream has the rest of that write; Kafka is read for the unsent samples of earlier ones alone.
+        if lost_after.in_stream:
             return None
-        hole = Hole(spot.low, LostStretch(first_lost, StreamPosition.of(gone), "trimmed"))
-    elif not spot.is_exact:
-        hole = Hole(spot.low, LostStretch(first_lost, StreamPosition.at_offset(spot.high), "trimmed", back=True))
-    past = Retained(parts.archive, live, located, source, after, BEGINNING if hole else place.entry, hole)
-    begin = StreamPosition.at_offset(spot.low) if hole is None else place
-    return Beginning(begin, None if held is None else UnsentSamples(StreamPosition.at_offset(after), held.floor), past)
+        hole = Hole(bounds.low, LostStretch(lost_after, StreamPosition.of(trimmed), "trimmed"))
+    elif not bounds.is_exact:
+        lost = LostStretch(lost_after, StreamPosition.at_offset(bounds.high), "trimmed", back=True)
+        hole = Hole(bounds.low, lost)
+    kafka = KafkaReader(archive, live, located, partition, after, BEGINNING if hole else position.entry, hole)
+    begin = StreamPosition.at_offset(bounds.low) if hole is None else position
+    in_kafka = None if unsent is None else UnsentSamples(StreamPosition.at_offset(after), unsent.floor)
+    return Beginning(begin, in_kafka, kafka)
 
 
-def _first_lost(cursor: SessionCursor, spot: Spot) -> StreamPosition:
-    """Return after which place something is lost; of what was held, too, unless that is before what nobody knows."""
-    if cursor.unsent is None or spot.begin is None or cursor.origin > StreamPosition.of(spot.begin):
+def _lost_after(cursor: SessionCursor, bounds: OffsetBounds) -> StreamPosition:
+    """Return the position after which samples are lost: unsent ones too, unless they are before the unknown records."""
+    if cursor.unsent is None or bounds.begin is None or cursor.origin > StreamPosition.of(bounds.begin):
         return cursor.origin
-    return StreamPosition.at_offset(spot.low)
+    return StreamPosition.at_offset(bounds.low)
 
 
-async def _at_or_before(live: LiveSessions, located: Located, place: StreamPosition) -> int:
-    if not place.in_stream:
-        return place.major
-    spot = await spot_of(live, located, place.entry)
-    return (located.opened or 0) - 1 if spot is None else spot.low
+async def _offset_before(live: LiveSessions, located: Located, position: StreamPosition) -> int:
+    if not position.in_stream:
+        return position.major
+    bounds = await offset_bounds(live, located, position.entry)
+    return (located.opened or 0) - 1 if bounds is None else bounds.low
 
 
-async def _trimmed(parts: SessionParts, located: Located, after: int | None) -> Retained | None:
-    """Return what reads the part that was trimmed; None if nothing was, or Kafka never had it."""
-    source = source_of(located)
-    if parts.archive is None or source is None or located.opened is None:
+async def _trimmed_part(life: SessionLife, after: int) -> KafkaReader | None:
+    """Return the reader of the trimmed part after an offset; None if nothing was trimmed, or it never was in Kafka."""
+    archive, live, located, partition = life.parts.archive, life.parts.live, life.located, partition_of(life.located)
+    if archive is None or partition is None or await live.trimmed(located.stream, located.number) is None:
         return None
-    if await parts.live.trimmed(located.stream, located.number) is None:
-        return None
-    return Retained(parts.archive, parts.live, located, source, located.opened - 1 if after is None else after)
+    return KafkaReader(archive, live, located, partition, after)

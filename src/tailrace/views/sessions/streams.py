@@ -8,12 +8,13 @@ nothing is lost between the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 
-from tailrace.errors import StoreError
+from tailrace.errors import StoreError, StoreUnavailable
 from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import TRIMMED_BY_US, TRIMMED_NEWEST
 from tailrace.valkey.nodes import Nodes
@@ -25,6 +26,10 @@ PAGES = 16
 """Reads of a backward search for an entry of one session."""
 AT_ONCE = 500
 """Sessions in one round trip."""
+BACKWARD_READS = 8
+"""Reads of a backward search for the last entries of one session, before only ids are read."""
+HEADS = 1_000, 4 << 20
+"""Limits of entries, and of their bytes, whose sessions the store is asked for in one call."""
 NUMBER_DIGITS = 19
 
 
@@ -231,6 +236,62 @@ class LiveSessions:
         command = ("XRANGE", key, f"({id_text(after)}", f"({id_text(until)}", "COUNT", 1)
         (found,) = await self.nodes.read_keyed([(key, command)])
         return bool(found)
+
+    async def entry(self, stream: str, entry: EntryId) -> StreamEntry | None:
+        """Return one entry; None if it is gone."""
+        key, at = self.keys.stream(stream), id_text(entry)
+        (answers,) = await self.nodes.read_keyed([(key, ("XRANGE", key, at, at))])
+        return entry_of(answers[0]) if answers else None
+
+    async def first_entry(self, stream: str, number: int, after: EntryId) -> EntryId | None:
+        """Return the first entry of a session after a position; None if there is none."""
+        async for entry, owner in self._heads(stream, after, END):
+            if owner == number:
+                return entry
+        return None
+
+    async def first_entries(self, stream: str, after: EntryId, until: EntryId) -> dict[int, EntryId]:
+        """Return the first entry of each session between two positions, by number."""
+        found: dict[int, EntryId] = {}
+        async for entry, owner in self._heads(stream, after, until):
+            found.setdefault(owner, entry)
+        return found
+
+    async def last_entries(self, stream: str, number: int, count: int, after: EntryId, until: EntryId) -> list[EntryId]:
+        """Return the last entries of a session between two positions, the latest first; at most ``count``."""
+        key, found, last = self.keys.stream(stream), list[EntryId](), until
+        edge = id_text(until)
+        for _ in range(BACKWARD_READS):
+            command = ("XREVRANGE", key, edge, f"({id_text(after)}", "COUNT", PAGE)
+            (answers,) = await self.nodes.read_keyed([(key, command)])
+            entries = [entry_of(answer) for answer in answers]
+            found += [entry.id for entry in entries if entry.number == number]
+            if len(found) >= count or len(answers) < PAGE:
+                return found[:count]
+            last = entries[-1].id
+            edge = f"({id_text(last)}"
+        # The session was quiet of late, and others were not: read no more of their data.
+        older: deque[EntryId] = deque(maxlen=count - len(found))
+        async for entry, owner in self._heads(stream, after, last):
+            if owner == number and entry < last:
+                older.append(entry)
+        return [*found, *reversed(older)]
+
+    async def _heads(self, stream: str, after: EntryId, until: EntryId) -> AsyncIterator[tuple[EntryId, int]]:
+        """Yield the entries between two positions, each with the number of its session, without data."""
+        keys = [self.keys.stream(stream), self.keys.stream_tag(stream)]
+        while after < until:
+            try:
+                (flat,) = await self.nodes.call_keyed([("weigh", keys, [id_text(after), *HEADS])])
+                found = [(parse_id(flat[i]), number_of(flat[i + 1])) for i in range(0, len(flat), 3)]
+            except StoreUnavailable:  # the functions are not loaded: only other programs write here
+                found = [(entry.id, entry.number) for entry in await self.read(stream, after, PAGE)]
+            if not found:
+                return
+            for entry, number in found:
+                if entry <= until:
+                    yield entry, number
+            after = found[-1][0]
 
 
 def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
