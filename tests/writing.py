@@ -19,6 +19,7 @@ from tailrace.views.days.write import DaysPlan
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.write import FoldsPlan
 from tailrace.views.grep.write import GrepPlan
+from tailrace.views.sessions.write import SessionPlan
 from tailrace.views.tags.store import TagOptions
 from tailrace.views.tags.write import TagsPlan
 
@@ -79,7 +80,7 @@ def _headers(headers: list[tuple[str, bytes | None]]) -> str:
     return msgspec.json.encode([{"key": k} if v is None else {"key": k, "value": v} for k, v in headers]).decode()
 
 
-_PARTS = {"name_paths", "span_ms", "seal_when", "rules", "kept_bytes", "tags"}
+_PARTS = {"name_paths", "span_ms", "seal_when", "rules", "kept_bytes", "tags", "sessions"}
 
 
 def _plan_of(
@@ -91,6 +92,7 @@ def _plan_of(
     rules: tuple[Rule, ...] = (),
     kept_bytes: int = 0,
     tags: TagOptions | None = None,
+    sessions: SessionPlan | None = None,
 ) -> ViewPlan:
     plans: dict[str, ViewPlan] = {
         "intake": IntakePlan(),
@@ -98,6 +100,7 @@ def _plan_of(
         "folds": FoldsPlan(rules),
         "matches": GrepPlan(kept_bytes=kept_bytes),
         "tags": TagsPlan(tags or TagOptions()),
+        "sessions": sessions or SessionPlan(),
     }
     return plans[view]
 
