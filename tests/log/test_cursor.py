@@ -20,8 +20,8 @@ from tailrace.log.cursor import (
     FromTime,
     Position,
     parse_start,
-    parse_time,
 )
+from tailrace.log.event import parse_time
 
 NOW = 1_800_000_000_000
 _number = st.integers(0, 10**15)

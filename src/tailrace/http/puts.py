@@ -18,8 +18,7 @@ from starlette.requests import ClientDisconnect
 from tailrace.errors import BadRequest, EventRefused, TooLarge
 from tailrace.http.service import Service
 from tailrace.kafka.produce import TURN_EVENTS, NewEvent
-from tailrace.log.cursor import parse_time
-from tailrace.log.event import poison
+from tailrace.log.event import parse_time, poison
 
 MAX_COMPLAINTS = 5
 _HELD_STEP = 1 << 20

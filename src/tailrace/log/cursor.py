@@ -14,12 +14,12 @@ is known to be gone. ``0.0`` is the position before everything.
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
 from typing import ClassVar
 
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
+from tailrace.log.event import _time
 
 MAX_CURSOR_BYTES = 4096
 MAX_NAMES = 200
@@ -145,12 +145,6 @@ class FromCursor(msgspec.Struct, frozen=True):
 
 Start = FromStart | FromEnd | FromLast | FromTime | FromCursor
 
-_AGO = re.compile(r"-((?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+)", re.ASCII)
-_UNIT = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
-_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
-_ISO = re.compile(
-    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+-]\d\d:?\d\d)?|(Z))?", re.ASCII | re.IGNORECASE
-)
 MAX_LAST = 100_000
 """Most events that ``-N`` may ask for, over all names: all their positions are looked up before the first is sent."""
 
@@ -173,25 +167,3 @@ def parse_start(text: str, names: int, now_ms: int) -> Start:
     if _POSITION.match(text) and not text.startswith("@"):
         return FromCursor(Cursor.parse(text, names))
     raise BadRequest(f"cannot read start {text[:80]!r}: start, end, -N, a time, an age like -1h, or a cursor")
-
-
-def parse_time(text: str, now_ms: int) -> int:
-    """Read a time: ISO 8601 (UTC unless it says otherwise) or an age like ``-1h``; ``@`` may stand before it."""
-    time_ms = _time(text.strip().removeprefix("@"), now_ms)
-    if time_ms is None:
-        raise BadRequest(f"cannot read time {text[:80]!r}: 2026-11-15T08:00:00Z, or an age like -1h")
-    return time_ms
-
-
-def _time(text: str, now_ms: int) -> int | None:
-    if ago := _AGO.fullmatch(text):
-        return now_ms - round(sum(float(n) * _UNIT_MS[unit] for n, unit in _UNIT.findall(ago[1])))
-    if not _ISO.fullmatch(text):
-        return None
-    try:
-        moment = datetime.fromisoformat(text.upper().removesuffix("Z"))
-    except ValueError:
-        raise BadRequest(f"{text!r} is no time: a date or clock value is out of range") from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return round(moment.timestamp() * 1000)

@@ -9,6 +9,7 @@ escapes name characters that exist, so every reader may parse it. Long numbers a
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -17,6 +18,7 @@ from zlib import crc32
 
 import msgspec
 
+from tailrace.errors import BadRequest
 from tailrace.log.name import Literal, key_elements
 
 Headers: TypeAlias = list[tuple[str, bytes | None]]
@@ -172,3 +174,39 @@ def too_deep(value: bytes, max_depth: int) -> bool:
         elif byte in _CLOSE:
             depth -= 1
     return False
+
+
+_AGO = re.compile(r"-((?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+)", re.ASCII)
+
+
+_UNIT = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
+
+
+_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
+
+
+_ISO = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+-]\d\d:?\d\d)?|(Z))?", re.ASCII | re.IGNORECASE
+)
+
+
+def parse_time(text: str, now_ms: int) -> int:
+    """Read a time: ISO 8601 (UTC unless it says otherwise) or an age like ``-1h``; ``@`` may stand before it."""
+    time_ms = _time(text.strip().removeprefix("@"), now_ms)
+    if time_ms is None:
+        raise BadRequest(f"cannot read time {text[:80]!r}: 2026-11-15T08:00:00Z, or an age like -1h")
+    return time_ms
+
+
+def _time(text: str, now_ms: int) -> int | None:
+    if ago := _AGO.fullmatch(text):
+        return now_ms - round(sum(float(n) * _UNIT_MS[unit] for n, unit in _UNIT.findall(ago[1])))
+    if not _ISO.fullmatch(text):
+        return None
+    try:
+        moment = datetime.fromisoformat(text.upper().removesuffix("Z"))
+    except ValueError:
+        raise BadRequest(f"{text!r} is no time: a date or clock value is out of range") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return round(moment.timestamp() * 1000)

@@ -11,17 +11,8 @@ from typing import Literal, Protocol, overload
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.log.cursor import (
-    MAX_NAMES,
-    Cursor,
-    FromCursor,
-    FromEnd,
-    FromStart,
-    FromTime,
-    Start,
-    parse_start,
-    parse_time,
-)
+from tailrace.log.cursor import MAX_NAMES, Cursor, FromCursor, FromEnd, FromStart, FromTime, Start, parse_start
+from tailrace.log.event import parse_time
 
 
 class FeedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from tailrace.errors import BadRequest, QueryError
-from tailrace.log.cursor import parse_time
+from tailrace.log.event import parse_time
 from tailrace.query.expression import Expr, compile_expression
 from tailrace.query.order import as_double
 from tailrace.query.path import MAX_STEPS, Path

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.log.cursor import parse_time
+from tailrace.log.event import parse_time
 from tailrace.query.order import MISSING
 
 ElementTest: TypeAlias = Callable[[Any], bool]

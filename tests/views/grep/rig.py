@@ -8,11 +8,12 @@ from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any
 
+from tailrace.kafka.topics import TopicFilter
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.grep.model import Search, SearchLife, TopicFilter
+from tailrace.views.grep.model import Search, SearchLife
 from tailrace.views.grep.store import VIEW, encode_search
 from tests.query.generators import random_document, random_query
 from tests.query.oracle import holds

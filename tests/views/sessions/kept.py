@@ -14,10 +14,10 @@ from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.consume import Records
+from tailrace.kafka.topics import BrokerTopics
 from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping
-from tailrace.views.grep.store import SearchTopics
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.ledger import first_of_write
 from tailrace.views.sessions.reader import Archive
@@ -79,7 +79,7 @@ async def archived(track: Track, kafka: EmbeddedKafka, folder: Path) -> AsyncIte
     settings = load(folder / "tailrace.toml", {"valkey.url": store.url, "kafka.bootstrap": kafka.address})
     records, nodes = Records(client_properties(settings)), Nodes(store)
     try:
-        archive = Archive(records, SearchTopics(settings, nodes).is_current)
+        archive = Archive(records, BrokerTopics(settings, nodes).is_current)
         async with feeds_of(store, track.plan.store.key, archive) as feeds:
             yield feeds
     finally:

@@ -241,8 +241,7 @@ def run_tune(
     with needs("spark"):
         from tailrace.cli.upkeep import step_aside
         from tailrace.config.units import format_duration
-        from tailrace.log.cursor import parse_time
-        from tailrace.log.event import iso_time
+        from tailrace.log.event import iso_time, parse_time
         from tailrace.upkeep.job import now_ms
         from tailrace.views.folds.tune import known_rules, rule_named, tune
 

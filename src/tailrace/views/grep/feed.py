@@ -369,10 +369,10 @@ class GrepFeeds:
         history = self.history
         request = await self._known(request)
         floor_ms = self._floor_ms(request)
-        await history.topics.topics(request.search, request.missing)
+        await history.topics.topics(request.search.topic_pattern(), request.missing)
         life = await history.searches.register(request.search, history.clock())
         # Listed again: what was created, and read, before the search was registered belongs to the past.
-        topics = await history.topics.topics(request.search)
+        topics = await history.topics.topics(request.search.topic_pattern())
         pins = await history.searches.pins(life)
         if pins is None:
             pins = await history.searches.pin(life, await history.topics.ends(topics))

@@ -10,6 +10,7 @@ from typing import Any
 
 from tailrace.errors import SearchEnded
 from tailrace.kafka.broker import Topic
+from tailrace.kafka.topics import BrokerTopics
 from tailrace.log.cursor import Position
 from tailrace.log.feed import before_time
 from tailrace.log.hub import Hub
@@ -20,7 +21,7 @@ from tailrace.views.grep.match_run import BatchCache
 from tailrace.views.grep.model import Search, SearchLife, Stretch
 from tailrace.views.grep.payloads import Payloads
 from tailrace.views.grep.request import LIVE
-from tailrace.views.grep.store import Searches, SearchTopics
+from tailrace.views.grep.store import Searches
 
 
 class SearchHistory:
@@ -31,7 +32,7 @@ class SearchHistory:
         hub: Hub,
         logs: Logs,
         searches: Searches,
-        topics: SearchTopics,
+        topics: BrokerTopics,
         payloads: Payloads,
         leases: Leases,
         clock: Callable[[], int],
@@ -42,7 +43,7 @@ class SearchHistory:
 
     async def ends(self, search: Search) -> dict[str, int]:
         """Return where each source of a search ends now."""
-        return await self.topics.ends(await self.topics.topics(search))
+        return await self.topics.ends(await self.topics.topics(search.topic_pattern()))
 
     async def request_past(
         self, life: SearchLife, pins: Mapping[str, int], topics: Sequence[Topic], since_ms: int

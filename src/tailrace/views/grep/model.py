@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import BadRequest, QueryError, TopicForbidden
+from tailrace.kafka.topics import TopicFilter
 from tailrace.log.event import Partition
 from tailrace.query import Query, QueryLimits, compile_query, compile_regex
 
@@ -69,20 +70,6 @@ def _id(topics: str, query: str) -> str:
 _ADMITTED = QueryLimits(
     depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24
 )
-
-
-class TopicFilter:
-    """Tells which topics a search is over."""
-
-    def __init__(self, topics: str | tuple[str, ...], within: str = "") -> None:
-        self._names = frozenset(topics) if not isinstance(topics, str) else None
-        patterns = [topics] if isinstance(topics, str) else []
-        self._patterns = [compile_regex(pattern, "s") for pattern in (*patterns, within) if pattern]
-
-    def __contains__(self, topic: str) -> bool:
-        if self._names is not None and topic not in self._names:
-            return False
-        return all(pattern.fullmatch(topic.encode()) is not None for pattern in self._patterns)
 
 
 def make_search(

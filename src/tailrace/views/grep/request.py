@@ -12,16 +12,8 @@ from typing import Literal
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.log.cursor import (
-    Cursor,
-    FromCursor,
-    FromEnd,
-    FromLast,
-    FromStart,
-    FromTime,
-    parse_start,
-    parse_time,
-)
+from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start
+from tailrace.log.event import parse_time
 from tailrace.log.request import check_options
 from tailrace.views.grep.model import Search
 

@@ -26,6 +26,7 @@ from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.socket import topics_of
 from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import client_properties
+from tailrace.kafka.topics import BrokerTopics
 from tailrace.log.event import home_of, iso_time
 from tailrace.log.store import Logs
 from tailrace.metrics import SearchFigures, SearchMetrics
@@ -42,7 +43,6 @@ from tailrace.views.grep.store import (
     POPULAR_MS,
     VIEW,
     Searches,
-    SearchTopics,
     decode_life,
     decode_marks,
     decode_stretch,
@@ -445,7 +445,7 @@ class GrepService(LogService):
 
     async def connect(self, stack: AsyncExitStack) -> None:
         await super().connect(stack)
-        searched = SearchTopics(self.settings, self.nodes)
+        searched = BrokerTopics(self.settings, self.nodes)
         history = SearchHistory(self.hub, self.logs, self.searches, searched, self.payloads, self.leases, now_ms)
         self._feeds = GrepFeeds(history, self.settings.grep.reach)
         beating = asyncio.create_task(self.leases.run(), name="heartbeat")

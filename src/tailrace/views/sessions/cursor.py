@@ -17,16 +17,8 @@ import re
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.log.cursor import (
-    MAX_CURSOR_BYTES,
-    FromCursor,
-    FromEnd,
-    FromLast,
-    FromStart,
-    FromTime,
-    parse_start,
-    parse_time,
-)
+from tailrace.log.cursor import MAX_CURSOR_BYTES, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start
+from tailrace.log.event import parse_time
 from tailrace.valkey.entry_id import EntryId
 
 _POSITION = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"

@@ -40,10 +40,10 @@ from tailrace.http.socket import admit, converse
 from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.consume import Records
+from tailrace.kafka.topics import BrokerTopics
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.entry_id import BEGINNING, id_text
-from tailrace.views.grep.store import SearchTopics
 from tailrace.views.sessions.configuration import Channels, Conversion, TextTable
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
 from tailrace.views.sessions.hub import StreamHub
@@ -118,7 +118,7 @@ class SessionsService(ViewService):
         self._records = Records(client_properties(settings))
         archive = Archive(
             self._records,
-            SearchTopics(settings, self.nodes).is_current,
+            BrokerTopics(settings, self.nodes).is_current,
             settings.pipeline.max_event_bytes,
             settings.pipeline.max_depth,
         )

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from tailrace.kafka.topics import TopicFilter
 from tailrace.log.columns import TagColumns
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Segment
 from tailrace.query import Record, ValueFilter
 from tailrace.query.value import field_reader, follow, items, split_path
-from tailrace.views.grep.model import TopicFilter
 
 MANY_TAGS = 10
 """An event with more tags than this is counted in a warning."""

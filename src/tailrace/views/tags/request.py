@@ -13,15 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError, StoreError
-from tailrace.log.cursor import (
-    MAX_CURSOR_BYTES,
-    MAX_NAMES,
-    FromCursor,
-    Start,
-    parse_state,
-    parse_time,
-)
-from tailrace.log.event import Headers, Partition, headers_json, key_json
+from tailrace.log.cursor import MAX_CURSOR_BYTES, MAX_NAMES, FromCursor, Start, parse_state
+from tailrace.log.event import Headers, Partition, headers_json, key_json, parse_time
 from tailrace.log.name import MAX_TAG_BYTES, is_tag
 from tailrace.log.request import FeedRequest, make_request
 from tailrace.log.run import Run
