@@ -67,7 +67,7 @@ def folds_of(changes: list[tuple[int, Change]]) -> list[Fold]:
     for offset, (time, change) in enumerate(changes):
         taken = reader.read(msgspec.json.encode(change))
         assert isinstance(taken, RuleInput)
-        read = Input(time, "rows:0", offset, taken.size, taken.values)
+        read = Input(time, "rows:0", offset, taken.size, taken.extracts)
         found += [(taken.group, fold) for fold in folding.absorb(groups[taken.group], [read], time)]
     for group, clumps in groups.items():
         found += [(group, fold) for fold in folding.settle(clumps, float("inf"))]

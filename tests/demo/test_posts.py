@@ -86,7 +86,7 @@ def folds_of(settings: Settings, events: list[Post]) -> list[ClosedFold]:
         taken = reader.read(msgspec.json.encode(post.event["value"]))
         assert isinstance(taken, RuleInput)
         time = int(post.at * 1000)
-        read = Input(time, "posts:0", offset, taken.size, taken.values)
+        read = Input(time, "posts:0", offset, taken.size, taken.extracts)
         found += folding.absorb(groups[taken.group], [read], time)
     for clumps in groups.values():
         found += folding.settle(clumps, float("inf"))

@@ -58,7 +58,7 @@ class Holder:
         while True:
             ((held,),), _ = self._folds.read([(shard, rule, [taken.group])])
             clumps = folding.load(held.state) if held.state else []
-            event = Input(time_ms, SOURCE, self._offset, taken.size, taken.values)
+            event = Input(time_ms, SOURCE, self._offset, taken.size, taken.extracts)
             assert not folding.absorb(clumps, [event], frontier)
             change = GroupChange(taken.group, held.version, folding.dump(clumps), folding.due(clumps), ())
             if not self._folds.settle(rule, 0, shard, [change]):

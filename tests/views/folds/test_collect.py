@@ -55,7 +55,7 @@ def _events(draw: st.DrawFn, found: st.SearchStrategy[Any]) -> list[tuple[Positi
 def _add(collector: Collector, state: Any, events: Sequence[tuple[Position, bytes | None]]) -> int:
     grown = 0
     for position, raw in events:
-        taken = collector.take(raw, b"null" if raw is None else raw)
+        taken = collector.extract(raw, b"null" if raw is None else raw)
         if taken is not None:
             growth = collector.add(state, taken, position)
             assert growth <= collector.weigh(taken)
@@ -227,7 +227,7 @@ def test_events_are_in_order_with_the_bytes_that_were_produced() -> None:
     state = collector.new()
     values = [b'{"b" : 1.10, "a":"\\u00e9", "b":2}', b" [ ] ", b"12345678901234567890123"]
     for i, value in zip([2, 0, 1], values, strict=True):
-        collector.add(state, collector.take(None, value), (10 - i, "a@1:3", i))
+        collector.add(state, collector.extract(None, value), (10 - i, "a@1:3", i))
     assert collector.result(state) == (
         b'[{"id":"a@1:3:2","data":{"b" : 1.10, "a":"\\u00e9", "b":2}},'
         b'{"id":"a@1:3:1","data":12345678901234567890123},{"id":"a@1:3:0","data": [ ] }]'

@@ -111,7 +111,7 @@ _taken = {document: _reader.read(document) for document in DOCUMENTS}
 def _input(time: int, source: str, offset: int, document: bytes = DOCUMENTS[1]) -> Input:
     taken = _taken[document]
     assert isinstance(taken, RuleInput)
-    return Input(time, source, offset, taken.size, taken.values)
+    return Input(time, source, offset, taken.size, taken.extracts)
 
 
 def _fold(windows: Windows, members: Sequence[tuple[Time, Input]]) -> ClosedFold:
@@ -120,8 +120,8 @@ def _fold(windows: Windows, members: Sequence[tuple[Time, Input]]) -> ClosedFold
     values = [COLLECTORS[c.kind].new() for c in RULE.collect]
     spans: dict[str, list[int]] = {}
     for _, x in members:
-        add_offset(spans.setdefault(x.source, [x.offset, x.offset, 0]), x.offset)
-        for c, state, taken in zip(RULE.collect, values, x.taken, strict=True):
+        add_offset(spans.setdefault(x.partition, [x.offset, x.offset, 0]), x.offset)
+        for c, state, taken in zip(RULE.collect, values, x.extracts, strict=True):
             if taken is not None:
                 COLLECTORS[c.kind].add(state, taken, x.position)
     head, latest = min(x.position for _, x in members), max(x.time for _, x in members)
@@ -264,7 +264,7 @@ def test_every_event_is_in_one_fold_and_no_fold_leaves_early_or_overlaps_another
     held = Held(Folding(RULE.collect, windows))
     events = _read(history, turns, held)
     held.wait()
-    assert _places(held.folds) == sorted((x.source, x.offset) for x in events)
+    assert _places(held.folds) == sorted((x.partition, x.offset) for x in events)
     ids = [fold_record(RULE, GROUP, fold, 0).id for fold in held.folds]
     assert len(set(ids)) == len(ids)
     for fold, frontier in held.given:
@@ -310,9 +310,9 @@ def test_no_fold_is_larger_than_allowed_whatever_the_order(reading: Reading, max
     held = Held(Folding(RULE.collect, windows))
     events = _read(history, turns, held)
     held.wait()
-    assert _places(held.folds) == sorted((x.source, x.offset) for x in events)
-    sizes = {(x.source, x.offset): x.size for x in events}
-    times = {(x.source, x.offset): x.time for x in events}
+    assert _places(held.folds) == sorted((x.partition, x.offset) for x in events)
+    sizes = {(x.partition, x.offset): x.size for x in events}
+    times = {(x.partition, x.offset): x.time for x in events}
     for fold, frontier in held.given:
         clump = fold.clump
         within = [times[place] for place in _places([fold])]
@@ -371,7 +371,7 @@ def test_a_flush_gives_out_all_there_is(reading: Reading, frontier: int) -> None
     clumps = held.folding.load(held.state) if held.state else []
     flushed = held.folding.flush(clumps, frontier, "flush")
     assert not clumps
-    assert _places([*held.folds, *flushed]) == sorted((x.source, x.offset) for x in events)
+    assert _places([*held.folds, *flushed]) == sorted((x.partition, x.offset) for x in events)
     assert all((fold.reason == "flush") == (fold.due > frontier) for fold in flushed)
 
 
@@ -395,7 +395,7 @@ def test_windows_may_change_while_folds_are_open(
         held.settle(frontier)
     _read(rest, turns, held)
     held.wait()
-    assert _places(held.folds) == sorted((x.source, x.offset) for part in history.values() for x in part)
+    assert _places(held.folds) == sorted((x.partition, x.offset) for part in history.values() for x in part)
     for fold, _ in held.given[at:]:
         assert fold.reason == "max_count" or fold.due == windows.due(fold.clump.opened, fold.clump.last)
 
@@ -419,7 +419,7 @@ def test_a_longer_quiet_joins_what_still_waits() -> None:
 
 def test_an_event_that_does_not_fit_opens_the_next_fold_and_one_too_large_for_any_is_alone() -> None:
     weigh = Folding(RULE.collect, Windows(10, 100)).weigh
-    small, large = (weigh(_input(0, "", 0, document).taken) for document in (DOCUMENTS[0], DOCUMENTS[3]))
+    small, large = (weigh(_input(0, "", 0, document).extracts) for document in (DOCUMENTS[0], DOCUMENTS[3]))
     assert small < large
     held = Held(Folding(RULE.collect, Windows(10, 100, max_bytes=2 * small + 1)))
     for i, document in enumerate([DOCUMENTS[0]] * 3 + [DOCUMENTS[3], DOCUMENTS[0]]):

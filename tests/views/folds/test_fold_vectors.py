@@ -225,7 +225,7 @@ def _play(vector: Vector) -> tuple[list[Fold], Held]:
         if isinstance(step, At):
             taken = reader.read(json.dumps({"key": step.key, "item": step.item}).encode())
             assert isinstance(taken, RuleInput)
-            one = Input(step.time, "vectors:0", offset, taken.size, taken.values)
+            one = Input(step.time, "vectors:0", offset, taken.size, taken.extracts)
             give(taken.group, folding.absorb(groups.setdefault(taken.group, []), [one], frontier))
         else:
             for group, clumps in groups.items():
@@ -262,7 +262,7 @@ def test_v16_six_posts_of_two_accounts_are_two_folds() -> None:
         taken = reader.read(value)
         assert isinstance(taken, RuleInput)
         new += taken.group not in groups
-        one = Input(100 * offset, "posts:0", offset, taken.size, taken.values)
+        one = Input(100 * offset, "posts:0", offset, taken.size, taken.extracts)
         assert not folding.absorb(groups.setdefault(taken.group, []), [one], 100 * offset)
     given = [
         json.loads(fold_record(rule, group, fold, fold.due).value)

@@ -31,7 +31,7 @@ def _closed(rule: Rule, *events: tuple[int, str, int, bytes]) -> tuple[bytes, Cl
         taken = reader.read(value)
         assert isinstance(taken, RuleInput)
         group = taken.group
-        folding.absorb(clumps, [Input(time, source, offset, taken.size, taken.values)], time - 1000)
+        folding.absorb(clumps, [Input(time, source, offset, taken.size, taken.extracts)], time - 1000)
     (finished,) = folding.settle(clumps, float("inf"))
     return group, finished
 
@@ -107,8 +107,8 @@ def test_a_late_event_names_the_fold_and_is_told_with_its_own_time() -> None:
     folding, clumps = rule.folding(), []  # type: ignore[var-annotated]
     taken = RuleReader(rule).read(b"{}")
     assert isinstance(taken, RuleInput)
-    folding.absorb(clumps, [Input(NOON, "posts:0", 5, taken.size, taken.values)], NOON)
-    folding.absorb(clumps, [Input(NOON - 9000, "posts:1", 6, taken.size, taken.values)], NOON + 10)
+    folding.absorb(clumps, [Input(NOON, "posts:0", 5, taken.size, taken.extracts)], NOON)
+    folding.absorb(clumps, [Input(NOON - 9000, "posts:1", 6, taken.size, taken.extracts)], NOON + 10)
     (finished,) = folding.settle(clumps, NOON + 60_010)
     event = json.loads(fold_record(rule, b"[]", finished, NOON + 60_010).value)
     assert event["id"] == "posts-settled:posts:1:6"

@@ -52,7 +52,7 @@ def _figures(quiet_ms: int, groups: Sequence[tuple[Sequence[Input], Sequence[Clo
     """Count what folds say of themselves, one by one."""
     figures = Figures()
     for inputs, folds in groups:
-        times = {(x.source, x.offset): x.time for x in inputs}
+        times = {(x.partition, x.offset): x.time for x in inputs}
         before: ClosedFold | None = None
         for fold in folds:
             figures.reasons[fold.reason] = figures.reasons.get(fold.reason, 0) + 1
@@ -73,7 +73,7 @@ def _tried(windows: Sequence[Windows], groups: Sequence[Sequence[Input]], part: 
     for n, inputs in enumerate(groups):
         for at in range(0, len(inputs), part):
             some = inputs[at : at + part]
-            rest = [(x.source, x.offset, marshal.dumps(tuple(x.taken))) for x in some]
+            rest = [(x.partition, x.offset, marshal.dumps(tuple(x.extracts))) for x in some]
             trials.feed(b"[%d]" % n, [x.time for x in some], [x.size for x in some], rest)
     return trials.end()
 
@@ -124,7 +124,7 @@ def test_a_replay_gives_the_folds_that_the_pipeline_gave_live(windows: Windows, 
         some = inputs[at : at + parts[at % len(parts)]]
         at += len(some)
         # Partitions are read one after the other: within a batch events are in the order of their source alone.
-        live += folding.absorb(clumps, sorted(some, key=lambda x: (x.source, x.time, x.offset)), frontier)
+        live += folding.absorb(clumps, sorted(some, key=lambda x: (x.partition, x.time, x.offset)), frontier)
         frontier = some[-1].time
         live += folding.settle(clumps, frontier)
     live += folding.settle(clumps, math.inf)
@@ -135,7 +135,7 @@ def test_a_replay_gives_the_folds_that_the_pipeline_gave_live(windows: Windows, 
 def _shown(fold: ClosedFold) -> tuple[object, ...]:
     clump = fold.clump
     offsets = sorted((source, o) for source, found in clump.inputs.items() for o in found)
-    values = [COLLECTORS[c.kind].result(state) for c, state in zip(_COLLECT, clump.values, strict=True)]
+    values = [COLLECTORS[c.kind].result(state) for c, state in zip(_COLLECT, clump.states, strict=True)]
     return clump.head, fold.due, fold.reason, clump.opened, clump.last, offsets, values
 
 

@@ -127,7 +127,7 @@ def test_each_collector_is_given_what_is_at_its_path() -> None:
     value = b'{"a":1.0,"m":{"x":{"y": [ 1 ]},"z":0}}'
     taken = RuleReader(rule).read(value)
     assert isinstance(taken, RuleInput)
-    assert taken.values == [("x", "z"), b"[ 1 ]", b"1.0", value, None]
+    assert taken.extracts == [("x", "z"), b"[ 1 ]", b"1.0", value, None]
     assert taken.group == b"[1]"
 
 
@@ -140,7 +140,7 @@ def test_an_event_adds_no_more_bytes_than_was_said(document: dict[str, Any]) -> 
     taken = RuleReader(rule).read(json.dumps(document).encode())
     assert isinstance(taken, RuleInput)
     clumps: list[Any] = []
-    rule.folding().absorb(clumps, [Input(0, "posts:0", 0, taken.size, taken.values)], 0)
+    rule.folding().absorb(clumps, [Input(0, "posts:0", 0, taken.size, taken.extracts)], 0)
     assert OFFSET_BYTES <= clumps[0].size <= taken.size
 
 

@@ -1,8 +1,8 @@
-"""Collectors: what a fold gathers from the events it holds.
+"""Collectors: they gather values from the events of a fold, such as a set, a sum or the last value.
 
-A collector is a commutative monoid over (position, what an event has): adding events one by one, or in parts that are
-merged later, in any order, gives the same result. That is what makes a fold independent of batches and of the order in
-which partitions are read; positions, which are the same in every run, decide what came first.
+A collector is a commutative monoid: adding events one by one, or merging parts, in any order gives the same result. So
+a fold does not depend on batches or on the order in which partitions are read. Positions, which are the same in every
+run, decide which event is first or last.
 """
 
 from __future__ import annotations
@@ -16,114 +16,117 @@ import msgspec
 from tailrace.query.value import FieldPath, canonical, items, members, parse_number
 
 Position: TypeAlias = tuple[int, str, int]
-"""Time, source and offset of an event: the order of a fold's events."""
+"""Time, partition and offset of an event, which order the events of a fold."""
 
 _encode = msgspec.json.Encoder().encode
 
 POSITION_BYTES = 16
-"""What remembering a position is counted as."""
+"""Size that a stored position counts for."""
 
 
 class Collector:
-    """One kind of gathering. ``taken`` is what ``take`` made of an event, never None; states are lists or dicts, owned
-    by whoever asked for them, and consist of what msgpack can hold once sources are numbered by ``dump``."""
+    """One kind of gathering.
+
+    ``extract`` takes from an event what the other methods add. A state is a list or dict of the caller; its
+    dump is plain msgpack, with partitions as numbers.
+    """
 
     kind: ClassVar[str]
     needs_path: ClassVar[bool] = True
 
     @abstractmethod
-    def take(self, found: bytes | None, value: bytes) -> Any:
-        """Return what to add of an event that has ``found`` at the path, or None for nothing."""
+    def extract(self, found: bytes | None, value: bytes) -> Any:
+        """Return what to add of an event with this ``value`` that has ``found`` at the path; None for nothing."""
 
     @abstractmethod
-    def weigh(self, taken: Any) -> int:
-        """Return how many bytes it may add to a fold at most."""
+    def weigh(self, extract: Any) -> int:
+        """Return the most bytes that an extract may add to a fold."""
 
     @abstractmethod
     def new(self) -> Any:
         """Return the state of a fold without events."""
 
     @abstractmethod
-    def add(self, state: Any, taken: Any, position: Position) -> int:
-        """Add to a state; return by how many bytes it grew."""
+    def add(self, state: Any, extract: Any, position: Position) -> int:
+        """Add an extract to a state; return by how many bytes it grew."""
 
     @abstractmethod
     def merge(self, state: Any, other: Any) -> int:
-        """Add another state to a state; return by how many bytes it grew. The other one is not used again."""
+        """Merge another state into a state; return by how many bytes it grew. The other one must not be used again."""
 
     @abstractmethod
     def result(self, state: Any) -> bytes:
-        """Return what was gathered, as JSON."""
+        """Return the gathered value as JSON."""
 
     def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
-        """Return a state with its sources as numbers."""
+        """Return a state with partitions as numbers."""
         return state
 
-    def load(self, dumped: Any, sources: Sequence[str]) -> Any:
-        """Return what ``dump`` was given."""
+    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
+        """Return the state that ``dump`` encoded."""
         return dumped
 
 
 class Set(Collector):
-    """The different values at the path, in the order of their first appearance."""
+    """The distinct values at the path, in order of first appearance."""
 
     kind = "set"
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         return None if found is None else (canonical(found),)
 
-    def weigh(self, taken: Any) -> int:
-        return sum(map(self._length, taken)) + POSITION_BYTES * len(taken)
+    def weigh(self, extract: Any) -> int:
+        return sum(map(self._length, extract)) + POSITION_BYTES * len(extract)
 
     def new(self) -> Any:
         return {}
 
-    def add(self, state: Any, taken: Any, position: Position) -> int:
+    def add(self, state: Any, extract: Any, position: Position) -> int:
         grown = 0
-        for i, member in enumerate(taken):
-            known = state.get(member)
-            if known is None:
+        for i, member in enumerate(extract):
+            first = state.get(member)
+            if first is None:
                 state[member] = (*position, i)
                 grown += self._length(member) + POSITION_BYTES
-            elif known[0] >= position[0] and (*position, i) < known:
+            elif first[0] >= position[0] and (*position, i) < first:
                 state[member] = (*position, i)
         return grown
 
     def merge(self, state: Any, other: Any) -> int:
         grown = 0
-        for member, place in other.items():
-            known = state.get(member)
-            if known is None:
+        for member, position in other.items():
+            first = state.get(member)
+            if first is None:
                 grown += self._length(member) + POSITION_BYTES
-            if known is None or place < known:
-                state[member] = place
+            if first is None or position < first:
+                state[member] = position
         return grown
 
     def result(self, state: Any) -> bytes:
-        return b"[" + b",".join(self._shown(m) for m, _ in sorted(state.items(), key=_by_position)) + b"]"
+        return b"[" + b",".join(self._json(m) for m, _ in sorted(state.items(), key=_by_position)) + b"]"
 
-    def _shown(self, member: Any) -> bytes:
+    def _json(self, member: Any) -> bytes:
         return bytes(member)
 
     def _length(self, member: Any) -> int:
         return len(member)
 
     def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
-        return [(member, t, numbers[source], offset, i) for member, (t, source, offset, i) in state.items()]
+        return [(member, t, numbers[partition], offset, i) for member, (t, partition, offset, i) in state.items()]
 
-    def load(self, dumped: Any, sources: Sequence[str]) -> Any:
-        return {member: (t, sources[source], offset, i) for member, t, source, offset, i in dumped}
+    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
+        return {member: (t, partitions[partition], offset, i) for member, t, partition, offset, i in dumped}
 
 
 class ObjectKeys(Set):
-    """The different keys of the object at the path, in the order of their first appearance."""
+    """The distinct keys of the objects at the path, in order of first appearance."""
 
     kind = "keys"
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         return None if found is None else tuple(members(found)) or None
 
-    def _shown(self, member: Any) -> bytes:
+    def _json(self, member: Any) -> bytes:
         return _encode(member)
 
     def _length(self, member: Any) -> int:
@@ -131,11 +134,11 @@ class ObjectKeys(Set):
 
 
 class Items(Set):
-    """The different elements of the arrays at the path, in the order of their first appearance."""
+    """The distinct elements of the arrays at the path, in order of first appearance."""
 
     kind = "items"
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         return None if found is None else tuple(canonical(bytes(item)) for item in items(found)) or None
 
 
@@ -144,20 +147,20 @@ class First(Collector):
 
     kind = "first"
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         return found
 
-    def weigh(self, taken: Any) -> int:
-        return len(taken) + POSITION_BYTES
+    def weigh(self, extract: Any) -> int:
+        return len(extract) + POSITION_BYTES
 
     def new(self) -> Any:
         return []
 
-    def add(self, state: Any, taken: Any, position: Position) -> int:
+    def add(self, state: Any, extract: Any, position: Position) -> int:
         if state and not self._wins(position, state[0]):
             return 0
-        grown = len(taken) - len(state[1]) if state else len(taken) + POSITION_BYTES
-        state[:] = (position, taken)
+        grown = len(extract) - len(state[1]) if state else len(extract) + POSITION_BYTES
+        state[:] = (position, extract)
         return grown
 
     def merge(self, state: Any, other: Any) -> int:
@@ -169,11 +172,11 @@ class First(Collector):
     def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
         if not state:
             return state
-        (t, source, offset), taken = state
-        return [t, numbers[source], offset, taken]
+        (t, partition, offset), extract = state
+        return [t, numbers[partition], offset, extract]
 
-    def load(self, dumped: Any, sources: Sequence[str]) -> Any:
-        return [(dumped[0], sources[dumped[1]], dumped[2]), dumped[3]] if dumped else []
+    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
+        return [(dumped[0], partitions[dumped[1]], dumped[2]), dumped[3]] if dumped else []
 
     def _wins(self, position: Position, known: Position) -> bool:
         return position < known
@@ -189,26 +192,26 @@ class LastValue(First):
 
 
 class Min(Collector):
-    """The smallest number at the path; where there is none, the first text in the order of its characters."""
+    """The smallest number at the path; if there are only strings, the first by code points."""
 
     kind = "min"
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         if found is None or (parse_number(found) is None and found[:1] != b'"'):
             return None
         return found
 
-    def weigh(self, taken: Any) -> int:
-        return len(taken)
+    def weigh(self, extract: Any) -> int:
+        return len(extract)
 
     def new(self) -> Any:
         return []
 
-    def add(self, state: Any, taken: Any, position: Position) -> int:
-        if state and not self._wins(_rank(taken), _rank(state[0])):
+    def add(self, state: Any, extract: Any, position: Position) -> int:
+        if state and not self._wins(_rank(extract), _rank(state[0])):
             return 0
-        grown = len(taken) - (len(state[0]) if state else 0)
-        state[:] = (taken,)
+        grown = len(extract) - (len(state[0]) if state else 0)
+        state[:] = (extract,)
         return grown
 
     def merge(self, state: Any, other: Any) -> int:
@@ -222,7 +225,7 @@ class Min(Collector):
 
 
 class Max(Min):
-    """The largest number at the path; where there is a text, the last one in the order of its characters."""
+    """The largest number at the path; if there are strings, the last of them by code points."""
 
     kind = "max"
 
@@ -231,30 +234,29 @@ class Max(Min):
 
 
 class Sum(Collector):
-    """The sum of the numbers at the path, exact for integers and correctly rounded for others, in any order.
+    """The sum of the numbers at the path: exact for integers, correctly rounded for others, in any order.
 
-    A state is the sum of the integers and, once there are others, their sum without any rounding: a double is a whole
-    number of some 2 ** -bits.
+    A state is the sum of the integers and, once there are doubles, their exact sum as ``number / 2 ** bits``.
     """
 
     kind = "sum"
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         number = None if found is None else parse_number(found)
-        # As text where msgpack has no integer for it.
+        # As text if msgpack has no integer of that size.
         return str(number) if isinstance(number, int) and number.bit_length() > 63 else number
 
-    def weigh(self, taken: Any) -> int:
+    def weigh(self, extract: Any) -> int:
         return POSITION_BYTES
 
     def new(self) -> Any:
         return [0]
 
-    def add(self, state: Any, taken: Any, position: Position) -> int:
-        if not isinstance(taken, float):
-            state[0] += int(taken)
+    def add(self, state: Any, extract: Any, position: Position) -> int:
+        if not isinstance(extract, float):
+            state[0] += int(extract)
         else:
-            number, divisor = taken.as_integer_ratio()
+            number, divisor = extract.as_integer_ratio()
             _add_exactly(state, number, divisor.bit_length() - 1)
         return 0
 
@@ -276,25 +278,25 @@ class Sum(Collector):
     def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
         return [str(part) for part in state]
 
-    def load(self, dumped: Any, sources: Sequence[str]) -> Any:
+    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
         return [int(part) for part in dumped]
 
 
 class Count(Collector):
-    """In how many events there is something at the path, null included."""
+    """The number of events with a value at the path, null included."""
 
     kind = "count"
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         return None if found is None else 1
 
-    def weigh(self, taken: Any) -> int:
+    def weigh(self, extract: Any) -> int:
         return 0
 
     def new(self) -> Any:
         return [0]
 
-    def add(self, state: Any, taken: Any, position: Position) -> int:
+    def add(self, state: Any, extract: Any, position: Position) -> int:
         state[0] += 1
         return 0
 
@@ -307,23 +309,23 @@ class Count(Collector):
 
 
 class Events(Collector):
-    """All events, in order: id, and the whole value."""
+    """All events in order, each with its id and the whole value."""
 
     kind = "events"
     needs_path = False
 
-    def take(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: bytes | None, value: bytes) -> Any:
         return value
 
-    def weigh(self, taken: Any) -> int:
-        return len(taken) + POSITION_BYTES
+    def weigh(self, extract: Any) -> int:
+        return len(extract) + POSITION_BYTES
 
     def new(self) -> Any:
         return []
 
-    def add(self, state: Any, taken: Any, position: Position) -> int:
-        state.append((*position, taken))
-        return len(taken) + POSITION_BYTES
+    def add(self, state: Any, extract: Any, position: Position) -> int:
+        state.append((*position, extract))
+        return len(extract) + POSITION_BYTES
 
     def merge(self, state: Any, other: Any) -> int:
         state += other
@@ -334,20 +336,20 @@ class Events(Collector):
         return b"[" + b",".join(shown) + b"]"
 
     def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
-        return [(t, numbers[source], offset, value) for t, source, offset, value in state]
+        return [(t, numbers[partition], offset, value) for t, partition, offset, value in state]
 
-    def load(self, dumped: Any, sources: Sequence[str]) -> Any:
-        return [(t, sources[source], offset, value) for t, source, offset, value in dumped]
+    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
+        return [(t, partitions[partition], offset, value) for t, partition, offset, value in dumped]
 
 
 COLLECTORS: Mapping[str, Collector] = {
     c.kind: c for c in (Set(), ObjectKeys(), Items(), First(), LastValue(), Min(), Max(), Sum(), Count(), Events())
 }
-"""Every kind by its name."""
+"""Collectors by kind."""
 
 
 class Collect(msgspec.Struct, frozen=True):
-    """One output of a rule: its name, the kind of gathering, and the path it looks at."""
+    """One output of a rule: its name, its kind of collector, and the path that the collector reads."""
 
     name: str
     kind: str
@@ -364,12 +366,12 @@ def _rank(raw: bytes) -> tuple[int, Any, bytes]:
 
 
 def _add_exactly(state: list[int], number: int, bits: int) -> None:
-    """Add number / 2 ** bits to a sum's second part."""
+    """Add ``number / 2 ** bits`` to the exact sum of doubles."""
     if len(state) == 1:
         state += (number, bits)
         return
-    _, known, finest = state
+    _, total, finest = state
     if bits > finest:
-        state[1:] = (known << bits - finest) + number, bits
+        state[1:] = (total << bits - finest) + number, bits
     else:
-        state[1] = known + (number << finest - bits)
+        state[1] = total + (number << finest - bits)

@@ -1,12 +1,13 @@
--- Folds: what groups hold, what is due, and what was given out.
-
--- A rule of folds is given as name:form, the end of its keys; what is counted is counted under its name.
+-- Open folds: the states of groups, their due times, and the emission of closed folds.
+--
+--   fold:<rule>    hash: group -> version of eight bytes, never used again, and state
+--   due:<rule>     sorted set: groups by due time
+--   closed:<rule>  sorted set: for a while, groups by the last event of a fold that closed by quiet
+--
+-- A rule is given as name:definition, the end of its keys; counters are kept under its name.
 local function name_of(rule) return string.match(rule, '^[^:]*') end
 
--- A group of a fold rule: a field of the hash fold:<rule>, whose value begins with a version of eight bytes that is never
--- used again, and a member of the sorted set due:<rule>. closed:<rule> remembers for a while when groups fell quiet.
-
--- Returns for each group whether it has the version that was seen, '' for none.
+-- Returns for each group whether it has the expected version; '' means that the group must not exist.
 local function have_versions(tag, rule, groups, seen)
   local same = {}
   for first = 1, #groups, MOST do
@@ -20,7 +21,7 @@ local function have_versions(tag, rule, groups, seen)
   return same
 end
 
--- Writes groups; those without a value are removed.
+-- Writes groups; removes those whose value is empty.
 local function write_groups(tag, rule, groups, values, dues)
   local set, due, gone = {}, {}, {}
   for i = 1, #groups do
@@ -37,7 +38,7 @@ local function write_groups(tag, rule, groups, values, dues)
   call_many('ZREM', tag .. ':due:' .. rule, gone)
 end
 
--- What was counted and remembered of folds that a call gave out; written at its end.
+-- The counters and quiet times of the folds that a call emits; written at its end.
 local function new_account() return {counts = {}, quiet = {}, keep = {}} end
 
 local function count(account, field, n) account.counts[field] = (account.counts[field] or 0) + n end
@@ -61,7 +62,8 @@ local function close_account(tag, account)
   end
 end
 
--- Reads a G item at i: rule, inputs, groups, then for each group, seen, value, due, near. Returns it, and where the next is.
+-- Reads a G item at i: rule, inputs, groups, then of each group name, expected version, value, due, near. Returns the item and
+-- the index of the next one.
 local function read_groups(args, i)
   local found = {rule = args[i + 1], inputs = tonumber(args[i + 2]), groups = {}, seen = {}, values = {}, dues = {}, near = {}}
   local n, at = tonumber(args[i + 3]), i + 4
@@ -72,7 +74,7 @@ local function read_groups(args, i)
   return found, at
 end
 
--- Counts what a G item adds: groups that held nothing, and those of them that had been given out too early.
+-- Counts the new groups of a G item, and those of them whose last fold was emitted prematurely.
 local function count_groups(tag, account, item)
   local name = name_of(item.rule)
   count(account, 'input:' .. name, item.inputs)
@@ -88,9 +90,8 @@ local function count_groups(tag, account, item)
 end
 
 -- settle(rule, driver epoch, forget ms, (group, seen, value, due, folds, (id, topic, key, value, reason, last, keep)…)…)
--- Gives out what is due of groups, each one if its version is still the one seen; answers 1 for those and 0 for others. Groups
--- that fell quiet before forget are not remembered any more. A driver that was overtaken changes nothing; others than drivers
--- have the epoch 0.
+-- Writes groups and emits their folds, each group only if it still has the version seen; answers 1 for those and 0 for the
+-- others. Forgets the quiet times before forget. A driver with a stale epoch changes nothing; other callers pass epoch 0.
 local function settle(keys, args)
   local tag, rule = keys[1], args[1]
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')

@@ -1,15 +1,28 @@
-"""Folds: events about the same thing become one when they have settled.
+"""The rule of folding: the events of a group become one fold when no more of them have come for a while.
 
-A fold opens with an event and closes at ``due = min(last + quiet, opened + max_wait)``: an event at or after that time
-opens the next one. Events come from several partitions, each in order, and time is certain only up to the *frontier*:
-no event before it is still to come. So what a group holds is a list of *clumps*, events of which it is certain,
-whatever else may come, that no boundary lies between them; a clump is given out as a fold when the frontier has passed
-its due time.
+A fold opens with an event and closes at ``due = min(last + quiet, opened + max_wait)``. An event at or after that time
+opens the next fold. With ``quiet`` 5 s and ``max_wait`` 12 s::
 
-Invariants: a group's folds depend on its events and their times alone, not on batches, nor on the order in which
-partitions are read; every event is in exactly one fold; a fold's time never moves back, and an event that comes after
-the frontier has passed its time is taken for one at the frontier. ``max_count`` and ``max_bytes`` count in the order of
-arrival.
+    second  0     2     4     6     8     10    12    14    16    18    20    22
+    event   a     b                       c     d     e     f     g     h
+    fold    [--------------------)        [-----------------------------------)
+                          due at 7: quiet                due at 22: max_wait
+
+Events come from several partitions, each in its own order. Time is certain only up to the *watermark*: all events
+before it have been applied. The same events may arrive like this::
+
+    watermark 0  b (2) arrives   [b]         events before and after b may still come
+                 c (10) arrives  [b] [c]     an event at 6 would join the two, so neither may close
+                 a (0) arrives   [a b] [c]   an early event: it joins b, since no boundary can lie between 0 and 2
+    watermark 7                  [c]         nothing before 7 is still to come: the fold a b is emitted
+                 x (4) arrives   [x c]       a late event: it counts as one at 7, less than 5 s before c
+
+So the state of a group is a list of *clumps*: events that are certain to be in one fold, whatever else comes. A clump
+becomes a fold when the watermark reaches its due time.
+
+Invariants: the folds of a group depend only on its events and their times, not on batches or on the order in which
+partitions are read. Every event is in exactly one fold, and a closed fold never changes: an event older than the
+watermark counts as one at the watermark. Only ``max_count`` and ``max_bytes`` count in the order of arrival.
 """
 
 from __future__ import annotations
@@ -25,54 +38,55 @@ import msgspec
 from tailrace.views.folds.collect import COLLECTORS, Collect, Position
 
 Time: TypeAlias = float
-"""Milliseconds; infinite where nothing is known."""
+"""Milliseconds; infinite if unknown."""
 
 NEVER: Time = -math.inf
 OFFSET_BYTES = 24
-"""What an input's offset is counted as: so long is one that lies alone, where a fold shows its inputs."""
+"""Size that one input's offset counts for in a fold."""
 
 
 class Windows(msgspec.Struct, frozen=True):
-    """How long a fold waits, and how large it may become. May change while folds are open."""
+    """Limits of a fold's duration and size; they may change while folds are open."""
 
     quiet_ms: int
     max_wait_ms: int
     max_count: int = 10_000
     max_bytes: int = 256 << 10
     lateness_ms: int = 0
-    """How far behind the frontier timers stay, for events whose times are older than their arrival."""
+    """Delay of the watermark, for events whose times are older than their arrival."""
 
     def due(self, opened: Time, last: Time) -> Time:
-        """Return when a fold closes that hears no more."""
+        """Return when a fold closes if no more events come."""
         return min(last + self.quiet_ms, opened + self.max_wait_ms)
 
     def reason(self, opened: Time, last: Time) -> str:
-        """Return why it closes then."""
+        """Return why it closes then: ``quiet`` or ``max_wait``."""
         return "quiet" if last + self.quiet_ms <= opened + self.max_wait_ms else "max_wait"
 
 
 class Input(NamedTuple):
-    """An event as a rule sees it: its time by the rule's clock, where it is from, what each collector takes of it."""
+    """An event as a rule sees it, with its time by the rule's clock."""
 
     time: int
-    source: str
+    partition: str
     offset: int
     size: int
-    """More than it can add to a fold, roughly; where that matters it is reckoned exactly."""
-    taken: Sequence[Any]
+    """Rough upper bound of what the event adds to a fold; computed exactly near ``max_bytes``."""
+    extracts: Sequence[Any]
+    """For each collector, what it takes of the event; None for nothing."""
 
     @property
     def position(self) -> Position:
-        return self.time, self.source, self.offset
+        return self.time, self.partition, self.offset
 
 
 class Clump:
-    """Events of which it is certain that they are in one fold; ``values`` has one state per collector.
+    """Events that are certain to be in one fold.
 
-    That of a single event has ``taken`` instead, since most of the work is for clumps of many.
+    A clump of one event has ``extracts``; a larger one has ``states``, one per collector, and ``packed``.
     """
 
-    __slots__ = ("count", "head", "last", "latest", "opened", "size", "spans", "taken", "values")
+    __slots__ = ("count", "extracts", "head", "last", "latest", "opened", "packed", "size", "states")
 
     def __init__(
         self,
@@ -82,29 +96,29 @@ class Clump:
         latest: int,
         count: int,
         size: int,
-        spans: dict[str, list[int]],
-        values: list[Any],
-        taken: Sequence[Any] | None = None,
+        packed: dict[str, list[int]],
+        states: list[Any],
+        extracts: Sequence[Any] | None = None,
     ) -> None:
         self.opened, self.last = opened, last
         self.head = head
-        """The position of its first event, which names the fold."""
+        """Position of its first event, which identifies the fold."""
         self.latest = latest
-        """The time of its last event; ``last`` is later if that came late."""
+        """Time of its last event; ``last`` is later if that event came late."""
         self.count, self.size = count, size
-        self.spans = spans
-        """Source -> offsets, as ``remember`` keeps them."""
-        self.values: list[Any] = values
-        self.taken = taken
+        self.packed = packed
+        """Partition -> offsets as ``add_offset`` packs them."""
+        self.states: list[Any] = states
+        self.extracts = extracts
 
     @property
     def inputs(self) -> dict[str, list[int]]:
-        """Source -> offsets, in order."""
-        return {source: unpack_offsets(spans) for source, spans in self.spans.items()}
+        """Partition -> its offsets, in order."""
+        return {partition: unpack_offsets(packed) for partition, packed in self.packed.items()}
 
 
 class ClosedFold(NamedTuple):
-    """A fold that is closed: when it had to be, and why."""
+    """A closed fold, when it was due, and why it closed."""
 
     clump: Clump
     due: int
@@ -112,7 +126,7 @@ class ClosedFold(NamedTuple):
 
 
 class Folding:
-    """The rule: what becomes of a group's clumps when events or time come. Changes the list that it is given."""
+    """Applies events and the watermark to a group's clumps. The methods change the list that they are given."""
 
     def __init__(self, collect: Sequence[Collect], windows: Windows) -> None:
         self._collectors = [COLLECTORS[c.kind] for c in collect]
@@ -120,18 +134,18 @@ class Folding:
         self.windows = windows
         self._quiet, self._max_wait = windows.quiet_ms, windows.max_wait_ms
 
-    def absorb(self, clumps: list[Clump], inputs: Iterable[Input], frontier: Time) -> list[ClosedFold]:
-        """Add events to a group; return the folds that are closed by then."""
-        finished = self.settle(clumps, frontier)
+    def absorb(self, clumps: list[Clump], inputs: Iterable[Input], watermark: Time) -> list[ClosedFold]:
+        """Add events to a group; return the folds that close."""
+        finished = self.settle(clumps, watermark)
         max_count, max_bytes, quiet = self.windows.max_count, self.windows.max_bytes, self._quiet
-        reach = frontier + self._max_wait
-        # Most events belong to the last clump. While they do, low and high are the times that certainly do.
+        reach = watermark + self._max_wait
+        # Most events belong to the last clump: while current is set, an event from low up to high belongs to it.
         current: Clump | None = None
         low = high = cap = reach
-        for arrived, source, offset, size, taken in inputs:
-            time = arrived if arrived >= frontier else frontier
+        for arrived, partition, offset, size, extracts in inputs:
+            time = arrived if arrived >= watermark else watermark
             if current is not None and low <= time < high and current.size + size <= max_bytes:
-                self._add(current, arrived, source, offset, taken, time)
+                self._add(current, arrived, partition, offset, extracts, time)
                 if current.count >= max_count or current.size >= max_bytes:
                     finished.append(self._full(clumps.pop()))
                     current = None
@@ -139,39 +153,39 @@ class Folding:
                     high = min(time + quiet, cap)
                 continue
             if time >= reach and size < max_bytes and max_count > 1 and (not clumps or clumps[-1].last <= time):
-                # Time has not come near it: it waits by itself.
-                clumps.append(Clump(time, time, (arrived, source, offset), arrived, 1, size, {}, [], taken))
+                # The watermark is far behind it: the event is a clump of its own for now.
+                clumps.append(Clump(time, time, (arrived, partition, offset), arrived, 1, size, {}, [], extracts))
                 current = None
                 continue
-            at, cut = self._place(clumps, time, frontier)
+            at, cut = self._place(clumps, time, watermark)
             clump: Clump | None = None
             if at >= 0:
                 clump = clumps[at]
-                if clump.size + size > max_bytes and self._exact(clump) + self.weigh(taken) > max_bytes:
+                if clump.size + size > max_bytes and self._exact(clump) + self.weigh(extracts) > max_bytes:
                     finished.append(self._finish(clumps.pop(at), int(max(time, clump.last)), "max_bytes"))
                     clump, at = None, at - 1
             if clump is None:
                 at = bisect_right(clumps, time, key=_opened)
-                clump = Clump(time, time, (arrived, source, offset), arrived, 1, size, {}, [], taken)
+                clump = Clump(time, time, (arrived, partition, offset), arrived, 1, size, {}, [], extracts)
                 clumps.insert(at, clump)
             else:
-                self._add(clump, arrived, source, offset, taken, time)
+                self._add(clump, arrived, partition, offset, extracts, time)
             current = None
             if clump.count >= max_count or (clump.size >= max_bytes and self._exact(clump) >= max_bytes):
                 finished.append(self._full(clumps.pop(at)))
             elif at + 1 < len(clumps):
-                self._close_up(clumps, at, frontier, finished)
-            elif clump.taken is None:
+                self._close_up(clumps, at, watermark, finished)
+            elif clump.extracts is None:
                 current, low = clump, clump.opened
                 cap = min(reach, cut) if low < cut else reach
                 high = min(clump.last + quiet, cap)
         return finished
 
-    def _place(self, clumps: list[Clump], time: Time, frontier: Time) -> tuple[int, Time]:
-        """Return the index of the clump that an event certainly belongs to, below 0 for none, and the ``cut``."""
+    def _place(self, clumps: list[Clump], time: Time, watermark: Time) -> tuple[int, Time]:
+        """Return the index of the clump that an event certainly belongs to, below 0 for none, and ``_cut``."""
         if not clumps:
             return -1, math.inf
-        reach, cut = frontier + self._max_wait, self._cut(clumps, frontier)
+        reach, cut = watermark + self._max_wait, self._cut(clumps, watermark)
         at = len(clumps) - 1 if clumps[-1].opened <= time else bisect_right(clumps, time, key=_opened) - 1
         if at >= 0:
             left = clumps[at]
@@ -182,61 +196,65 @@ class Folding:
             return at + 1, cut
         return -1, cut
 
-    def weigh(self, taken: Sequence[Any]) -> int:
-        """Return how many bytes an event adds at most, exactly reckoned."""
+    def weigh(self, extracts: Sequence[Any]) -> int:
+        """Return the exact upper bound of the bytes that an event adds."""
         return OFFSET_BYTES + sum(
-            collector.weigh(part) for collector, part in zip(self._collectors, taken, strict=True) if part is not None
+            collector.weigh(part)
+            for collector, part in zip(self._collectors, extracts, strict=True)
+            if part is not None
         )
 
-    def settle(self, clumps: list[Clump], frontier: Time) -> list[ClosedFold]:
-        """Close the folds that are due; return them."""
+    def settle(self, clumps: list[Clump], watermark: Time) -> list[ClosedFold]:
+        """Close and return the folds that are due at the watermark."""
         finished: list[ClosedFold] = []
         while clumps:
             if len(clumps) > 1:
-                self._close_up(clumps, 0, frontier, finished, only_first=True)
+                self._close_up(clumps, 0, watermark, finished, only_first=True)
                 if not clumps:
                     break
             first = clumps[0]
             due = self.windows.due(first.opened, first.last)
-            if due > frontier:
+            if due > watermark:
                 if len(clumps) > 2:
-                    self._close_up(clumps, 1, frontier, finished)
+                    self._close_up(clumps, 1, watermark, finished)
                 break
             finished.append(self._finish(clumps.pop(0), int(due), self.windows.reason(first.opened, first.last)))
         return finished
 
-    def flush(self, clumps: list[Clump], frontier: Time, reason: str) -> list[ClosedFold]:
-        """Close all folds; those that are not due yet for the given reason."""
-        found = self.settle(clumps, math.inf)
-        return [f if f.due <= frontier else f._replace(reason=reason) for f in found]
+    def flush(self, clumps: list[Clump], watermark: Time, reason: str) -> list[ClosedFold]:
+        """Close all folds; those that are not due get this reason."""
+        folds = self.settle(clumps, math.inf)
+        return [f if f.due <= watermark else f._replace(reason=reason) for f in folds]
 
     def due(self, clumps: Sequence[Clump]) -> int:
-        """Return when there is something to settle, or earlier."""
+        """Return a time before which no fold of the group is due."""
         return int(self.windows.due(clumps[0].opened, clumps[0].last))
 
-    def _cut(self, clumps: Sequence[Clump], frontier: Time) -> Time:
-        """Return the only boundary that ``max_wait`` can set before frontier + max_wait: that of a first fold which is
-        certain to have opened when it did. Any other opens at the frontier or later."""
-        return clumps[0].opened + self._max_wait if clumps and clumps[0].opened <= frontier else math.inf
+    def _cut(self, clumps: Sequence[Clump], watermark: Time) -> Time:
+        """Return the only boundary before watermark + max_wait that ``max_wait`` can set.
+
+        It is that of the first fold, if its opening is certain. All others open at the watermark or later.
+        """
+        return clumps[0].opened + self._max_wait if clumps and clumps[0].opened <= watermark else math.inf
 
     def _join(self, opened: Time, last: Time, right: Clump, cut: Time, reach: Time) -> bool:
-        """Whether no boundary can lie between what ends at ``last`` and the clump to its right."""
+        """Return whether no boundary can lie between events from ``opened`` to ``last`` and the clump after them."""
         near = right.opened < last + self._quiet and right.last < reach
         return near and not opened < cut <= right.last
 
     def _close_up(
-        self, clumps: list[Clump], at: int, frontier: Time, finished: list[ClosedFold], *, only_first: bool = False
+        self, clumps: list[Clump], at: int, watermark: Time, finished: list[ClosedFold], *, only_first: bool = False
     ) -> None:
-        """Merge neighbours, from ``at`` on, that no boundary can lie between any more.
+        """From ``at`` on, merge neighbours between which no boundary can lie any more.
 
-        Only the first clump may lie before the frontier: where the later ones end depends on where it does.
+        Only the first clump may lie before the watermark: where it ends decides where the later ones end.
         """
-        reach = frontier + self._max_wait
+        reach = watermark + self._max_wait
         while at + 1 < len(clumps):
             left, right = clumps[at], clumps[at + 1]
             if right.opened >= reach:
                 return
-            if not self._join(left.opened, left.last, right, self._cut(clumps, frontier), reach):
+            if not self._join(left.opened, left.last, right, self._cut(clumps, watermark), reach):
                 if only_first:
                     return
                 at += 1
@@ -257,35 +275,37 @@ class Folding:
         return self._finish(clump, int(clump.last), why)
 
     def _finish(self, clump: Clump, due: int, reason: str) -> ClosedFold:
-        if clump.taken is not None:
+        if clump.extracts is not None:
             self._gather(clump)
         return ClosedFold(clump, due, reason)
 
     def _exact(self, clump: Clump) -> int:
-        """Return how large a clump is; that of a single event is only roughly known before."""
-        if clump.taken is not None:
+        """Return the exact size of a clump; that of a single event is only estimated before."""
+        if clump.extracts is not None:
             self._gather(clump)
         return clump.size
 
     def _gather(self, clump: Clump) -> None:
-        """Make a clump that others can be added to of one that holds what was taken of its only event."""
-        taken, clump.taken = clump.taken or (), None
-        clump.values = [collector.new() for collector in self._collectors]
+        """Turn the extracts of a single event into collector states, to which others can be added."""
+        extracts, clump.extracts = clump.extracts or (), None
+        clump.states = [collector.new() for collector in self._collectors]
         clump.size = OFFSET_BYTES
-        for collector, state, part in zip(self._collectors, clump.values, taken, strict=True):
+        for collector, state, part in zip(self._collectors, clump.states, extracts, strict=True):
             if part is not None:
                 clump.size += collector.add(state, part, clump.head)
-        _, source, offset = clump.head
-        clump.spans = {source: [offset + 1, offset, 1]}
+        _, partition, offset = clump.head
+        clump.packed = {partition: [offset + 1, offset, 1]}
 
-    def _add(self, clump: Clump, arrived: int, source: str, offset: int, values: Sequence[Any], time: Time) -> None:
-        if clump.taken is not None:
+    def _add(
+        self, clump: Clump, arrived: int, partition: str, offset: int, extracts: Sequence[Any], time: Time
+    ) -> None:
+        if clump.extracts is not None:
             self._gather(clump)
-        position = arrived, source, offset
+        position = arrived, partition, offset
         grown = OFFSET_BYTES
-        for add, state, taken in zip(self._adds, clump.values, values):  # noqa: B905
-            if taken is not None:
-                grown += add(state, taken, position)
+        for add, state, part in zip(self._adds, clump.states, extracts):  # noqa: B905
+            if part is not None:
+                grown += add(state, part, position)
         clump.size += grown
         clump.count += 1
         if time > clump.last:
@@ -296,74 +316,74 @@ class Folding:
             clump.latest = arrived
         if arrived <= clump.head[0] and position < clump.head:
             clump.head = position
-        spans = clump.spans.get(source)
-        if spans is None:
-            clump.spans[source] = [offset + 1, offset, 1]
+        packed = clump.packed.get(partition)
+        if packed is None:
+            clump.packed[partition] = [offset + 1, offset, 1]
         else:
-            add_offset(spans, offset)
+            add_offset(packed, offset)
 
     def _merge(self, left: Clump, right: Clump) -> None:
-        if right.taken is not None:
-            arrived, source, offset = right.head
-            self._add(left, arrived, source, offset, right.taken, right.opened)
+        if right.extracts is not None:
+            arrived, partition, offset = right.head
+            self._add(left, arrived, partition, offset, right.extracts, right.opened)
             return
-        if left.taken is not None:
+        if left.extracts is not None:
             self._gather(left)
         left.opened, left.last = min(left.opened, right.opened), max(left.last, right.last)
         left.head, left.latest = min(left.head, right.head), max(left.latest, right.latest)
         left.count += right.count
         left.size += OFFSET_BYTES * right.count
-        for collector, state, other in zip(self._collectors, left.values, right.values, strict=True):
+        for collector, state, other in zip(self._collectors, left.states, right.states, strict=True):
             left.size += collector.merge(state, other)
-        for source, spans in right.spans.items():
-            known = left.spans.setdefault(source, spans)
-            if known is not spans:
-                end, start, *rest = spans
-                known += (start - known[0], *rest)
-                known[0] = end
+        for partition, packed in right.packed.items():
+            own = left.packed.setdefault(partition, packed)
+            if own is not packed:
+                end, start, *rest = packed
+                own += (start - own[0], *rest)
+                own[0] = end
 
     def dump(self, clumps: Sequence[Clump]) -> bytes:
-        """Return a group's state as the store keeps it."""
-        if len(clumps) == 1 and clumps[0].taken is not None:
+        """Return a group's state as bytes for the store."""
+        if len(clumps) == 1 and clumps[0].extracts is not None:
             (c,) = clumps
-            row = int(c.opened), c.head[0], 0, c.head[2], c.size, c.taken
+            row = int(c.opened), c.head[0], 0, c.head[2], c.size, c.extracts
             return _pack(((c.head[1],), (row,)))
         numbers: dict[str, int] = {}
         for clump in clumps:
-            for source in clump.spans or (clump.head[1],):
-                numbers.setdefault(source, len(numbers))
+            for partition in clump.packed or (clump.head[1],):
+                numbers.setdefault(partition, len(numbers))
         return _pack((list(numbers), [self._row(clump, numbers) for clump in clumps]))
 
     def _row(self, c: Clump, numbers: Mapping[str, int]) -> tuple[Any, ...]:
-        time_ms, source, offset = c.head
-        if c.taken is not None:
-            return int(c.opened), time_ms, numbers[source], offset, c.size, c.taken
+        time_ms, partition, offset = c.head
+        if c.extracts is not None:
+            return int(c.opened), time_ms, numbers[partition], offset, c.size, c.extracts
         return (
             int(c.opened),
             time_ms,
-            numbers[source],
+            numbers[partition],
             offset,
             c.size,
             int(c.last),
             c.latest,
             c.count,
-            [(numbers[each], spans) for each, spans in c.spans.items()],
-            [k.dump(v, numbers) for k, v in zip(self._collectors, c.values, strict=True)],
+            [(numbers[each], packed) for each, packed in c.packed.items()],
+            [k.dump(v, numbers) for k, v in zip(self._collectors, c.states, strict=True)],
         )
 
     def load(self, state: bytes) -> list[Clump]:
-        """Return what ``dump`` was given."""
-        sources, rows = _unpack(state)
+        """Return the clumps that ``dump`` encoded."""
+        partitions, rows = _unpack(state)
         found: list[Clump] = []
         for opened, time_ms, number, offset, size, *more in rows:
-            head = time_ms, sources[number], offset
+            head = time_ms, partitions[number], offset
             if len(more) == 1:
                 found.append(Clump(opened, opened, head, time_ms, 1, size, {}, [], more[0]))
                 continue
-            last, latest, count, spans, values = more
-            known = {sources[n]: steps for n, steps in spans}
-            states = [k.load(v, sources) for k, v in zip(self._collectors, values, strict=True)]
-            found.append(Clump(opened, last, head, latest, count, size, known, states))
+            last, latest, count, packed, values = more
+            offsets = {partitions[n]: ranges for n, ranges in packed}
+            states = [k.load(v, partitions) for k, v in zip(self._collectors, values, strict=True)]
+            found.append(Clump(opened, last, head, latest, count, size, offsets, states))
         return found
 
 
@@ -375,21 +395,21 @@ def _opened(clump: Clump) -> Time:
     return clump.opened
 
 
-def add_offset(spans: list[int], offset: int) -> None:
-    """Add an offset to spans.
+def add_offset(packed: list[int], offset: int) -> None:
+    """Add an offset to a packed list.
 
-    They are where the last run of neighbours ends, and for each run how far it lies behind the one before, and its
-    length. A fold is read and written again with every batch that adds to it: this form needs no work then.
+    The first number is the end of the last range; then follow, for each range, its distance from the end of the one
+    before and its length. The store keeps this form, so that reading and writing a fold costs no conversion.
     """
-    gap = offset - spans[0]
-    spans[0] = offset + 1
+    gap = offset - packed[0]
+    packed[0] = offset + 1
     if gap:
-        spans += (gap, 1)
+        packed += (gap, 1)
     else:
-        spans[-1] += 1
+        packed[-1] += 1
 
 
-def unpack_offsets(spans: Sequence[int]) -> list[int]:
-    """Return the offsets in spans, in order."""
-    edges = list(accumulate(spans[1:]))
+def unpack_offsets(packed: Sequence[int]) -> list[int]:
+    """Return the offsets of a packed list, in order."""
+    edges = list(accumulate(packed[1:]))
     return sorted(chain.from_iterable(map(range, edges[::2], edges[1::2])))

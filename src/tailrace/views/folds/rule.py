@@ -1,4 +1,4 @@
-"""Fold rules: which events are folded, what makes them belong together, and what is kept of them."""
+"""Fold rules: which events a rule folds, how it groups them, what it collects, and the record of a closed fold."""
 
 from __future__ import annotations
 
@@ -17,97 +17,97 @@ from tailrace.views.folds.collect import COLLECTORS, Collect
 from tailrace.views.folds.model import ClosedFold, Folding, Windows
 
 FORMAT = 1
-"""Number of the form in which a group's state is stored."""
+"""Version of the encoding of a group's state."""
 
 EVENT_BYTES = 96
-"""What an event adds to a fold in any case, rounded up."""
+"""Upper bound of the bytes that any event adds to a fold, beside its values."""
 
 MAX_CACHED_GROUP = 200
-"""A longer group is not remembered."""
+"""Longest group that is cached."""
 
 MAX_GROUP_BYTES = 4096
-"""A longer group is refused: it is a field of its own length in the store."""
+"""Longest group that is folded: it is the name of a hash field in the store."""
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """One rule. Everything in it is plain data: it is sent to Spark's tasks, and kept in the store beside its folds."""
+    """A rule. It is plain data: the driver sends it to Spark's tasks and stores it beside its folds."""
 
     name: str
     topics: str | tuple[str, ...]
-    """A regular expression for the whole name, or names; none for a rule that only publishers feed."""
+    """A regular expression for the whole name, or names; empty if only publishers feed the rule."""
     group: tuple[FieldPath, ...]
     collect: tuple[Collect, ...]
     windows: Windows
     where: dict[str, Any] = {}
-    """The query that an event must match; none for all."""
+    """Query that an event must match."""
     missing: Literal["skip", "null"] = "skip"
-    """What becomes of an event that lacks a part of the group: not folded, or as if the part were null."""
+    """An event that lacks a part of the group is not folded, or the part counts as null."""
     clock: Literal["arrival", "event"] = "arrival"
     output: str = ""
     raw: str = ""
-    """The topic that events which are folded are passed on to; none without it."""
+    """Topic to which the folded events are forwarded unchanged; none if empty."""
 
     @property
     def definition(self) -> str:
-        """What open folds depend on: two rules of the same definition understand each other's states."""
+        """Hash of all that stored states depend on: rules of equal definitions can read each other's states."""
         parts = (FORMAT, self.group, self.collect)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:8]
 
     @property
     def key_suffix(self) -> str:
-        """The last part of the keys that its open folds are under: those of another form of the rule are elsewhere."""
+        """Suffix of the keys of its open folds; another definition of the rule has other keys."""
         return f"{self.name}:{self.definition}"
 
     def shard(self, group: bytes, shards: int) -> int:
-        """Return the shard that a group lives in."""
+        """Return the shard of a group."""
         return shard_of(f"{self.name}:{group.decode()}", shards)
 
     def folding(self) -> Folding:
-        """Return the rule for time and size."""
         return Folding(self.collect, self.windows)
 
     def group_json(self, group: bytes) -> bytes:
-        """Return a group as the object that is shown: each path with its value."""
+        """Return a group as a JSON object of paths and values."""
         names = (".".join(path) for path in self.group)
         parts = msgspec.json.decode(group, type=list[msgspec.Raw])
         return msgspec.json.encode(dict(zip(names, parts, strict=True)))
 
 
 class RuleInput(NamedTuple):
-    """What a rule takes of an event."""
+    """What a rule takes from an event: its group, a bound of its size, and the extracts of the collectors."""
 
     group: bytes
-    """The canonical JSON array of the group's values."""
+    """Canonical JSON array of the group's values."""
     size: int
-    values: Sequence[Any]
+    extracts: Sequence[Any]
 
 
 class RuleReader:
-    """Looks into events for one rule, decoding only what the rule is about.
+    """Reads events for one rule and decodes only what the rule needs.
 
     Raises:
-        QueryError: the rule's query is refused.
+        QueryError: The rule's query is refused.
     """
 
     def __init__(self, rule: Rule) -> None:
         self._where, self._null = ValueFilter(rule.where) if rule.where else None, rule.missing == "null"
         self.asks_record = self._where is not None and self._where.asks_record
-        """Whether the rule's query asks for more than the event's value; if not, ``read`` needs no record."""
+        """True if the rule's query tests the record's metadata; if not, ``read`` needs no record."""
         paths = [*rule.group, *(collect.path for collect in rule.collect)]
         names = list(dict.fromkeys(path[0] for path in paths if path))
         self._fields = field_reader(names)
         self._group = [(names.index(path[0]), path[1:]) for path in rule.group]
         self._plain = self._group[0][0] if len(self._group) == 1 and not self._group[0][1] else None
         self._collect = [
-            (COLLECTORS[c.kind].take, names.index(c.path[0]) if c.path else -1, c.path[1:]) for c in rule.collect
+            (COLLECTORS[c.kind].extract, names.index(c.path[0]) if c.path else -1, c.path[1:]) for c in rule.collect
         ]
-        # What an output may gather of an event is no more than five times its length: a member of a set has four
-        # characters at least, and its place counts as sixteen.
-        self._share = 5 * len(rule.collect)
-        self._known: dict[object, bytes | str] = {}
+        # An output gathers at most five times the length of an event: a member of a set has at least four characters,
+        # and its position counts as sixteen.
+        self._growth = 5 * len(rule.collect)
+        self._groups: dict[object, bytes | str] = {}
+        """Cache: raw parts of a group -> its canonical form, or why it is not folded."""
 
     def read(self, value: bytes, record: Record | None = None) -> RuleInput | str:
-        """Return what there is to fold of an event, or the word for why there is nothing."""
+        """Return the input that the rule takes from an event, or the reason why it takes none."""
         try:
             return self._read(value, record)
         except RecursionError:
@@ -118,21 +118,21 @@ class RuleReader:
             return "filtered"
         found = self._fields(value)
         key = found[self._plain] if self._plain is not None else self._parts(found)
-        group = self._known.get(key)
+        group = self._groups.get(key)
         if group is None:
             parts = self._parts(found)
             group = self._canonical(parts)
-            if len(self._known) >= CACHE_SIZE:
-                self._known.clear()
+            if len(self._groups) >= CACHE_SIZE:
+                self._groups.clear()
             if sum(len(part) for part in parts if part) <= MAX_CACHED_GROUP:
-                self._known[key] = group
+                self._groups[key] = group
         if isinstance(group, str):
             return group
-        values: list[Any] = []
-        for take, i, rest in self._collect:
+        extracts: list[Any] = []
+        for extract, i, rest in self._collect:
             raw = found[i] if i >= 0 else None
-            values.append(take(follow(raw, rest) if rest else raw, value))
-        return _new(RuleInput, (group, self._share * len(value) + EVENT_BYTES, values))
+            extracts.append(extract(follow(raw, rest) if rest else raw, value))
+        return _new(RuleInput, (group, self._growth * len(value) + EVENT_BYTES, extracts))
 
     def _parts(self, found: Sequence[bytes | None]) -> tuple[bytes | None, ...]:
         return tuple([follow(found[i], rest) if rest else found[i] for i, rest in self._group])
@@ -145,55 +145,55 @@ class RuleReader:
 
 
 _new = tuple.__new__
-"""Named tuples are made for every event: without their own constructor in a third of the time."""
+"""Makes a named tuple without its own constructor, in a third of the time: one is made for every event."""
 
 
-def parse_group(given: Sequence[Any] | dict[str, Any], rule: Rule) -> bytes:
-    """Return the group that someone wrote as an array, or as an object of paths and values.
+def parse_group(values: Sequence[Any] | dict[str, Any], rule: Rule) -> bytes:
+    """Return the canonical form of a group, given as an array or as an object of paths and values.
 
     Raises:
-        ValueError: with what would be one.
+        ValueError: With the expected form.
     """
     names = [".".join(path) for path in rule.group]
-    if isinstance(given, dict):
-        if set(given) != set(names):
+    if isinstance(values, dict):
+        if set(values) != set(names):
             raise ValueError(f"an object with {', '.join(names)}")
-        given = [given[name] for name in names]
-    if len(given) != len(names):
+        values = [values[name] for name in names]
+    if len(values) != len(names):
         raise ValueError(f"an array of {len(names)}: {', '.join(names)}")
-    return b"[" + b",".join(canonical(msgspec.json.encode(part)) for part in given) + b"]"
+    return b"[" + b",".join(canonical(msgspec.json.encode(part)) for part in values) + b"]"
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 STREAM = "folds"
-"""The first element of the key of every folded event; the second is the rule."""
+"""First element of the key of every folded event; the second is the rule."""
 
 
 def stream_of(rule: str) -> str:
-    """Return the name of the day stream that a rule's folded events are in."""
+    """Return the name of the day stream of a rule's folded events."""
     return join([STREAM, rule])
 
 
 class Message(NamedTuple):
-    """A record to be published."""
+    """A record to publish."""
 
     id: str
-    """What it is known by; before ``#`` it is the fold's own id."""
+    """Identity in the outbox; the part before ``#`` is the fold's id."""
     topic: str
     key: bytes
     value: bytes
 
 
 def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int) -> Message:
-    """Return the record of a closed fold. ``emitted_ms`` is the frontier's time."""
+    """Return the record of a closed fold; ``emitted_ms`` is the watermark."""
     clump = finished.clump
-    first_ms, source, offset = clump.head
-    id_ = f"{rule.name}:{event_id(Partition.parse(source), offset)}"
+    first_ms, label, offset = clump.head
+    id_ = f"{rule.name}:{event_id(Partition.parse(label), offset)}"
     values = {
         collect.name: msgspec.Raw(COLLECTORS[collect.kind].result(state))
-        for collect, state in zip(rule.collect, clump.values, strict=True)
+        for collect, state in zip(rule.collect, clump.states, strict=True)
     }
     event: dict[str, Any] = {
         "id": id_,
@@ -206,18 +206,18 @@ def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int)
         "reason": finished.reason,
         "due": iso_time(finished.due),
         "emitted": iso_time(emitted_ms),
-        "inputs": [_inputs(source, offsets) for source, offsets in sorted(clump.inputs.items())],
+        "inputs": [_inputs(label, offsets) for label, offsets in sorted(clump.inputs.items())],
     }
     digest = crc32(_encode(event["inputs"]))
     return Message(f"{id_}#{digest:08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))
 
 
-def _inputs(source: str, offsets: list[int]) -> dict[str, Any]:
-    place = Partition.parse(source)
+def _inputs(label: str, offsets: list[int]) -> dict[str, Any]:
+    partition = Partition.parse(label)
     ranges: list[list[int]] = []
     for offset in sorted(offsets):
         if ranges and offset == ranges[-1][1] + 1:
             ranges[-1][1] = offset
         else:
             ranges.append([offset, offset])
-    return {"topic": place.label, "partition": place.partition, "offsets": ranges}
+    return {"topic": partition.label, "partition": partition.partition, "offsets": ranges}

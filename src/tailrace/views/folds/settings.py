@@ -1,7 +1,4 @@
-"""The settings of folds: the rules, each checked by itself and all of them together.
-
-What a rule does is the matter of ``views.folds.rule``, which ``views.folds.store`` makes of these.
-"""
+"""The settings of folds: each rule is checked by itself, then all together. See ``store.rule_of``."""
 
 from __future__ import annotations
 
@@ -30,28 +27,24 @@ from tailrace.config.values import (
 )
 
 REFUSED = "refused"
-"""The type of a problem that values have with each other; its place is exact."""
+"""Type of an error in values that contradict each other; its location is exact."""
 COLLECT_KINDS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
-"""What a fold can gather. All look at a path but the last, which takes whole events."""
+"""Kinds of collectors. All read a path except the last, which takes whole events."""
 MAX_WAIT_FACTOR = 10
-"""``max_wait`` is so many times ``quiet`` where it is not given."""
+"""``max_wait`` as a multiple of ``quiet``, if not configured."""
 
 _OUTPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 Problem = tuple[tuple[str, ...], object, str]
-"""Where it is, what was given, and what is wanted."""
+"""Location, the value found there, and what is wanted instead."""
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:
-    """Report all of these at once, if there are any.
-
-    Raises:
-        ValidationError: which a validator may let pass; the places are below its own.
-    """
+    """Raise all problems, if any, as one ValidationError; their locations are relative to the calling validator."""
     lines: list[InitErrorDetails] = [
-        {"type": PydanticCustomError(REFUSED, "{wanted}", {"wanted": wanted}), "loc": place, "input": got}
-        for place, got, wanted in problems
+        {"type": PydanticCustomError(REFUSED, "{wanted}", {"wanted": wanted}), "loc": location, "input": value}
+        for location, value, wanted in problems
     ]
     if lines:
         raise ValidationError.from_exception_data("Settings", lines, hide_input=True)
@@ -64,10 +57,10 @@ def _output_name(text: str) -> str:
 
 
 def parse_collect(text: str) -> tuple[str, str]:
-    """The kind and the path of ``"KIND PATH"``; the path is empty for the kind that has none.
+    """Return the kind and the path of ``"KIND PATH"``; the path of ``events`` is empty.
 
     Raises:
-        ValueError: with what would be accepted.
+        ValueError: With the expected form.
     """
     kind, _, path = text.strip().partition(" ")
     if kind not in COLLECT_KINDS:
@@ -87,7 +80,7 @@ def _collect(text: str) -> str:
 
 
 class Collects(Table[str]):
-    """Names of outputs, and what each gathers: ``"KIND PATH"``."""
+    """Output names with ``"KIND PATH"`` of each."""
 
     __slots__ = ()
 
@@ -102,7 +95,7 @@ class Collects(Table[str]):
 
 
 class FoldSettings(Section):
-    """One rule: which events are folded, what makes them belong together, and what is kept of them."""
+    """One rule: which events it folds, how it groups them, and what it collects."""
 
     topics: Pattern | tuple[Topic, ...] = ()
     where: Where = Where()
@@ -120,15 +113,15 @@ class FoldSettings(Section):
 
     @field_validator("max_wait", mode="after")
     @classmethod
-    def _not_shorter(cls, given: timedelta | None, info: ValidationInfo) -> timedelta | None:
+    def _not_shorter(cls, value: timedelta | None, info: ValidationInfo) -> timedelta | None:
         quiet = info.data.get("quiet")
-        if given is not None and quiet is not None and given < quiet:
+        if value is not None and quiet is not None and value < quiet:
             raise ValueError(f"at least quiet, {format_duration(quiet)}")
-        return given
+        return value
 
     @property
     def longest(self) -> timedelta:
-        """How long a fold is open at most."""
+        """Longest time that a fold stays open."""
         return MAX_WAIT_FACTOR * self.quiet if self.max_wait is None else self.max_wait
 
 
@@ -152,19 +145,19 @@ class RuleTable(Table[FoldSettings]):
         return rules
 
     def output(self, name: str) -> str:
-        """The topic of a rule's folded events."""
+        """Return the topic of a rule's folded events."""
         return self[name].output or f"folds.{name}"
 
     def topics(self, name: str) -> frozenset[str]:
-        """The topics that a rule writes to."""
+        """Return the topics that a rule writes to."""
         return frozenset({self.output(name), self[name].raw} - {""})
 
     def _own_topics(self) -> Iterable[Problem]:
         for name, fold in self.items():
-            passed_on = {other.raw for key, other in self.items() if key != name and other.raw}
+            raw_topics = {other.raw for key, other in self.items() if key != name and other.raw}
             if fold.raw and fold.raw in {self.output(other) for other in self}:
                 yield (name, "raw"), fold.raw, "another topic than that of the folded events of any rule"
-            if isinstance(fold.topics, tuple) and (unread := sorted(passed_on & set(fold.topics))):
+            if isinstance(fold.topics, tuple) and (unread := sorted(raw_topics & set(fold.topics))):
                 wanted = f"topics without {unread[0]!r}: another rule passes events on to it, and it is not read here"
                 yield (name, "topics"), list(fold.topics), wanted
             for topic in self._read_from(name, name):
@@ -181,22 +174,22 @@ class RuleTable(Table[FoldSettings]):
                 yield (name, "topics"), list(fold.topics), wanted
 
     def _circle(self, name: str) -> list[str]:
-        """The shortest way from a rule over others back to it, each reading from the one before; empty without one."""
-        ways = [[name]]
+        """Return the shortest cycle of rules through a rule, each reading from the one before; empty without one."""
+        paths = [[name]]
         reached: set[str] = set()
-        for way in ways:
+        for path in paths:
             for other in self:
-                if other == way[-1] or not self._read_from(other, way[-1]):
+                if other == path[-1] or not self._read_from(other, path[-1]):
                     continue
                 if other == name:
-                    return way
+                    return path
                 if other not in reached:
                     reached.add(other)
-                    ways.append([*way, other])
+                    paths.append([*path, other])
         return []
 
     def _read_from(self, name: str, other: str) -> list[str]:
-        """The topics of another rule that a rule reads. Only names count: a pattern never means what rules write."""
+        """Return the topics of another rule that a rule reads by name: a pattern never matches what rules write."""
         topics = self[name].topics
         return [] if isinstance(topics, str) else [topic for topic in topics if topic in self.topics(other)]
 
@@ -208,7 +201,7 @@ def _name(text: str) -> str:
 
 
 class FoldsSettings(Section):
-    """The view of folds."""
+    """Settings of the view."""
 
     tick: Annotated[Delay, durations("1ms", "1m")] = timedelta(milliseconds=100)
     begin: Literal["end", "start"] = "end"

@@ -1,10 +1,8 @@
-"""Where open folds rest: a state per group, with a version, and a sorted set of when each is due.
+"""The store of open folds, and the rules as they are applied.
 
-Whoever changes a group has read it before and names the version it saw; if another one was faster, nothing is changed.
-The commands are the same for the pipeline, which blocks, and for the service, which does not: they are built here,
-and the answers are read here.
-
-The rules of folds as they are applied, made from the settings, and which topics each of them reads.
+Each group has a state with a version in a hash, and its due time in a sorted set. A writer reads a group and writes it
+back with the version that it read; the store refuses the write if another writer was faster. The pipeline's clients
+block and the service's do not, so plain functions build the commands and read the answers.
 """
 
 from __future__ import annotations
@@ -33,35 +31,35 @@ from tailrace.views.folds.settings import FoldSettings, parse_collect
 VIEW = "folds"
 VERSION_BYTES = 8
 COUNTERS = ("input", "new", "emitted", "premature")
-"""What is counted of every rule, each as a counter <what>:<rule>."""
+"""Counters of every rule, each stored as <counter>:<rule>."""
 CALL_BYTES = 512 << 10
-"""About how much one call carries."""
+"""About how many bytes one call carries."""
 
 FLUSH, DELETED = "flush", "deleted"
 REQUESTED = (FLUSH, DELETED)
-"""Reasons that are not the rule's."""
+"""Reasons of folds that a user closed, not the rule."""
 
 
 class StoredGroup(msgspec.Struct, frozen=True):
-    """What a group holds; an empty version when it holds nothing."""
+    """The state of a group; without a state, its version is empty."""
 
     version: bytes = b""
     state: bytes = b""
 
 
 class GroupChange(msgspec.Struct, frozen=True):
-    """What is to become of a group that was seen with a version: its state, none to remove it; what it gives out."""
+    """A change of a group: its new state, empty to remove it, and the folds that it emits."""
 
     group: bytes
     seen: bytes
     state: bytes
     due: int
     folds: tuple[tuple[Arg, ...], ...]
-    """Each with id, topic, key, value, reason, last time, and for how long to remember that."""
+    """Of each: id, topic, key, value, reason, last time, and how long to remember that time."""
 
 
 class AppliedRule(msgspec.Struct, frozen=True):
-    """A rule as the pipeline applies it, and what its counters were when its windows last changed."""
+    """A rule as the pipeline applies it, with its counters at the last change of its windows."""
 
     rule: Rule
     since_ms: int
@@ -72,7 +70,7 @@ _decode_rule = msgspec.json.Decoder(AppliedRule).decode
 
 
 def applied_rules(shards: Shards) -> dict[str, AppliedRule]:
-    """Return the rules that a pipeline applies, or applied last; not those that another release wrote otherwise."""
+    """Return the rules that the pipeline applies, or applied last; without those that another release encoded."""
     answer = shards.run_all([(0, ("HGETALL", shards.keys.rules()))])[0]
     found: dict[str, AppliedRule] = {}
     for name, text in mapping(answer).items():
@@ -82,19 +80,18 @@ def applied_rules(shards: Shards) -> dict[str, AppliedRule]:
 
 
 def new_version() -> bytes:
-    """Return a version that no state had."""
     return os.urandom(VERSION_BYTES)
 
 
 def decode_group(answer: bytes | None) -> StoredGroup:
-    """Read a field of a rule's hash."""
+    """Decode a field of a rule's hash."""
     return StoredGroup() if answer is None else StoredGroup(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
 
 
 def emit_arguments(
     rule: Rule, group: bytes, finished: Sequence[ClosedFold], emitted_ms: int
 ) -> tuple[tuple[Arg, ...], ...]:
-    """Return the arguments of closed folds. None goes out before it is due, unless someone wants it."""
+    """Return the arguments of closed folds. Their time is never before the due time, unless a user closed them."""
     keep = 2 * rule.windows.quiet_ms
     found: list[tuple[Arg, ...]] = []
     for f in finished:
@@ -103,30 +100,32 @@ def emit_arguments(
     return tuple(found)
 
 
-def due_change(rule: Rule, folding: Folding, group: bytes, held: StoredGroup, frontier_ms: int) -> GroupChange | None:
-    """Return the change that gives out what is due of a group; None when there is nothing to change."""
-    if not held.state:
+def due_change(
+    rule: Rule, folding: Folding, group: bytes, stored: StoredGroup, watermark_ms: int
+) -> GroupChange | None:
+    """Return the change that emits the due folds of a group; None if it has no state."""
+    if not stored.state:
         return None
-    clumps = folding.load(held.state)
-    folds = emit_arguments(rule, group, folding.settle(clumps, frontier_ms), frontier_ms)
+    clumps = folding.load(stored.state)
+    folds = emit_arguments(rule, group, folding.settle(clumps, watermark_ms), watermark_ms)
     if not clumps:
-        return GroupChange(group, held.version, b"", 0, folds)
-    return GroupChange(group, held.version, folding.dump(clumps), folding.due(clumps), folds)
+        return GroupChange(group, stored.version, b"", 0, folds)
+    return GroupChange(group, stored.version, folding.dump(clumps), folding.due(clumps), folds)
 
 
 def flush_change(
-    rule: Rule, folding: Folding, group: bytes, held: StoredGroup, now_ms: int, reason: str
+    rule: Rule, folding: Folding, group: bytes, stored: StoredGroup, now_ms: int, reason: str
 ) -> GroupChange | None:
-    """Return the change that gives out all that a group holds, for a reason; None when it holds nothing."""
-    if not held.state:
+    """Return the change that emits all folds of a group, for a reason; None if it has no state."""
+    if not stored.state:
         return None
     due_ms = now_ms if reason == FLUSH else NEVER
-    finished = folding.flush(folding.load(held.state), due_ms, reason)
-    return GroupChange(group, held.version, b"", 0, emit_arguments(rule, group, finished, now_ms))
+    finished = folding.flush(folding.load(stored.state), due_ms, reason)
+    return GroupChange(group, stored.version, b"", 0, emit_arguments(rule, group, finished, now_ms))
 
 
 def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange], epoch: int = 0) -> list[Arg]:
-    """Return the arguments of the function ``settle``; it answers 1 for each change that was made, 0 for others."""
+    """Return the arguments of the function ``settle``, which answers 1 for each change it made and 0 for others."""
     args: list[Arg] = [rule.key_suffix, epoch, forget_ms]
     for change in changes:
         value = new_version() + change.state if change.state else b""
@@ -137,7 +136,7 @@ def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange],
 
 
 def call_batches(changes: Sequence[GroupChange]) -> Iterator[list[GroupChange]]:
-    """Cut changes into calls that give out, and write back, not too much: the server does nothing else meanwhile."""
+    """Cut changes into calls of limited size: a call blocks the server."""
     some: list[GroupChange] = []
     size = 0
     for change in changes:
@@ -152,7 +151,7 @@ def call_batches(changes: Sequence[GroupChange]) -> Iterator[list[GroupChange]]:
 
 
 class FoldStore:
-    """The blocking side: what the pipeline does with the groups of its rules; a driver says its epoch."""
+    """The pipeline's client for the groups of its rules; ``epoch`` is the driver's, 0 for other writers."""
 
     def __init__(self, shards: Shards, epoch: int = 0) -> None:
         self._shards, self._epoch = shards, epoch
@@ -161,18 +160,18 @@ class FoldStore:
     def read(
         self, wanted: Sequence[tuple[int, Rule, Sequence[bytes]]]
     ) -> tuple[list[list[StoredGroup]], list[dict[str, int]]]:
-        """Return what groups hold, asked for as (shard, rule, groups), and every shard's frontiers by rule."""
+        """Return the states of groups, given as (shard, rule, groups), and each shard's watermarks by rule."""
         count = self._shards.options.shards
         commands: list[Command] = [
             (s, ("HMGET", self._keys.fold(s, rule.key_suffix), *groups)) for s, rule, groups in wanted
         ]
         commands += [(s, ("HGETALL", self._keys.frontier(s))) for s in range(count)]
         answers = self._shards.run_all(commands)
-        held = [[decode_group(field) for field in answer] for answer in answers[: len(wanted)]]
-        return held, [read_watermarks(answer) for answer in answers[len(wanted) :]]
+        stored = [[decode_group(field) for field in answer] for answer in answers[: len(wanted)]]
+        return stored, [read_watermarks(answer) for answer in answers[len(wanted) :]]
 
     def due(self, rule: Rule, until_ms: int, limit: int) -> list[list[bytes]]:
-        """Return, for every shard, the groups that are due at a time, the longest due first."""
+        """Return for every shard the groups that are due at a time, the longest due first."""
         return self._shards.run_all(
             [
                 (s, ("ZRANGEBYSCORE", self._keys.due(s, rule.key_suffix), "-inf", until_ms, "LIMIT", 0, limit))
@@ -181,21 +180,20 @@ class FoldStore:
         )
 
     def earliest(self, rules: Sequence[Rule]) -> dict[str, int]:
-        """Return when the first group of each rule is due; rules that hold nothing are left out."""
-        count = self._shards.options.shards
-        asked = [(rule, s) for rule in rules for s in range(count)]
+        """Return when the first group of each rule is due; rules without groups are left out."""
+        pairs = [(rule, s) for rule in rules for s in range(self._shards.options.shards)]
         answers = self._shards.run_all(
-            [(s, ("ZRANGE", self._keys.due(s, rule.key_suffix), 0, 0, "WITHSCORES")) for rule, s in asked]
+            [(s, ("ZRANGE", self._keys.due(s, rule.key_suffix), 0, 0, "WITHSCORES")) for rule, s in pairs]
         )
-        found: dict[str, int] = {}
-        for (rule, _), answer in zip(asked, answers, strict=True):
+        earliest: dict[str, int] = {}
+        for (rule, _), answer in zip(pairs, answers, strict=True):
             if answer:
                 due = int(float(answer[0][1] if isinstance(answer[0], list | tuple) else answer[1]))
-                found[rule.name] = min(due, found.get(rule.name, due))
-        return found
+                earliest[rule.name] = min(due, earliest.get(rule.name, due))
+        return earliest
 
     def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Sequence[GroupChange]) -> int:
-        """Make changes of a shard, in calls that are not too large; return how many were not, as somebody was faster.
+        """Make changes in a shard; return how many it refused because another writer was faster.
 
         Raises:
             StaleDriver: Another driver has taken the view over.
@@ -208,10 +206,10 @@ class FoldStore:
             refused += list(answer).count(0)
         return refused
 
-    def publish_watermarks(self, frontiers: dict[str, int]) -> None:
-        """Tell the tasks how far time has come for each rule."""
-        if frontiers:
-            pairs = [part for item in frontiers.items() for part in item]
+    def publish_watermarks(self, watermarks: dict[str, int]) -> None:
+        """Store the watermark of each rule, for the tasks to read."""
+        if watermarks:
+            pairs = [part for item in watermarks.items() for part in item]
             self._shards.run_all(
                 [(s, ("HSET", self._keys.frontier(s), *pairs)) for s in range(self._shards.options.shards)]
             )
@@ -223,13 +221,13 @@ def read_watermarks(answer: Any) -> dict[str, int]:
 
 
 WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")
-"""The keys of a rule that may change while it runs."""
+"""Keys of a rule that may change while it runs."""
 
 _MS = timedelta(milliseconds=1)
 
 
 def rule_of(name: str, fold: FoldSettings) -> Rule:
-    """Return a rule as it is applied."""
+    """Return the rule of a settings section."""
     return Rule(
         name=name,
         topics=fold.topics,
@@ -250,7 +248,7 @@ def _collect(output: str, text: str) -> Collect:
 
 
 def windows_of(fold: FoldSettings) -> Windows:
-    """Return what of a rule may change while its folds are open."""
+    """Return the windows of a settings section."""
     return Windows(
         quiet_ms=fold.quiet // _MS,
         max_wait_ms=fold.longest // _MS,
@@ -261,20 +259,20 @@ def windows_of(fold: FoldSettings) -> Windows:
 
 
 def rules_of(settings: Settings) -> dict[str, Rule]:
-    """Return all rules by name, in the order in which they are configured."""
+    """Return all rules by name, in configured order."""
     return {name: rule_of(name, fold) for name, fold in settings.folds.rules.items()}
 
 
 def outputs_of(rules: Mapping[str, Rule]) -> frozenset[str]:
-    """Return all topics that rules write to, with folded events or raw ones."""
+    """Return the topics of folded and raw events that rules write to."""
     return frozenset({topic for rule in rules.values() for topic in (rule.output, rule.raw)} - {""})
 
 
 def reads_topic(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:
     """Return whether a rule folds the events of a topic.
 
-    Args:
-        outputs: what rules write to. A pattern never means these, or it would fold folds; a list of names may.
+    ``outputs`` are the topics that rules write to. A pattern never matches these, or it would fold folds; a list of
+    names may include them.
     """
     if isinstance(rule.topics, str):
         return topic not in outputs and compile_pattern(rule.topics).fullmatch(topic) is not None
@@ -282,11 +280,11 @@ def reads_topic(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:
 
 
 def with_windows(settings: Settings, name: str, wanted: Mapping[str, object]) -> Rule:
-    """Return a rule with other windows: any of ``WINDOWS``, written as in the settings, and checked as they are.
+    """Return a rule with changed ``WINDOWS``, written and checked as in the settings.
 
     Raises:
-        KeyError: there is no such rule.
-        ValueError: with every problem, by key.
+        KeyError: There is no such rule.
+        ValueError: With every problem, by key.
     """
     rules = settings.folds.rules
     if unknown := sorted(set(wanted) - set(WINDOWS)):

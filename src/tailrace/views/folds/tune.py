@@ -1,17 +1,13 @@
-"""Tuning: what other windows would have made of a rule's past, as far back as wanted, from Kafka alone.
+"""Tuning: what other windows would have made of a rule's past, computed from Kafka alone.
 
-One Spark job looks into the records of the rule's topics as the pipeline does, brings the events of each group together
-in order, and folds them once for every candidate. Invariant: the figures of the configured window are those of a replay
-with it; a fold that was open when the past begins has lost its head, and one that is open at the end is closed when it
-would be due. The running maximum of a partition's times needs nothing from before: the first record that is read is the
-first whose time is not before the beginning, so all times before it are lower.
+One Spark job reads the records of the rule's topics as the pipeline does, sorts the events of each group by (time,
+partition, offset), and folds them once for every candidate. As the events are sorted, a fold is a range of consecutive
+events. A ``Trial`` counts exactly the folds that ``replay``, the rule itself, makes. It is several times faster: it
+asks the rule only about folds that may have become too large, and an upper bound of a fold's size costs nothing.
 
-Replays: what a rule would have made of events that are known in full, for several windows at once.
-
-The events of a group come in the order of (time, source, offset), so time is certain with each of them, and a fold is a
-stretch of consecutive events. Invariant: a trial counts exactly the folds that ``replay``, the rule itself, gives out.
-It is several times quicker, since it asks the rule only about folds that may have become too large: how large a fold is
-at most is known without gathering anything.
+Invariant: the figures of the configured windows are those of a replay with them. A fold that was open when the past
+begins has lost its first events; one that is open at the end closes when it would be due. Arrival times, the running
+maximum of a partition, need no records from before: the first record read is the first that is not older.
 """
 
 from __future__ import annotations
@@ -47,14 +43,14 @@ STEPS = 4
 """Candidates on either side of the configured window, each half or twice as long as its neighbour."""
 
 PRECISION = 8
-"""Bits of a delay that are kept: what is reported differs from what was by less than 0.4 %."""
+"""Significant bits of a rounded delay: the error is below 0.4 %."""
 
 MAX_DELAYS = 50_000
-"""Different delays that are counted before they are rounded."""
+"""Distinct delays above which they are rounded."""
 
 
 def replay(folding: Folding, inputs: Iterable[Input]) -> Iterator[ClosedFold]:
-    """Yield the folds of one group, whose events are in order."""
+    """Yield the folds of one group from its events in order."""
     clumps: list[Clump] = []
     for each in inputs:
         yield from folding.absorb(clumps, (each,), each.time)
@@ -62,32 +58,31 @@ def replay(folding: Folding, inputs: Iterable[Input]) -> Iterator[ClosedFold]:
 
 
 def scale_windows(windows: Windows, quiet_ms: int) -> Windows:
-    """Return windows with another quiet period: the longest wait keeps its proportion to it, limits stay the same."""
+    """Return windows with another quiet period and ``max_wait`` in proportion; the limits of size stay."""
     wait = max(1, round(windows.max_wait_ms * quiet_ms / windows.quiet_ms))
     return msgspec.structs.replace(windows, quiet_ms=quiet_ms, max_wait_ms=wait)
 
 
 def candidates(windows: Windows, quiets_ms: Iterable[int] = ()) -> list[Windows]:
-    """Return what to try, the shortest first: the given quiet periods, or some around the configured one, which is
-    always among them."""
+    """Return the candidates, shortest first: these quiet periods, or some around the configured one, and that one."""
     quiet = windows.quiet_ms
     wanted = set(quiets_ms) or {round(quiet * 2.0**step) for step in range(-STEPS, STEPS + 1)}
     return [scale_windows(windows, each) for each in sorted(wanted | {quiet}) if each > 0]
 
 
 class Figures(msgspec.Struct):
-    """What is counted of one candidate; sums of sums are sums, so parts can be counted apart."""
+    """The figures of one candidate. All are sums, so that parts can be counted apart and merged."""
 
     inputs: int = 0
     premature: int = 0
-    """Folds that opened less than twice the quiet period after the last event of one that fell quiet: with a window of
-    twice the length the two would have been one."""
+    """Folds that opened less than two quiet periods after the last event of a fold closed by ``quiet``: with twice the
+    quiet period the two would have been one."""
     waited_ms: int = 0
-    """Delays of all inputs together."""
+    """Sum of the delays of all inputs."""
     reasons: dict[str, int] = {}
-    """Folds by why they closed."""
+    """Reason -> number of folds."""
     delays: dict[int, int] = {}
-    """Inputs by how long after them their fold was due."""
+    """Delay from an input to the due time of its fold -> number of inputs."""
 
     @property
     def folds(self) -> int:
@@ -95,7 +90,7 @@ class Figures(msgspec.Struct):
 
     @property
     def ratio(self) -> float:
-        """How much less comes out than went in."""
+        """Share of events saved: 1 - folds / inputs."""
         return 1 - self.folds / self.inputs if self.inputs else 0.0
 
     @property
@@ -112,7 +107,7 @@ class Figures(msgspec.Struct):
         return 0
 
     def count(self, delays: Sequence[int]) -> None:
-        """Add the inputs of folds by their delays."""
+        """Add inputs by their delays."""
         self.inputs += len(delays)
         self.waited_ms += sum(delays)
         counts = Counter(self.delays)
@@ -120,7 +115,7 @@ class Figures(msgspec.Struct):
         self.delays = counts if len(counts) <= MAX_DELAYS else round_delays(counts)
 
     def merge(self, other: Figures) -> None:
-        """Add what was counted elsewhere."""
+        """Add the figures of another part."""
         self.inputs += other.inputs
         self.premature += other.premature
         self.waited_ms += other.waited_ms
@@ -129,7 +124,7 @@ class Figures(msgspec.Struct):
 
 
 def round_delays(delays: dict[int, int]) -> dict[int, int]:
-    """Return counts of delays by the middle of the range that each lies in; what is rounded already stays as it is."""
+    """Round delays to the middles of ranges; rounding again changes nothing."""
     found: dict[int, int] = {}
     for delay, n in delays.items():
         rest = delay.bit_length() - PRECISION
@@ -139,48 +134,49 @@ def round_delays(delays: dict[int, int]) -> dict[int, int]:
 
 
 class Inputs:
-    """Consecutive events of one group as columns; what collectors take of them is decoded where it is needed."""
+    """Consecutive events of one group as columns; extracts are decoded when needed."""
 
-    def __init__(self, take: Callable[[bytes], Sequence[Any]]) -> None:
-        self._take = take
+    def __init__(self, decode: Callable[[bytes], Sequence[Any]]) -> None:
+        self._decode = decode
         self.times: list[int] = []
         self.sizes: list[int] = []
         self._rest: list[tuple[str, int, bytes]] = []
 
     def extend(self, times: list[int], sizes: list[int], rest: Iterable[tuple[str, int, bytes]]) -> None:
-        """Add events; ``rest`` has source, offset and what is taken, encoded."""
+        """Add events; ``rest`` has their partitions, offsets and encoded extracts."""
         self.times += times
         self.sizes += sizes
         self._rest += rest
 
     def drop(self, count: int) -> None:
-        """Forget the first ones."""
+        """Drop the first events."""
         del self.times[:count], self.sizes[:count], self._rest[:count]
 
     def __getitem__(self, i: int) -> Input:
-        source, offset, taken = self._rest[i]
-        return Input(self.times[i], source, offset, self.sizes[i], self._take(taken))
+        partition, offset, extracts = self._rest[i]
+        return Input(self.times[i], partition, offset, self.sizes[i], self._decode(extracts))
 
 
 class Trial:
-    """One candidate, told of one group after the other."""
+    """The folding of one group after another with one candidate."""
 
     def __init__(self, collect: Sequence[Collect], windows: Windows) -> None:
         self.windows = windows
         self.figures = Figures()
         self.start = 0
-        """Where the open fold begins; all before it is done with."""
+        """Index at which the open fold begins."""
         self._folding = Folding(collect, windows)
         self._at = 0
         self._bound = 0
-        """How large the open fold is at most."""
+        """Upper bound of the open fold's size."""
         self._clumps: list[Clump] = []
-        """The open fold as the rule holds it, once it had to be asked; else nothing."""
+        """The open fold as the rule has it, once the rule had to be asked; else empty."""
         self._quieted: Time = NEVER
+        """Time of the last event of the fold before, if that closed by ``quiet``."""
         self._delays: list[int] = []
 
     def run(self, inputs: Inputs) -> None:
-        """Go on to the last of the inputs that are known."""
+        """Process the inputs up to the last that is present."""
         windows, times, sizes = self.windows, inputs.times, inputs.sizes
         quiet, max_wait, max_bytes, full = (
             windows.quiet_ms,
@@ -214,12 +210,12 @@ class Trial:
             self._count()
 
     def forget(self, count: int) -> None:
-        """Take note that the first inputs are dropped."""
+        """Adjust the indices after the first inputs were dropped."""
         self.start -= count
         self._at -= count
 
     def end_group(self, times: Sequence[int]) -> None:
-        """Close the open fold, if there is one: no more events of this group will come."""
+        """Close the open fold, if any: the group has no more events."""
         if self.start < len(times):
             opened, last = times[self.start], times[-1]
             due, reason = int(self.windows.due(opened, last)), self.windows.reason(opened, last)
@@ -228,12 +224,12 @@ class Trial:
         self._quieted = NEVER
 
     def end(self) -> Figures:
-        """Return what was counted."""
+        """Return the figures."""
         self._count()
         return msgspec.structs.replace(self.figures, delays=round_delays(self.figures.delays))
 
     def _weigh(self, inputs: Inputs, start: int, i: int) -> int:
-        """Ask the rule what becomes of the open fold with the next input; return where the open fold begins then."""
+        """Add the next input to the open fold by the rule itself; return where the open fold then begins."""
         clumps, absorb = self._clumps, self._folding.absorb
         if not clumps:
             for j in range(start, i):
@@ -259,17 +255,17 @@ class Trial:
 
 
 class Trials:
-    """All candidates, told of groups one after the other, each in as many parts as it comes in."""
+    """The trials of all candidates. Groups come one after another, each in any number of parts."""
 
     def __init__(
-        self, collect: Sequence[Collect], windows: Sequence[Windows], take: Callable[[bytes], Sequence[Any]]
+        self, collect: Sequence[Collect], windows: Sequence[Windows], decode: Callable[[bytes], Sequence[Any]]
     ) -> None:
         self._trials = [Trial(collect, each) for each in windows]
-        self._inputs = Inputs(take)
+        self._inputs = Inputs(decode)
         self._group = b""
 
     def feed(self, group: bytes, times: list[int], sizes: list[int], rest: Iterable[tuple[str, int, bytes]]) -> None:
-        """Take the next events of a group; those of another group end the one before."""
+        """Process the next events of a group; another group ends the one before."""
         if group != self._group:
             self._end_group()
             self._group = group
@@ -282,7 +278,7 @@ class Trials:
                 trial.forget(done)
 
     def end(self) -> list[Figures]:
-        """Return what was counted of each candidate."""
+        """Return the figures of each candidate."""
         self._end_group()
         return [trial.end() for trial in self._trials]
 
@@ -303,34 +299,35 @@ _COLUMNS = (
     "value",
     "CAST(NULL AS STRING) AS headers",
 )
-_INPUTS = "group binary, time long, source int, offset long, size long, taken binary"
+_INPUTS = "group binary, time long, partition int, offset long, size long, extracts binary"
 _COUNTED = "body binary"
 _TOTALS = b""
-"""The group of rows that only count: ``time`` of them for the reason in ``taken``."""
+"""Group of the rows that carry counts: ``time`` is the number of records, ``extracts`` the reason."""
 
 RECORD_COUNT = "records"
 
 
 class TuneResult(msgspec.Struct, frozen=True):
-    """What was counted: for each candidate, the shortest first."""
+    """The result of tuning."""
 
     rule: Rule
     since_ms: int
     records: int
-    """Records that were looked into."""
+    """Number of records read."""
     left_out: dict[str, int]
-    """Those that the rule does not fold, by reason."""
+    """Reason -> number of records that the rule does not fold."""
     figures: tuple[tuple[Windows, Figures], ...]
+    """Of each candidate, the shortest first."""
     seconds: float
 
 
 class TuneTask(msgspec.Struct, frozen=True):
-    """What the tasks must know."""
+    """The input of Spark's tasks."""
 
     rule: Rule
     windows: tuple[Windows, ...]
     limits: RecordLimits
-    sources: tuple[str, ...]
+    partitions: tuple[str, ...]
     """Sorted, so that their numbers have the order of their names."""
 
 
@@ -343,16 +340,16 @@ class OffsetRange(msgspec.Struct, frozen=True):
     end: int
 
     @property
-    def source(self) -> str:
+    def label(self) -> str:
         # Without its generation, which changes no order: names have no character between ":" and "@".
         return str(Partition(self.topic, self.partition))
 
 
 def known_rules(settings: Settings) -> dict[str, Rule]:
-    """Return the rules as the pipeline applies them; those that it does not know, as the settings have them."""
+    """Return the rules as the pipeline applies them; the others as configured."""
     shards = Shards(StoreOptions.of(settings.valkey))
     try:
-        applied = {name: known.rule for name, known in applied_rules(shards).items()}
+        applied = {name: each.rule for name, each in applied_rules(shards).items()}
     except (StoreUnavailable, StoreError):
         applied = {}
     finally:
@@ -361,14 +358,14 @@ def known_rules(settings: Settings) -> dict[str, Rule]:
 
 
 def rule_named(rules: Mapping[str, Rule], name: str) -> Rule:
-    """Return a rule that has a past in Kafka.
+    """Return a rule that reads topics.
 
     Raises:
-        BadRequest: There is no such rule, or it reads nothing.
+        BadRequest: There is no such rule, or it reads no topics.
     """
     if name not in rules:
-        told = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
-        raise BadRequest(f"there is no fold rule {name!r}: {told}")
+        listed = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
+        raise BadRequest(f"there is no fold rule {name!r}: {listed}")
     if not rules[name].topics:
         raise BadRequest(f"the rule {name!r} reads no topics: publishers feed it, and Kafka has no past of it")
     return rules[name]
@@ -387,12 +384,12 @@ def tune(
     """Fold a rule's past with several windows.
 
     Args:
-        quiets_ms: Quiet periods to try beside the configured one; without them, some shorter and some longer ones.
-        spark: A session that has Kafka's connector; one is started, and ended, without it.
+        quiets_ms: Quiet periods to try beside the configured one; by default some shorter and some longer ones.
+        spark: A session with Kafka's connector; by default one is started and stopped.
 
     Raises:
-        BadRequest: There is no such rule, or nothing for it to fold in that time.
-        BrokerUnavailable, PipelineError: It could not be done, or was given up.
+        BadRequest: There is no such rule, or the rule has nothing to fold since that time.
+        BrokerUnavailable, PipelineError: The job failed or was stopped.
     """
     started, rules = clock(), known_rules(settings)
     rule = rule_named(rules, name)
@@ -402,7 +399,7 @@ def tune(
     ranges = past.since(since_ms)
     with spark_for(settings, spark) as session:
         for attempt in range(ATTEMPTS):
-            work = TuneTask(rule, windows, limits, tuple(sorted(each.source for each in ranges)))
+            work = TuneTask(rule, windows, limits, tuple(sorted(each.label for each in ranges)))
             try:
                 rows = collect(session, _job(settings, session, work, ranges), stopped)
                 break
@@ -414,9 +411,9 @@ def tune(
     figures, totals = _sum_up(rows, len(windows))
     records = totals.pop(RECORD_COUNT, 0)
     if not figures[0].inputs:
-        told = ", ".join(f"{n:,} {why}" for why, n in sorted(totals.items()))
+        listed = ", ".join(f"{n:,} {why}" for why, n in sorted(totals.items()))
         raise BadRequest(
-            f"rule {name!r} folds none of the {records:,} records since {iso_time(since_ms)} ({told}): "
+            f"rule {name!r} folds none of the {records:,} records since {iso_time(since_ms)} ({listed}): "
             "try an earlier --since, or look at the rule's where and group"
         )
     pairs = tuple(zip(windows, figures, strict=True))
@@ -424,22 +421,22 @@ def tune(
 
 
 class _Past:
-    """Where a rule's events are in Kafka."""
+    """The offsets of a rule's events in Kafka."""
 
     def __init__(self, settings: Settings, rule: Rule, outputs: frozenset[str]) -> None:
         self._rule, self._outputs = rule, outputs
         self._broker = Broker(settings)
 
     def since(self, since_ms: int) -> list[OffsetRange]:
-        """Return what there is, in each partition from its first record that is not older.
+        """Return each partition's range from its first record that is not older.
 
         Raises:
-            BadRequest: There is nothing.
+            BadRequest: There are no such records.
         """
         topics = [t for name, t in self._broker.topics().items() if reads_topic(self._rule, name, self._outputs)]
         if not topics:
-            told = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
-            raise BadRequest(f"Kafka has no topic that rule {self._rule.name!r} and kafka.topics mean: {told}")
+            listed = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
+            raise BadRequest(f"Kafka has no topic that rule {self._rule.name!r} and kafka.topics mean: {listed}")
         bounds = self._broker.bounds(topics)
         found = self._broker.at_time(topics, since_ms)
         ranges = [
@@ -453,7 +450,7 @@ class _Past:
         return ranges
 
     def has_moved(self, ranges: Sequence[OffsetRange]) -> bool:
-        """Return whether Kafka no longer has all of it."""
+        """Return whether Kafka has dropped records of these ranges."""
         bounds = self._broker.bounds(self._broker.topics().values())
         return any(bounds.get((r.topic, r.partition), (r.first + 1, 0))[0] > r.first for r in ranges)
 
@@ -476,7 +473,7 @@ def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[Offset
     }
     most = tasks(settings, spark)
     if work.rule.clock == "event":
-        # Times of arrival need the whole partition in one task, in order; the records' own do not.
+        # Arrival times need the whole partition in one task, in order; the records' own times do not.
         options["minPartitions"] = str(most)
 
     def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -490,13 +487,13 @@ def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[Offset
     in_order = (
         rows.mapInArrow(look, _INPUTS)
         .repartition(most, "group")
-        .sortWithinPartitions("group", "time", "source", "offset")
+        .sortWithinPartitions("group", "time", "partition", "offset")
     )
     return in_order.mapInArrow(count, _COUNTED)
 
 
 def _sum_up(rows: Iterable[Any], candidates: int) -> tuple[list[Figures], Counter[str]]:
-    """Add up what the tasks counted."""
+    """Add up the figures of the tasks."""
     figures, totals = [Figures() for _ in range(candidates)], Counter[str]()
     for row in rows:
         parts, counts = _decode(row.body)
@@ -510,61 +507,58 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[list[Figures], dict[str, int]]).decode
 
 
-# What tasks do.
-
-
 def _read_inputs(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield what the rule takes of records, and at the end how many it left out, and why."""
+    """Yield the rule's inputs; at the end, the numbers of records and of those left out by reason."""
     reader, arrival = RuleReader(work.rule), work.rule.clock == "arrival"
-    numbers = {source: n for n, source in enumerate(work.sources)}
+    numbers = {label: n for n, label in enumerate(work.partitions)}
     newest: dict[Partition, int] = {}
     totals = Counter[str]()
     for batch in batches:
         for records in slices(batch, {}, work.limits):
             totals[RECORD_COUNT] += len(records)
-            source, times = records.partition, records.times
+            partition, times = records.partition, records.times
             if arrival:
-                times = list(accumulate(times, max, initial=newest.get(source, times[0])))[1:]
-                newest[source] = times[-1]
-            number, rows = numbers[str(source)], []
+                times = list(accumulate(times, max, initial=newest.get(partition, times[0])))[1:]
+                newest[partition] = times[-1]
+            number, rows = numbers[str(partition)], []
             for i, value in enumerate(records.values):
                 if value is None or i in records.poison:
                     totals["tombstone" if value is None else "poison"] += 1
                     continue
-                taken = reader.read(value, records.record(i) if reader.asks_record else None)
-                if isinstance(taken, str):
-                    totals[taken] += 1
+                found = reader.read(value, records.record(i) if reader.asks_record else None)
+                if isinstance(found, str):
+                    totals[found] += 1
                     continue
-                # Both sides of the shuffle run the same Python; of all encodings this one knows integers of any length.
-                body = marshal.dumps(tuple(taken.values))
-                rows.append((taken.group, times[i], number, records.offsets[i], taken.size, body))
+                # Both sides of the shuffle run the same Python; marshal has integers of any length.
+                body = marshal.dumps(tuple(found.extracts))
+                rows.append((found.group, times[i], number, records.offsets[i], found.size, body))
             yield _batch(rows)
     yield _batch([(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
 
 
 def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Fold groups whose events come in order, with every candidate; yield what was counted."""
+    """Fold the sorted events of groups with every candidate; yield the figures."""
     trials = Trials(work.rule.collect, work.windows, marshal.loads)
     totals = Counter[str]()
     for batch in batches:
         groups = batch.column(0)
-        times, sources, offsets, sizes, taken = (column.to_pylist() for column in batch.columns[1:])
+        times, partitions, offsets, sizes, extracts = (column.to_pylist() for column in batch.columns[1:])
         for low, high in pairwise([0, *_changes(groups), len(groups)]):
             if low == high:
                 continue
             group = groups[low].as_py()
             if group == _TOTALS:
                 for i in range(low, high):
-                    totals[taken[i].decode()] += times[i]
+                    totals[extracts[i].decode()] += times[i]
                 continue
-            names = map(work.sources.__getitem__, sources[low:high])
-            rest = zip(names, offsets[low:high], taken[low:high], strict=True)
+            names = map(work.partitions.__getitem__, partitions[low:high])
+            rest = zip(names, offsets[low:high], extracts[low:high], strict=True)
             trials.feed(group, times[low:high], sizes[low:high], rest)
     yield pa.RecordBatch.from_arrays([pa.array([_encode((trials.end(), totals))], pa.binary())], names=["body"])
 
 
 def _changes(column: Any) -> list[int]:
-    """Return where a column has another value than in the row before."""
+    """Return the rows whose value differs from the row before."""
     n = len(column)
     if n < 2:
         return []
@@ -575,10 +569,10 @@ _SCHEMA = pa.schema(
     [
         ("group", pa.binary()),
         ("time", pa.int64()),
-        ("source", pa.int32()),
+        ("partition", pa.int32()),
         ("offset", pa.int64()),
         ("size", pa.int64()),
-        ("taken", pa.binary()),
+        ("extracts", pa.binary()),
     ]
 )
 

@@ -1,13 +1,11 @@
-"""Folds in the one pass: a slice's events are added to what their groups hold, and what is closed then is given out.
+"""The writer of folds: it adds the events of a slice to their groups and emits the folds that close.
 
-A group may be touched by several tasks at once, and by whoever gives out what is due. So a task reads what the groups
-of its slices hold, adds to it, and writes it under the version that it read; when the shard finds another version it
-refuses the window, and the task reads and adds again.
+Several tasks, and an emitter, may change one group at the same time. So a task reads the states of the groups in its
+slices, adds the events, and writes each state with the version that it read. If the shard has another version it
+refuses the window; the task then reads the states and adds the events again. The events themselves are read only once.
 
-Looking into the events of a slice for fold rules: done once, however often what was found is folded.
-
-Times of arrival are a partition's running maximum. Every shard keeps it beside its mark, so that an event that is read
-again gets the same time.
+The arrival time of an event is the running maximum of the times in its partition. Every shard stores it beside its
+mark, so that an event which is read again gets the same time.
 """
 
 from __future__ import annotations
@@ -37,56 +35,55 @@ Key: TypeAlias = tuple[int, int, bytes]
 """Shard, number of the rule, group."""
 
 Inputs: TypeAlias = list[Any]
-"""What ``Folding.absorb`` takes, in the order of offsets: plain tuples, since one is made for every event."""
+"""``Input`` fields in offset order, as plain tuples: one is made for every event."""
 
 
 class CompiledRule(NamedTuple):
-    """A rule at work."""
+    """A rule with its reader, its folding, and a cache of the shards of its groups."""
 
     rule: Rule
     reader: RuleReader
     folding: Folding
     homes: dict[bytes, int]
-    """Shards of groups that were seen."""
 
 
 class SliceInputs(NamedTuple):
-    """What was found in a slice."""
+    """The inputs that the rules take from a slice."""
 
     records: Slice
     groups: dict[Key, Inputs]
     stored: list[list[int]]
-    """For each shard the offsets of the records that it counts as stored: each record once, whatever rules take it."""
+    """For each shard, the offsets that it counts as stored: each record once, however many rules take it."""
     skipped: dict[int, str]
     """Row -> why no rule takes it."""
-    passed_on: list[tuple[int, int]]
-    """Row and rule of the events that are passed on as they are."""
+    raw: list[tuple[int, int]]
+    """Row and rule of the events to forward unchanged."""
     arrivals: list[int]
-    """Of each record the running-maximum time of its partition."""
+    """Arrival time of each record."""
     size: int
-    """How many bytes it may add to folds at most."""
+    """Upper bound of the bytes that the inputs add to folds."""
 
 
 class InputReader:
-    """Looks into slices for all rules together."""
+    """Reads slices for all rules together."""
 
     def __init__(self, shards: int, rules: Sequence[Rule]) -> None:
         self._shards = shards
-        self.rulings = [CompiledRule(rule, RuleReader(rule), rule.folding(), {}) for rule in rules]
+        self.rules = [CompiledRule(rule, RuleReader(rule), rule.folding(), {}) for rule in rules]
         self._outputs = frozenset(topic for rule in rules for topic in (rule.output, rule.raw) if topic)
-        self._reading: dict[str, list[int]] = {}
+        self._rules_by_topic: dict[str, list[int]] = {}
 
-    def look(self, records: Slice, place: AppliedMarks, now_ms: int) -> SliceInputs:
-        """Look into a slice. A record from the future is taken for one of now."""
+    def read(self, records: Slice, applied: AppliedMarks, now_ms: int) -> SliceInputs:
+        """Read a slice; a record from the future counts as one of now."""
         groups: dict[Key, Inputs] = {}
         stored: list[list[int]] = [[] for _ in range(self._shards)]
         skipped: dict[int, str] = {}
-        passed_on: list[tuple[int, int]] = []
+        raw: list[tuple[int, int]] = []
         times = records.times if max(records.times) <= now_ms else [min(t, now_ms) for t in records.times]
-        arrivals = arrivals_of(records.offsets, times, place)
-        source, offsets, poison = str(records.partition), records.offsets, records.poison
+        arrivals = arrivals_of(records.offsets, times, applied)
+        label, offsets, poison = str(records.partition), records.offsets, records.poison
         chosen = [
-            (n, self.rulings[n], arrivals if self.rulings[n].rule.clock == "arrival" else times)
+            (n, self.rules[n], arrivals if self.rules[n].rule.clock == "arrival" else times)
             for n in self._rules_of(records.partition.topic)
         ]
         total = 0
@@ -97,56 +94,56 @@ class InputReader:
             if poison and i in poison:
                 continue
             why, counted = NO_RULE, False
-            for n, ruling, clock in chosen:
-                taken = ruling.reader.read(value, records.record(i) if ruling.reader.asks_record else None)
+            for n, compiled, clock in chosen:
+                taken = compiled.reader.read(value, records.record(i) if compiled.reader.asks_record else None)
                 if isinstance(taken, str):
                     why = taken
                     continue
-                group, size, values = taken
-                shard = ruling.homes.get(group)
+                group, size, extracts = taken
+                shard = compiled.homes.get(group)
                 if shard is None:
-                    shard = self._home(ruling, group)
+                    shard = self._home(compiled, group)
                 offset = offsets[i]
                 added = groups.get((shard, n, group))
                 if added is None:
                     added = groups[shard, n, group] = []
-                added.append((clock[i], source, offset, size, values))
+                added.append((clock[i], label, offset, size, extracts))
                 total += size
                 if not counted:
                     stored[shard].append(offset)
                     counted = True
-                if ruling.rule.raw:
-                    passed_on.append((i, n))
+                if compiled.rule.raw:
+                    raw.append((i, n))
             if not counted:
                 skipped[i] = why
-        return SliceInputs(records, groups, stored, skipped, passed_on, arrivals, total)
+        return SliceInputs(records, groups, stored, skipped, raw, arrivals, total)
 
-    def _home(self, ruling: CompiledRule, group: bytes) -> int:
-        if len(ruling.homes) >= CACHE_SIZE:
-            ruling.homes.clear()
-        shard = ruling.rule.shard(group, self._shards)
+    def _home(self, compiled: CompiledRule, group: bytes) -> int:
+        if len(compiled.homes) >= CACHE_SIZE:
+            compiled.homes.clear()
+        shard = compiled.rule.shard(group, self._shards)
         if len(group) <= MAX_CACHED_GROUP:
-            ruling.homes[group] = shard
+            compiled.homes[group] = shard
         return shard
 
     def _rules_of(self, topic: str) -> list[int]:
-        known = self._reading.get(topic)
-        if known is None:
-            known = [n for n, ruling in enumerate(self.rulings) if reads_topic(ruling.rule, topic, self._outputs)]
-            self._reading[topic] = known
-        return known
+        numbers = self._rules_by_topic.get(topic)
+        if numbers is None:
+            numbers = [n for n, compiled in enumerate(self.rules) if reads_topic(compiled.rule, topic, self._outputs)]
+            self._rules_by_topic[topic] = numbers
+        return numbers
 
 
-def arrivals_of(offsets: Sequence[int], times: Sequence[int], place: AppliedMarks) -> list[int]:
-    """Return the running-maximum times of a slice, from what the shards know of the records before it.
+def arrivals_of(offsets: Sequence[int], times: Sequence[int], applied: AppliedMarks) -> list[int]:
+    """Return the arrival times of a slice, continuing from the times that the shards store beside their marks.
 
-    A shard whose mark lies before the slice knows the time up to its mark; the one that came furthest knows it up to
-    the slice. If all shards are further, nothing is asked of the records up to the lowest mark.
+    Of the shards with marks before the slice, the furthest has the time up to the slice. If all marks lie inside or
+    behind the slice, the times of records up to the lowest mark are not needed.
     """
-    before = [(mark, time) for time, mark in place.times if mark < offsets[0]]
+    before = [(mark, time) for time, mark in applied.times if mark < offsets[0]]
     if before:
         return list(accumulate(times, max, initial=max(before)[1]))[1:]
-    time, mark = min(place.times, key=lambda known: known[1])
+    time, mark = min(applied.times, key=lambda pair: pair[1])
     begin = bisect_right(offsets, mark)
     return [time] * begin + list(accumulate(times[begin:], max, initial=time))[1:]
 
@@ -155,35 +152,34 @@ _encode_headers = msgspec.msgpack.Encoder().encode
 
 
 class _Group:
-    """What a group holds, as far as this task knows."""
+    """The state of a group as this task knows it; ``clumps`` are decoded when first needed."""
 
-    __slots__ = ("clumps", "held", "version")
+    __slots__ = ("clumps", "stored", "version")
 
-    def __init__(self, held: StoredGroup) -> None:
-        self.version = held.version
-        self.held = held
+    def __init__(self, stored: StoredGroup) -> None:
+        self.version = stored.version
+        self.stored = stored
         self.clumps: list[Clump] | None = None
 
 
 class FoldsPlan(msgspec.Struct, frozen=True):
-    """What tasks must know to fold events."""
+    """The rules that tasks apply."""
 
     rules: tuple[Rule, ...] = ()
     name: str = VIEW
 
     @classmethod
     def of(cls, settings: Settings) -> FoldsPlan:
-        """Return the plan that the settings give; the driver replaces windows that were changed since."""
+        """Return the plan of the settings; the driver puts in the windows that users changed since."""
         return cls(tuple(rules_of(settings).values()))
 
     def writer(self, plan: Plan) -> Writer:
-        """Make the writer."""
         shards, windows = plan.store.shards, plan.window_runs
         return FoldsWriter(shards, self.rules, window_bytes=plan.window_bytes, window_groups=windows)
 
 
 class FoldsWriter(Writer):
-    """The view of all fold rules."""
+    """Writes the view for all rules."""
 
     name = VIEW
     span_ms = DAY_MS
@@ -200,62 +196,62 @@ class FoldsWriter(Writer):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._shards, self._clock = shards, clock
-        self._looker = InputReader(shards, rules)
-        # A state that changes is sent as a whole, though an event adds little to it.
-        self._bytes, self._groups = 4 * window_bytes * shards, window_groups * shards
-        self._looked: dict[int, SliceInputs] = {}
-        self._held: dict[Key, _Group] = {}
-        self._frontiers: list[dict[str, int]] = []
-        """For each shard those of the rules: a shard that lost its last writes has its own time."""
+        self._reader = InputReader(shards, rules)
+        # A changed state is sent as a whole, though an event adds little to it.
+        self._max_bytes, self._max_groups = 4 * window_bytes * shards, window_groups * shards
+        self._inputs: dict[int, SliceInputs] = {}
+        self._states: dict[Key, _Group] = {}
+        self._watermarks: list[dict[str, int]] = []
+        """Watermarks by rule, for each shard: a shard that lost its last writes is behind the others."""
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
-        """Look into the slices, and read what their groups hold."""
+        """Read the slices and the states of their groups."""
         now_ms = round(self._clock() * 1000)
-        known, self._looked = self._looked, {}
+        before, self._inputs = self._inputs, {}
         wanted: dict[tuple[int, int], dict[bytes, None]] = {}
-        for records, place in work:
-            looked = known.get(id(records))
-            if looked is None or looked.records is not records:
-                looked = self._looker.look(records, place, now_ms)
-            self._looked[id(records)] = looked
-            for (shard, n, group), added in looked.groups.items():
-                if added[-1][2] > place.marks[shard]:
+        for records, applied in work:
+            found = before.get(id(records))
+            if found is None or found.records is not records:
+                found = self._reader.read(records, applied, now_ms)
+            self._inputs[id(records)] = found
+            for (shard, n, group), added in found.groups.items():
+                if added[-1][2] > applied.marks[shard]:
                     wanted.setdefault((shard, n), {})[group] = None
-        rulings = self._looker.rulings
-        asked = [(shard, rulings[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
-        held, self._frontiers = FoldStore(shards).read(asked)
-        self._held = {
+        rules = self._reader.rules
+        listed = [(shard, rules[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
+        stored, self._watermarks = FoldStore(shards).read(listed)
+        self._states = {
             (shard, n, group): _Group(h)
-            for ((shard, n), groups), answer in zip(wanted.items(), held, strict=True)
+            for ((shard, n), groups), answer in zip(wanted.items(), stored, strict=True)
             for group, h in zip(groups, answer, strict=True)
         }
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
-        """Return the windows of a slice. Call after ``load``; what is written is remembered for the slices after it."""
-        looked = self._looked[id(records)]
+        """Return the windows of a slice; call after ``load``. The slices after it build on the states it writes."""
+        found = self._inputs[id(records)]
         begin = bisect_right(records.offsets, min(marks))
         windows: list[Window] = []
-        for first, end in self._parts(looked, begin):
-            windows += self._windows(looked, first, end, marks)
+        for first, end in self._parts(found, begin):
+            windows += self._windows(found, first, end, marks)
         return windows
 
-    def _parts(self, looked: SliceInputs, begin: int) -> Iterator[tuple[int, int]]:
-        """Yield the rows of a slice in parts that are small enough for one call to each shard, more or less."""
-        rows = len(looked.records) - begin
+    def _parts(self, found: SliceInputs, begin: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of rows that fit roughly into one call to each shard."""
+        rows = len(found.records) - begin
         if rows <= 0:
             return
-        stored = sum(len(known.held.state) for key in looked.groups if (known := self._held.get(key)))
-        parts = max(len(looked.groups) // self._groups, (stored + looked.size) // self._bytes) + 1
+        stored = sum(len(group.stored.state) for key in found.groups if (group := self._states.get(key)))
+        parts = max(len(found.groups) // self._max_groups, (stored + found.size) // self._max_bytes) + 1
         bounds = sorted({begin + rows * i // parts for i in range(parts + 1)})
         yield from pairwise(bounds)
 
-    def _windows(self, looked: SliceInputs, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
-        records = looked.records
+    def _windows(self, found: SliceInputs, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
+        records = found.records
         home = home_of(records.partition, self._shards)
-        first, last, newest = records.offsets[begin], records.offsets[end - 1], looked.arrivals[end - 1]
+        first, last, newest = records.offsets[begin], records.offsets[end - 1], found.arrivals[end - 1]
         whole = first == records.offsets[0] and end == len(records)
         inputs: list[dict[tuple[int, bytes], Inputs]] = [{} for _ in range(self._shards)]
-        for (shard, n, group), added in looked.groups.items():
+        for (shard, n, group), added in found.groups.items():
             if not whole or first <= marks[shard]:
                 added = _between(added, max(first, marks[shard] + 1), last)
             if added:
@@ -266,60 +262,60 @@ class FoldsWriter(Writer):
             if marks[shard] >= last:
                 continue
             items = self._items(shard, inputs[shard], version)
-            offsets = looked.stored[shard]
+            offsets = found.stored[shard]
             if stored := bisect_right(offsets, last) - bisect_left(offsets, max(first, marks[shard] + 1)):
                 items += ["C", "stored", stored]
             if shard == home:
-                items += self._books(looked, max(begin, bisect_right(records.offsets, marks[home])), end)
+                items += self._home_items(found, max(begin, bisect_right(records.offsets, marks[home])), end)
             if items or marks[home] >= last:
                 windows.append(Window(shard, last, [*items, "T", newest], newest))
         return windows
 
     def _items(self, shard: int, inputs: Mapping[tuple[int, bytes], Inputs], version: bytes) -> list[Arg]:
-        """Add events to the groups of one shard; return what it has to write."""
+        """Add events to the groups of one shard; return the items that it must write."""
         written: dict[int, list[Arg]] = {}
         counted: dict[int, int] = {}
         closed: list[Arg] = []
         for (n, group), added in inputs.items():
-            rule, _, folding, _ = self._looker.rulings[n]
-            known = self._held[shard, n, group]
-            if known.clumps is None:
-                known.clumps = folding.load(known.held.state) if known.held.state else []
-            clumps: list[Clump] = known.clumps
-            frontier: Time = self._frontiers[shard].get(rule.name, NEVER)
-            finished = folding.absorb(clumps, added, frontier)
+            rule, _, folding, _ = self._reader.rules[n]
+            state = self._states[shard, n, group]
+            if state.clumps is None:
+                state.clumps = folding.load(state.stored.state) if state.stored.state else []
+            clumps: list[Clump] = state.clumps
+            watermark: Time = self._watermarks[shard].get(rule.name, NEVER)
+            finished = folding.absorb(clumps, added, watermark)
             value = version + folding.dump(clumps) if clumps else b""
             due = folding.due(clumps) if clumps else 0
             near = int((finished[0].clump if finished else clumps[0]).opened) - 2 * rule.windows.quiet_ms
-            written.setdefault(n, []).extend((group, known.version, value, due, near))
+            written.setdefault(n, []).extend((group, state.version, value, due, near))
             counted[n] = counted.get(n, 0) + len(added)
-            known.version = version if clumps else b""
+            state.version = version if clumps else b""
             if finished:
-                emitted = int(frontier) if frontier > NEVER else 0
+                emitted = int(watermark) if watermark > NEVER else 0
                 for fold in emit_arguments(rule, group, finished, emitted):
                     closed += ["F", rule.key_suffix, group, *fold]
                 if early := _premature(finished, clumps, rule.windows.quiet_ms):
                     closed += ["C", f"premature:{rule.name}", early]
         items: list[Arg] = []
         for n, groups in written.items():
-            items += ["G", self._looker.rulings[n].rule.key_suffix, counted[n], len(groups) // 5, *groups]
+            items += ["G", self._reader.rules[n].rule.key_suffix, counted[n], len(groups) // 5, *groups]
         return items + closed
 
-    def _books(self, looked: SliceInputs, begin: int, end: int) -> list[Arg]:
-        """Return what the source's home shard counts, and the events that are passed on as they are."""
-        records = looked.records
+    def _home_items(self, found: SliceInputs, begin: int, end: int) -> list[Arg]:
+        """Return the items of the partition's home shard: its counters, and the events to forward unchanged."""
+        records = found.records
         items: list[Arg] = ["C", "in", end - begin]
         if dead := sum(begin <= i < end for i in records.poison):
             items += ["C", "dead", dead]
         skipped: dict[str, int] = {}
-        for i, why in looked.skipped.items():
+        for i, why in found.skipped.items():
             if begin <= i < end:
                 skipped[why] = skipped.get(why, 0) + 1
         for why, n in skipped.items():
             items += ["C", f"skipped:{why}", n]
-        for row, n in looked.passed_on:
+        for row, n in found.raw:
             if begin <= row < end:
-                items += _raw_event(records, row, self._looker.rulings[n].rule)
+                items += _raw_event(records, row, self._reader.rules[n].rule)
         return items
 
 
@@ -334,7 +330,7 @@ def _between(inputs: Inputs, first: int, last: int) -> Inputs:
 
 
 def _premature(finished: Sequence[ClosedFold], clumps: Sequence[Clump], quiet_ms: int) -> int:
-    """Return how many folds that fell quiet would have been one with the next in a window of twice the length."""
+    """Return how many folds closed by ``quiet`` would have joined the next fold with twice the quiet period."""
     after: list[Clump] = [*(f.clump for f in finished[1:]), *clumps[:1]]
     return sum(
         f.reason == "quiet" and after[i].opened - f.clump.last < 2 * quiet_ms
