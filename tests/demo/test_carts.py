@@ -12,13 +12,13 @@ import pytest
 
 from tailrace.config.load import load as load_settings
 from tailrace.config.settings import Settings
-from tailrace.demo.carts import RULES, THINGS, TOPIC, Carts, examples, with_tags
+from tailrace.demo.carts import RULES, THINGS, TOPIC, examples, stories, with_tags
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
 
 
 def told(seed: int, seconds: float, rate: float = 0.5) -> list[dict[str, Any]]:
-    found = list(Carts(Random(seed), lambda: BEGAN, rate).until(seconds))
+    found = list(stories(Random(seed), lambda: BEGAN, rate).until(seconds))
     assert {topic for topic, _ in found} <= {TOPIC}
     return [event for _, event in found]
 

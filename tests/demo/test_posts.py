@@ -14,7 +14,8 @@ import pytest
 
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
-from tailrace.demo.posts import METRICS, STEP, Post, posts, steps, with_rule
+from tailrace.demo.engine import STEP
+from tailrace.demo.posts import METRICS, Post, posts, steps, with_rule
 from tailrace.views.folds.model import ClosedFold, Clump, Input
 from tailrace.views.folds.rule import RuleInput, RuleReader
 from tailrace.views.folds.store import rules_of

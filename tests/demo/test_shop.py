@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tailrace.config.load import load
+from tailrace.demo.engine import STEP, Event, Stories
 from tailrace.demo.shop import (
     ACCOUNTS,
     EU,
@@ -24,13 +25,10 @@ from tailrace.demo.shop import (
     NUMBERS,
     PAYMENTS,
     SEARCHES,
-    STEP,
     TOPICS,
     US,
-    Shop,
-    Told,
-    searches,
-    steps,
+    examples,
+    stories,
 )
 from tailrace.query import Record
 from tailrace.views.grep.model import make_search
@@ -39,8 +37,8 @@ MINUTES = 60.0
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
 
 
-def shop(seed: int, orders: float = 2.0) -> Shop:
-    return Shop(Random(seed), lambda: BEGAN, orders)
+def shop(seed: int, orders: float = 2.0) -> Stories:
+    return stories(Random(seed), lambda: BEGAN, orders)
 
 
 def told(seed: int, seconds: float, orders: float = 2.0) -> list[tuple[str, dict[str, Any]]]:
@@ -62,14 +60,14 @@ def test_the_same_seed_tells_the_same_events() -> None:
 
 def test_what_is_told_does_not_depend_on_how_often_it_is_asked_for() -> None:
     asked = shop(1)
-    assert [event for _, sent in islice(steps(asked), 600) for event in sent] == told(1, 600 * STEP)
+    assert [event for _, sent in islice(asked.plan(), 600) for event in sent] == told(1, 600 * STEP)
 
 
 def test_an_event_tells_the_time_at_which_it_is_asked_for() -> None:
     times = itertools.count()
-    asked = Shop(Random(1), lambda: BEGAN + timedelta(seconds=next(times)), 2.0)
+    asked = stories(Random(1), lambda: BEGAN + timedelta(seconds=next(times)), 2.0)
     first, second = islice(asked.until(60), 2)
-    assert [event["value"]["at"] for _, event in (first, second)] == [  # type: ignore[index]
+    assert [event["value"]["at"] for _, event in (first, second)] == [
         "2026-11-15T08:00:00.000Z",
         "2026-11-15T08:00:01.000Z",
     ]
@@ -144,9 +142,9 @@ def test_each_search_to_try_finds_something_in_minutes_but_not_everything(line: 
     search = make_search(topics, msgspec.json.decode(query), key)
     compiled, over = search.compiled(), search.topic_pattern()
 
-    def matches(given: Told) -> bool:
+    def matches(given: Event) -> bool:
         topic, event = given
-        record = Record(topic, 0, 0, 0, event["key"], {})  # type: ignore[arg-type]
+        record = Record(topic, 0, 0, 0, event["key"], {})
         return topic in over and compiled.matches(event["value"], record)
 
     events = told(7, 5 * MINUTES)
@@ -159,6 +157,6 @@ def test_searches_are_named_only_where_they_would_find_something(
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
         monkeypatch.delenv(name)
-    assert searches(load()) == SEARCHES
-    assert searches(load(flags={"demo.orders": 0})) == ()
-    assert searches(load(flags={"pipeline.views": ["days", "folds"]})) == ()
+    assert examples(load()) == SEARCHES
+    assert examples(load(flags={"demo.orders": 0})) == ()
+    assert examples(load(flags={"pipeline.views": ["days", "folds"]})) == ()

@@ -56,7 +56,7 @@ def demo(port: Port = None, folder: Folder = None, config: Config = None) -> Non
         demo=True,
         console=Console(),
         example=jobs.example(settings.demo.queues, settings.demo.jobsets),
-        searches=(*shop.searches(settings), *carts.examples(settings), *cars.examples(settings)),
+        searches=(*shop.examples(settings), *carts.examples(settings), *cars.examples(settings)),
         pages=cars.pages(settings),
     )
     raise typer.Exit(code)

@@ -6,99 +6,56 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import islice
 from random import Random
 
 from tailrace.client.river import River, connect
 from tailrace.config.load import load
-from tailrace.config.settings import Demo, Settings
-from tailrace.demo.cars import Laps
-from tailrace.demo.cars import steps as lap_steps
-from tailrace.demo.carts import Carts
-from tailrace.demo.carts import steps as cart_steps
-from tailrace.demo.jobs import bursts, stories
-from tailrace.demo.posts import posts, steps
-from tailrace.demo.shop import Shop, Told
-from tailrace.demo.shop import steps as shop_steps
+from tailrace.config.settings import Settings
+from tailrace.demo import cars, carts, jobs, posts, shop
+from tailrace.demo.engine import Plan
 from tailrace.errors import TailraceError
 
 logger = logging.getLogger(__name__)
 
-LONGEST_RETRY = 10.0
-
-Plan = Iterable[tuple[float, Iterable[Told]]]
-"""Steps without end: how long to wait, and the events to send then."""
-
-
-def _jobs(settings: Demo, random: Random) -> Plan:
-    told = stories(random, _now, queues=settings.queues, jobsets=settings.jobsets)
-    for wait, count in bursts(random, settings.rate):
-        yield wait, ((settings.topic, event) for event in islice(told, count))
-
-
-def _posts(settings: Demo, random: Random) -> Plan:
-    for wait, events in steps(posts(random, settings.accounts)):
-        yield wait, [(settings.posts_topic, event) for event in events]
-
-
-def _orders(settings: Demo, random: Random) -> Plan:
-    return shop_steps(Shop(random, _now, settings.orders)) if settings.orders else ()
-
-
-def _carts(settings: Demo, random: Random) -> Plan:
-    return cart_steps(Carts(random, _now, settings.carts)) if settings.carts else ()
-
-
-def _laps(settings: Demo, random: Random) -> Plan:
-    return lap_steps(Laps(random, _now, settings.cars)) if settings.cars else ()
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
+LONGEST_RETRY_S = 10.0
 
 
 async def send(settings: Settings, random: Random) -> None:
-    """Send all samples to the service until cancelled."""
-    demo, serve = settings.demo, settings.serve
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serve.host, serve.host)
-    others, third, fourth, fifth = (Random(random.getrandbits(64)) for _ in range(4))
-    async with connect(f"http://{host}:{serve.port}") as river:
-        plans: tuple[Plan, ...] = (
-            _jobs(demo, random),
-            _posts(demo, others),
-            _orders(demo, third),
-            _carts(demo, fourth),
-            _laps(demo, fifth),
-        )
-        await asyncio.gather(*(_deliver(river, plan) for plan in plans))
+    """Send the events of all sources to the service until cancelled."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.serve.host, settings.serve.host)
+    async with connect(f"http://{host}:{settings.serve.port}") as river:
+        # Each source has its own random numbers, so that the settings of one change nothing for the others.
+        plans = [
+            source.plan(settings.demo, Random(random.getrandbits(64)), lambda: datetime.now(UTC))
+            for source in (jobs, posts, shop, carts, cars)
+        ]
+        await asyncio.gather(*(_follow(river, plan) for plan in plans))
 
 
-async def _deliver(river: River, plan: Plan) -> None:
-    """Send the events of a plan, each step at its time."""
-    for wait, told in plan:
+async def _follow(river: River, plan: Plan) -> None:
+    for wait, events in plan:
         await asyncio.sleep(wait)
         batches: dict[str, list[dict[str, object]]] = {}
-        for topic, event in told:
+        for topic, event in events:
             batches.setdefault(topic, []).append(event)
         for topic, batch in batches.items():
             await _put(river, topic, batch)
 
 
 async def _put(river: River, topic: str, batch: list[dict[str, object]]) -> None:
-    """Send a batch; one that may not have arrived is sent again."""
-    again = 0.25
+    """Send a batch; repeat it while it may not have arrived."""
+    delay = 0.25
     while True:
         try:
             await river.put(topic, batch)
         except TailraceError as error:
             if not error.retryable:
                 raise
-            logger.warning("%s; trying again in %.1f s", error, again)
-            await asyncio.sleep(again)
-            again = min(2 * again, LONGEST_RETRY)
+            logger.warning("%s; trying again in %.1f s", error, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LONGEST_RETRY_S)
         else:
             return
 
@@ -113,7 +70,7 @@ async def _run(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Run the sample source until SIGTERM, with the settings of the environment."""
+    """Send until SIGTERM, with the settings of the environment."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

@@ -1,18 +1,12 @@
-"""The fifth sample source of ``tailrace demo``: cars that drive laps, with twenty channels each, in one stream.
+"""Sample data for sessions: cars that drive laps and send the telemetry of twenty channels each.
 
 A car leaves the garage, which opens a session with a new identity, drives some laps, and closes the session when it is
-back; after a pause it goes out again. Ten times in a second it sends what its channels measured meanwhile, at 1 to
-1000 Hz, and what happened: gears, sectors, laps, warnings. What happens is a pure function of the random numbers and
-the clock. All records have the same key, so they are in one partition and all cars are in one stream.
+back; after a pause it goes out again. Ten times per second it sends the samples of its channels, at 1 to 1000 Hz, and
+events: gears, sectors, laps, warnings. All records have the same key, so they are in one partition, and all cars are in
+one stream. The state of a car is computed tick by tick; faster samples are interpolated between ticks.
 
-A car of the demo on its track: how it drives, and what its sensors give.
-
-It is computed tick by tick, from the random numbers alone; what is measured more often lies between two ticks.
-
-The configuration of the demo's cars: names, units and limits of what is measured, and how raw values are converted.
-
-There is one of each kind of conversion: by a formula, by a table, and to text; and one channel whose bits are three
-parameters.
+The configuration has one conversion of each kind, by formula, by table and to text, and one channel whose bits are
+three parameters.
 """
 
 from __future__ import annotations
@@ -24,18 +18,18 @@ from base64 import b64encode
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import count
+from itertools import repeat
 from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.config.settings import Settings
-from tailrace.demo.shop import Told
+from tailrace.config.settings import Demo, Settings
+from tailrace.demo.engine import Clock, Event, Plan
 
 MS = 1_000_000
 TICK = 10 * MS
-"""How often the state is computed, in nanoseconds."""
+"""Interval at which the state is computed, in nanoseconds."""
 
 TRACK = 2_600.0
 SECTORS = (850.0, 1_700.0)
@@ -43,20 +37,20 @@ _SPEEDS = (
     (0, 62), (380, 83), (470, 28), (620, 44), (720, 31), (900, 58), (1_250, 84), (1_360, 22), (1_500, 40),
     (1_640, 52), (1_760, 36), (1_900, 55), (2_180, 76), (2_280, 33), (2_400, 46), (2_600, 62),
 )  # fmt: skip
-"""How fast one can be where: metres from the line, and metres per second."""
+"""Target speed along the track: metres from the line, metres per second."""
 _CURVES = (
     (0, 0.0), (430, 0.0), (480, 0.034), (600, 0.002), (700, -0.025), (820, -0.003), (1_300, 0.0), (1_370, 0.05),
     (1_480, 0.004), (1_700, -0.006), (1_770, -0.021), (1_880, 0.0), (2_220, 0.0), (2_290, 0.024), (2_390, 0.0),
     (2_600, 0.0),
 )  # fmt: skip
-"""How the track bends: metres from the line, and one over the radius; positive to the right."""
+"""Curvature along the track: metres from the line, one over the radius; positive to the right."""
 _GEARS = (0.0, 15.0, 25.0, 35.0, 46.0, 57.0, 68.0, 78.0)
-"""The speeds from which on a gear is taken."""
+"""Lowest speed of each gear."""
 GEAR, LAP, SECTOR, WARNING = range(1, 5)
 
 
 class Sensor(NamedTuple):
-    """What is measured: its type, how often in a second, and what the sensor gives so many seconds after a tick."""
+    """A channel: its type, its samples per second, and its raw value so many seconds after a tick."""
 
     name: str
     type: str
@@ -66,7 +60,7 @@ class Sensor(NamedTuple):
 
     @property
     def interval(self) -> int:
-        """Between two samples, in nanoseconds; 0 if it has none."""
+        """Nanoseconds between two samples; 0 if they are irregular."""
         return 1_000_000_000 // self.rate if self.rate else 0
 
 
@@ -80,7 +74,7 @@ class Car:
         self.tyres, self.water, self.oil, self.fuel, self.hot = [78.0] * 4, 71.0, 64.0, 9.5, False
 
     def go(self) -> Iterator[tuple[int, str, tuple[float, ...]]]:
-        """Drive for a tick; tell what happened at its end: an event's definition, its text and its values."""
+        """Drive for a tick; yield the events at its end: definition, text and values."""
         step = TICK / 1e9
         wanted = _between(_SPEEDS, (self.at + 0.45 * self.speed) % TRACK) * self._skill
         self.pull = max(-38.0, min(13.0 - 0.1 * self.speed, 2.4 * (wanted - self.speed)))
@@ -118,35 +112,35 @@ class Car:
 
     @property
     def side(self) -> float:
-        """The acceleration to the side, in g."""
+        """Acceleration to the side, in g."""
         return self.speed * self.speed * self.bend / 9.81
 
     @property
     def turns(self) -> float:
-        """Of the engine, in a minute."""
+        """Revolutions of the engine per minute."""
         low = _GEARS[self.gear - 1]
         high = _GEARS[self.gear] if self.gear < len(_GEARS) else 92.0
         return 6_800 + 5_000 * (self.speed - low) / (high - low)
 
     @property
     def throttle(self) -> float:
-        """How far the pedal is down, from 0 to 1."""
+        """Position of the throttle, from 0 to 1."""
         return max(0.0, min(1.0, 0.15 + self.pull / 8))
 
     @property
     def brake(self) -> float:
-        """How hard it brakes, from 0 to 1."""
+        """Force on the brake, from 0 to 1."""
         return max(0.0, min(1.0, -self.pull / 38))
 
     @property
     def status(self) -> int:
-        """The gear in bits 0 to 3, whether the wing is flat in bit 4, and how the tyres are in bits 8 and 9."""
+        """Gear in bits 0 to 3, flat wing in bit 4, state of the tyres in bits 8 and 9."""
         flat = self.speed > 66 and not self.brake
         tyres = 2 if self.hot else int(max(self.tyres) > 90)
         return self.gear | flat << 4 | tyres << 8
 
     def noise(self, width: float) -> float:
-        """Return what no sensor is without."""
+        """Return a random error of a sensor."""
         return self.random.gauss(0, width)
 
 
@@ -185,12 +179,12 @@ CHANNELS = (
     Sensor("tOil", "u8", 1, lambda car, _: 2 * car.oil),
     Sensor("mFuel", "f64", 0, lambda car, _: car.fuel, "timestamped"),
 )
-"""Their numbers, in the stream and in the configuration, are 1, 2, 3 in this order."""
+"""The channels; their numbers, in the stream and in the configuration, are 1, 2, 3 in this order."""
 _LIMITS = {"u8": (0, 255), "s16": (-32_768, 32_767), "u16": (0, 65_535)}
 
 
 def raw(channel: Sensor, car: Car, after: float = 0.0) -> float:
-    """Return a sample as the sensor gives it: within what its type can say, before any conversion."""
+    """Return a raw sample, clipped to the range of its type."""
     value = channel.read(car, after)
     if channel.type in _LIMITS:
         low, high = _LIMITS[channel.type]
@@ -198,11 +192,11 @@ def raw(channel: Sensor, car: Car, after: float = 0.0) -> float:
     return round(value, 3)
 
 
-def _between(points: tuple[tuple[float, float], ...], place: float) -> float:
-    """Return what the straight line between two points says."""
-    after = bisect(points, place, key=lambda point: point[0])
+def _between(points: tuple[tuple[float, float], ...], at: float) -> float:
+    """Interpolate linearly between points."""
+    after = bisect(points, at, key=lambda point: point[0])
     (x, y), (other_x, other_y) = points[after - 1], points[min(after, len(points) - 1)]
-    return y if other_x == x else y + (other_y - y) * (place - x) / (other_x - x)
+    return y if other_x == x else y + (other_y - y) * (at - x) / (other_x - x)
 
 
 _WHEELS = ("FL", "FR", "RL", "RR")
@@ -276,54 +270,54 @@ CONFIGURATION: dict[str, Any] = {
     }
 }  # fmt: skip
 IDENTIFIER = "demo-car-" + hashlib.sha256(msgspec.json.encode(CONFIGURATION, order="sorted")).hexdigest()[:8]
-"""What a configuration is published under never changes, so another content has another name."""
+"""Identifier of the configuration: another content has another one, since a published configuration never changes."""
 
 
 TOPIC = "telemetry"
 KEY = ["garage"]
 STEP = 0.1
-"""What a car measures in so many seconds is one record."""
+"""Seconds of samples in one record."""
 TICKS = 10
-"""In a record."""
+"""Ticks in one record."""
 LATEST = 20 * TICKS
-"""So many ticks behind the clock a car has not been heard for a while, and goes on with what is now."""
+"""Ticks behind the clock at which a car skips the time it missed."""
 
 DRIVERS = ("Ada", "Grace", "Edsger", "Barbara", "Tony", "Radia")
 _FORMATS = {"u8": "B", "s16": "h", "u16": "H", "f32": "f", "f64": "d"}
 _PACKED = 500
-"""Channels with so many samples in a second are sent as bytes, the others as numbers."""
+"""Samples per second from which on a channel is sent as bytes instead of numbers."""
 _ROW = [(number, channel) for number, channel in enumerate(CHANNELS, 1) if channel.source == "row"]
 
 
 class _Garage:
-    """One car's place: what it sends, stint by stint."""
+    """The records of one car, stint by stint."""
 
     def __init__(self, random: Random, number: int) -> None:
         self._random, self._number = random, number
         self._stint, self._last = 0, 0
         self._leaves: int | None = None
         self._identity, self._driver = "", ""
-        self._car, self._ticks, self._told = Car(random), 0, 0
+        self._car, self._ticks, self._sent_until = Car(random), 0, 0
 
     def until(self, now: int) -> Iterator[dict[str, Any]]:
-        """Tell what was not told yet, up to a moment in nanoseconds."""
+        """Yield the records up to a time in nanoseconds that were not yielded before."""
         if self._leaves is None:
             self._leaves = now + (self._number - 1) * 3_000 * MS
         if not self._identity:
             if now < self._leaves:
                 return
             yield self._open(now)
-        late = (now - self._told) // TICK - LATEST
+        late = (now - self._sent_until) // TICK - LATEST
         if late > 0:
-            self._told += late // TICKS * TICKS * TICK
-        while self._identity and self._told + TICKS * TICK <= now:
+            self._sent_until += late // TICKS * TICKS * TICK
+        while self._identity and self._sent_until + TICKS * TICK <= now:
             yield from self._drive()
 
     def _open(self, now: int) -> dict[str, Any]:
         self._stint += 1
         self._identity = f"car-{self._number}-{self._random.getrandbits(40):010x}"
         self._driver, self._last = self._random.choice(DRIVERS), self._random.randint(4, 7)
-        self._car, self._ticks, self._told = Car(self._random), 0, now // MS * MS
+        self._car, self._ticks, self._sent_until = Car(self._random), 0, now // MS * MS
         at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=now // MS)
         json = {
             "state": "open",
@@ -335,7 +329,7 @@ class _Garage:
         return self._record("open", json=json, configs={IDENTIFIER: CONFIGURATION})
 
     def _drive(self) -> Iterator[dict[str, Any]]:
-        car, start = self._car, self._told
+        car, start = self._car, self._sent_until
         samples: dict[int, list[float]] = {}
         rows: list[dict[str, Any]] = []
         times: list[int] = []
@@ -352,18 +346,18 @@ class _Garage:
                 elif (self._ticks + tick) % (100 // channel.rate) == 0:
                     samples.setdefault(number, []).append(raw(channel, car))
             if tick == 0:
-                values = [raw(channel, car) for _, channel in _ROW]
-                rows.append({"channels": [number for number, _ in _ROW], "time": at, "values": values})
+                row = [raw(channel, car) for _, channel in _ROW]
+                rows.append({"channels": [number for number, _ in _ROW], "time": at, "values": row})
             if car.random.random() < 0.08 * car.throttle:
                 times.append(at + car.random.randrange(TICK // 1_000) * 1_000)
-            for definition, text, told in car.go():
-                events.append({"id": definition, "app": "CAR", "time": at + TICK, "text": text, "values": told})
-        self._ticks, self._told = self._ticks + TICKS, start + TICKS * TICK
+            for definition, text, values in car.go():
+                events.append({"id": definition, "app": "CAR", "time": at + TICK, "text": text, "values": values})
+        self._ticks, self._sent_until = self._ticks + TICKS, start + TICKS * TICK
         more: dict[str, Any] = {"rows": rows, "events": events} if events else {"rows": rows}
         if times:
             number = len(CHANNELS)
             more["timestamped"] = [{"channel": number, "times": times, "values": [round(car.fuel, 4)] * len(times)}]
-        yield self._record("data", periodic=[_series(n, start, values) for n, values in samples.items()], **more)
+        yield self._record("data", periodic=[_series(n, start, each) for n, each in samples.items()], **more)
         if car.lap != lap:
             yield self._record("session", json={"details": self._details()})
         if car.lap > self._last:
@@ -373,17 +367,12 @@ class _Garage:
         state = "truncated" if self._random.random() < 0.1 else "closed"
         yield self._record("close", state=state)
         self._identity = ""
-        self._leaves = self._told + self._random.randint(6_000, 14_000) * MS
+        self._leaves = self._sent_until + self._random.randint(6_000, 14_000) * MS
 
     def _details(self) -> dict[str, Any]:
         best = {"bestLap": round(self._car.best, 2)} if self._car.best else {}
-        return {
-            "car": self._number,
-            "driver": self._driver,
-            "track": "Tailrace Ring",
-            "laps": self._car.lap - 1,
-            **best,
-        }
+        car = {"car": self._number, "driver": self._driver, "track": "Tailrace Ring"}
+        return {**car, "laps": self._car.lap - 1, **best}
 
     def _record(self, type_: str, **more: object) -> dict[str, Any]:
         return {"type": type_, "session": self._identity, **more}
@@ -391,21 +380,21 @@ class _Garage:
 
 def _series(number: int, start: int, values: list[float]) -> dict[str, Any]:
     channel = CHANNELS[number - 1]
-    said: dict[str, Any] = {"channel": number, "start": start, "interval": channel.interval}
+    head: dict[str, Any] = {"channel": number, "start": start, "interval": channel.interval}
     if channel.rate < _PACKED:
-        return {**said, "values": values}
-    return {**said, "data": b64encode(struct.pack(f"<{len(values)}{_FORMATS[channel.type]}", *values)).decode()}
+        return {**head, "values": values}
+    return {**head, "data": b64encode(struct.pack(f"<{len(values)}{_FORMATS[channel.type]}", *values)).decode()}
 
 
 class Laps:
-    """So many cars."""
+    """The records of all cars."""
 
-    def __init__(self, random: Random, clock: Callable[[], datetime], cars: int) -> None:
+    def __init__(self, random: Random, clock: Clock, cars: int) -> None:
         self._clock = clock
         self._cars = [_Garage(Random(random.getrandbits(64)), number) for number in range(1, cars + 1)]
 
-    def go(self) -> Iterator[Told]:
-        """Tell what has happened up to now and was not told yet, car by car."""
+    def go(self) -> Iterator[Event]:
+        """Yield the records up to now that were not yielded before, car by car."""
         since = self._clock().astimezone(UTC) - datetime(1970, 1, 1, tzinfo=UTC)
         now = since // timedelta(microseconds=1) * 1_000
         for car in self._cars:
@@ -413,30 +402,27 @@ class Laps:
                 yield TOPIC, {"key": KEY, "value": value}
 
 
-def steps(laps: Laps) -> Iterator[tuple[float, Iterator[Told]]]:
-    """Say how long to wait, and what to send then; it is told when it is asked for."""
-    for _ in count():
-        yield STEP, laps.go()
+def plan(settings: Demo, random: Random, clock: Clock) -> Plan:
+    """Return the plan of the cars' records."""
+    laps = Laps(random, clock, settings.cars)
+    return ((wait, laps.go()) for wait in repeat(STEP)) if settings.cars else ()
 
 
 def with_sessions(settings: Settings) -> Settings:
-    """Return settings with sessions of the cars.
-
-    Who has said which topics have sessions, or leaves out the view, gets the settings back as they are.
-    """
-    told = settings.origin("sessions.topics") != "default" or settings.sessions.is_used
-    if told or "sessions" not in settings.pipeline.views or not settings.demo.cars:
+    """Return settings with sessions of the cars; unchanged if topics are configured, or the view is off."""
+    configured = settings.origin("sessions.topics") != "default" or settings.sessions.is_used
+    if configured or "sessions" not in settings.pipeline.views or not settings.demo.cars:
         return settings
-    # The cars may be under way before the pipeline is: without their first record nobody knows what they say.
+    # The cars may start before the pipeline does, and their first record has the configuration.
     update = {"topics": (TOPIC,), "begin": "start"}
     return settings.model_copy(update={"sessions": settings.sessions.model_copy(update=update)})
 
 
 def pages(settings: Settings) -> tuple[str, ...]:
-    """Return what to open in a browser, as paths of the service."""
+    """Return pages to open in a browser, as paths of the service."""
     return ("/sessions",) if examples(settings) else ()
 
 
 def examples(settings: Settings) -> tuple[str, ...]:
-    """Return what to try, as arguments of ``tailrace``; nothing where the demo would have nothing for it."""
+    """Return commands to try, as arguments of ``tailrace``; none where they would show nothing."""
     return ("sessions ls",) if settings.demo.cars and "sessions" in settings.pipeline.views else ()

@@ -1,16 +1,19 @@
-"""Sample events of a cluster that runs jobs, for ``tailrace demo``.
+"""Sample data for day streams: a cluster that runs jobs.
 
 Queues hold jobsets, a jobset runs a few jobs, and a job goes from submitted over queued, leased and running to
 succeeded or failed, with retries and preemptions between. When all its jobs are done the jobset finishes and later
-starts again. The events are a pure function of the random numbers and the clock.
+starts again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from itertools import islice
 from random import Random
 from typing import Any
+
+from tailrace.config.settings import Demo
+from tailrace.demo.engine import Clock, Plan, now_text
 
 QUEUES = ("research", "batch", "media", "finance", "ops")
 JOBSETS = (
@@ -42,16 +45,16 @@ class _Jobset:
         self.succeeded = self.failed = 0
 
     def next(self, random: Random) -> dict[str, Any]:
-        """Take one step and tell it."""
+        """Take one step and return its event."""
         if not self.run or (not self.jobs and self.succeeded + self.failed == 0):
             return self._start(random)
         if not self.jobs:
-            told = {"succeeded": self.succeeded, "failed": self.failed}
+            counts = {"succeeded": self.succeeded, "failed": self.failed}
             state = "finished" if not self.failed else "finished-with-failures"
             self.succeeded = self.failed = 0
-            return {"type": "jobset.finished", "state": state, **told}
+            return {"type": "jobset.finished", "state": state, **counts}
         job = random.choice(self.jobs[:6])
-        told = self._step(job, random)
+        details = self._step(job, random)
         return {
             "type": f"job.{job.state}",
             "job": job.id,
@@ -59,7 +62,7 @@ class _Jobset:
             "user": job.user,
             "resources": {"cpu": job.cpu, "memory": f"{4 * job.cpu}Gi", "gpu": job.gpu},
             **({"node": job.node} if job.node else {}),
-            **told,
+            **details,
         }
 
     def _start(self, random: Random) -> dict[str, Any]:
@@ -108,8 +111,8 @@ class _Jobset:
         if final:
             self.jobs.remove(job)
             self.failed += 1
-        told = {"exit_code": code, "reason": reason, "message": message.format(step=random.randint(1, 900))}
-        return {**told, "seconds": seconds, "final": final}
+        cause = {"exit_code": code, "reason": reason, "message": message.format(step=random.randint(1, 900))}
+        return {**cause, "seconds": seconds, "final": final}
 
 
 def _slots(queues: int, jobsets: int) -> list[tuple[str, str]]:
@@ -121,32 +124,29 @@ def _slots(queues: int, jobsets: int) -> list[tuple[str, str]]:
 
 
 def example(queues: int, jobsets: int) -> str:
-    """The name of a stream that the demo is sure to have."""
+    """Return the name of a stream that the demo is sure to have."""
     return "/".join(_slots(queues, jobsets)[0])
 
 
-def stories(
-    random: Random, clock: Callable[[], datetime], *, queues: int = 3, jobsets: int = 12
-) -> Iterator[dict[str, object]]:
-    """Tell without end what happens on the cluster, as events for ``River.put``."""
+def plan(settings: Demo, random: Random, clock: Clock) -> Plan:
+    """Return the plan of the jobs' events."""
+    events = stories(random, clock, queues=settings.queues, jobsets=settings.jobsets)
+    for wait, count in bursts(random, settings.rate):
+        yield wait, ((settings.topic, event) for event in islice(events, count))
+
+
+def stories(random: Random, clock: Clock, *, queues: int = 3, jobsets: int = 12) -> Iterator[dict[str, object]]:
+    """Yield the events of the cluster without end, for ``River.put``."""
     running = [_Jobset(queue, name) for queue, name in _slots(queues, jobsets)]
     while True:
         jobset = random.choice(running)
-        told = jobset.next(random)
-        at = clock().astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        value = {
-            "type": told.pop("type"),
-            "at": at,
-            "queue": jobset.queue,
-            "jobset": jobset.name,
-            "run": jobset.run,
-            **told,
-        }
-        yield {"key": [jobset.queue, jobset.name], "value": value}
+        event = jobset.next(random)
+        head = {"type": event.pop("type"), "at": now_text(clock), "queue": jobset.queue, "jobset": jobset.name}
+        yield {"key": [jobset.queue, jobset.name], "value": {**head, "run": jobset.run, **event}}
 
 
 def bursts(random: Random, rate: float) -> Iterator[tuple[float, int]]:
-    """Say without end how long to wait and how many events to send then: ``rate`` per second on average, unevenly."""
+    """Yield how long to wait and how many events to send then, without end: ``rate`` per second on average."""
     due = 0.0
     while True:
         wait = random.uniform(0.05, 0.4)

@@ -1,28 +1,21 @@
-"""The third sample source of ``tailrace demo``: a shop on two continents, so that searches have something to search.
+"""Sample data for searches: orders, payments and log lines of a shop on two continents.
 
 Each order is a story over several topics: it is placed, some seconds later it is paid, or that fails and is perhaps
-tried again, and the services that have to do with it write log lines meanwhile. The stories and their times are a pure
-function of the random numbers; only the time that an event tells is the clock's.
+tried again, and the services involved write log lines meanwhile.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from itertools import count
+from collections.abc import Iterator
 from random import Random
-from typing import Any, NamedTuple
 
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Demo, Settings
+from tailrace.demo.engine import Clock, Line, Plan, Stories
 
 EU, US, PAYMENTS, LOGS = TOPICS = ("orders-eu", "orders-us", "payments", "logs")
-STEP = 0.2
-"""What happens in so many seconds is sent together."""
-
 ACCOUNTS = 40
 NUMBERS = range(1000, 10_000)
-"""Order numbers. They come again and again, each for the same account: every key is a day stream of its own."""
+"""Order numbers; each belongs to the same account whenever it recurs."""
 
 HOSTS = {
     "storefront": ("web-1", "web-2", "web-3"),
@@ -42,53 +35,21 @@ SEARCHES = (
     """grep logs '{"level": "ERROR", "message": {"$regex": "pay-2"}}' -o @-1h""",
     """grep 'orders-.*|payments' '{}' --key '["acc-17"]' -o @-1h""",
 )
-"""Failed payments above 100, errors that have to do with a host, and all of an account: arguments of ``tailrace``."""
-
-Told = tuple[str, dict[str, object]]
-"""A topic, and an event for ``River.put``."""
+"""Arguments of ``tailrace`` that find failed payments above 100, errors about a host, and all events of an account."""
 
 
-class _Happening(NamedTuple):
-    at: float
-    number: int
-    """Of two at one time the earlier made comes first."""
-    topic: str
-    key: list[str]
-    value: dict[str, Any]
+def stories(random: Random, clock: Clock, orders: float) -> Stories:
+    """Return the stories of ``orders`` per second, on average."""
+    return Stories(random, clock, orders, NUMBERS, _story)
 
 
-class Shop:
-    """A shop with so many orders per second, on average."""
-
-    def __init__(self, random: Random, clock: Callable[[], datetime], orders: float) -> None:
-        self._random, self._clock, self._rate = random, clock, orders
-        self._sold, self._made = random.choice(NUMBERS), count()
-        self._next = random.expovariate(orders) if orders else float("inf")
-        self._due: list[_Happening] = []
-
-    def until(self, seconds: float) -> Iterator[Told]:
-        """Tell what has happened up to so many seconds from the beginning and was not told yet, in its order."""
-        while self._next <= seconds:
-            self._sell(self._next)
-            self._next += self._random.expovariate(self._rate)
-        while self._due and self._due[0].at <= seconds:
-            told = heapq.heappop(self._due)
-            at = self._clock().astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-            yield told.topic, {"key": told.key, "value": {"at": at, **told.value}}
-
-    def _sell(self, at: float) -> None:
-        # Each order has numbers of its own, so that what becomes of one changes nothing for the next.
-        for seconds, topic, key, value in _story(Random(self._random.getrandbits(64)), self._sold):
-            heapq.heappush(self._due, _Happening(at + seconds, next(self._made), topic, key, value))
-        self._sold = self._sold + 1 if self._sold + 1 in NUMBERS else NUMBERS[0]
-
-
-Line = tuple[float, str, list[str], dict[str, Any]]
-"""Seconds from the beginning of an order, a topic, a key, and a value without its time."""
+def plan(settings: Demo, random: Random, clock: Clock) -> Plan:
+    """Return the plan of the shop's events."""
+    return stories(random, clock, settings.orders).plan()
 
 
 class _Order:
-    """What is known of an order when it is placed, and the lines that are told of it."""
+    """An order, and the lines of its story."""
 
     def __init__(self, random: Random, number: int) -> None:
         self._random = random
@@ -104,15 +65,15 @@ class _Order:
         return f"{self.total:.2f} {self.currency}"
 
     def placed(self) -> Line:
-        told = {"type": "order.placed", "order": self.order, "account": self.account, "total": self.total}
+        value = {"type": "order.placed", "order": self.order, "account": self.account, "total": self.total}
         more = {"currency": self.currency, "items": self.items, "express": self._random.random() < 0.2}
-        return 0.0, self.topic, [self.account, self.order], {**told, **more, "trace": self.trace}
+        return 0.0, self.topic, [self.account, self.order], {**value, **more, "trace": self.trace}
 
     def payment(self, after: float, host: str, attempt: int, reason: str) -> Line:
         status = {"status": "failed", "reason": reason} if reason else {"status": "paid"}
-        asked = {"order": self.order, "account": self.account, "amount": self.total, "currency": self.currency}
+        order = {"order": self.order, "account": self.account, "amount": self.total, "currency": self.currency}
         method, provider = self._random.choice(METHODS), self._random.choice(PROVIDERS)
-        value = {"type": "payment", **status, **asked, "method": method, "attempt": attempt, "host": host}
+        value = {"type": "payment", **status, **order, "method": method, "attempt": attempt, "host": host}
         number = f"p-{self._random.getrandbits(40):010x}"
         more = {"provider": {"name": provider, "fee": round(self.total * 0.014, 2)}, "trace": self.trace}
         return after, PAYMENTS, [self.account, self.order], {**value, "payment": number, "region": self.region, **more}
@@ -125,13 +86,13 @@ class _Order:
 
 
 def _story(random: Random, number: int) -> Iterator[Line]:
-    """Tell what becomes of an order, from when it is placed."""
+    """Yield the events of an order, from when it is placed."""
     it = _Order(random, number)
     web, app, pay, stock = map(random.choice, HOSTS.values())
     things = f"{len(it.items)} item(s)"
     yield it.placed()
-    taken = f"POST /orders of {it.account} answered with 201: {it.order} goes to {app}"
-    yield it.log(0.0, "storefront", web, "INFO", taken)
+    accepted = f"POST /orders of {it.account} answered with 201: {it.order} goes to {app}"
+    yield it.log(0.0, "storefront", web, "INFO", accepted)
     yield it.log(0.1, "checkout", app, "INFO", f"{it.order} of {it.account} has {things}, {it.sum} in all")
     if random.random() < 0.1:
         yield it.log(0.2, "checkout", app, "WARN", f"{pay} is slow to take {it.order}: {web} was told to wait")
@@ -150,19 +111,12 @@ def _story(random: Random, number: int) -> Iterator[Line]:
     if reason:
         yield it.log(after, "checkout", app, "WARN", f"{it.order} of {it.account} is given up: {reason}, says {pay}")
     elif random.random() < 0.03:
-        yield it.log(
-            after, "warehouse", stock, "ERROR", f"no answer from the scale while packing {it.order}, for {app}"
-        )
+        silent = f"no answer from the scale while packing {it.order}, for {app}"
+        yield it.log(after, "warehouse", stock, "ERROR", silent)
     else:
         yield it.log(after, "warehouse", stock, "INFO", f"{it.order} is packed at {stock}: {things} for {it.account}")
 
 
-def steps(shop: Shop) -> Iterator[tuple[float, Iterator[Told]]]:
-    """Say how long to wait, and what to send then; it is told when it is asked for."""
-    for step in count(1):
-        yield STEP, shop.until(step * STEP)
-
-
-def searches(settings: Settings) -> tuple[str, ...]:
-    """Return searches to try, as arguments of ``tailrace``; none where the demo would have nothing for them."""
+def examples(settings: Settings) -> tuple[str, ...]:
+    """Return searches to try, as arguments of ``tailrace``; none where they would find nothing."""
     return SEARCHES if settings.demo.orders and "matches" in settings.pipeline.views else ()
