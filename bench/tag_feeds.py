@@ -18,6 +18,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from bench.latency import send
 from bench.meter import percentile
+from tailrace.api.requests import TagFeedParameters
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.driver.job import Driver
@@ -77,7 +78,7 @@ async def opened(settings: Settings) -> AsyncIterator[TagStore]:
 
 async def frames(store: TagStore, tag: str, **parameters: Any) -> AsyncGenerator[list[EventFrame], None]:
     """Yield the events of a feed as they come, several at a time."""
-    request = make_tag_request((tag,), now_ms=now_ms(), own_cursors=store.own_cursors, **parameters)
+    request = make_tag_request((tag,), TagFeedParameters(**parameters), now_ms=now_ms(), own_cursors=store.own_cursors)
     assert request is not None
     feed = await store.open(request)
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.api import Event
+    from tailrace.api.answers import Event
     from tailrace.client.following import Feed
     from tailrace.client.river import River, connect
     from tailrace.errors import TailraceError
@@ -26,7 +26,7 @@ __all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "Tailra
 
 _HOMES = {
     "Burst": "tailrace.views.sessions.client",
-    "Event": "tailrace.api",
+    "Event": "tailrace.api.answers",
     "Feed": "tailrace.client.following",
     "Folder": "tailrace.views.folds.folder",
     "River": "tailrace.client.river",

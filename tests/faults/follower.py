@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 
+from tailrace.api.requests import FeedParameters
 from tailrace.errors import TailraceError
 from tailrace.log.feed import LogFeeds
 from tailrace.log.hub import Hub
@@ -68,7 +69,7 @@ class Follower:
 
     async def _take(self, feeds: LogFeeds) -> None:
         start = None if self.cursor else "start"
-        request = make_request((self._name,), now_ms=now_ms(), start=start, after=self.cursor)
+        request = make_request((self._name,), FeedParameters(start=start, after=self.cursor), now_ms=now_ms())
         assert request is not None
         async for frames in await feeds.open(request):
             for frame in frames:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from confluent_kafka import Producer
 
+from tailrace.api.requests import GrepParameters
 from tailrace.config.load import load
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
@@ -58,7 +59,9 @@ class Searcher:
     async def _read(self, service: Service) -> None:
         while True:
             start = None if self._cursor else "start"
-            request = make_grep_request(self.search, now_ms=now_ms(), start=start, last_event_id=self._cursor)
+            request = make_grep_request(
+                self.search, GrepParameters(start=start), now_ms=now_ms(), last_event_id=self._cursor
+            )
             assert request is not None
             try:
                 feed = await service.part_of(VIEW, GrepService).feeds.open(request)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tailrace.api.requests import FeedParameters
 from tailrace.log.feed import LogFeed, LogFeeds
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, make_request
@@ -46,8 +47,8 @@ class Rig(Reading):
     def __init__(self, feeds: LogFeeds, logs: Logs, hub: Hub) -> None:
         self.feeds, self.logs, self.hub = feeds, logs, hub
 
-    async def open(self, *names: str, **parameters: Any) -> LogFeed:
-        request = make_request(names, now_ms=now_ms(), **parameters)
+    async def open(self, *names: str, last_event_id: str | None = None, **parameters: Any) -> LogFeed:
+        request = make_request(names, FeedParameters(**parameters), now_ms=now_ms(), last_event_id=last_event_id)
         assert request is not None
         return await self.feeds.open(request)
 

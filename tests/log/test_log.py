@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from typing import Any
 
 import pytest
 
+from tailrace.api.requests import FeedParameters
 from tailrace.errors import BadRequest, CursorError, CursorGone, StoreError, StreamNotFound
 from tailrace.log.request import ControlFrame, EventFrame, Moved, make_request
 from tailrace.valkey.shards import StoreOptions
@@ -78,7 +80,7 @@ async def test_a_feed_says_when_it_has_caught_up_and_when_it_ends(store: StoreOp
         assert isinstance(frames[-2], ControlFrame)
         assert controls(await feeds.all("a", start="start", limit=4)) == ["end"]
         end = frames[-1].cursor
-        assert make_request(("a",), now_ms=now_ms(), last_event_id=end) is None
+        assert make_request(("a",), FeedParameters(), now_ms=now_ms(), last_event_id=end) is None
         assert await feeds.ids("a", after=end) == []
         follower = Follower(await feeds.open("a", start="start"))
         await follower.until(len(wanted))
@@ -298,9 +300,10 @@ async def test_a_damaged_log_stops_its_own_readers_and_nobody_else(store: StoreO
         ({"names": ("a", "b"), "last_event_id": "1.2"}, CursorError),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(parameters: dict[str, object], error: type[Exception]) -> None:
+def test_a_request_that_cannot_be_served_is_refused(parameters: dict[str, Any], error: type[Exception]) -> None:
+    names, last_event_id = parameters.pop("names"), parameters.pop("last_event_id", None)
     with pytest.raises(error):
-        make_request(now_ms=now_ms(), **parameters)  # type: ignore[arg-type]
+        make_request(names, FeedParameters(**parameters), now_ms=now_ms(), last_event_id=last_event_id)
 
 
 def _iso(time_ms: int) -> str:

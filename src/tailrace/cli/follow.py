@@ -20,8 +20,8 @@ from tailrace.cli.output import Messages, is_plain, run, visible
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from tailrace.api import Control, Event
-    from tailrace.client.following import Feed, FeedParameters
+    from tailrace.api.answers import Control, Event
+    from tailrace.client.following import Feed, FeedKeywords
     from tailrace.client.river import River
 
 
@@ -97,7 +97,7 @@ class Printer:
         """Return the cursor without what only the same request understands."""
         return cursor.partition("~")[0]
 
-    def parameters(self) -> FeedParameters:
+    def parameters(self) -> FeedKeywords:
         options = self.options
         return {
             "after": options.after,

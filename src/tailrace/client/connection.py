@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
 import msgspec
 
-from tailrace.api import error_of
-from tailrace.client.following import Feed, FeedParameters, Query
+from tailrace.api.requests import FeedParameters, GrepParameters
+from tailrace.client.answers import error_of
+from tailrace.client.following import Feed, FeedKeywords
 from tailrace.errors import BadRequest, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:7070"
@@ -67,25 +68,24 @@ class Connection:
         except httpx.TransportError as error:
             if method == "POST" and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 unknown = "what was sent last may have taken effect or not"
-                raise Unavailable(f"{self.url} did not answer ({_said(error)}): {unknown}") from None
+                raise Unavailable(f"{self.url} did not answer ({_reason(error)}): {unknown}") from None
             raise self._unreachable(error) from None
         if response.status_code >= 400:
             raise error_of(response.status_code, response.content)
         return response.content
 
-    def _feed(self, path: str, query: Query, document: str | None = None, **given: Unpack[FeedParameters]) -> Feed:
-        """Make a feed. ``document`` is what ``query`` has as ``q``: such a request may go in a body, if it is long."""
-        after, start = given.get("after"), given.get("start")
-        if after is not None and start is not None:
+    def _feed(self, path: str, kind: type[FeedParameters], options: FeedKeywords, **more: Any) -> Feed:
+        """Make a feed; ``more`` are the parameters that its view adds. A query that is long goes in a body."""
+        given: dict[str, Any] = {**options, **more}
+        on_control = given.pop("on_control", None)
+        parameters = kind(**given)
+        if parameters.after is not None and parameters.start is not None:
             raise BadRequest("give either after= (a cursor) or start=, not both")
-        asked = {"after": after, "from": start, "until": given.get("until"), "limit": given.get("limit")}
-        query += [(key, value) for key, value in asked.items() if value is not None]
-        query += [("follow", given.get("follow", True)), ("missing", given.get("missing", "wait"))]
-        query += [("on_gap", given.get("on_gap", "skip"))]
+        query = {name: value for name, value in msgspec.to_builtins(parameters).items() if value is not None}
         body = None
-        if document is not None and len(str(httpx.QueryParams(query))) > LONGEST_ADDRESS:
-            body, query = msgspec.json.encode({**dict(query), "q": msgspec.Raw(document.encode())}), []
-        feed = Feed(self, path, query, body=body, cursor=after, on_control=given.get("on_control"))
+        if isinstance(parameters, GrepParameters) and len(str(httpx.QueryParams(query))) > LONGEST_ADDRESS:
+            body, query = msgspec.json.encode({**query, "q": msgspec.Raw(parameters.q.encode())}), {}
+        feed = Feed(self, path, query, body=body, cursor=parameters.after, on_control=on_control)
         self._feeds.add(feed)
         return feed
 
@@ -111,7 +111,7 @@ class Connection:
 
     def _unreachable(self, error: httpx.TransportError) -> Unavailable:
         return Unavailable(
-            f"no service answers at {self.url} ({_said(error)}): is `tailrace up` or `tailrace serve` running?"
+            f"no service answers at {self.url} ({_reason(error)}): is `tailrace up` or `tailrace serve` running?"
         )
 
 
@@ -119,5 +119,5 @@ class _Page(msgspec.Struct):
     next: str | int | None = None
 
 
-def _said(error: httpx.TransportError) -> str:
+def _reason(error: httpx.TransportError) -> str:
     return str(error) or type(error).__name__

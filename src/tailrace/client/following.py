@@ -11,13 +11,14 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import httpx
 
-from tailrace.api import Control, Event, decode_event, error_of, failure
+from tailrace.api.answers import Control, Event
+from tailrace.client.answers import error_of, failure, read_control, read_event
 from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.errors import TailraceError, Unavailable, UsageError
 
@@ -29,11 +30,16 @@ logger = logging.getLogger("tailrace.client")  # the one that commands show
 FIRST_WAIT = 0.25
 LONGEST_WAIT = 30.0
 
-Query: TypeAlias = list[tuple[str, str | int | float | bool | None]]
 
+class FeedKeywords(TypedDict, total=False):
+    """Keywords of every feed.
 
-class FeedParameters(TypedDict, total=False):
-    """What every feed takes; ``River.tail`` says what each means."""
+    ``after``: a cursor; begin with the event after it. ``start``: ``start``, ``end``, ``-N``, a time, ``-1h`` or a
+    cursor; ``end`` when following, else ``start``. ``until``: a time; events up to and including it are sent.
+    ``limit``: end after so many events. ``follow``: wait for new events, or end at the last one there is. ``missing``:
+    ``wait`` for a stream that does not exist yet, or ``fail``. ``on_gap``: ``skip`` what is gone, or ``fail``.
+    ``on_control``: called with each control frame: caught-up, gap, progress, problem, end.
+    """
 
     after: str | None
     start: str | None
@@ -55,7 +61,7 @@ class Feed:
         self,
         connection: Connection,
         path: str,
-        query: Query,
+        query: Mapping[str, Any],
         *,
         body: bytes | None = None,
         cursor: str | None = None,
@@ -105,7 +111,7 @@ class Feed:
         """Yield events and control frames alike."""
         while frame := await self._next():
             if frame.event == "message":
-                yield decode_event(frame)
+                yield read_event(frame)
             else:
                 yield self._control(frame)
 
@@ -128,7 +134,7 @@ class Feed:
         return self.total or 0
 
     def _control(self, frame: SseFrame) -> Control:
-        control = Control.of(frame)
+        control = read_control(frame)
         if control.kind == "end":
             self.total = control.data.get("events")
         if control.kind == "gap":

@@ -9,14 +9,15 @@ Nobody who uses it needs to know that connections break.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import msgspec
 
-from tailrace.api import Control, Coordinates, Day, Explained, Stream
+from tailrace.api.answers import Coordinates, Day, Days, Explained, Put, Stream, Streams
+from tailrace.api.requests import WINDOW_BYTES, GrepParameters, StreamsFeedParameters
 from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
-from tailrace.client.following import Feed, FeedParameters, Query
+from tailrace.client.following import Feed, FeedKeywords
 from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
 from tailrace.errors import BadRequest
 from tailrace.views.folds.client import FoldsClient
@@ -44,45 +45,11 @@ def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float 
 class River(FoldsClient, TagsClient, SessionsClient):
     """A service: its streams and searches here, and the rest of what it offers by subject in the classes above."""
 
-    def tail(
-        self,
-        *names: str,
-        after: str | None = None,
-        start: str | None = None,
-        until: str | None = None,
-        limit: int | None = None,
-        follow: bool = True,
-        missing: str = "wait",
-        on_gap: str = "skip",
-        on_control: Callable[[Control], None] | None = None,
-    ) -> Feed:
-        """Follow the day streams of some names, merged by time.
-
-        Args:
-            names: the streams.
-            after: a cursor; begin with the event after it.
-            start: ``start``, ``end``, ``-N``, a time, ``-1h`` or a cursor; ``end`` when following, else ``start``.
-            until: a time; events up to and including it are sent.
-            limit: end after so many events.
-            follow: wait for new events, or end at the last one there is.
-            missing: ``wait`` for a stream that does not exist yet, or ``fail``.
-            on_gap: ``skip`` what is gone, telling ``on_control``, or ``fail``.
-            on_control: called with each control frame: caught-up, gap, progress, problem, end.
-        """
+    def tail(self, *names: str, **options: Unpack[FeedKeywords]) -> Feed:
+        """Follow the day streams of some names, merged by time; ``FeedKeywords`` says what each keyword means."""
         if not names:
             raise BadRequest("name at least one stream to follow")
-        return self._feed(
-            "/v1/streams/events",
-            [("name", name) for name in names],
-            after=after,
-            start=start,
-            until=until,
-            limit=limit,
-            follow=follow,
-            missing=missing,
-            on_gap=on_gap,
-            on_control=on_control,
-        )
+        return self._feed("/v1/streams/events", StreamsFeedParameters, options, name=names)
 
     def grep(
         self,
@@ -91,12 +58,12 @@ class River(FoldsClient, TagsClient, SessionsClient):
         *,
         key: str | Sequence[object] | None = None,
         count: bool = False,
-        window: int | None = None,
+        window: int = WINDOW_BYTES,
         client: str | None = None,
         since: str | None = None,
-        **asked: Unpack[FeedParameters],
+        **options: Unpack[FeedKeywords],
     ) -> Feed:
-        """Search topics: what the past has, from ``start`` on, then what comes. Takes what ``tail`` takes, and more.
+        """Search topics: what the past has, from ``start`` on, then what comes.
 
         Args:
             topics: a regular expression (RE2) for their whole names, or names; ``""`` for all.
@@ -104,21 +71,25 @@ class River(FoldsClient, TagsClient, SessionsClient):
             key: the first elements of the key, or a regular expression (RE2) for one of them.
             count: send no events, only their number: ``await feed.count()``.
             window: bytes of events that the service fetches at once.
-            client: a name under which the service keeps the reader's place: without ``after`` it goes on there.
+            client: a name under which the service keeps the reader's position: without ``after`` it goes on there.
             since: the same as ``start``.
-            asked: see ``tail``. Here ``missing`` is about topics that are named.
+            options: of every feed. Here ``missing`` is about topics that are named.
         """
-        if since is not None and asked.get("start") is not None:
-            raise BadRequest("since= and start= are the same: give one of them")
         if since is not None:
-            asked["start"] = since
-        document = document_of({} if query is None else query)
-        words: Query = [("topics", topics_text(topics)), ("q", document)]
-        words += [] if key is None else [("key", key_text(key))]
-        words += [("count", True)] if count else []
-        words += [] if window is None else [("window", window)]
-        words += [] if client is None else [("client", client)]
-        return self._feed("/v1/grep", words, document, **asked)
+            if options.get("start") is not None:
+                raise BadRequest("since= and start= are the same: give one of them")
+            options["start"] = since
+        return self._feed(
+            "/v1/grep",
+            GrepParameters,
+            options,
+            topics=topics_text(topics),
+            q=document_of({} if query is None else query),
+            key=None if key is None else key_text(key),
+            count=count,
+            window=window,
+            client=client,
+        )
 
     async def explain(
         self,
@@ -155,12 +126,12 @@ class River(FoldsClient, TagsClient, SessionsClient):
         async for event in _each(events):
             line = msgspec.json.encode(event)
             if lines and (len(lines) >= batch or size + len(line) > BATCH_BYTES):
-                written += msgspec.json.decode(await self.put_lines(topic, lines), type=_Written).events
+                written += msgspec.json.decode(await self.put_lines(topic, lines), type=Put).events
                 lines, size = [], 0
             lines.append(line)
             size += len(line) + 1
         if lines:
-            written += msgspec.json.decode(await self.put_lines(topic, lines), type=_Written).events
+            written += msgspec.json.decode(await self.put_lines(topic, lines), type=Put).events
         return written
 
     async def put_lines(self, topic: str, lines: Iterable[bytes]) -> bytes:
@@ -189,32 +160,20 @@ class River(FoldsClient, TagsClient, SessionsClient):
         if top is not None:
             query |= {"top": top} | ({"memory": "true"} if memory else {})
             answer = await self.call("GET", "/v1/streams", patience=LONGEST_SEARCH, params=query)
-            return msgspec.json.decode(answer, type=_Streams).streams
+            return msgspec.json.decode(answer, type=Streams).streams
         return await self._listed(
-            "/v1/streams", query, limit, lambda page: msgspec.json.decode(page, type=_Streams).streams
+            "/v1/streams", query, limit, lambda page: msgspec.json.decode(page, type=Streams).streams
         )
 
     async def days(self, name: str) -> list[Day]:
         """List the days of a stream, the oldest first."""
         answer = await self.call("GET", f"/v1/streams/{as_segment(name)}/days")
-        return msgspec.json.decode(answer, type=_Days).days
+        return msgspec.json.decode(answer, type=Days).days
 
     async def status(self) -> dict[str, Any]:
         """Rates, lag, batch time and health of every part."""
         answer: dict[str, Any] = msgspec.json.decode(await self.call("GET", "/v1/status"))
         return answer
-
-
-class _Written(msgspec.Struct):
-    events: list[Coordinates]
-
-
-class _Streams(msgspec.Struct):
-    streams: list[Stream]
-
-
-class _Days(msgspec.Struct):
-    days: list[Day]
 
 
 async def _each(

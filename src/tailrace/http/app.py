@@ -42,7 +42,7 @@ from tailrace.config.settings import Settings
 from tailrace.errors import PrerequisiteMissing
 from tailrace.http.health import VERSION, Health
 from tailrace.http.openapi import ABOUT, describe
-from tailrace.http.request import Problems, problem_of
+from tailrace.http.problems import Problems, problem_of
 from tailrace.http.routes import ROUTERS
 from tailrace.http.service import Service
 from tailrace.http.sse import ABORT

@@ -16,11 +16,11 @@ from collections import ChainMap
 from collections.abc import Awaitable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, Field
 
+from tailrace.api.answers import JobStatus, PartStatus, Readiness, Status
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
 from tailrace.log.event import iso_time
@@ -32,19 +32,6 @@ LATE = 2
 
 _HEAD = frozenset({"job", "view", "started_ms", "ended_ms", "error", "succeeded_ms", "effective"})
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-class JobStatus(BaseModel):
-    """The last run of an upkeep job over a view."""
-
-    job: str = Field(examples=["pack"])
-    view: str = Field(examples=["days"])
-    started: str | None = Field(description="When the last run began; null when none has left a report.")
-    ended: str | None
-    seconds: float | None = Field(description="How long it took.")
-    error: str | None = Field(description="Why it failed; null when it did not.")
-    overdue: bool = Field(description="Whether twice its interval has passed since.")
-    figures: dict[str, Any] = Field(description="What it counted.")
 
 
 class UpkeepReports:
@@ -112,49 +99,6 @@ INTAKE = "intake"
 """The view that every pipeline has: it owns what all views share."""
 
 T = TypeVar("T")
-
-
-class PartStatus(BaseModel):
-    """One part of the installation, as seen from this service."""
-
-    name: str = Field(examples=["kafka"])
-    state: Literal["up", "down"]
-    detail: str
-
-
-class Readiness(BaseModel):
-    """Whether everything answers."""
-
-    ready: bool
-    parts: list[PartStatus]
-
-
-class FoldStatus(BaseModel):
-    """A rule of folds at a glance."""
-
-    rule: str
-    pending: int = Field(description="Groups that hold folds.")
-    ratio: float | None = Field(description="1 - emitted / input; null before the first event.")
-
-
-class Searching(BaseModel):
-    """Searches at a glance."""
-
-    alive: int = Field(description="Searches that the pipeline asks of every record.")
-    followers: int = Field(description="Connections that follow one.")
-    scanning: int = Field(description="Stretches of the past that are still to be scanned.")
-    processes: int = Field(description="Service processes that are alive.")
-
-
-class Status(BaseModel):
-    """The whole installation at a glance."""
-
-    service: dict[str, Any]
-    parts: list[PartStatus]
-    views: dict[str, dict[str, Any]] = Field(description="The last report of each view's driver.")
-    upkeep: list[JobStatus] = Field(description="The last run of each upkeep job; empty while valkey does not answer.")
-    folds: list[FoldStatus] = Field(default=[], description="The rules of folds; empty while valkey does not answer.")
-    searches: Searching | None = Field(default=None, description="Searches; null while valkey does not answer.")
 
 
 class Health:

@@ -15,6 +15,7 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from tailrace.api.requests import PutEvent
 from tailrace.errors import BadRequest, EventRefused, TooLarge
 from tailrace.http.service import Service
 from tailrace.kafka.produce import TURN_EVENTS, NewEvent
@@ -29,14 +30,7 @@ _POISON = {
 }
 
 
-class _Given(msgspec.Struct, forbid_unknown_fields=True):
-    value: msgspec.Raw
-    key: msgspec.Raw = msgspec.Raw(b"null")
-    headers: dict[str, str | None] | None = None
-    time: int | str | None = None
-
-
-_decode = msgspec.json.Decoder(_Given).decode
+_decode = msgspec.json.Decoder(PutEvent).decode
 _decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 # Numbers inside a key keep their digits, too: two spellings of a number are two keys.
@@ -113,7 +107,7 @@ def read_event(text: bytes, max_bytes: int, max_depth: int) -> NewEvent:
     """Read one event, or raise EventRefused with what is wrong with it."""
     try:
         given = _decode(text)
-        key = _key(bytes(given.key).strip())
+        key = None if isinstance(given.key, msgspec.UnsetType) else _key(bytes(given.key).strip())
     except msgspec.ValidationError as error:
         raise EventRefused(str(error).replace("`", "'")) from None
     except msgspec.DecodeError as error:

@@ -7,14 +7,15 @@ from html import escape
 from typing import Annotated
 
 import msgspec
-from fastapi import Query, Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from pydantic import BaseModel
 
-from tailrace.http.health import Readiness, Status
-from tailrace.http.openapi import PUT_BODY
+from tailrace.api.answers import Put, Readiness, Status
+from tailrace.api.requests import Parameters, PutEvent
+from tailrace.http.health import Health
+from tailrace.http.openapi import Responses, answer, body, schema, text
 from tailrace.http.puts import body_of, read_events
-from tailrace.http.request import Asked, Here, NoQuery, Topic
+from tailrace.http.request import Here, Topic
 from tailrace.http.routing import Routes
 from tailrace.metrics import CONTENT_TYPE
 
@@ -22,36 +23,40 @@ topics = Routes("topics")
 operations = Routes("operations", guarded=False)
 ROUTERS = (topics.router, operations.router)
 
-_encode = msgspec.json.Encoder().encode
+PUT_BODY = body(
+    {
+        "application/x-ndjson": {
+            "schema": schema(PutEvent),
+            "example": '{"key":["nightly","backup"],"value":{"state":"started"}}\n',
+        },
+        "application/json": {"schema": {"type": "array", "items": schema(PutEvent)}},
+    },
+    "Events as lines of JSON, or one JSON array. One bad event refuses the whole request.",
+)
+READY: Responses = answer(Readiness)
+READY[503] = {**READY[200], "description": "A part does not answer."}
 
 
-class Written(BaseModel):
-    """Where an event was written."""
-
-    id: str
-    topic: str
-    partition: int
-    offset: int
+async def _health(request: Request) -> Health:
+    found: Health = request.app.state.health
+    return found
 
 
-class Put(BaseModel):
-    """The events of a put, in the order of the request."""
-
-    events: list[Written]
+Asked = Annotated[Health, Depends(_health)]
 
 
-@topics.post("/v1/topics/{topic}", 400, 404, 413, 422, 503, responses={200: {"model": Put}}, openapi_extra=PUT_BODY)
-async def put_events(request: Request, service: Here, topic: Topic, query: Annotated[NoQuery, Query()]) -> Response:
+@topics.post("/v1/topics/{topic}", 400, 404, 413, 422, 503, body=PUT_BODY)
+async def put_events(request: Request, service: Here, topic: Topic, parameters: Parameters) -> Put:
     """Write events to a topic; answers when the broker has acknowledged all of them.
 
     A new topic is created with LogAppendTime, or with CreateTime when events carry a `time`.
     """
-    async with body_of(service, request) as body:
+    async with body_of(service, request) as content:
         began = time.perf_counter()
-        written = await service.topics.put(topic, await read_events(service, body))
+        written = await service.topics.put(topic, await read_events(service, content))
     service.metrics.put_events.inc(len(written))
     service.metrics.put_seconds.observe(time.perf_counter() - began)
-    return Response(_encode({"events": written}), media_type="application/json")
+    return Put(written)
 
 
 @operations.get("/v1/status", 503)
@@ -66,27 +71,21 @@ async def alive() -> Response:
     return PlainTextResponse("ok\n")
 
 
-@operations.get(
-    "/readyz",
-    responses={200: {"model": Readiness}, 503: {"model": Readiness, "description": "A part does not answer."}},
-)
+@operations.get("/readyz", responses=READY)
 async def ready(health: Asked) -> Response:
     """Say whether Valkey, Kafka and the pipeline answer, and which of them does not."""
     found = await health.readiness()
-    return JSONResponse(found.model_dump(), 200 if found.ready else 503, {"Cache-Control": "no-store"})
+    status, headers = 200 if found.ready else 503, {"Cache-Control": "no-store"}
+    return Response(msgspec.json.encode(found), status, headers, "application/json")
 
 
-@operations.get(
-    "/metrics",
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    response_class=PlainTextResponse,
-)
+@operations.get("/metrics", responses=text("text/plain"), response_class=PlainTextResponse)
 async def metrics(health: Asked) -> Response:
     """Return all metrics in Prometheus's text format."""
     return Response(await health.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
 
-@operations.get("/")
+@operations.get("/", response_class=JSONResponse)
 async def root(request: Request) -> Response:
     """List what is served."""
     listed = request.app.state.listed | {"GET /openapi.json": "This API."}

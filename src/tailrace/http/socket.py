@@ -24,7 +24,7 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from tailrace.api import Closing
+from tailrace.api.answers import Closing
 from tailrace.config.settings import Settings
 from tailrace.config.units import compile_pattern
 from tailrace.errors import AccessDenied, TailraceError

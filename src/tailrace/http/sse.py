@@ -25,10 +25,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tailrace.api.requests import FeedParameters
 from tailrace.errors import TailraceError
-from tailrace.http.request import problem_json
-from tailrace.http.service import Service
-from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFrame
+from tailrace.http.problems import problem_json
+from tailrace.http.service import LogService, Service, now_ms
+from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFrame, make_request
 
 
 class Encoding(Protocol):
@@ -245,6 +246,18 @@ def answer_feed(
         return Response(status_code=204)
     encoding = choose(request.headers.get("accept", ""), format)
     return FeedResponse(service, lambda: open_feed(wanted), encoding, wanted.resumed)
+
+
+def follow_logs(
+    request: Request,
+    view: LogService,
+    names: tuple[str, ...],
+    parameters: FeedParameters,
+    last_event_id: str | None,
+) -> Response:
+    """Return the answer to a request for a feed over logs of a view."""
+    wanted = make_request(names, parameters, now_ms=now_ms(), last_event_id=last_event_id)
+    return answer_feed(request, view.service, wanted, parameters.format, view.open)
 
 
 class _Delivery:

@@ -22,6 +22,7 @@ import msgspec
 from confluent_kafka import KafkaError, KafkaException, Producer, TopicCollection
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
+from tailrace.api.answers import Coordinates
 from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
 from tailrace.log.event import Headers, Partition, event_id
@@ -81,7 +82,7 @@ class TopicWriter:
             raise _unavailable(error) from error
         return len(cluster.nodes)
 
-    async def put(self, topic: str, events: Sequence[NewEvent]) -> list[WrittenEvent]:
+    async def put(self, topic: str, events: Sequence[NewEvent]) -> list[Coordinates]:
         """Write events in order, all of them or, if one of them is bad, none; return their coordinates.
 
         Raises:
@@ -97,7 +98,7 @@ class TopicWriter:
         generation = await self._generation(topic, config)
         written = await self._live().send(topic, events, time.monotonic() + DELIVERY_S)
         partitions = {p: Partition(topic, p, generation) for p in {partition for partition, _ in written}}
-        return [WrittenEvent(event_id(partitions[p], offset), topic, p, offset) for p, offset in written]
+        return [Coordinates(event_id(partitions[p], offset), topic, p, offset) for p, offset in written]
 
     def _check_name(self, topic: str) -> None:
         if not _NAME.fullmatch(topic) or topic in (".", ".."):
@@ -204,15 +205,6 @@ class NewEvent(msgspec.Struct, frozen=True, gc=False):
         """Most bytes that it takes in Kafka, without the batch's own."""
         headers = sum(len(name) * 4 + len(value or b"") for name, value in self.headers or ())
         return len(self.value) + len(self.key or b"") + headers
-
-
-class WrittenEvent(msgspec.Struct, frozen=True, gc=False):
-    """Id and coordinates of an event that was written."""
-
-    id: str
-    topic: str
-    partition: int
-    offset: int
 
 
 class TopicConfig(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, overload
 
 import msgspec
 
+from tailrace.api.requests import FeedParameters
 from tailrace.errors import BadRequest
 from tailrace.log.cursor import MAX_NAMES, Cursor, FromCursor, FromEnd, FromStart, FromTime, Start, parse_start
 from tailrace.log.event import parse_time
@@ -35,24 +36,14 @@ class FeedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_request(
-    names: tuple[str, ...],
-    *,
-    now_ms: int,
-    start: str | None = None,
-    after: str | None = None,
-    last_event_id: str | None = None,
-    until: str | None = None,
-    limit: int | None = None,
-    follow: bool = True,
-    missing: str = "wait",
-    on_gap: str = "skip",
+    names: tuple[str, ...], parameters: FeedParameters, *, now_ms: int, last_event_id: str | None = None
 ) -> FeedRequest | None:
-    """Make a request from the parameters of every feed; None if it resumes one that has ended (HTTP answers 204)."""
+    """Read the parameters of a feed. None when the request has ended before (HTTP answers 204)."""
     if not names or len(names) > MAX_NAMES:
         raise BadRequest(f"a feed is over 1 to {MAX_NAMES} names; this one has {len(names)}")
     if len(set(names)) != len(names):
         raise BadRequest("a name is given twice: each event is sent once, so name each stream once")
-    check_options(limit, missing, on_gap)
+    check_options(parameters)
     sent, since_ms, resumed = 0, None, False
     begin: Start
     if last_event_id:
@@ -60,37 +51,38 @@ def make_request(
         if cursor.ended:
             return None
         begin, sent, since_ms, resumed = FromCursor(cursor), cursor.sent or 0, cursor.since_ms, True
-    elif after:
-        begin = FromCursor(Cursor.parse(after, len(names)))
-    elif start:
+    elif parameters.after:
+        begin = FromCursor(Cursor.parse(parameters.after, len(names)))
+    elif start := parameters.beginning:
         begin = parse_start(start, len(names), now_ms)
         since_ms = begin.time_ms if isinstance(begin, FromTime) else None
     else:
-        begin = FromEnd() if follow else FromStart()
-    until_ms, until_cursor = _until(until, len(names), now_ms)
+        begin = FromEnd() if parameters.follow else FromStart()
+    until_ms, until_cursor = _until(parameters.until, len(names), now_ms)
     return FeedRequest(
         names=names,
         start=begin,
         until_ms=until_ms,
         until=until_cursor,
-        limit=limit,
+        limit=parameters.limit,
         sent=sent,
         since_ms=since_ms,
-        follow=follow,
-        missing=missing,  # type: ignore[arg-type]
-        on_gap=on_gap,  # type: ignore[arg-type]
+        follow=parameters.follow,
+        missing=parameters.missing,
+        on_gap=parameters.on_gap,
         resumed=resumed,
     )
 
 
-def check_options(limit: int | None, missing: str, on_gap: str, unit: str = "events") -> None:
-    """Raise BadRequest for options that no feed takes."""
-    if limit is not None and limit < 0:
-        raise BadRequest(f"limit={limit}: a count of {unit}, 0 or more")
-    if missing not in ("wait", "fail"):
-        raise BadRequest(f"missing={missing!r}: wait or fail")
-    if on_gap not in ("skip", "fail"):
-        raise BadRequest(f"on_gap={on_gap!r}: skip or fail")
+def check_options(parameters: FeedParameters, counted: str = "events") -> None:
+    """Refuse values that no feed takes; a struct that was not read from a URL may have them."""
+    _ = parameters.beginning
+    if parameters.limit is not None and parameters.limit < 0:
+        raise BadRequest(f"limit={parameters.limit}: a count of {counted}, 0 or more")
+    if parameters.missing not in ("wait", "fail"):
+        raise BadRequest(f"missing={parameters.missing!r}: wait or fail")
+    if parameters.on_gap not in ("skip", "fail"):
+        raise BadRequest(f"on_gap={parameters.on_gap!r}: skip or fail")
 
 
 def _until(text: str | None, names: int, now_ms: int) -> tuple[int | None, Cursor | None]:

@@ -15,11 +15,12 @@
     schema        the language as a JSON Schema
 """
 
+from tailrace.api.answers import Explanation
 from tailrace.query.filters import FilterSet, ValueFilter, prefilter
 from tailrace.query.parse import QueryLimits
 from tailrace.query.path import Record
 from tailrace.query.predicate import compile_regex
-from tailrace.query.query import Explanation, Query, compile_query
+from tailrace.query.query import Query, compile_query
 
 __all__ = [
     "Explanation",

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Any
 
-import msgspec
-
+from tailrace.api.answers import Explanation
 from tailrace.errors import QueryError
 from tailrace.query.expression import Expr
 from tailrace.query.order import MISSING
@@ -21,15 +20,6 @@ from tailrace.query.tree import Leaf, Node, canonical_query, has_operators, node
 
 MAX_HITS = 10
 """Elements at a path that an explanation shows."""
-
-
-class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a query, whether it matched, and the first elements found at its path."""
-
-    part: Any
-    matched: bool
-    found: list[Any] = []
-    parts: list[Explanation] = []
 
 
 def explain(

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tailrace.api.answers import Stream
 from tailrace.errors import Overloaded
 from tailrace.log.name import shard_of
 from tailrace.log.store import Logs
@@ -18,7 +19,7 @@ from tailrace.valkey.keys import FORMAT
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.days import routes as largest
-from tailrace.views.days.routes import Largest, Stream
+from tailrace.views.days.routes import Largest
 from tests.http.parts import Streams, problem
 from tests.upkeep.rig import Keeper, now_ms
 from tests.writing import DAY, NOON, Record, Writer

@@ -20,6 +20,7 @@ import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
+from tailrace.api.requests import GrepParameters
 from tailrace.config.load import load
 from tailrace.driver.ranges import Passes, RangeReader
 from tailrace.driver.slice import Slice, slices
@@ -308,8 +309,9 @@ class Serving:
         """Let the hub hear nothing any more; its channels stay as they are."""
         await self.grep.history.hub.__aexit__(None, None, None)
 
-    async def open(self, search: Search, **parameters: Any) -> AnyFeed:
-        request = make_grep_request(search, now_ms=now_ms(), **{"follow": False, **parameters})
+    async def open(self, search: Search, last_event_id: str | None = None, **given: Any) -> AnyFeed:
+        parameters = GrepParameters(**{"follow": False, **given})
+        request = make_grep_request(search, parameters, now_ms=now_ms(), last_event_id=last_event_id)
         assert request is not None
         return await self.grep.open(request)
 

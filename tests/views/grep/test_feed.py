@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tailrace.api.requests import GrepParameters
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.http.service import now_ms
@@ -163,7 +164,7 @@ async def test_a_stream_of_several_stretches_and_live_resumed_at_every_id_gives_
             rest = ids(frames[at + 1 :])
             assert ids(await serving.all(search, last_event_id=frame.cursor)) == rest
             assert ids(await serving.all(search, after=frame.cursor)) == rest
-        assert make_grep_request(search, now_ms=0, last_event_id=frames[-1].cursor) is None
+        assert make_grep_request(search, GrepParameters(), now_ms=0, last_event_id=frames[-1].cursor) is None
         assert ids(await serving.all(search, after=frames[-1].cursor)) == []
         limited = await serving.all(search, start="start", limit=len(whole) - 5)
         for at, frame in enumerate(limited[:-1]):

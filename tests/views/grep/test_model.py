@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.api.requests import GrepParameters
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.log.cursor import Cursor, FromEnd, FromStart, FromTime, Position
 from tailrace.query import QueryLimits, Record
@@ -213,8 +214,8 @@ def test_anything_else_is_no_place(text: str) -> None:
         SearchCursor.parse(text)
 
 
-def _request(**given: Any) -> GrepRequest:
-    request = make_grep_request(SEARCH, now_ms=NOW, **given)
+def _request(last_event_id: str | None = None, **given: Any) -> GrepRequest:
+    request = make_grep_request(SEARCH, GrepParameters(**given), now_ms=NOW, last_event_id=last_event_id)
     assert request is not None
     return request
 
@@ -237,7 +238,7 @@ def test_a_request_begins_where_it_says_or_at_the_end_when_it_follows() -> None:
 def test_a_request_that_is_continued_knows_what_it_has_sent_and_since_when() -> None:
     request = _request(last_event_id=f"3-5-7.9~4@{NOW}", limit=10, start="start")
     assert (request.sent, request.since_ms, request.resumed) == (4, NOW, True)
-    assert make_grep_request(SEARCH, now_ms=NOW, last_event_id="3-5-7.9~end") is None
+    assert make_grep_request(SEARCH, GrepParameters(), now_ms=NOW, last_event_id="3-5-7.9~end") is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.api import Control
+from tailrace.api.answers import Control
 from tailrace.client.river import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
 from tailrace.valkey.shards import StoreOptions

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tailrace.api.requests import SessionFeedParameters
 from tailrace.errors import BadRequest, CursorGone, SessionNotFound
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
@@ -213,7 +214,7 @@ async def test_a_limit_counts_what_was_sent_before_a_resume(store: StoreOptions)
         rest = await read(feeds, last_event_id=got[-1].cursor, limit=3)
         assert controls(rest)[-1] == ("end", {"reason": "limit", "events": 3})
         assert len([f for f in (*got, *rest) if isinstance(f, EventFrame)]) == 3
-        assert make_session_request("lap", now_ms=0, last_event_id=rest[-1].cursor) is None
+        assert make_session_request("lap", SessionFeedParameters(), now_ms=0, last_event_id=rest[-1].cursor) is None
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

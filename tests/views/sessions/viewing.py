@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tailrace.api.requests import SessionFeedParameters
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
@@ -46,8 +47,11 @@ def views(track: Track) -> Any:
     return feeds_of(track.shards.options, track.plan.store.key)
 
 
-async def opened(feeds: SessionFeeds, identity: str = "lap", **asked: Any) -> SessionFeed:
-    request = make_session_request(identity, now_ms=now_ms(), **asked)
+async def opened(
+    feeds: SessionFeeds, identity: str = "lap", last_event_id: str | None = None, **asked: Any
+) -> SessionFeed:
+    parameters = SessionFeedParameters(**asked)
+    request = make_session_request(identity, parameters, now_ms=now_ms(), last_event_id=last_event_id)
     assert request is not None
     return await feeds.open(request)
 

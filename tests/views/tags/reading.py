@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from tailrace.api.requests import TagFeedParameters
 from tailrace.config.settings import Settings
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
@@ -14,7 +15,7 @@ from tailrace.log.store import Logs
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.feed import TagStore, open_store
-from tailrace.views.tags.request import make_tag_request
+from tailrace.views.tags.request import TagRequest, make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.store import VIEW
 from tests.log import rig
@@ -30,6 +31,26 @@ def names(frames: Iterable[AnyFrame]) -> list[str]:
     return [f"{data['source']}:{data['tag_seq']}" for data in (json.loads(frame.data) for frame in events(frames))]
 
 
+def request_of(
+    *tags: str,
+    clock: Callable[[], int] = now_ms,
+    mode: str = "any",
+    query: dict[str, Any] | None = None,
+    own_cursors: bool = False,
+    last_event_id: str | None = None,
+    **parameters: Any,
+) -> TagRequest | None:
+    """Return the request that these parameters make."""
+    return make_tag_request(
+        tags,
+        TagFeedParameters(q=json.dumps(query or {}), **parameters),
+        now_ms=clock(),
+        mode=mode,
+        own_cursors=own_cursors,
+        last_event_id=last_event_id,
+    )
+
+
 class Reading(rig.Reading):
     """Feeds of tags, which end at what there is unless it is said otherwise."""
 
@@ -37,7 +58,7 @@ class Reading(rig.Reading):
         self.feeds, self.hub, self.clock = feeds, hub, clock
 
     async def open(self, *tags: str, **parameters: Any) -> AnyFeed:
-        request = make_tag_request(tags, now_ms=self.clock(), own_cursors=self.feeds.own_cursors, **parameters)
+        request = request_of(*tags, clock=self.clock, own_cursors=self.feeds.own_cursors, **parameters)
         assert request is not None
         return await self.feeds.open(request)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tailrace
-from tailrace.api import Control
+from tailrace.api.answers import Control
 from tailrace.errors import BadRequest, QueryError, StreamNotFound, TailraceError, UsageError
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Running

@@ -16,9 +16,8 @@ from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags import merge as tag_merge
-from tailrace.views.tags.request import make_tag_request
-from tests.log.rig import Follower, controls, ids, now_ms
-from tests.views.tags.reading import events, reading
+from tests.log.rig import Follower, controls, ids
+from tests.views.tags.reading import events, reading, request_of
 from tests.views.tags.tagged import Tagger, apart, strangers
 from tests.writing import NOON, Record, Writer
 
@@ -360,7 +359,7 @@ async def test_what_a_feed_says_of_itself(store: StoreOptions) -> None:
             frames = await feeds.all(*names, follow=False)
             assert controls(frames) == ["caught-up", "end"]
             end = frames[-1].cursor
-            assert make_tag_request(names, now_ms=now_ms(), last_event_id=end) is None
+            assert request_of(*names, last_event_id=end) is None
             assert await feeds.ids(*names, after=end) == []
             gone = await feeds.all(*names, after=",".join(["5.3"] * len(names)), follow=False)
             assert "gap" in controls(gone)
@@ -385,16 +384,16 @@ async def test_what_a_feed_says_of_itself(store: StoreOptions) -> None:
 )
 def test_a_request_that_cannot_be_served_is_refused(parameters: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        make_tag_request(now_ms=now_ms(), **parameters)
+        request_of(*parameters.pop("tags"), **parameters)
 
 
 def test_a_cursor_of_the_stores_own_form_is_left_to_the_store() -> None:
     for given in ({"after": "u12:3~4@5"}, {"start": "u12:3~4@5"}, {"last_event_id": "u12:3~4@5", "limit": 9}):
-        request = make_tag_request(("a", "b"), now_ms=now_ms(), own_cursors=True, **given)
+        request = request_of("a", "b", own_cursors=True, **given)
         assert request is not None
         assert (str(request.start), request.since_ms) == ("FromStoreCursor(text='u12:3')", 5)
         assert (request.sent, request.resumed) == ((4, True) if "last_event_id" in given else (0, False))
-    assert make_tag_request(("a",), now_ms=now_ms(), own_cursors=True, last_event_id="u1~end") is None
+    assert request_of("a", own_cursors=True, last_event_id="u1~end") is None
 
 
 def _scramble(tagger: Tagger, tags: list[str], chance: random.Random, batches: int) -> None:

@@ -14,10 +14,9 @@ from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
 from tailrace.log.request import ControlFrame
 from tailrace.log.timeuuid import order
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.request import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.log.rig import controls, now_ms
-from tests.views.tags.reading import Follower, events, names, reading
+from tests.views.tags.reading import Follower, events, names, reading, request_of
 from tests.views.tags.rows import HOUR, Rows
 
 
@@ -189,7 +188,7 @@ async def test_a_limit_counts_over_reconnects_and_an_ended_request_stays_ended(
         again = await read.all("green", limit=3, last_event_id=events(frames)[0].cursor)
         assert names(again) == ["a:2", "a:3"]
         assert frames[-1].cursor.endswith("~end")
-        assert make_tag_request(("green",), now_ms=0, own_cursors=True, last_event_id=frames[-1].cursor) is None
+        assert request_of("green", own_cursors=True, last_event_id=frames[-1].cursor) is None
 
 
 async def test_what_cannot_be_opened_is_refused(store: StoreOptions, rows_store: CassandraOptions, rows: Rows) -> None:

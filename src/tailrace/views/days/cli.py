@@ -15,7 +15,7 @@ from tailrace.errors import StreamNotFound
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tailrace.api import Stream
+    from tailrace.api.answers import Stream
 
 streams = typer.Typer(help="List day streams.", no_args_is_help=True)
 

@@ -19,18 +19,21 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Self
 
-from fastapi import Depends, Path, Query, Request, Response
-from pydantic import AfterValidator, BaseModel, Field
+import msgspec
+from fastapi import Depends, Path, Request, Response
+from pydantic import AfterValidator
 
+from tailrace.api.answers import Day, Days, Stream, Streams
+from tailrace.api.requests import MAX_TOP, FeedParameters, Parameters, StreamsFeedParameters, StreamsParameters
 from tailrace.errors import BadRequest, Overloaded, StreamNotFound
 from tailrace.http.openapi import FEED
-from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, refuse_repeats
+from tailrace.http.request import Here, LastEventId, decoded
 from tailrace.http.routing import Routes
 from tailrace.http.service import LogService, Service
-from tailrace.http.sse import answer_feed
-from tailrace.log.cursor import MAX_NAMES, Position
+from tailrace.http.sse import follow_logs
+from tailrace.log.cursor import Position
 from tailrace.log.event import iso_time
 from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment, day_text
 from tailrace.log.store import Logs
@@ -41,52 +44,6 @@ FIRST_LOGS = 10
 MOST_LOGS = 100
 ROWS = 1_000
 """Registries read at once: ten, then as many as have about so many rows, a hundred at most."""
-
-State: TypeAlias = Literal["open", "closed", "sealed", "packed", "partly packed"]
-
-
-class Stream(BaseModel):
-    """A stream and how much it holds."""
-
-    name: str = Field(examples=["jobs/nightly"])
-    events: int
-    bytes: int = Field(description="Stored, compressed.")
-    days: int
-    packed: float = Field(description="The share of its events that is packed, 0 to 1.", examples=[0.93])
-    expired: bool = Field(description="Whether it had older days, which were dropped.")
-    first_day: str = Field(examples=["2026-11-15"])
-    last_day: str
-    last_time: str = Field(description="The latest time of all its events.", examples=["2026-11-15T08:00:00.000Z"])
-    memory: int | None = Field(default=None, description="What its keys take in the server; only with `memory=true`.")
-
-
-class Streams(BaseModel):
-    """A page of streams, in the order of their names' bytes; with `top` the largest ones, the largest first."""
-
-    streams: list[Stream]
-    next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
-
-
-class Day(BaseModel):
-    """One UTC day of a stream."""
-
-    day: str = Field(examples=["2026-11-15"])
-    events: int
-    bytes: int = Field(description="Stored, compressed.")
-    raw_bytes: int = Field(description="What is packed, without compression; 0 when nothing is.")
-    first: str = Field(description="The cursor of its first event.", examples=["1789200000.42"])
-    last: str = Field(description="The cursor of its last event.")
-    state: State = Field(
-        description="`open`: it is the one that is written. `closed`: as it came. `sealed`: as it came, closed by an "
-        "event before its end. `packed`: rewritten into few large pieces. `partly packed`: some of its buckets are."
-    )
-
-
-class Days(BaseModel):
-    """The days of a stream, the oldest first."""
-
-    name: str
-    days: list[Day]
 
 
 async def page_of(logs: Logs, prefix: str, after: str, limit: int) -> Streams:
@@ -155,7 +112,7 @@ def _day(bucket: int, parts: list[Segment]) -> Day:
     )
 
 
-def _state(parts: list[Segment]) -> State:
+def _state(parts: list[Segment]) -> str:
     packed = sum(part.state == PACKED for part in parts)
     if any(part.open for part in parts):
         return "open"
@@ -164,8 +121,6 @@ def _state(parts: list[Segment]) -> State:
     return "sealed" if parts[-1].state == SEALED else "closed"
 
 
-MOST = 1_000
-"""Streams that a walk remembers: what any request may ask for."""
 PAGE = 1_000
 CANDIDATES = 4
 KEPT_S = 5.0
@@ -241,7 +196,7 @@ class Largest:
             async for name, log in read_logs(self._logs, names):
                 seen += 1
                 size = sum(segment.bytes for segment in log.segments)
-                if len(best) < MOST:
+                if len(best) < MAX_TOP:
                     heapq.heappush(best, (size, -seen, stream_of(name, log)))
                 elif size > best[0][0]:
                     heapq.heapreplace(best, (size, -seen, stream_of(name, log)))
@@ -262,7 +217,7 @@ class Largest:
                     (shard, ("MEMORY", "USAGE", key, "SAMPLES", SAMPLES)) for key in owned[at : at + KEYS]
                 ]
                 totals[name] += sum(size or 0 for size in await self._nodes.read_all(asked))
-        return [stream.model_copy(update={"memory": totals[stream.name]}) for stream in streams]
+        return [msgspec.structs.replace(stream, memory=totals[stream.name]) for stream in streams]
 
 
 class DaysService(LogService):
@@ -297,70 +252,38 @@ Name = Annotated[
 ]
 
 
-class ListQuery(NoQuery):
-    """Which streams to list."""
-
-    prefix: str = Field("", description="Only names that begin with this.")
-    after: str = Field("", description="Only names after this one: `next` of the page before.")
-    limit: int = Field(100, ge=1, le=1000, description="Names in one page.")
-    top: int | None = Field(
-        None, ge=1, le=MOST, description="So many of the largest streams, by stored bytes, instead of a page."
-    )
-    memory: bool = Field(False, description="With `top`: also ask the server what each of them takes.")
-
-    def check(self) -> None:
-        """Refuse parameters that do not go together."""
-        given = self.model_fields_set
-        if self.top is None and "memory" in given:
-            raise BadRequest("memory is only for the largest streams: give top too")
-        if self.top is not None and (page := [name for name in ("after", "limit") if name in given]):
-            raise BadRequest(f"top answers in one piece: leave {page[0]} out")
-
-
-class SeveralQuery(FeedQuery):
-    """What a feed over several streams takes."""
-
-    name: list[str] = Field(
-        min_length=1, max_length=MAX_NAMES, description="A stream; repeat it for several. Their order is the cursor's."
-    )
-
-
 routes = Routes("streams")
 
 
 @routes.get("/v1/streams", 400, 503)
-async def list_streams(days: DaysHere, query: Annotated[ListQuery, Query()]) -> Streams:
+async def list_streams(days: DaysHere, parameters: StreamsParameters) -> Streams:
     """List the day streams in the order of their names, or the largest ones."""
-    query.check()
-    if query.top is not None:
-        return await days.largest.find(query.prefix, query.top, query.memory)
-    return await page_of(days.logs, query.prefix, query.after, query.limit)
+    if parameters.top is None:
+        if parameters.memory:
+            raise BadRequest("memory is only for the largest streams: give top too")
+        return await page_of(days.logs, parameters.prefix, parameters.after, parameters.limit or 100)
+    if page := [name for name in ("after", "limit") if getattr(parameters, name)]:
+        raise BadRequest(f"top answers in one piece: leave {page[0]} out")
+    return await days.largest.find(parameters.prefix, parameters.top, parameters.memory)
 
 
 @routes.feed("/v1/streams/events", FEED)
 async def follow_several(
-    request: Request, days: DaysHere, query: Annotated[SeveralQuery, Query()], last_event_id: LastEventId = None
+    request: Request, days: DaysHere, parameters: StreamsFeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow several day streams in one feed, merged by time; each keeps its own order."""
-    refuse_repeats(request)
-    wanted = query.request(tuple(query.name), last_event_id)
-    return answer_feed(request, days.service, wanted, query.format, days.open)
+    return follow_logs(request, days, tuple(parameters.name), parameters, last_event_id)
 
 
 @routes.feed("/v1/streams/{name:path}/events", FEED)
 async def follow_one(
-    request: Request,
-    days: DaysHere,
-    name: Name,
-    query: Annotated[FeedQuery, Query()],
-    last_event_id: LastEventId = None,
+    request: Request, days: DaysHere, name: Name, parameters: FeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow a day stream: from anywhere, then live; resumable after every event."""
-    refuse_repeats(request)
-    return answer_feed(request, days.service, query.request((name,), last_event_id), query.format, days.open)
+    return follow_logs(request, days, (name,), parameters, last_event_id)
 
 
 @routes.get("/v1/streams/{name:path}/days", 400, 404, 503)
-async def list_days(days: DaysHere, name: Name, query: Annotated[NoQuery, Query()]) -> Days:
+async def list_days(days: DaysHere, name: Name, parameters: Parameters) -> Days:
     """List the days of a stream."""
     return await days_of(days.logs, name)

@@ -32,7 +32,7 @@ from tailrace.cli.output import (
 from tailrace.errors import BadRequest, RuleNotFound
 
 if TYPE_CHECKING:
-    from tailrace.api import GivenOut
+    from tailrace.api.answers import GivenOut
     from tailrace.client.request_encoding import Group
     from tailrace.config.settings import Settings
 

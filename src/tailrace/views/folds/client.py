@@ -7,27 +7,28 @@ from typing import Unpack
 
 import msgspec
 
-from tailrace.api import FoldRule, FoldWindows, GivenOut, PendingGroup
+from tailrace.api.answers import FoldRule, FoldRules, FoldWindows, GivenOut, Pending, PendingGroup, WindowsChange
+from tailrace.api.requests import FeedParameters
 from tailrace.client.connection import LONGEST_SEARCH, Connection
-from tailrace.client.following import Feed, FeedParameters
+from tailrace.client.following import Feed, FeedKeywords
 from tailrace.client.request_encoding import Group, as_segment, parts_of
 
 
 class FoldsClient(Connection):
     """What a ``River`` does with folds."""
 
-    def folds(self, rule: str, **asked: Unpack[FeedParameters]) -> Feed:
-        """Follow the folded events of a rule; takes what ``tail`` takes."""
-        return self._feed(f"/v1/folds/{as_segment(rule)}/events", [], **asked)
+    def folds(self, rule: str, **options: Unpack[FeedKeywords]) -> Feed:
+        """Follow the folded events of a rule."""
+        return self._feed(f"/v1/folds/{as_segment(rule)}/events", FeedParameters, options)
 
     async def fold_rules(self) -> list[FoldRule]:
         """List the rules of folds with their windows, what they hold and how much they fold."""
-        return msgspec.json.decode(await self.call("GET", "/v1/folds"), type=_Rules).folds
+        return msgspec.json.decode(await self.call("GET", "/v1/folds"), type=FoldRules).folds
 
     async def pending(self, rule: str, limit: int | None = None) -> list[PendingGroup]:
         """List the groups of a rule that hold folds, the first due first; so many at most."""
         path = f"/v1/folds/{as_segment(rule)}/pending"
-        return await self._listed(path, {}, limit, lambda page: msgspec.json.decode(page, type=_Pending).groups)
+        return await self._listed(path, {}, limit, lambda page: msgspec.json.decode(page, type=Pending).groups)
 
     async def flush(self, rule: str, group: Group) -> GivenOut:
         """Close the folds of a group now, and give them out."""
@@ -62,16 +63,4 @@ class FoldsClient(Connection):
     async def _windows(self, rule: str, body: Mapping[str, object]) -> FoldWindows:
         path = f"/v1/folds/{as_segment(rule)}/windows"
         answer = await self.call("POST", path, content=msgspec.json.encode(body))
-        return msgspec.json.decode(answer, type=_Windows).windows
-
-
-class _Rules(msgspec.Struct):
-    folds: list[FoldRule]
-
-
-class _Pending(msgspec.Struct):
-    groups: list[PendingGroup]
-
-
-class _Windows(msgspec.Struct):
-    windows: FoldWindows
+        return msgspec.json.decode(answer, type=WindowsChange).windows

@@ -28,9 +28,21 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
-from fastapi import Depends, Path, Query, Request, Response
-from pydantic import AfterValidator, BaseModel, Field
+from fastapi import Depends, Path, Request, Response
+from pydantic import AfterValidator
 
+from tailrace.api.answers import (
+    Folded,
+    FoldRule,
+    FoldRules,
+    FoldStatus,
+    FoldWindows,
+    GivenOut,
+    Pending,
+    PendingGroup,
+    WindowsChange,
+)
+from tailrace.api.requests import FeedParameters, GroupBody, PageParameters, Parameters, WindowsBody
 from tailrace.config.units import format_duration, format_size
 from tailrace.errors import (
     BadRequest,
@@ -41,12 +53,12 @@ from tailrace.errors import (
     StoreUnavailable,
     WindowsRefused,
 )
-from tailrace.http.openapi import FEED, GROUP_BODY, WINDOWS_BODY
+from tailrace.http.openapi import FEED, json_body
 from tailrace.http.puts import body_of
-from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, refuse_repeats
+from tailrace.http.request import Here, LastEventId, decoded
 from tailrace.http.routing import Routes
 from tailrace.http.service import LogService, Service, ViewService
-from tailrace.http.sse import answer_feed
+from tailrace.http.sse import follow_logs
 from tailrace.log.event import iso_time
 from tailrace.metrics import FoldFigures, FoldMetrics
 from tailrace.valkey.shards import Command, function, mapping
@@ -68,60 +80,6 @@ from tailrace.views.folds.store import (
 )
 
 _read = msgspec.json.Decoder(AppliedRule).decode
-
-
-class FoldWindows(BaseModel):
-    """How long a rule's folds wait, and how large they may become; written as in the settings."""
-
-    quiet: str = Field(examples=["5s"])
-    max_wait: str = Field(examples=["50s"])
-    max_count: int
-    max_bytes: str = Field(examples=["256KiB"])
-    lateness: str
-
-
-class Folded(BaseModel):
-    """How much was folded since the windows last changed."""
-
-    time: str = Field(description="When they did.")
-    input: int
-    emitted: int
-    ratio: float | None
-    premature: int
-
-
-class Fold(BaseModel):
-    """A rule, what it holds, and how much it has folded."""
-
-    name: str = Field(examples=["accounts"])
-    stream: str = Field(description="The day stream of its folded events.", examples=["folds/accounts"])
-    topics: str | list[str] = Field(description="A regular expression, or names.")
-    group: list[str] = Field(description="The paths whose values belong together.", examples=[["account_id"]])
-    collect: dict[str, str] = Field(description="What is gathered.", examples=[{"metrics": "keys metrics"}])
-    windows: FoldWindows = Field(description="Those that are in force.")
-    clock: str = Field(examples=["arrival"])
-    output: str = Field(description="The topic of its folded events.")
-    raw: str | None = Field(description="The topic that its events are passed on to.")
-    pending: int = Field(description="Groups that hold folds.")
-    input: int = Field(description="Events that were folded.")
-    new: int = Field(description="Events whose group held nothing when they came.")
-    folded: int = Field(description="All others: input - new.")
-    emitted: int = Field(description="Folds that were given out.")
-    ratio: float | None = Field(description="1 - emitted / input; null before the first event.", examples=[0.93])
-    premature: int = Field(
-        description="Folds that would have been one with the fold before, had `quiet` been twice as long."
-    )
-    reasons: dict[str, int] = Field(description="Folds that were given out, by reason.", examples=[{"quiet": 12}])
-    since: Folded | None = Field(description="Null while no pipeline has applied the rule.")
-    frontier_ms: int | None = Field(
-        description="The time, in milliseconds, at which folds were last settled. It stands while nothing is pending."
-    )
-
-
-class Folds(BaseModel):
-    """The rules, in the order of the settings."""
-
-    folds: list[Fold]
 
 
 class Counts(NamedTuple):
@@ -146,11 +104,6 @@ class RuleState(NamedTuple):
     counts: Counts
     pending: int
     frontier_ms: int | None
-
-
-async def list_folds(folds: FoldsService) -> Folds:
-    """Return every rule."""
-    return Folds(folds=[_fold(seen) for seen in await look(folds)])
 
 
 async def figures(folds: FoldsService) -> list[FoldFigures]:
@@ -266,9 +219,9 @@ def _counts(name: str, counters: Mapping[str, int]) -> Counts:
     return Counts(given, new, emitted, premature, reasons)
 
 
-def _fold(seen: RuleState) -> Fold:
+def _rule(seen: RuleState) -> FoldRule:
     rule, counts = seen.rule, seen.counts
-    return Fold(
+    return FoldRule(
         name=rule.name,
         stream=stream_of(rule.name),
         topics=rule.topics if isinstance(rule.topics, str) else list(rule.topics),
@@ -315,19 +268,7 @@ AT_ONCE = 50
 """About how many groups are read at once when all are flushed."""
 
 
-class GivenOut(BaseModel):
-    """What was given out."""
-
-    folds: list[str] = Field(description="The ids of the folded events.", examples=[["accounts:posts:0:42"]])
-    groups: int = Field(description="Groups that they are of.")
-
-
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
-    group: msgspec.Raw = msgspec.Raw(b"null")
-    all: bool = False
-
-
-_decode = msgspec.json.Decoder(_Asked).decode
+_decode = msgspec.json.Decoder(GroupBody).decode
 _decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -355,7 +296,7 @@ def read_group(body: bytes, rule: Rule) -> bytes | None:
     wanted = '{"group": …} or {"all": true}'
     try:
         asked = _decode(body.decode())
-        written = bytes(asked.group).strip()
+        written = b"null" if isinstance(asked.group, msgspec.UnsetType) else bytes(asked.group).strip()
         if asked.all == (written != b"null"):
             raise BadRequest(f"the body says neither which group nor all of them, or both: send {wanted}")
         if asked.all:
@@ -462,26 +403,6 @@ def _ids(change: GroupChange) -> list[str]:
 _encode = msgspec.json.Encoder().encode
 
 
-class PendingGroup(BaseModel):
-    """A group that holds folds."""
-
-    group: dict[str, Any] = Field(description="The rule's paths and their values.", examples=[{"account_id": "a1"}])
-    folds: int = Field(description="Folds that it becomes if no more events come.")
-    count: int = Field(description="Events in them.")
-    first: str = Field(description="The time of the first event.", examples=["2026-11-15T08:00:00.000Z"])
-    last: str = Field(description="The time of the last event.")
-    due: str = Field(description="When the first of them is given out, at the earliest.")
-    bytes: int = Field(description="What they take, as `max_bytes` counts it.")
-
-
-class Pending(BaseModel):
-    """A page of groups, the first due first."""
-
-    name: str
-    groups: list[PendingGroup]
-    next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
-
-
 class PendingPlace(NamedTuple):
     """Where a group stands in the order of all."""
 
@@ -501,15 +422,15 @@ class PendingPlace(NamedTuple):
             raise CursorError(f"{text[:80]!r} is not `next` of a page of pending groups") from None
 
 
-async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -> bytes:
-    """Return a page as JSON; values of groups keep their digits."""
+async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -> Pending:
+    """Return a page of groups; their values keep their digits."""
     rule = await in_force(folds, name)
     place = PendingPlace.parse(after) if after else None
     shards = range(folds.nodes.options.shards)
     ways = await asyncio.gather(*(_due(folds, shard, rule.key_suffix, place, limit + 1) for shard in shards))
     due = sorted((place, shard) for shard, places in enumerate(ways) for place in places)
     page, folding = due[:limit], rule.folding()
-    rows: list[dict[str, Any]] = []
+    rows: list[PendingGroup] = []
     for at in range(0, len(page), AT_ONCE):
         some = page[at : at + AT_ONCE]
         key = folds.nodes.keys.fold
@@ -517,7 +438,7 @@ async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -
         for (place, _), answer in zip(some, answers, strict=True):
             if answer is not None:
                 rows.append(_row(rule, folding, place, decode_group(answer)))
-    return _encode({"name": name, "groups": rows, "next": str(page[-1][0]) if len(due) > limit else None})
+    return Pending(name, rows, str(page[-1][0]) if len(due) > limit else None)
 
 
 async def _due(
@@ -538,30 +459,23 @@ async def _due(
     return found[:limit]
 
 
-def _row(rule: Rule, folding: Folding, place: PendingPlace, held: StoredGroup) -> dict[str, Any]:
+def _row(rule: Rule, folding: Folding, place: PendingPlace, held: StoredGroup) -> PendingGroup:
     clumps = folding.load(held.state)
-    return {
-        "group": msgspec.Raw(rule.group_json(place.group)),
-        "folds": len(folding.settle(folding.load(held.state), math.inf)),
-        "count": sum(clump.count for clump in clumps),
-        "first": iso_time(min(clump.head[0] for clump in clumps)),
-        "last": iso_time(max(clump.latest for clump in clumps)),
-        "due": iso_time(place.due),
-        "bytes": sum(clump.size for clump in clumps),
-    }
+    return PendingGroup(
+        payload=msgspec.Raw(rule.group_json(place.group)),
+        folds=len(folding.settle(folding.load(held.state), math.inf)),
+        count=sum(clump.count for clump in clumps),
+        first=iso_time(min(clump.head[0] for clump in clumps)),
+        last=iso_time(max(clump.latest for clump in clumps)),
+        due=iso_time(place.due),
+        bytes=sum(clump.size for clump in clumps),
+    )
 
 
 _decode_windows = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class Changed(BaseModel):
-    """What a rule will be applied with."""
-
-    name: str
-    windows: FoldWindows = Field(description="Those that will be in force.")
-
-
-async def change_windows(folds: FoldsService, name: str, body: bytes) -> Changed:
+async def change_windows(folds: FoldsService, name: str, body: bytes) -> WindowsChange:
     """Ask for other windows of a rule, on top of what was asked for before; or for those of the settings again.
 
     Raises:
@@ -573,7 +487,7 @@ async def change_windows(folds: FoldsService, name: str, body: bytes) -> Changed
     given = read_windows(body)
     if given is None:
         await nodes.read(0, "HDEL", keys.wanted(), name)
-        return Changed(name=name, windows=windows_text(rule.windows))
+        return WindowsChange(name=name, windows=windows_text(rule.windows))
     stored = await nodes.read(0, "HGET", keys.wanted(), name)
     wanted = (_decode_windows(stored) if stored else {}) | given
     try:
@@ -581,7 +495,7 @@ async def change_windows(folds: FoldsService, name: str, body: bytes) -> Changed
     except ValueError as error:
         raise WindowsRefused(f"rule {name!r} stays as it is: {error}") from None
     await nodes.read(0, "HSET", keys.wanted(), name, _encode(wanted))
-    return Changed(name=name, windows=windows_text(rule.windows))
+    return WindowsChange(name=name, windows=windows_text(rule.windows))
 
 
 def read_windows(body: bytes) -> dict[str, Any] | None:
@@ -610,7 +524,7 @@ class FoldsService(ViewService):
         return await figures(self)
 
     async def status(self) -> dict[str, Any]:
-        return {"folds": [{"rule": f.rule, "pending": f.pending, "ratio": f.ratio} for f in await figures(self)]}
+        return {"folds": [FoldStatus(f.rule, f.pending, f.ratio) for f in await figures(self)]}
 
 
 async def _folds(service: Here) -> FoldsService:
@@ -621,46 +535,34 @@ FoldsHere = Annotated[FoldsService, Depends(_folds)]
 RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
 
 
-class PendingQuery(NoQuery):
-    """Which pending groups to list."""
-
-    after: str = Field("", description="Only groups after this place: `next` of the page before.")
-    limit: int = Field(100, ge=1, le=1000, description="Groups in one page.")
-
-
+GROUP_BODY = json_body(GroupBody, {"group": {"account_id": "account_1"}})
+WINDOWS_BODY = json_body(WindowsBody, {"quiet": "2s", "max_wait": "30s"})
 routes = Routes("folds")
 
 
 @routes.get("/v1/folds", 400, 503)
-async def list_rules(folds: FoldsHere, query: Annotated[NoQuery, Query()]) -> Folds:
+async def list_rules(folds: FoldsHere, parameters: Parameters) -> FoldRules:
     """List the rules of folds: their windows, what they hold and how much they fold."""
-    return await list_folds(folds)
+    return FoldRules([_rule(state) for state in await look(folds)])
 
 
 @routes.feed("/v1/folds/{name}/events", FEED)
 async def follow_folds(
-    request: Request,
-    folds: FoldsHere,
-    name: RuleName,
-    query: Annotated[FeedQuery, Query()],
-    last_event_id: LastEventId = None,
+    request: Request, folds: FoldsHere, name: RuleName, parameters: FeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the folded events of a rule: the feed of its day stream."""
-    refuse_repeats(request)
-    wanted = query.request((stream_of(known(folds, name).name),), last_event_id)
-    return answer_feed(request, folds.service, wanted, query.format, folds.service.part_of("days", LogService).open)
+    stream = stream_of(known(folds, name).name)
+    return follow_logs(request, folds.service.part_of("days", LogService), (stream,), parameters, last_event_id)
 
 
-@routes.get("/v1/folds/{name}/pending", 400, 404, 503, responses={200: {"model": Pending}})
-async def pending_groups(folds: FoldsHere, name: RuleName, query: Annotated[PendingQuery, Query()]) -> Response:
+@routes.get("/v1/folds/{name}/pending", 400, 404, 503)
+async def pending_groups(folds: FoldsHere, name: RuleName, parameters: PageParameters) -> Pending:
     """List the groups of a rule that hold folds, the first due first."""
-    return Response(await list_pending(folds, name, query.after, query.limit), media_type="application/json")
+    return await list_pending(folds, name, parameters.after, parameters.limit)
 
 
-@routes.post("/v1/folds/{name}/flush", 400, 404, 413, 503, openapi_extra=GROUP_BODY)
-async def flush_folds(
-    request: Request, folds: FoldsHere, name: RuleName, query: Annotated[NoQuery, Query()]
-) -> GivenOut:
+@routes.post("/v1/folds/{name}/flush", 400, 404, 413, 503, body=GROUP_BODY)
+async def flush_folds(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> GivenOut:
     """Close the folds of a group, or of all groups, now; they are emitted with the reason `flush`.
 
     What was due anyway keeps its own reason.
@@ -669,19 +571,15 @@ async def flush_folds(
         return await give_out(folds, name, body, "flush")
 
 
-@routes.post("/v1/folds/{name}/delete", 400, 404, 413, 503, openapi_extra=GROUP_BODY)
-async def delete_folds(
-    request: Request, folds: FoldsHere, name: RuleName, query: Annotated[NoQuery, Query()]
-) -> GivenOut:
+@routes.post("/v1/folds/{name}/delete", 400, 404, 413, 503, body=GROUP_BODY)
+async def delete_folds(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> GivenOut:
     """Drop the folds of a group, or of all groups; they are emitted with the reason `deleted`."""
     async with body_of(folds.service, request) as body:
         return await give_out(folds, name, body, "deleted")
 
 
-@routes.post("/v1/folds/{name}/windows", 400, 404, 413, 422, 503, openapi_extra=WINDOWS_BODY)
-async def set_windows(
-    request: Request, folds: FoldsHere, name: RuleName, query: Annotated[NoQuery, Query()]
-) -> Changed:
+@routes.post("/v1/folds/{name}/windows", 400, 404, 413, 422, 503, body=WINDOWS_BODY)
+async def set_windows(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> WindowsChange:
     """Change the windows of a rule while it runs; pending folds get their new due time."""
     async with body_of(folds.service, request) as body:
         return await change_windows(folds, name, body)

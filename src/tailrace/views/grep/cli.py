@@ -23,8 +23,8 @@ from tailrace.errors import BadRequest, TailraceError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from tailrace.api import Control, Event
-    from tailrace.client.following import Feed, FeedParameters
+    from tailrace.api.answers import Control, Event
+    from tailrace.client.following import Feed, FeedKeywords
     from tailrace.client.river import River
 
 _NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)
@@ -126,7 +126,7 @@ class MatchPrinter(Printer):
         query = {"$nor": [self.query]} if self.invert else self.query
         return river.grep(self.topics, query, key=self.key, count=self.count, client=self.client, **self.parameters())
 
-    def parameters(self) -> FeedParameters:
+    def parameters(self) -> FeedKeywords:
         parameters = super().parameters()
         if self.only_topics:
             parameters["limit"] = None  # -n limits the topics, not the events

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from tailrace.api.requests import WINDOW_BYTES, GrepParameters
 from tailrace.errors import BadRequest, CursorError
 from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start
 from tailrace.log.event import parse_time
@@ -21,7 +22,7 @@ LIVE = 0
 """The part of a search that is no stretch of the past."""
 
 
-LEAST_WINDOW, WINDOW, MOST_WINDOW = 1 << 10, 256 << 10, 16 << 20
+LEAST_WINDOW, MOST_WINDOW = 1 << 10, 16 << 20
 
 
 _CLIENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
@@ -63,7 +64,7 @@ class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
     count: bool = False
     missing: Literal["wait", "fail"] = "wait"
     on_gap: Literal["skip", "fail"] = "skip"
-    window: int = WINDOW
+    window: int = WINDOW_BYTES
     """Bytes of events that are fetched at once; one is always."""
     resumed: bool = False
     client: str | None = None
@@ -71,23 +72,11 @@ class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_grep_request(
-    search: Search,
-    *,
-    now_ms: int,
-    start: str | None = None,
-    after: str | None = None,
-    last_event_id: str | None = None,
-    until: str | None = None,
-    limit: int | None = None,
-    follow: bool = True,
-    count: bool = False,
-    missing: str = "wait",
-    on_gap: str = "skip",
-    window: int = WINDOW,
-    client: str | None = None,
+    search: Search, parameters: GrepParameters, *, now_ms: int, last_event_id: str | None = None
 ) -> GrepRequest | None:
     """Read the parameters. None when the request has ended before (HTTP answers 204)."""
-    check_options(limit, missing, on_gap)
+    check_options(parameters)
+    window, client, start = parameters.window, parameters.client, parameters.beginning
     if not LEAST_WINDOW <= window <= MOST_WINDOW:
         raise BadRequest(f"window={window}: bytes, from {LEAST_WINDOW} to {MOST_WINDOW}")
     if client is not None and not _CLIENT_NAME.fullmatch(client):
@@ -99,11 +88,8 @@ def make_grep_request(
         if begin.cursor.ended:
             return None
         sent, since_ms, resumed = begin.cursor.sent or 0, begin.cursor.since_ms, True
-    elif after:
-        begin = SearchCursor.parse(after)
-        since_ms = begin.cursor.since_ms
-    elif start and _CURSOR.fullmatch(start):
-        begin = SearchCursor.parse(start)
+    elif parameters.after or (start and _CURSOR.fullmatch(start)):
+        begin = SearchCursor.parse(parameters.after or start or "")
         since_ms = begin.cursor.since_ms
     elif start:
         found = parse_start(start, 1, now_ms)
@@ -115,18 +101,18 @@ def make_grep_request(
         begin = FromEnd() if found == FromLast(0) else found
         since_ms = found.time_ms if isinstance(found, FromTime) else None
     else:
-        begin = FromEnd() if follow else FromStart()
+        begin = FromEnd() if parameters.follow else FromStart()
     return GrepRequest(
         search=search,
         start=begin,
         since_ms=since_ms,
-        until_ms=parse_time(until, now_ms) if until else None,
-        limit=limit,
+        until_ms=parse_time(parameters.until, now_ms) if parameters.until else None,
+        limit=parameters.limit,
         sent=sent,
-        follow=follow,
-        count=count,
-        missing=missing,  # type: ignore[arg-type]
-        on_gap=on_gap,  # type: ignore[arg-type]
+        follow=parameters.follow,
+        count=parameters.count,
+        missing=parameters.missing,
+        on_gap=parameters.on_gap,
         window=window,
         resumed=resumed,
         client=client,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-    from tailrace.api import Control
+    from tailrace.api.answers import Control
     from tailrace.client.following import Feed
     from tailrace.client.river import River
     from tailrace.views.sessions.client import Burst, ChannelSeries, Value

@@ -15,9 +15,10 @@ from typing import Any, Self, Unpack
 
 import msgspec
 
-from tailrace.api import Control
+from tailrace.api.answers import BurstMessage, Control, SeriesMessage, SessionEventMessage, SessionRow, SessionRows
+from tailrace.api.requests import SessionFeedParameters
 from tailrace.client.connection import Connection
-from tailrace.client.following import Feed, FeedParameters, Query
+from tailrace.client.following import Feed, FeedKeywords
 from tailrace.client.request_encoding import as_segment
 from tailrace.client.sse_reader import SseFrame
 from tailrace.errors import BadRequest
@@ -26,22 +27,6 @@ LARGEST_LIST = 1_000
 
 Value = float | int | str | list[float] | None
 """A number, a text, three numbers of one sample, or None for what is no number."""
-
-
-class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A session in the list of them."""
-
-    identity: str
-    state: str = ""
-    identifier: str | None = None
-    stream: str = ""
-    range: tuple[str, str] | None = None
-    """Nanoseconds, as text."""
-    updated: str | None = None
-    json: dict[str, Any] = {}
-
-    def __str__(self) -> str:
-        return self.identity
 
 
 class ChannelSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,40 +68,7 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True):
     """Nanoseconds, if it changed."""
 
 
-class _Samples(msgspec.Struct):
-    channel: int
-    name: str
-    start: str
-    t: list[int]
-    v: list[Any]
-    unit: str = ""
-
-
-class _Event(msgspec.Struct):
-    id: int
-    time: str
-    app: str = ""
-    text: str = ""
-    values: list[Any] = []
-    code: str = ""
-    description: str = ""
-    priority: str = ""
-
-
-class _Burst(msgspec.Struct):
-    session: str
-    position: str
-    channels: list[_Samples] = []
-    events: list[_Event] = []
-    json: dict[str, Any] | None = None
-    range: tuple[str, str] | None = None
-
-
-class _Sessions(msgspec.Struct):
-    sessions: list[SessionRow]
-
-
-_decode = msgspec.json.Decoder(_Burst).decode
+_decode = msgspec.json.Decoder(BurstMessage).decode
 
 
 def decode_burst(frame: SseFrame) -> Burst:
@@ -138,13 +90,13 @@ def decode_burst(frame: SseFrame) -> Burst:
         ) from None
 
 
-def _series(found: _Samples) -> ChannelSeries:
+def _series(found: SeriesMessage) -> ChannelSeries:
     start = int(found.start)
     samples = [(start + t, v) for t, v in zip(found.t, found.v, strict=True)]
     return ChannelSeries(channel=found.channel, name=found.name, unit=found.unit, samples=samples)
 
 
-def _event(found: _Event) -> SessionEvent:
+def _event(found: SessionEventMessage) -> SessionEvent:
     fields = msgspec.structs.asdict(found)
     return SessionEvent(**{**fields, "time": int(found.time)})
 
@@ -204,9 +156,9 @@ class SessionsClient(Connection):
         pixel: str | None = None,
         rate: float | None = None,
         raw: bool = False,
-        **asked: Unpack[FeedParameters],
+        **options: Unpack[FeedKeywords],
     ) -> BurstFeed:
-        """Follow a telemetry session. Takes what ``tail`` takes, and more.
+        """Follow a telemetry session.
 
         Args:
             identity: the session.
@@ -214,7 +166,7 @@ class SessionsClient(Connection):
             pixel: thin samples: of each channel the least and the greatest in every such time, as ``20ms``.
             rate: thin samples: at most so many of each channel per second.
             raw: values as they were sampled, not converted.
-            asked: see ``tail``. ``-N`` and ``limit`` are about bursts, and times are about samples; they may be
+            options: of every feed. ``-N`` and ``limit`` are about bursts, and times are about samples; they may be
                 nanoseconds.
         """
         if isinstance(channels, str):
@@ -222,11 +174,9 @@ class SessionsClient(Connection):
         names = [str(each) for each in channels]
         if any("," in name for name in names):
             raise BadRequest("a name of a channel with a comma in it cannot be asked for: use a pattern")
-        query: Query = [("channels", ",".join(names))] if names else []
-        query += [] if pixel is None else [("pixel", pixel)]
-        query += [] if rate is None else [("rate", rate)]
-        query += [("raw", True)] if raw else []
-        return BurstFeed(self._feed(f"/v1/sessions/{as_segment(identity)}/events", query, **asked))
+        path, wanted = f"/v1/sessions/{as_segment(identity)}/events", ",".join(names) or None
+        feed = self._feed(path, SessionFeedParameters, options, channels=wanted, pixel=pixel, rate=rate, raw=raw)
+        return BurstFeed(feed)
 
     async def sessions(
         self, prefix: str | None = None, limit: int | None = None, *, state: str | None = None
@@ -234,7 +184,7 @@ class SessionsClient(Connection):
         """List telemetry sessions, those that were updated last first; so many at most, and no more than 1,000."""
         given = {"prefix": prefix, "state": state, "limit": min(limit or LARGEST_LIST, LARGEST_LIST)}
         query = {key: value for key, value in given.items() if value is not None}
-        return msgspec.json.decode(await self.call("GET", "/v1/sessions", params=query), type=_Sessions).sessions
+        return msgspec.json.decode(await self.call("GET", "/v1/sessions", params=query), type=SessionRows).sessions
 
     async def session_config(self, identity: str) -> dict[str, Any]:
         """Return what a session's configurations say: channels, parameters, kinds of events."""

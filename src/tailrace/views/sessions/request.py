@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from tailrace.api.requests import SessionFeedParameters
 from tailrace.errors import BadRequest
 from tailrace.log.cursor import FromEnd, FromStart
 from tailrace.log.request import check_options
@@ -160,24 +161,11 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_session_request(
-    identity: str,
-    *,
-    now_ms: int,
-    channels: str | None = None,
-    raw: bool = False,
-    pixel: str | None = None,
-    rate: float | None = None,
-    start: str | None = None,
-    after: str | None = None,
-    last_event_id: str | None = None,
-    until: str | None = None,
-    limit: int | None = None,
-    follow: bool = True,
-    missing: str = "wait",
-    on_gap: str = "skip",
+    identity: str, parameters: SessionFeedParameters, *, now_ms: int, last_event_id: str | None = None
 ) -> SessionRequest | None:
     """Parse the parameters of a feed; None if the request has ended before (HTTP answers 204)."""
-    check_options(limit, missing, on_gap, "bursts")
+    check_options(parameters, "bursts")
+    channels = parameters.channels
     names = tuple(dict.fromkeys(name for part in (channels or "").split(",") if (name := part.strip())))
     if channels is not None and not names:
         raise BadRequest("channels= has no names in it: leave it out for all channels")
@@ -194,26 +182,26 @@ def make_session_request(
         if cursor.ended:
             return None
         begin, sent, since, resumed = FromSessionCursor(cursor), cursor.sent or 0, cursor.since, True
-    elif after:
-        cursor = SessionCursor.parse(after)
+    elif parameters.after:
+        cursor = SessionCursor.parse(parameters.after)
         begin, since = FromSessionCursor(cursor), cursor.since
-    elif start:
+    elif start := parameters.beginning:
         begin = parse_session_start(start, now_ms)
         since = begin.time if isinstance(begin, FromMoment) else None
     else:
-        begin = FromEnd() if follow else FromStart()
+        begin = FromEnd() if parameters.follow else FromStart()
     return SessionRequest(
         identity=identity,
         start=begin,
         channels=names,
-        raw=raw,
-        thinning=parse_thinning(pixel, rate),
-        until=parse_session_until(until, now_ms) if until else None,
-        limit=limit,
+        raw=parameters.raw,
+        thinning=parse_thinning(parameters.pixel, parameters.rate),
+        until=parse_session_until(parameters.until, now_ms) if parameters.until else None,
+        limit=parameters.limit,
         sent=sent,
         since=since,
-        follow=follow,
-        missing=missing,  # type: ignore[arg-type]
-        on_gap=on_gap,  # type: ignore[arg-type]
+        follow=parameters.follow,
+        missing=parameters.missing,
+        on_gap=parameters.on_gap,
         resumed=resumed,
     )

@@ -25,15 +25,25 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, HTTPException, Path, Query, Request, Response
+from fastapi import Depends, HTTPException, Path, Request, Response
 from fastapi.responses import HTMLResponse
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator
 from starlette.websockets import WebSocket
 
-from tailrace.api import Closing
+from tailrace.api.answers import (
+    BurstMessage,
+    Closing,
+    SessionBuffer,
+    SessionConfig,
+    SessionDetails,
+    SessionRow,
+    SessionRows,
+)
+from tailrace.api.requests import MAX_SESSIONS, Parameters, SessionFeedParameters, SessionsParameters
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
-from tailrace.http.openapi import SESSION_CONFIG, SESSION_DETAILS, SESSION_FEED, SESSION_LIST, Responses
-from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, problem_of, refuse_repeats
+from tailrace.http.openapi import feed, reference, text
+from tailrace.http.problems import problem_of
+from tailrace.http.request import Here, LastEventId, decoded, read_parameters
 from tailrace.http.routing import Routes
 from tailrace.http.service import Service, ViewService, now_ms
 from tailrace.http.socket import admit, converse
@@ -50,61 +60,14 @@ from tailrace.views.sessions.hub import StreamHub
 from tailrace.views.sessions.life import Configurations, SessionParts
 from tailrace.views.sessions.model import bindings_in
 from tailrace.views.sessions.reader import Archive
-from tailrace.views.sessions.request import SessionRequest, make_session_request
+from tailrace.views.sessions.request import make_session_request
 from tailrace.views.sessions.samples import as_bytes, message
 from tailrace.views.sessions.streams import LiveSessions, Located
-
-MOST = 10_000
-"""Sessions that are looked at for a list: those that were updated last."""
 
 Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
 
 _fields = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
-
-
-class SessionsQuery(NoQuery):
-    """Which sessions to list."""
-
-    prefix: str = Field("", description="Only sessions whose identity begins with this.")
-    state: str = Field("", description="Only sessions in this state, such as `open`.")
-    limit: int = Field(100, ge=1, le=1000, description="So many at most.")
-
-
-class SessionQuery(FeedQuery):
-    """What the feed of a session takes."""
-
-    channels: str | None = Field(
-        None,
-        description="Only these, with commas between: numbers, names of channels or parameters, or patterns such as "
-        "`*:Chassis`. Default: all.",
-    )
-    pixel: str | None = Field(
-        None, description="Thin samples: of each channel the least and the greatest in every such time, as `20ms`."
-    )
-    rate: float | None = Field(None, description="Thin samples: at most so many of each channel per second.")
-    raw: bool = Field(False, description="Values as they were sampled, not converted.")
-
-    def session_request(self, identity: str, last_event_id: str | None = None) -> SessionRequest | None:
-        """Return the request to the feed; None when it has ended before."""
-        if self.start is not None and self.since is not None:
-            raise BadRequest("from and since are the same parameter: give one of them")
-        return make_session_request(
-            identity,
-            now_ms=now_ms(),
-            channels=self.channels,
-            raw=self.raw,
-            pixel=self.pixel,
-            rate=self.rate,
-            start=self.since if self.start is None else self.start,
-            after=self.after,
-            last_event_id=last_event_id,
-            until=self.until,
-            limit=self.limit,
-            follow=self.follow,
-            missing=self.missing,
-            on_gap=self.on_gap,
-        )
 
 
 class SessionsService(ViewService):
@@ -143,24 +106,33 @@ async def _sessions(service: Here) -> SessionsService:
 
 
 SessionsHere = Annotated[SessionsService, Depends(_sessions)]
-PAGE: Responses = {200: {"content": {"text/html": {"schema": {"type": "string"}}}}}
-routes = Routes("sessions")
+PAGE = text("text/html")
+SESSION_FEED = feed(
+    reference(BurstMessage),
+    'id: 42.1789200000000-3\ndata: {"session":"lap-7","position":"1789200000000-3",'
+    '"range":["1789200000000000000","1789200000005000000"],"channels":[{"channel":1,"name":"vCar:Chassis",'
+    '"unit":"km/h","start":"1789200000000000000","t":[0,5000000],"v":[88.5,null]}],"events":[]}\n\n',
+    "Bursts of samples and events until the session ends. Control frames are those of every feed, "
+    "and `life`, when the session was opened again. `caught-up` has the `position` where live began; `gap` says "
+    "`from`, `to`, a `reason`, and `possible` when nobody knows whether anything was there.",
+)
+routes = Routes("sessions", headers={"Cache-Control": "no-store"})
 pages = Routes("pages")
 
 
-@routes.get("/v1/sessions", 400, 503, responses=SESSION_LIST, response_class=Response)
-async def list_sessions(sessions: SessionsHere, query: Annotated[SessionsQuery, Query()]) -> Response:
+@routes.get("/v1/sessions", 400, 503)
+async def list_sessions(sessions: SessionsHere, parameters: SessionsParameters) -> SessionRows:
     """List telemetry sessions, those that were updated last first."""
     found = [
-        summary(located)
-        for located in await sessions.live.listing(MOST)
-        if located.identity.startswith(query.prefix) and query.state in ("", located.state)
+        SessionRow(**_row(located))
+        for located in await sessions.live.listing(MAX_SESSIONS)
+        if located.identity.startswith(parameters.prefix) and parameters.state in ("", located.state)
     ]
-    return _answer({"sessions": found[: query.limit]})
+    return SessionRows(found[: parameters.limit])
 
 
-@routes.get("/v1/sessions/{identity}", 404, 503, responses=SESSION_DETAILS, response_class=Response)
-async def show_session(sessions: SessionsHere, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
+@routes.get("/v1/sessions/{identity}", 404, 503)
+async def show_session(sessions: SessionsHere, identity: Identity, parameters: Parameters) -> SessionDetails:
     """Show a session: its JSON, its channels, and how much of it is in the stream."""
     located = await _located(sessions, identity)
     channels = await _channels(sessions, located)
@@ -169,42 +141,37 @@ async def show_session(sessions: SessionsHere, identity: Identity, query: Annota
     begin = max(located.position, gone or BEGINNING)
     first = await live.first_entry(stream, number, begin)
     last = await live.last_entries(stream, number, 1, begin, await live.tail(stream))
-    return _answer(
-        {
-            **summary(located),
-            "number": number,
-            "position": id_text(located.position),
-            "writer": located.writer,
-            "complete": channels.complete,
-            "channels": channels.described(),
-            "buffer": {
-                "first": None if first is None else id_text(first),
-                "last": id_text(last[0]) if last else None,
-                "trimmed": None if gone is None else id_text(gone),
-            },
-        }
+    buffer = SessionBuffer(
+        first=None if first is None else id_text(first),
+        last=id_text(last[0]) if last else None,
+        trimmed=None if gone is None else id_text(gone),
+    )
+    return SessionDetails(
+        **_row(located),
+        number=number,
+        position=id_text(located.position),
+        writer=located.writer,
+        complete=channels.complete,
+        channels=channels.described(),
+        buffer=buffer,
     )
 
 
-@routes.get("/v1/sessions/{identity}/config", 404, responses=SESSION_CONFIG, response_class=Response)
-async def session_config(sessions: SessionsHere, identity: Identity, query: Annotated[NoQuery, Query()]) -> Response:
+@routes.get("/v1/sessions/{identity}/config", 404)
+async def session_config(sessions: SessionsHere, identity: Identity, parameters: Parameters) -> SessionConfig:
     """Show what a session's configurations say: channels, parameters with units and conversions, kinds of events."""
     located = await _located(sessions, identity)
     channels = await _channels(sessions, located)
-    parameters = [
-        {**each.described(), "channels": each.channels, "steps": _steps(each.conversion)}
-        for each in channels.parameters
-    ]
-    bindings = [{"identifier": each.identifier, "offset": each.offset} for each in _bindings(located)]
-    return _answer(
-        {
-            "session": identity,
-            "complete": channels.complete,
-            "bindings": bindings,
-            "channels": channels.described(),
-            "parameters": parameters,
-            "events": [each.described() for each in channels.events],
-        }
+    return SessionConfig(
+        session=identity,
+        complete=channels.complete,
+        bindings=[{"identifier": each.identifier, "offset": each.offset} for each in _bindings(located)],
+        channels=channels.described(),
+        parameters=[
+            {**each.described(), "channels": each.channels, "steps": _steps(each.conversion)}
+            for each in channels.parameters
+        ],
+        events=[each.described() for each in channels.events],
     )
 
 
@@ -213,25 +180,22 @@ async def follow_session(
     request: Request,
     sessions: SessionsHere,
     identity: Identity,
-    query: Annotated[SessionQuery, Query()],
+    parameters: SessionFeedParameters,
     last_event_id: LastEventId = None,
 ) -> Response:
     """Follow a session's samples and events: from anywhere, then live; resumable after every burst."""
-    refuse_repeats(request)
-    wanted = query.session_request(identity, last_event_id)
-    return answer_feed(request, sessions.service, wanted, query.format, sessions.feeds.open)
+    wanted = make_session_request(identity, parameters, now_ms=now_ms(), last_event_id=last_event_id)
+    return answer_feed(request, sessions.service, wanted, parameters.format, sessions.feeds.open)
 
 
-def summary(located: Located) -> dict[str, Any]:
-    """Return what a list says of a session."""
-    json = _json(located)
-    span = None if located.span is None else [str(each) for each in located.span]
+def _row(located: Located) -> dict[str, Any]:
+    json, span = _json(located), located.span
     return {
         "identity": located.identity,
         "state": located.state,
         "identifier": json.get("identifier"),
         "stream": located.stream,
-        "range": span,
+        "range": None if span is None else (str(span[0]), str(span[1])),
         "updated": iso_time(located.updated_ms),
         "json": json,
     }
@@ -268,10 +232,6 @@ def _steps(conversion: Conversion) -> dict[str, Any]:
         told = msgspec.to_builtins(how)
     steps = {"shift": conversion.shift, "mask": f"{conversion.mask:x}", "offset": conversion.offset}
     return {**steps, conversion.kind: told}
-
-
-def _answer(body: dict[str, Any]) -> Response:
-    return Response(_encode(body), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -333,7 +293,10 @@ async def session_live(websocket: WebSocket) -> None:
     sessions = service.part_of("sessions", SessionsService)
     admit(service, websocket, sessions.settings.sessions.origins)
     identity = decoded(websocket.path_params["identity"])
-    request = _query(websocket).session_request(identity)
+    if "format" in websocket.query_params:
+        raise BadRequest("unknown parameter 'format': messages have one form")
+    parameters = read_parameters(SessionFeedParameters, websocket.query_params)
+    request = make_session_request(identity, parameters, now_ms=now_ms())
     assert request is not None
     feed = await sessions.feeds.open(request, as_bytes)
     settings = service.settings.sessions
@@ -346,25 +309,10 @@ async def session_live(websocket: WebSocket) -> None:
         service.metrics.viewer_slow_closes.inc(live.closing.code == 1013)
 
 
-@routes.get("/v1/sessions/{identity}/live", 400, response_class=Response)
+@routes.get("/v1/sessions/{identity}/live", 400)
 async def live_not_upgraded(identity: Identity) -> Response:
     """Follow a session over a WebSocket, in binary messages; takes what its events take. Plain requests are refused."""
     raise BadRequest("this is a WebSocket: ask for an upgrade; /events has the same as an event stream")
-
-
-def _query(websocket: WebSocket) -> SessionQuery:
-    given = websocket.query_params.multi_items()
-    if len(dict(given)) < len(given):
-        raise BadRequest("a parameter is given twice")
-    if "format" in dict(given):
-        raise BadRequest("unknown parameter 'format': messages have one form")
-    try:
-        return SessionQuery.model_validate(dict(given))
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        name = str(wrong["loc"][0]) if wrong["loc"] else "?"
-        said = "unknown parameter" if wrong["type"] == "extra_forbidden" else f"{wrong['msg']}:"
-        raise BadRequest(f"{said} {name!r}") from None
 
 
 _TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript"}
@@ -387,7 +335,7 @@ async def session_page(identity: Identity) -> Response:
     return _file("session.html")
 
 
-@pages.get("/pages/{name}", 404, responses=PAGE, response_class=Response)
+@pages.get("/pages/{name}", 404, responses=PAGE)
 async def page_file(
     name: Annotated[str, Path(description="Name of a file of the pages, such as `pages.css`.")],
 ) -> Response:

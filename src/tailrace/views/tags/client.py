@@ -7,9 +7,10 @@ from typing import Unpack
 
 import msgspec
 
-from tailrace.api import Tag, TaggedSource
+from tailrace.api.answers import SourcesPage, Tag, TaggedSource, TagsPage
+from tailrace.api.requests import TagsFeedParameters
 from tailrace.client.connection import Connection
-from tailrace.client.following import Feed, FeedParameters, Query
+from tailrace.client.following import Feed, FeedKeywords
 from tailrace.client.request_encoding import as_segment, document_of
 from tailrace.errors import BadRequest
 
@@ -23,43 +24,32 @@ class TagsClient(Connection):
         mode: str = "any",
         query: Mapping[str, object] | None = None,
         client: str | None = None,
-        **asked: Unpack[FeedParameters],
+        **options: Unpack[FeedKeywords],
     ) -> Feed:
-        """Follow the events of some tags. Takes what ``tail`` takes, and more.
+        """Follow the events of some tags.
 
         Args:
             tags: the tags; the events of each source keep their order.
             mode: ``any``: events that have one of the tags, each once; ``all``: events that have all of them.
-            query: MongoDB's, as ``docs/query.md`` says: only events that it holds for.
-            client: a name under which the service keeps the reader's place: without ``after`` it goes on there.
-            asked: see ``tail``. Here ``missing`` is about tags that no event has yet.
+            query: MongoDB's, as ``docs/query.md`` says: only events that match it.
+            client: a name under which the service keeps the reader's position: without ``after`` it goes on there.
+            options: of every feed. Here ``missing`` is about tags that no event has yet.
         """
         if not tags:
             raise BadRequest("name at least one tag to follow")
-        words: Query = [("tag", tag) for tag in tags]
-        words += [("mode", mode)] if mode != "any" else []
-        words += [] if query is None else [("q", document_of(query))]
-        words += [] if client is None else [("client", client)]
-        return self._feed("/v1/tags/events", words, **asked)
+        q = document_of({} if query is None else query)
+        return self._feed("/v1/tags/events", TagsFeedParameters, options, tag=tags, mode=mode, q=q, client=client)
 
     async def tags(self, prefix: str | None = None, limit: int | None = None) -> list[Tag]:
         """List the tags in the order of their names; so many at most."""
         query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
-        return await self._listed("/v1/tags", query, limit, lambda page: msgspec.json.decode(page, type=_Tags).tags)
+        return await self._listed("/v1/tags", query, limit, lambda page: msgspec.json.decode(page, type=TagsPage).tags)
 
     async def sources(self, tag: str, limit: int | None = None) -> list[TaggedSource]:
         """List the sources that have had events with a tag, in no order; so many at most."""
         found: dict[str, TaggedSource] = {}
         async for page in self._pages(f"/v1/tags/{as_segment(tag)}/sources", {}, limit):
-            found |= {each.source: each for each in msgspec.json.decode(page, type=_Sources).sources}
+            found |= {each.source: each for each in msgspec.json.decode(page, type=SourcesPage).sources}
             if limit is not None and len(found) >= limit:
                 break
         return list(found.values())[:limit]
-
-
-class _Tags(msgspec.Struct):
-    tags: list[Tag]
-
-
-class _Sources(msgspec.Struct):
-    sources: list[TaggedSource]

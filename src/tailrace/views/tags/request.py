@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tailrace.api.requests import TagFeedParameters, read_query
 from tailrace.errors import BadRequest, CursorError, StoreError
 from tailrace.log.cursor import MAX_CURSOR_BYTES, MAX_NAMES, FromCursor, Start, parse_state
 from tailrace.log.event import Headers, Partition, headers_json, key_json, parse_time
@@ -45,24 +46,18 @@ class TagRequest(FeedRequest, frozen=True, kw_only=True):
 
 def make_tag_request(
     tags: tuple[str, ...],
+    parameters: TagFeedParameters,
     *,
     now_ms: int,
     mode: str = "any",
-    query: dict[str, Any] | None = None,
     limits: QueryLimits | None = None,
-    client: str | None = None,
     own_cursors: bool = False,
-    start: str | None = None,
-    after: str | None = None,
     last_event_id: str | None = None,
-    until: str | None = None,
-    **more: Any,
 ) -> TagRequest | None:
     """Check the parameters and return the request; None if its cursor says that the request has ended.
 
     Args:
         own_cursors: The store has its own form of cursors; then ``until`` must be a time.
-        more: The parameters that every feed takes.
     """
     if mode not in ("any", "all"):
         raise BadRequest(f"mode={mode[:80]!r}: expected any, for events with one of the tags, or all")
@@ -71,28 +66,26 @@ def make_tag_request(
             raise BadRequest(f"{tag[:80]!r} is not a tag: expected a text of 1 to {MAX_TAG_BYTES} bytes")
     if len(tags) > MAX_NAMES or len(set(tags)) != len(tags):
         raise BadRequest(f"a feed is over at most {MAX_NAMES} tags, each named once")
+    client, start = parameters.client, parameters.beginning
     if client is not None and not CLIENT.fullmatch(client):
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
-    sieve = None if query is None or query == {} else ValueFilter(query, limits=limits or QueryLimits())
-    cursor = None
+    query = read_query(parameters.q)
+    matches = None if query == {} else ValueFilter(query, limits=limits or QueryLimits())
+    cursor, plain_parameters, plain_id = None, parameters, last_event_id
     if own_cursors:
-        cursor = last_event_id or after or (start if start and _STORE_CURSOR.match(start) else None)
-        if until:
-            parse_time(until, now_ms)
-    plain = make_request(
-        tags[:1] if mode == "all" else tags,  # with "all" the feed reads one log
-        now_ms=now_ms,
-        start="end" if cursor else start,
-        after=None if cursor else after,
-        last_event_id=None if cursor else last_event_id,
-        until=until,
-        **more,
-    )
+        cursor = last_event_id or parameters.after or (start if start and _STORE_CURSOR.match(start) else None)
+        if parameters.until:
+            parse_time(parameters.until, now_ms)
+    if cursor:
+        plain_parameters = msgspec.structs.replace(parameters, start="end", since=None, after=None)
+        plain_id = None
+    logs = tags[:1] if mode == "all" else tags  # with "all" the feed reads one log
+    plain = make_request(logs, plain_parameters, now_ms=now_ms, last_event_id=plain_id)
     if plain is None:
         return None
     fields = {name: getattr(plain, name) for name in FeedRequest.__struct_fields__}
     fields["names"] = tags
-    if cursor is not None:
+    if cursor:
         text, sent, since_ms, ended = _split_cursor(cursor)
         if last_event_id and ended:
             return None
@@ -101,7 +94,7 @@ def make_tag_request(
     elif isinstance(plain.start, FromCursor):
         # A request that began at a time shows nothing older, also when another one continues from its cursor.
         fields["since_ms"] = plain.start.cursor.since_ms
-    return TagRequest(**fields, mode=mode, query=sieve, client=client)  # type: ignore[arg-type]
+    return TagRequest(**fields, mode=mode, query=matches, client=client)  # type: ignore[arg-type]
 
 
 def _split_cursor(cursor: str) -> tuple[str, int | None, int | None, bool]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import msgspec
-from fastapi import Depends, Path, Query, Request, Response
-from pydantic import AfterValidator, BaseModel, Field
+from fastapi import Depends, Path, Request, Response
+from pydantic import AfterValidator
 
-from tailrace.errors import BadRequest, StreamNotFound, TagsOff, TailraceError
-from tailrace.http.openapi import TAG_FEED
-from tailrace.http.request import FeedQuery, Here, LastEventId, NoQuery, decoded, limits_of, refuse_repeats
+from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, Tag, TaggedSource, TagsPage
+from tailrace.api.requests import Parameters, SourcesParameters, TagFeedParameters, TagsFeedParameters, TagsParameters
+from tailrace.errors import StreamNotFound, TagsOff, TailraceError
+from tailrace.http.openapi import feed_with
+from tailrace.http.request import Here, LastEventId, decoded, limits_of
 from tailrace.http.routing import Routes
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.sse import answer_feed
-from tailrace.log.cursor import MAX_NAMES, FromCursor
+from tailrace.log.cursor import FromCursor
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.log.request import AnyFeed
@@ -33,131 +35,6 @@ from tailrace.views.tags.store import VIEW
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 60.0
-
-_decode = msgspec.json.Decoder().decode
-
-
-class TagQuery(FeedQuery):
-    """What a feed of a tag takes."""
-
-    q: str = Field("{}", description="Only events that this query holds for: MongoDB's, as JSON.")
-    client: str | None = Field(
-        None,
-        description="A name for the reader: its place is kept, and it goes on there when it comes without a cursor. "
-        "Some events may come again; `Last-Event-ID` is exact.",
-    )
-
-    def tag_request(
-        self, view: TagsService, tags: tuple[str, ...], mode: str, last_event_id: str | None, after: str | None = None
-    ) -> TagRequest | None:
-        """Return the request to the feed, beginning after a cursor if one is given; None when it has ended before."""
-        if self.start is not None and self.since is not None:
-            raise BadRequest("from and since are the same parameter: give one of them")
-        return make_tag_request(
-            tags,
-            now_ms=now_ms(),
-            mode=mode,
-            query=self._query(),
-            limits=limits_of(view.settings),
-            client=self.client,
-            own_cursors=view.store.own_cursors,
-            start=self.since if self.start is None else self.start,
-            after=after or self.after,
-            last_event_id=last_event_id,
-            until=self.until,
-            limit=self.limit,
-            follow=self.follow,
-            missing=self.missing,
-            on_gap=self.on_gap,
-        )
-
-    def _query(self) -> Any:
-        try:
-            return _decode(self.q)
-        except ValueError as error:
-            raise BadRequest(f"q={self.q[:80]!r} is no JSON: {error}") from None
-
-
-class SeveralTagsQuery(TagQuery):
-    """What a feed over several tags takes."""
-
-    tag: list[str] = Field(
-        min_length=1, max_length=MAX_NAMES, description="A tag; repeat it for several. Their order is the cursor's."
-    )
-    mode: Literal["any", "all"] = Field(
-        "any", description="`any`: events that have one of the tags, each once. `all`: events that have all of them."
-    )
-
-
-class TagsQuery(NoQuery):
-    """Which tags to list."""
-
-    prefix: str = Field("", description="Only tags that begin with this.")
-    after: str = Field("", description="Only tags after this one: `next` of the page before.")
-    limit: int = Field(100, ge=1, le=1000, description="Tags in one page.")
-
-
-class SourcesQuery(NoQuery):
-    """Which sources to list."""
-
-    after: int = Field(0, ge=0, description="`next` of the page before.")
-    limit: int = Field(
-        100, ge=1, le=1000, description="Sources in one page, about; those of a small tag come all at once."
-    )
-
-
-class Tag(BaseModel):
-    """A tag and how much it holds."""
-
-    tag: str = Field(examples=["gpu"])
-    events: int | None = Field(description="Null where they are not counted: in Cassandra.")
-    bytes: int | None = Field(description="Stored, compressed; null where it is not counted.")
-    buckets: int = Field(description="Buckets that have events.")
-    first_bucket: str = Field(description="When the first of them begins.", examples=["2026-11-15T08:00:00.000Z"])
-    last_time: str = Field(description="The latest time of its events; in Cassandra the end of its last bucket.")
-
-
-class TagsPage(BaseModel):
-    """A page of tags, in the order of their bytes."""
-
-    tags: list[Tag]
-    next: str | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
-
-
-class TaggedSource(BaseModel):
-    """A source of events, as a tag knows it."""
-
-    source: str
-    tag_seq: int = Field(description="The number of its last event in the tag; that many it has had.")
-    seq: int = Field(description="The number that this event has in the source itself.")
-    time: str = Field(description="The time of its stamp.", examples=["2026-11-15T08:00:00.000Z"])
-    partition: str = Field(description="Where it came from.", examples=["orders:0"])
-
-
-class SourcesPage(BaseModel):
-    """Some sources of a tag, in no order. One that gets events meanwhile may be listed twice."""
-
-    tag: str
-    sources: list[TaggedSource]
-    next: int | None = Field(description="Ask with `after=` this for the next page; null on the last one.")
-
-
-class NamedReader(BaseModel):
-    """A reader that has a name."""
-
-    client: str
-    tags: list[str]
-    mode: str
-    last_event: str | None = Field(description="The time of its last event; null before the first one.")
-    last_seen: str = Field(description="When it was last there.", examples=["2026-11-15T08:00:00.000Z"])
-    lag_s: float = Field(description="How old its last event is; 0 when there is nothing behind it.")
-    warning: str | None = Field(description="What to do, if it may miss events that are dropped soon.")
-
-
-class ReadersPage(BaseModel):
-    """All readers of tags that have a name, in the order of their names."""
-
-    readers: list[NamedReader]
 
 
 class TagsService(LogService):
@@ -209,68 +86,58 @@ async def _tags(service: Here) -> TagsService:
 
 
 TagsHere = Annotated[TagsService, Depends(_tags)]
-routes = Routes("tags")
 TagName = Annotated[
     str,
     Path(description="A tag, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),
     AfterValidator(decoded),
 ]
+TAG_FEED = feed_with("tag", "tags", "source", "seq", "tag_seq", "timeuuid")
+routes = Routes("tags")
 
 
 @routes.get("/v1/tags", 400, 404, 503)
-async def list_tags(view: TagsHere, query: Annotated[TagsQuery, Query()]) -> TagsPage:
+async def list_tags(view: TagsHere, parameters: TagsParameters) -> TagsPage:
     """List the tags in the order of their names."""
-    found = await view.store.tags(query.prefix, query.after, query.limit + 1)
+    found = await view.store.tags(parameters.prefix, parameters.after, parameters.limit + 1)
     tags = [
-        Tag(
-            tag=held.tag,
-            events=held.events,
-            bytes=held.bytes,
-            buckets=held.buckets,
-            first_bucket=iso_time(held.first_ms),
-            last_time=iso_time(held.last_ms),
-        )
-        for held in found[: query.limit]
+        Tag(each.tag, each.events, each.bytes, each.buckets, iso_time(each.first_ms), iso_time(each.last_ms))
+        for each in found[: parameters.limit]
     ]
-    return TagsPage(tags=tags, next=tags[-1].tag if len(found) > query.limit else None)
+    return TagsPage(tags, tags[-1].tag if len(found) > parameters.limit else None)
 
 
 @routes.feed("/v1/tags/events", TAG_FEED)
 async def follow_tags(
-    request: Request, view: TagsHere, query: Annotated[SeveralTagsQuery, Query()], last_event_id: LastEventId = None
+    request: Request, view: TagsHere, parameters: TagsFeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the events that have any, or all, of several tags, in one feed; each source keeps its order."""
-    return _feed(request, view, tuple(query.tag), query.mode, query, last_event_id)
+    return _follow(request, view, tuple(parameters.tag), parameters.mode, parameters, last_event_id)
 
 
 @routes.feed("/v1/tags/{tag:path}/events", TAG_FEED)
 async def follow_tag(
-    request: Request,
-    view: TagsHere,
-    tag: TagName,
-    query: Annotated[TagQuery, Query()],
-    last_event_id: LastEventId = None,
+    request: Request, view: TagsHere, tag: TagName, parameters: TagFeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the events of a tag: from anywhere, then live; resumable after every event."""
-    return _feed(request, view, (tag,), "any", query, last_event_id)
+    return _follow(request, view, (tag,), "any", parameters, last_event_id)
 
 
 @routes.get("/v1/tags/{tag:path}/sources", 400, 404, 503)
-async def tag_sources(view: TagsHere, tag: TagName, query: Annotated[SourcesQuery, Query()]) -> SourcesPage:
+async def tag_sources(view: TagsHere, tag: TagName, parameters: SourcesParameters) -> SourcesPage:
     """List the sources that have had events with a tag, and how far each of them is."""
     _ = view.store
     nodes = view.nodes
     shard = shard_of(tag, nodes.options.shards)
     key = nodes.keys.numbers(shard, tag)
-    cursor, found = await nodes.read(shard, "HSCAN", key, query.after, "COUNT", query.limit)
-    listed = [_source(pid.decode(), SourceProgress.parse(stored)) for pid, stored in mapping(found).items()]
-    if not listed and not query.after and not int(cursor):
+    cursor, found = await nodes.read(shard, "HSCAN", key, parameters.after, "COUNT", parameters.limit)
+    listed = [_source(name.decode(), SourceProgress.parse(stored)) for name, stored in mapping(found).items()]
+    if not listed and not parameters.after and not int(cursor):
         raise StreamNotFound(tag)
-    return SourcesPage(tag=tag, sources=listed, next=int(cursor) or None)
+    return SourcesPage(tag, listed, int(cursor) or None)
 
 
 @routes.get("/v1/tags/readers", 400, 404, 503)
-async def tag_readers(view: TagsHere, query: Annotated[NoQuery, Query()]) -> ReadersPage:
+async def tag_readers(view: TagsHere, parameters: Parameters) -> ReadersPage:
     """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
     readers = [
         NamedReader(
@@ -287,34 +154,47 @@ async def tag_readers(view: TagsHere, query: Annotated[NoQuery, Query()]) -> Rea
     return ReadersPage(readers=readers)
 
 
-def _source(pid: str, known: SourceProgress) -> TaggedSource:
-    return TaggedSource(
-        source=pid, tag_seq=known.number, seq=known.seq, time=iso_time(known.ms), partition=known.partition
-    )
+def _source(name: str, progress: SourceProgress) -> TaggedSource:
+    return TaggedSource(name, progress.number, progress.seq, iso_time(progress.ms), progress.partition)
 
 
-def _feed(
+def _follow(
     request: Request,
     view: TagsService,
     tags: tuple[str, ...],
     mode: str,
-    query: TagQuery,
+    parameters: TagFeedParameters,
     last_event_id: str | None,
 ) -> Response:
-    refuse_repeats(request)
-    wanted = query.tag_request(view, tags, mode, last_event_id)
-    return answer_feed(request, view.service, wanted, query.format, lambda wanted: _open(view, wanted, query))
+    wanted = _request(view, tags, mode, parameters, last_event_id)
+    return answer_feed(request, view.service, wanted, parameters.format, lambda wanted: _open(view, wanted, parameters))
 
 
-async def _open(view: TagsService, wanted: TagRequest, query: TagQuery) -> AnyFeed:
-    """Open a feed; where its reader was, if it has a name and brings no cursor."""
+def _request(
+    view: TagsService, tags: tuple[str, ...], mode: str, parameters: TagFeedParameters, last_event_id: str | None
+) -> TagRequest | None:
+    limits, own_cursors = limits_of(view.settings), view.store.own_cursors
+    return make_tag_request(
+        tags,
+        parameters,
+        now_ms=now_ms(),
+        mode=mode,
+        limits=limits,
+        own_cursors=own_cursors,
+        last_event_id=last_event_id,
+    )
+
+
+async def _open(view: TagsService, wanted: TagRequest, parameters: TagFeedParameters) -> AnyFeed:
+    """Open a feed; at the position of its reader, if the reader has a name and brings no cursor."""
     if wanted.client is None:
         return await view.store.open(wanted)
     store, tags, mode = view.settings.tags.store, wanted.names, wanted.mode
     reader = ReaderIdentity(wanted.client, mode, tags)
     known = await view.readers.find(reader)
     if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromStoreCursor):
-        wanted = query.tag_request(view, tags, mode, None, known.cursor) or wanted
+        after = msgspec.structs.replace(parameters, after=known.cursor)
+        wanted = _request(view, tags, mode, after, None) or wanted
     feed = NamedFeed(await view.store.open(wanted), view.readers, reader, store, known, now_ms)
     await feed.begin()
     return feed

@@ -11,13 +11,15 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Path, Query, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from fastapi import Path, Response
+from pydantic import AfterValidator
 from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocket
 
+from tailrace.api.answers import RtaSession, RtaSessions
+from tailrace.api.requests import MAX_SESSIONS, RtaParameters
 from tailrace.errors import BadRequest, SessionNotFound
-from tailrace.http.openapi import RTA_CONFIG, RTA_SESSION, RTA_SESSIONS, RTA_STREAM
+from tailrace.http.openapi import Responses, answer
 from tailrace.http.request import decoded
 from tailrace.http.routing import Routes
 from tailrace.http.service import Service
@@ -28,9 +30,6 @@ from tailrace.views.sessions.streams import Located
 
 SUBPROTOCOL = "mat.ocs.rta.stream-lz4"
 CONFIG_TYPE = "application/vnd.mat.config+json"
-MOST = 10_000
-"""Limit of listed sessions, the last updated ones."""
-
 Identifier = Annotated[str, Path(description="Identifier of a configuration, URL-encoded."), AfterValidator(decoded)]
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -38,21 +37,15 @@ _value = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
+RTA_CONFIG: Responses = {200: {"content": {CONFIG_TYPE: {"schema": {"type": "object"}}}}}
+RTA_STREAM: Responses = {
+    101: {
+        "description": "Binary frames, each a burst as a raw LZ4 block: first the Session JSON, then the time range, "
+        "then updates; samples and events after a `StreamRequest`, which is not compressed."
+    },
+    406: {"description": "The sub-protocol is missing."},
+}
 routes = Routes("rta")
-
-
-class RtaQuery(BaseModel):
-    """Which sessions to list."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    page_index: int = Field(0, alias="pageIndex", ge=0, description="Pages are numbered from 0.")
-    page_size: int = Field(1000, alias="pageSize", ge=1, le=MOST, description="Sessions in one page.")
-    sort: str = Field(
-        "timestamp:desc",
-        pattern=r"^[^:]+:(asc|desc)$",
-        description="A property of the sessions, dotted if it is inside another, and `asc` or `desc`.",
-    )
 
 
 @routes.websocket("/rta/v2/sessions/{identity}/stream")
@@ -73,24 +66,28 @@ async def rta_stream(websocket: WebSocket) -> None:
         service.metrics.viewer_slow_closes.inc(viewer.closing.code == 1013)
 
 
-@routes.get("/rta/v2/sessions/{identity}/stream", 400, responses=RTA_STREAM, response_class=Response)
+@routes.get("/rta/v2/sessions/{identity}/stream", 400, responses=RTA_STREAM)
 async def rta_not_upgraded(identity: Identity) -> Response:
     """Follow a session: a WebSocket, with the sub-protocol `mat.ocs.rta.stream-lz4`; plain requests are refused."""
     raise BadRequest(f"this is a WebSocket: ask for an upgrade, and offer the sub-protocol {SUBPROTOCOL}")
 
 
-@routes.get("/rta/v2/sessions", 400, 503, responses=RTA_SESSIONS, response_class=Response)
-async def rta_sessions(sessions: SessionsHere, query: Annotated[RtaQuery, Query()]) -> Response:
+@routes.get("/rta/v2/sessions", 400, 503, responses=answer(RtaSessions))
+async def rta_sessions(sessions: SessionsHere, parameters: RtaParameters) -> Response:
     """List sessions as clients of the telemetry protocol want them."""
-    shown = [fields for located in await sessions.live.listing(MOST) if (fields := session_fields(located)) is not None]
-    path, _, order = query.sort.rpartition(":")
+    shown = [
+        fields
+        for located in await sessions.live.listing(MAX_SESSIONS)
+        if (fields := session_fields(located)) is not None
+    ]
+    path, _, order = parameters.sort.rpartition(":")
     shown.sort(key=lambda fields: sort_key(fields, path), reverse=order == "desc")
-    begin = query.page_index * query.page_size
-    body = _encode({"sessions": shown[begin : begin + query.page_size]})
+    begin = parameters.page_index * parameters.page_size
+    body = _encode({"sessions": shown[begin : begin + parameters.page_size]})
     return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-@routes.get("/rta/v2/sessions/{identity}", 400, 404, 503, responses=RTA_SESSION, response_class=Response)
+@routes.get("/rta/v2/sessions/{identity}", 400, 404, 503, responses=answer(RtaSession))
 async def rta_session(sessions: SessionsHere, identity: Identity) -> Response:
     """Show a session as clients of the telemetry protocol want it."""
     located = await sessions.live.get(identity)
@@ -100,7 +97,7 @@ async def rta_session(sessions: SessionsHere, identity: Identity) -> Response:
     return Response(_encode(fields), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-@routes.get("/rta/v2/configs/{identifier}", 400, 404, 503, responses=RTA_CONFIG, response_class=Response)
+@routes.get("/rta/v2/configs/{identifier}", 400, 404, 503, responses=RTA_CONFIG)
 async def rta_config(sessions: SessionsHere, identifier: Identifier) -> Response:
     """Return a configuration of sessions: its parameters, channels and conversions. It never changes."""
     found = await sessions.live.config(identifier)

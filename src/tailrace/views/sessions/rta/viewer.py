@@ -28,7 +28,7 @@ from contextlib import aclosing, suppress
 import msgspec
 from google.protobuf.message import DecodeError
 
-from tailrace.api import Closing
+from tailrace.api.answers import Closing
 from tailrace.errors import BadBurst
 from tailrace.valkey.entry_id import EntryId
 from tailrace.views.sessions import burst

@@ -1,0 +1,84 @@
+"""Problems: every error leaves the service as ``application/problem+json`` (RFC 9457), with a stable code.
+
+An error that Tailrace raises on purpose says what happened and what to do. Any other error is for the log: the client
+learns only that it happened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+
+from tailrace.errors import TailraceError, UsageError
+from tailrace.http.openapi import PROBLEM_TYPE
+from tailrace.metrics import Metrics
+
+_ROUTING = {404: "route.not_found", 405: "route.method_not_allowed"}
+_encode = msgspec.json.Encoder().encode
+
+
+def problem_of(error: Exception) -> dict[str, Any]:
+    """Return the members of an error's problem document; facts that a caller can use are members of their own."""
+    if not isinstance(error, TailraceError):
+        return _document("internal", "Internal error", 500, "something went wrong in the service; its log says what")
+    title = re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).capitalize()
+    document = _document(error.code, title, error.status, str(error), error.retryable)
+    facts = vars(error) if isinstance(error, UsageError) else {}
+    return {**{name: value for name, value in facts.items() if isinstance(value, str | int)}, **document}
+
+
+def problem_json(error: Exception) -> bytes:
+    """Return an error's problem document."""
+    return _encode(problem_of(error))
+
+
+def _document(code: str, title: str, status: int, detail: str, retryable: bool = False) -> dict[str, Any]:
+    kind = f"urn:tailrace:{code}"
+    return {"type": kind, "title": title, "status": status, "detail": detail, "code": code, "retryable": retryable}
+
+
+class Problems:
+    """Turns errors into answers, and counts them."""
+
+    def __init__(self, metrics: Metrics, retry_s: float) -> None:
+        self._metrics = metrics
+        self._retry_after = str(max(1, math.ceil(retry_s)))
+
+    def install(self, app: FastAPI) -> None:
+        """Answer the errors of an app."""
+        app.add_exception_handler(TailraceError, self._tailrace)
+        app.add_exception_handler(HTTPException, self._routing)
+
+    def answer(self, document: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+        """Return the response of a problem document."""
+        self._metrics.errors.labels(document["code"]).inc()
+        more = dict(headers or {})
+        if document["retryable"]:
+            more.setdefault("Retry-After", self._retry_after)
+        if document["status"] == 413:
+            more["Connection"] = "close"  # the rest of the body is not read
+        return Response(_encode(document), document["status"], {"Cache-Control": "no-store", **more}, PROBLEM_TYPE)
+
+    async def _tailrace(self, request: Request, error: Exception) -> Response:
+        return self.answer(problem_of(error))
+
+    async def _routing(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return self.unrouted(request, error)
+
+    def unrouted(self, request: HTTPConnection, error: HTTPException) -> Response:
+        """Return the answer to a request, or a WebSocket, that no route takes."""
+        status, path = error.status_code, request.scope["path"]
+        detail = {
+            404: f"nothing is served at {path}: the root page lists what is; a / inside a name is written %2F",
+            405: f"{request.scope.get('method', 'GET')} is not for {path}; the header Allow says what is",
+        }.get(status, str(error.detail))
+        code = _ROUTING.get(status, f"http.{status}")
+        return self.answer(_document(code, HTTPStatus(status).phrase, status, detail), dict(error.headers or {}))
