@@ -204,7 +204,7 @@ async def all_sizes(store: StoreOptions) -> dict[str, int]:
 def test_every_page_is_looked_at_and_only_the_best_are_remembered(
     any_store: StoreOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(largest, "MOST", 20)
+    monkeypatch.setattr(largest, "MAX_TOP", 20)
     monkeypatch.setattr(largest, "PAGE", 100)
     sizes = [1 + (i * 7919) % 1009 for i in range(1_009)]
     write_sizes(any_store, sizes)

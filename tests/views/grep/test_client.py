@@ -113,6 +113,7 @@ def test_a_query_too_long_for_an_address_goes_in_a_body_also_when_it_connects_ag
         "topics": "orders,b",
         "q": LONG,
         "key": "^acc",
+        "count": False,
         "window": 4_096,
         "from": "start",
         "limit": 3,
