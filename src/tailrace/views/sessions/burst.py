@@ -1,7 +1,7 @@
 """Bursts: the serialised messages of a session, and the compressed blocks that hold them.
 
 A message is a serialised ``StreamData``; a burst is messages one after the other, each with a tag and its length, so
-that a message is serialised once. Invariants: the messages made by one call have exactly the given samples, in order,
+that a message is serialised once. Invariants: the messages of one call have exactly its samples, in order,
 with their times, which are integers all the way; no burst exceeds ``MAX_BURST`` bytes; all output is a function of the
 input, so a replay makes the same bytes.
 
@@ -333,17 +333,6 @@ def parse(data: bytes) -> StreamDataBurst:
     except DecodeError as error:
         raise BadBurst(f"{len(data)} bytes are no burst: {error}") from None
     return burst
-
-
-def select(data: bytes, wanted: Subscription) -> bytes | None:
-    """Return a serialised burst reduced to a viewer's subscription; None if nothing is left."""
-    if wanted.all_events and wanted.all_channels:
-        return data or None
-    messages = parse(data).data
-    kept = [message for message in messages if wanted.wants(message)]
-    if not kept:
-        return None
-    return data if len(kept) == len(messages) else _bytes(StreamDataBurst(data=kept))
 
 
 def _run(

@@ -22,8 +22,6 @@ WIDTHS: dict[str, int] = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "u32": 4, "s32":
 MAX_CHANNEL = (1 << 32) - 1
 """Highest number of a channel."""
 
-SOURCES = ("row", "periodic", "timestamped", "synchro", "can", "event", "subSampledPeriodic")
-
 _KINDS = {
     "u8": "u1",
     "s8": "i1",

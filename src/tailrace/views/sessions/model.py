@@ -6,7 +6,7 @@ and ``merged`` is the union of all updates. In both, ``null`` (unknown, ask else
 stay apart.
 
 Invariant: a session is a function of its records, in order. ``order`` grows with each record and each change by the
-watchdog, so of two states of a session the later one can be told, whoever wrote them and however often.
+watchdog, so of two states of a session the later one is known, whoever wrote them and however often.
 
 Retention (``Weights``): a stream keeps the newest entries of each session, limited by count, bytes and age. One session
 never costs another its entries, unless the whole stream has too many bytes: then the largest session gives first.
@@ -184,10 +184,10 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         for name, value in update.items():
             if value is not None or name not in known:
                 known[name] = value
-        told = {name: known[name] for name in _REQUIRED}
-        told |= {name: value for name, value in known.items() if not isinstance(value, dict | list)}
-        told |= {name: value for name, value in update.items() if name not in _REQUIRED}
-        changed = msgspec.structs.replace(self, state=known["state"], json=text(told), merged=text(known))
+        shown = {name: known[name] for name in _REQUIRED}
+        shown |= {name: value for name, value in known.items() if not isinstance(value, dict | list)}
+        shown |= {name: value for name, value in update.items() if name not in _REQUIRED}
+        changed = msgspec.structs.replace(self, state=known["state"], json=text(shown), merged=text(known))
         spanned = update.get("timeRange")
         return changed.widened(spanned["startTime"], spanned["endTime"]) if spanned else changed
 
@@ -201,10 +201,10 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     def in_state(self, state: str) -> Session:
         """Return the session with another state, also in its JSON."""
-        told, known = _decode(self.json), _decode(self.merged)
-        told["state"] = known["state"] = state
+        shown, known = _decode(self.json), _decode(self.merged)
+        shown["state"] = known["state"] = state
         # MAX_JSON leaves room for the word.
-        return msgspec.structs.replace(self, state=state, json=_encode(told).decode(), merged=_encode(known).decode())
+        return msgspec.structs.replace(self, state=state, json=_encode(shown).decode(), merged=_encode(known).decode())
 
     def awake(self) -> Session:
         """Return the session as open: it has samples, even if it was waiting or abandoned."""
@@ -366,10 +366,10 @@ class Weights:
         heapify(largest)
         while over > 0:
             size, number = largest[0]
-            given = self._lines[number].size(going[number])
+            freed = self._lines[number].size(going[number])
             going[number] += 1
-            over -= given
-            heapreplace(largest, (size + given, number))
+            over -= freed
+            heapreplace(largest, (size + freed, number))
         return {number: n for number, n in going.items() if n}
 
     def oldest(self, number: int, count: int) -> list[EntryId]:

@@ -4,7 +4,7 @@ Both return pieces in the order of their positions, each once, and a ``LostStret
 
 ``StreamReader`` takes entries from the hub's tap, or from the store if it is further back. It reads the trim notes of
 the session before and after the entries, and again if they differ, so a trim between two reads hides nothing. It checks
-after the read whether somebody else has cut the stream.
+after the read whether another program has cut the stream.
 
 ``KafkaReader`` reads the records of the life again, from the opening one or after some offset, and records them as the
 pipeline does. It ends at a **seam**: the first write in the ledger that reaches beyond the trimmed entries has the
@@ -54,7 +54,7 @@ class LostStretch(msgspec.Struct, frozen=True):
     to: StreamPosition
     reason: str
     possible: bool = False
-    """True if somebody else trimmed the stream: it is unknown whether the session had anything there."""
+    """True if another program trimmed the stream: it is unknown whether the session had anything there."""
     back: bool = False
     """True if it begins in the stream, and reading continues in Kafka."""
 
@@ -142,10 +142,10 @@ class StreamReader:
         return [*found, *_pieces(earlier), lost, *_pieces(later)]
 
     async def _cut(self, position: EntryId) -> EntryId | None:
-        """Return the first entry of the stream, if somebody else has cut it after a position.
+        """Return the first entry of the stream, if another program has cut it after a position.
 
         Upkeep notes, in the call that trims, how far it has trimmed the beginning of the stream: a later write that is
-        in the ledger alone was cut by somebody else. Of a stream without a ledger only the number of entries is known.
+        in the ledger alone was cut by another program. A stream without a ledger has only a count of entries.
         """
         stream, live = self._tap.stream, self._live
         first = await live.first(stream)

@@ -64,7 +64,3 @@ class SessionsSettings(Section):
     def is_used(self) -> bool:
         """True if any topic has sessions."""
         return bool(self.topics)
-
-    def stream_of(self, topic: str, partition: int) -> str:
-        """Return the name of the stream that a partition's sessions go to, without its prefix."""
-        return self.stream.replace("{topic}", topic).replace("{partition}", str(partition))

@@ -323,11 +323,11 @@ class SessionStore:
         answers = iter(self.shards.run_keyed([*keyed_calls(calls), *commands])[: len(calls)])
         verdicts: list[Verdict] = []
         for write in writes:
-            said = {next(answers)[0] for change in write.changes if change.fields}
-            if b"taken" in said:
+            replies = {next(answers)[0] for change in write.changes if change.fields}
+            if b"taken" in replies:
                 verdicts.append(Verdict.TAKEN)
             else:
-                verdicts.append(Verdict.OLD if b"old" in said and not write.writer else Verdict.OK)
+                verdicts.append(Verdict.OLD if b"old" in replies and not write.writer else Verdict.OK)
         return verdicts
 
     def append(self, writes: Sequence[Write]) -> list[Verdict]:

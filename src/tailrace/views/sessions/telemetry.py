@@ -60,7 +60,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -196,8 +196,6 @@ class Config(_Record, frozen=True, tag="config"):
 
 class Data(_Record, frozen=True, tag="data"):
     """Samples and events."""
-
-    LISTS: ClassVar[tuple[str, ...]] = ("periodic", "timestamped", "rows", "events")
 
     periodic: list[Periodic] = []
     timestamped: list[Timestamped] = []

@@ -193,13 +193,15 @@ def step(
     is_open = [lot.times >= cell * thinning.cell for lot in lots]
     lines = list(brought)
     out = _spread([lot.only(~which) for lot, which in zip(lots, is_open, strict=True)], lines)
-    kept = _spread([lot.only(which) for lot, which in zip(lots, is_open, strict=True)], lines)
+    still_open = _spread([lot.only(which) for lot, which in zip(lots, is_open, strict=True)], lines)
     if cell != state.cell:
         out += held.values()
     elif state.held:
-        kept = list(({each.line: each for each in state.held} | {each.line: each for each in kept}).values())
+        still_open = list(
+            ({each.line: each for each in state.held} | {each.line: each for each in still_open}).values()
+        )
     origin = before if cell != state.cell or state.origin is None else state.origin
-    return tuple(out), State(cell, tuple(kept), origin if kept else None)
+    return tuple(out), State(cell, tuple(still_open), origin if still_open else None)
 
 
 class Thinner(Generic[K]):

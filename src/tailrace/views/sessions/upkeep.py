@@ -270,11 +270,11 @@ class Forgetting:
     def _forget_idle(self, upkeep: SessionUpkeep, stream: str, before_ms: int, bound: set[str]) -> set[int]:
         """Forget the idle sessions of a stream; return the numbers of the others, and add their configurations."""
         numbers: set[int] = set()
-        for kept in upkeep.sessions(stream):
-            session = _session(kept.value)
-            if kept.updated_ms is None or kept.updated_ms < before_ms:
+        for indexed in upkeep.sessions(stream):
+            session = _session(indexed.value)
+            if indexed.updated_ms is None or indexed.updated_ms < before_ms:
                 number = None if session is None else session.number
-                self._sessions += upkeep.forget(stream, kept, number, before_ms) and bool(kept.value)
+                self._sessions += upkeep.forget(stream, indexed, number, before_ms) and bool(indexed.value)
             elif session is not None:
                 numbers.add(session.number)
                 bound |= identifiers(session.bindings)
@@ -461,10 +461,10 @@ class SessionUpkeep:
             for name, value, score in zip(some, values, scores, strict=True):
                 yield IndexedSession(name.decode(), value or b"", None if score is None else int(float(score)))
 
-    def forget(self, stream: str, kept: IndexedSession, number: int | None, before_ms: int) -> bool:
+    def forget(self, stream: str, indexed: IndexedSession, number: int | None, before_ms: int) -> bool:
         """Forget a session, if it is still the one seen, and its unfinished openings from before a time."""
-        version = kept.value[:VERSION_BYTES]
-        args = (kept.identity, version, "" if number is None else number, before_ms)
+        version = indexed.value[:VERSION_BYTES]
+        args = (indexed.identity, version, "" if number is None else number, before_ms)
         return bool(self._shards.call_keyed([("forget_session", self._slot(stream), args)])[0])
 
     def forget_listed(self, before_ms: int) -> int:

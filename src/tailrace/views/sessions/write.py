@@ -88,19 +88,19 @@ def held_back(shards: Shards, plan: SessionPlan, marks: Mapping[Partition, int])
 
 
 class SessionsDriver(ViewDriver):
-    """Sessions in the driver: where they begin, and from where they are written on."""
+    """Hooks of the driver: the begin of sessions, and their marks."""
 
     def __init__(self, plan: SessionPlan) -> None:
         super().__init__(plan)
         self._sessions = plan
 
     def begin(self, start: Start, generations: Mapping[str, int], bounds: Bounds) -> None:
-        """Begin at the end, if the settings say so."""
+        """Begin at the end, if so configured."""
         if start.settings.sessions.begin == "end":
             begin_at_end(start, self.name, generations, bounds)
 
     def marks(self, start: Start, applied: Mapping[Partition, int]) -> Mapping[Partition, int]:
-        """Return how far partitions are applied by the shards and in their streams: whichever is less."""
+        """Return the offsets up to which partitions are applied both by the shards and in their streams."""
         return held_back(start.shards, self._sessions, applied)
 
 

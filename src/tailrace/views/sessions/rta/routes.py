@@ -93,7 +93,7 @@ async def rta_session(sessions: SessionsHere, identity: Identity) -> Response:
     located = await sessions.live.get(identity)
     fields = None if located is None else session_fields(located)
     if fields is None:
-        raise SessionNotFound(f"no session has the identity {identity[:200]!r}, or it has not said yet what it is")
+        raise SessionNotFound(f"no session has the identity {identity[:200]!r}, or its writer has not described it yet")
     return Response(_encode(fields), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 

@@ -66,17 +66,17 @@ def live_form(entry: StreamEntry, wanted: Subscription, container: str = "auto")
         messages = burst.parse(data).data
     except BadBurst as error:
         return Form(unread=str(error))
-    kept = [message for message in messages if wanted.wants(message)]
-    ranges = [message.time_range for message in kept if message.WhichOneof("data") == "time_range"]
+    chosen = [message for message in messages if wanted.wants(message)]
+    ranges = [message.time_range for message in chosen if message.WhichOneof("data") == "time_range"]
     span = (min(r.start_time for r in ranges), max(r.end_time for r in ranges)) if ranges else None
-    if len(kept) == len(ranges):
+    if len(chosen) == len(ranges):
         return Form(None, span)
-    jsons = [message.session_json for message in kept if message.WhichOneof("data") == "session_json"]
-    whole = len(kept) == len(messages)
+    jsons = [message.session_json for message in chosen if message.WhichOneof("data") == "session_json"]
+    whole = len(chosen) == len(messages)
     if whole and (container == "block" or _is_block(entry.data, data)):
         block = entry.data
     else:
-        block = pack(data if whole else _serialised(kept))
+        block = pack(data if whole else _serialised(chosen))
     return Form(block, span, state_of(jsons[-1]) if jsons else "")
 
 
@@ -89,12 +89,12 @@ def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, conta
         messages = burst.parse(unpack(entry.data, container)).data
     except BadBurst as error:
         return Form(unread=str(error))
-    kept = [
+    chosen = [
         message
         for message in messages
         if message.WhichOneof("data") not in _UPDATES and wanted.wants(message) and not had.wants(message)
     ]
-    return Form(pack(_serialised(kept)) if kept else None)
+    return Form(pack(_serialised(chosen)) if chosen else None)
 
 
 def message_block(*messages: bytes) -> bytes:
