@@ -12,35 +12,41 @@ from typing import Any
 
 import pytest
 
+from tests import forked
+
 
 def command(*words: str) -> list[str]:
+    """Return what starts the command as a process that signals can be sent to."""
     return [sys.executable, "-m", "tailrace", *words]
 
 
 def run(*words: str, given: str = "", env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; ``given`` is its standard input."""
-    return subprocess.run(command(*words), input=given, capture_output=True, text=True, timeout=60, env=env)
+    return forked.run("tailrace", *words, given=given, env=env)
 
 
 def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What a command printed that went well: a JSON object in each line."""
+    """Return what a command printed that went well: a JSON object in each line."""
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def on_a_terminal(*words: str, term: str = "dumb", columns: int = 300, env: Mapping[str, str] | None = None) -> str:
-    """What somebody sees who watches both outputs."""
+    """Return what somebody sees who watches both outputs."""
     ours, theirs = pty.openpty()
     known = {**(os.environ if env is None else env), "TERM": term, "COLUMNS": str(columns)}
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    running = forked.begin("tailrace", words, [nothing, theirs, theirs], known)
+    os.close(theirs)
+    os.close(nothing)
     shown = b""
-    with subprocess.Popen(command(*words), stdout=theirs, stderr=theirs, env=known):
-        os.close(theirs)
-        try:
-            while chunk := os.read(ours, 65_536):
-                shown += chunk
-        except OSError:  # the other side is closed
-            pass
+    try:
+        while chunk := os.read(ours, 65_536):
+            shown += chunk
+    except OSError:  # the other side is closed
+        pass
     os.close(ours)
+    running.wait()
     return shown.decode()
 
 

@@ -24,6 +24,7 @@ from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
 from tailrace.valkey.shards import StoreOptions
+from tests import forked
 from tests.faults.rig import wait_for
 from tests.upkeep.rig import Keeper, now_ms
 from tests.upkeep.test_jobs import reports, some_days
@@ -55,9 +56,7 @@ def start(options: StoreOptions, *arguments: str, **changes: str) -> subprocess.
 
 
 def run(options: StoreOptions, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    with start(options, *arguments, **changes) as process:
-        out, err = process.communicate(timeout=90)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    return forked.run("tailrace", *arguments, env=environment(options, **changes))
 
 
 def packed(options: StoreOptions, *arguments: str, **changes: str) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from tailrace.valkey.shards import StoreOptions
+from tests import forked
 from tests.views.folds.rig import RULE, FoldRig, expected, post
 from tests.writing import NOON, Record
 
@@ -22,9 +21,7 @@ def _records(first: int = 0, n: int = 60, at_ms: int = 0) -> list[Record]:
 
 def _emit(store: StoreOptions, frontier_ms: int, call: int, when: str) -> int:
     arguments = [store.url, store.prefix, str(frontier_ms), str(call), when]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.views.folds.mortal", *arguments], timeout=60, check=False
-    ).returncode
+    return forked.run("tests.views.folds.mortal", *arguments).returncode
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -44,14 +41,13 @@ def test_an_emitter_killed_at_a_step_neither_loses_nor_doubles(store: StoreOptio
 def test_several_emitters_at_once_that_are_killed_and_replaced_give_each_fold_out_once(store: StoreOptions) -> None:
     rig = FoldRig(store)
     records = _records(0, 400)
-    arguments = [sys.executable, "-m", "tests.views.folds.mortal", store.url, store.prefix]
     for begin in range(0, 400, 100):
         rig.writer.write(records[begin : begin + 100])
         reached = str(records[begin + 99].time - NOON)
         calls = zip(("3", "4", "5", "5"), ("before", "after", "before", "after"), strict=True)
-        emitters = [subprocess.Popen([*arguments, reached, call, when]) for call, when in calls]
-        for emitter in emitters:
-            emitter.wait(60)
+        arguments = [(store.url, store.prefix, reached, call, when) for call, when in calls]
+        for emitter in [forked.begin("tests.views.folds.mortal", each, (0, 1, 2)) for each in arguments]:
+            emitter.wait()
     rig.settle(10**6)
     assert rig.folds() == expected(records)
 
