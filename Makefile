@@ -7,9 +7,11 @@ STAMPS := $(VENV)/.stamps
 PEERS  := .venv-peers
 NODE   := bench/peers/node
 ARGS   ?=
+# Files are given to workers whole, since tests of a file share what they start, and in the order of tests/conftest.py.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
+.PHONY: help setup run test test-fast check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
 	bench-grep bench-tags bench-sessions protos clean lock java
 
 help: ## List the targets
@@ -21,7 +23,10 @@ run: setup ## Run everything on this machine with sample data, until Ctrl-C (ARG
 	@exec $(BIN)/tailrace demo $(ARGS)
 
 test: setup ## Run the tests, on a real broker, a real Valkey and a real Spark (ARGS="-k days")
-	$(BIN)/pytest -q -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -q $(PARALLEL) $(ARGS)
+
+test-fast: setup ## Run the tests that start no JVM: no Kafka, no Cassandra, no Spark
+	$(BIN)/pytest -q $(PARALLEL) -m "not jvm" $(ARGS)
 
 check: $(STAMPS)/project ## Check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -29,6 +29,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--searches", type=int, default=100, help="searches that are followed at once")
 
 
+JVM = {"kafka", "cassandra_server", "own_cassandra", "own_kafka", "quick_spark", "spark"}
+"""Fixtures that start one."""
+
+LONGEST = (
+    "faults/test_driver",
+    "faults/test_folds",
+    "faults/test_tags",
+    "embedded/test_end_to_end",
+    "faults/test_parts",
+    "views/tags/test_upkeep_cases",
+    "views/tags/test_row_upkeep",
+    "views/tags/test_load_cases",
+    "views/tags/test_killed_node",
+    "embedded/test_cassandra",
+    "views/tags/test_lagging",
+    "driver/test_job",
+    "driver/test_cluster",
+    "kafka/test_produce",
+    "upkeep/test_process",
+    "views/tags/test_upkeep",
+    "upkeep/test_interleaving",
+    "upkeep/test_rebuild",
+    "views/folds/test_tuning",
+    "query/test_oracle",
+)
+"""Files that take longest. They come first, so that at the end no worker has one for itself while the others wait."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts a JVM, and put the longest files first."""
+    for item in items:
+        used, values = set(getattr(item, "fixturenames", ())), getattr(item, "callspec", None)
+        if used & JVM or (
+            values is not None and any(isinstance(v, str) and v == "cassandra" for v in values.params.values())
+        ):
+            item.add_marker("jvm")
+    ranks = {f"tests/{name}.py": rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
 @pytest.fixture
 def streams(store: StoreOptions) -> Iterator[Streams]:
     made = Streams(store)
