@@ -14,26 +14,9 @@ from tailrace.config.settings import Settings
 from tailrace.errors import TopicNotFound, TopicNotRead
 from tailrace.kafka.broker import Broker, Topic, topic_pattern
 from tailrace.log.event import Partition
-from tailrace.query import compile_regex
+from tailrace.query.predicate import TopicFilter
 from tailrace.valkey.marks import UNKNOWN_TOPIC, TopicGeneration, read_generations
 from tailrace.valkey.nodes import Nodes
-
-
-class TopicFilter:
-    """A set of topic names: given names, or a regular expression (RE2) for the whole name."""
-
-    def __init__(self, topics: str | tuple[str, ...], within: str = "") -> None:
-        self.names = () if isinstance(topics, str) else topics
-        """The names that were given; none for a regular expression."""
-        self._names = frozenset(topics) if not isinstance(topics, str) else None
-        patterns = [topics] if isinstance(topics, str) else []
-        self._patterns = [compile_regex(pattern, "s") for pattern in (*patterns, within) if pattern]
-
-    def __contains__(self, topic: str) -> bool:
-        if self._names is not None and topic not in self._names:
-            return False
-        return all(pattern.fullmatch(topic.encode()) is not None for pattern in self._patterns)
-
 
 T = TypeVar("T")
 

@@ -452,3 +452,19 @@ def _whole(value: Any, fractions: bool) -> int | None:
     elif value.__class__ is not int:
         return None
     return value if fits_int64(value) else None
+
+
+class TopicFilter:
+    """A set of topic names: given names, or a regular expression (RE2) for the whole name."""
+
+    def __init__(self, topics: str | tuple[str, ...], within: str = "") -> None:
+        self.names = () if isinstance(topics, str) else topics
+        """The names that were given; none for a regular expression."""
+        self._names = frozenset(topics) if not isinstance(topics, str) else None
+        patterns = [topics] if isinstance(topics, str) else []
+        self._patterns = [compile_regex(pattern, "s") for pattern in (*patterns, within) if pattern]
+
+    def __contains__(self, topic: str) -> bool:
+        if self._names is not None and topic not in self._names:
+            return False
+        return all(pattern.fullmatch(topic.encode()) is not None for pattern in self._patterns)

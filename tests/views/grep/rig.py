@@ -8,9 +8,9 @@ from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any
 
-from tailrace.kafka.topics import TopicFilter
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
+from tailrace.query.predicate import TopicFilter
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.grep.model import Search, SearchLife

@@ -15,7 +15,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.consume import Records
 from tailrace.kafka.topics import BrokerTopics
-from tailrace.valkey.entry_id import EntryId, parse_id
+from tailrace.log.entry_id import EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping
 from tailrace.views.sessions.feed import SessionFeeds

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tailrace.errors import CursorGone
+from tailrace.log.entry_id import EntryId, parse_id
 from tailrace.log.request import AnyFrame, EventFrame
-from tailrace.valkey.entry_id import EntryId, parse_id
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as session_wait
 from tailrace.views.sessions import hub as streams

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.valkey.entry_id import END, EntryId, parse_id
+from tailrace.log.entry_id import END, EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import hub as streams

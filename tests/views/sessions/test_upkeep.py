@@ -13,9 +13,9 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
+from tailrace.log.entry_id import parse_id
 from tailrace.upkeep.job import JobLease, Scope, Work
 from tailrace.upkeep.loop import Loop
-from tailrace.valkey.entry_id import parse_id
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session, StreamLimits

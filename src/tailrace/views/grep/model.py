@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import BadRequest, QueryError, TopicForbidden
-from tailrace.kafka.topics import TopicFilter
 from tailrace.log.event import Partition
 from tailrace.query import Query, QueryLimits, compile_query, compile_regex
+from tailrace.query.predicate import TopicFilter
 
 ALL = ".*"
 """The topics of a search that names none."""

@@ -17,12 +17,12 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
-from tailrace.kafka.topics import TopicFilter
 from tailrace.log.event import home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import DAY_MS
 from tailrace.query import FilterSet, Query, Record
+from tailrace.query.predicate import TopicFilter
 from tailrace.query.value import document_reader
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import SearchLife

@@ -18,8 +18,8 @@ import msgspec
 
 from tailrace.errors import BadRequest, CursorError
 from tailrace.log.cursor import MAX_CURSOR_BYTES, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start
+from tailrace.log.entry_id import EntryId
 from tailrace.log.event import parse_time
-from tailrace.valkey.entry_id import EntryId
 
 _POSITION = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
 _CURSOR = re.compile(rf"(\d{{1,19}})\.({_POSITION})(?:~({_POSITION})~(-?\d{{1,19}}))?(?:~(.+))?", re.ASCII)

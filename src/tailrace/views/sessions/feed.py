@@ -16,8 +16,8 @@ import msgspec
 
 from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import FromStart
+from tailrace.log.entry_id import BEGINNING, EntryId, id_text
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
-from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.cursor import (
     FromSessionCursor,
     SessionCursor,

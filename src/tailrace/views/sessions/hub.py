@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from tailrace.errors import StoreUnavailable, TailraceError
-from tailrace.valkey.entry_id import BEGINNING, EntryId, id_text
+from tailrace.log.entry_id import BEGINNING, EntryId, id_text
 from tailrace.views.sessions.streams import LiveSessions, StreamEntry, entry_of
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.valkey.entry_id import BEGINNING, EntryId, before, id_text, parse_id
+from tailrace.log.entry_id import BEGINNING, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import LEDGER_WHOLE
 from tailrace.valkey.shards import mapping
 from tailrace.views.sessions.streams import LiveSessions, Located

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from tailrace.errors import BadBurst
-from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before
+from tailrace.log.entry_id import BEGINNING, END, EntryId, before
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.configuration import BadConfiguration, Channels, Configuration
 from tailrace.views.sessions.cursor import SessionCursor, StreamPosition

@@ -25,8 +25,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from tailrace.log.entry_id import EntryId
 from tailrace.log.event import iso_time
-from tailrace.valkey.entry_id import EntryId
 from tailrace.views.sessions.burst import MAX_BURST
 from tailrace.views.sessions.telemetry import CLOSED, FIRST, LAST, Fault, Refused
 

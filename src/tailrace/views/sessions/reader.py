@@ -21,8 +21,8 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone
 from tailrace.kafka.consume import KafkaRecord, Records
+from tailrace.log.entry_id import BEGINNING, EntryId, before, id_text
 from tailrace.log.event import Partition, poison
-from tailrace.valkey.entry_id import BEGINNING, EntryId, before, id_text
 from tailrace.valkey.shards import mapping
 from tailrace.views.sessions.cursor import StreamPosition
 from tailrace.views.sessions.hub import Tap

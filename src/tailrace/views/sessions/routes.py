@@ -51,9 +51,9 @@ from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.consume import Records
 from tailrace.kafka.topics import BrokerTopics
+from tailrace.log.entry_id import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
-from tailrace.valkey.entry_id import BEGINNING, id_text
 from tailrace.views.sessions.configuration import Channels, Conversion, TextTable
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
 from tailrace.views.sessions.hub import StreamHub

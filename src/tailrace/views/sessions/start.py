@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tailrace.log.cursor import FromEnd, FromLast
-from tailrace.valkey.entry_id import BEGINNING, EntryId
+from tailrace.log.entry_id import BEGINNING, EntryId
 from tailrace.views.sessions.cursor import (
     FromMoment,
     FromSessionCursor,

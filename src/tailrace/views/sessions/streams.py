@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError, StoreUnavailable
-from tailrace.valkey.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
+from tailrace.log.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import TRIMMED_BY_US, TRIMMED_NEWEST
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.log.entry_id import EntryId, id_text, parse_id
 from tailrace.upkeep.job import (
     Facts,
     JobLease,
@@ -41,7 +42,6 @@ from tailrace.upkeep.job import (
     run_job,
 )
 from tailrace.upkeep.sweep import compare_clocks
-from tailrace.valkey.entry_id import EntryId, id_text, parse_id
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Keyed, KeyedCall, Shards, StoreOptions, mapping, translated
 from tailrace.views.sessions.burst import bursts, pack, session_json

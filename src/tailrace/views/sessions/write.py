@@ -19,9 +19,9 @@ import msgspec
 from tailrace.driver.hooks import Bounds, Start, ViewDriver, begin_at_end
 from tailrace.driver.plan import Plan
 from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer, dead_letter
-from tailrace.kafka.topics import TopicFilter
 from tailrace.log.event import Partition, home_of
 from tailrace.log.segment import DAY_MS
+from tailrace.query.predicate import TopicFilter
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.sessions.model import Session, bindings_in, identifiers

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from tailrace.kafka.topics import TopicFilter
 from tailrace.log.columns import TagColumns
 from tailrace.log.name import Unnameable, element_of, is_tag, join, name_of_key
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Segment
 from tailrace.query import Record, ValueFilter
+from tailrace.query.predicate import TopicFilter
 from tailrace.query.value import field_reader, follow, items, split_path
 
 MANY_TAGS = 10

@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 
 from tailrace.api.answers import Closing
 from tailrace.errors import BadBurst
-from tailrace.valkey.entry_id import EntryId
+from tailrace.log.entry_id import EntryId
 from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import NOTHING, Subscription, pack, session_json, time_range, unpack
 from tailrace.views.sessions.hub import StreamHub, Tap
