@@ -45,7 +45,7 @@ def lock_with(folder: Path, sha256: str) -> Path:
 
 
 def test_the_lock_names_each_file_once_with_its_hash_and_a_known_set() -> None:
-    locked = jars.locked()
+    locked = jars.read_lock()
     assert {jar.set for jar in locked} == set(jars.SETS)
     assert len({jar.file for jar in locked}) == len(locked)
     assert all(re.fullmatch(r"[0-9a-f]{64}", jar.sha256) for jar in locked)
@@ -54,7 +54,7 @@ def test_the_lock_names_each_file_once_with_its_hash_and_a_known_set() -> None:
 
 def test_the_connector_is_that_of_the_installed_spark() -> None:
     pyspark = pytest.importorskip("pyspark")
-    connector = next(jar for jar in jars.locked("spark") if jar.artifact.startswith("spark-sql-kafka"))
+    connector = next(jar for jar in jars.read_lock("spark") if jar.artifact.startswith("spark-sql-kafka"))
     assert connector.version == pyspark.__version__
 
 
@@ -93,7 +93,7 @@ def test_a_broken_line_of_the_lock_is_named(tmp_path: Path) -> None:
     lock = tmp_path / "jars.lock"
     lock.write_text("com.example:thing 1.0\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="line 1: expected"):
-        jars.locked(lock=lock)
+        jars.read_lock(lock=lock)
 
 
 def test_the_cache_follows_the_setting_and_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

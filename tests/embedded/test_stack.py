@@ -17,7 +17,7 @@ from tailrace.config.load import load
 from tailrace.config.settings import Settings
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
-from tailrace.embedded.supervisor import hold
+from tailrace.embedded.supervisor import lock_folder
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
 from tests.scripted_service import running
@@ -61,7 +61,7 @@ def test_commands_find_the_stack_that_runs_in_the_folder(tmp_path: Path, own_val
     folder = tmp_path / "stack"
     bare = settings(folder, 0)
     told = load(flags={"embedded.dir": str(folder), "valkey.url": "valkey://elsewhere:1/0"})
-    with hold(folder):
+    with lock_folder(folder):
         (folder / PORTS_FILE).write_text(json.dumps({"kafka": 9, "valkey": own_valkey.port}), "utf-8")
         found = at_stack(bare)
         assert (found.valkey.url, found.kafka.bootstrap) == (own_valkey.url, "127.0.0.1:9")
@@ -80,5 +80,5 @@ def test_commands_find_the_stack_that_runs_in_the_folder(tmp_path: Path, own_val
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    with hold(tmp_path), pytest.raises(DirectoryInUse, match="is in use by process"):
+    with lock_folder(tmp_path), pytest.raises(DirectoryInUse, match="is in use by process"):
         run_stack(settings(tmp_path, 0), demo=False, console=Console(quiet=True))

