@@ -1,11 +1,9 @@
-"""The feed of tags whose events rest as rows: merged by stamp as far as is read, then live; exact when resumed.
+"""The feed of tags whose events are rows in Cassandra: from any start, then live.
 
-Invariant: from any cursor a feed yields exactly the events after it that the request shows, each once and each source's
-in its order within a tag; or it says which numbers of which source were not found in time.
-
-One tag of a feed over rows: the host of ``views.tags.rows.reading``, which says what to read and what goes out.
-
-Invariant: marks and floors are read before the rows; and a place that is not known is asked for after its rows were.
+A feed over several tags merges them by timeuuid as far as it has read. Invariant: from any cursor it yields exactly the
+events after it that the request shows, each once, and each source's in its order within a tag; or it tells which
+numbers of which source were not found in time. Each ``TagLine`` does the I/O for a ``Reading``. It reads marks and
+floors before the rows, and asks again for the levels of unknown partitions after their rows.
 """
 
 from __future__ import annotations
@@ -36,202 +34,79 @@ from tailrace.views.tags.rows.reading import DeliveredRow, LostNumbers, Reading
 from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.store import LevelReader, Levels
 
-APART_MS = 60_000
-"""Rows that were missed and lie further apart than this are read apart."""
-
-_Key = tuple[UUID, str, int]
-
-
-class TagLine:
-    """The rows of one tag, and what was read of them ahead of the merge."""
-
-    def __init__(
-        self,
-        tag: str,
-        at: int,
-        rows: RowReader,
-        floors: LevelReader,
-        start: TagPosition,
-        reads: ReadSettings,
-        clock: Callable[[], int],
-        *,
-        from_beginning: bool = False,
-    ) -> None:
-        """``at`` is the tag's place in the request."""
-        self.tag, self.at, self.shard = tag, at, floors.shard_of(tag)
-        self.ahead: deque[DeliveredRow[StoredRow] | LostNumbers] = deque()
-        self.reading: Reading[StoredRow] = Reading(start, reads, from_beginning=from_beginning, now_ms=clock())
-        self.read_to: UUID = start.low
-        """Up to where everything was read that is written."""
-        self._rows, self._floors, self._clock = rows, floors, clock
-        self._part, self._text = start, str(start)
-        self._pages: AsyncGenerator[list[StoredRow], None] | None = None
-        self._to = start.low
-
-    @property
-    def text(self) -> str:
-        """The line's part of the cursor, as text."""
-        part = self._part if self.ahead else self.reading.position()
-        if part is not self._part:
-            self._part, self._text = part, str(part)
-        return self._text
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether there is more to read before it is begun anew."""
-        return self._pages is not None
-
-    async def begin(self, levels: Levels, until: UUID | None = None) -> None:
-        """Begin to read on, with what the shard says now."""
-        await self.close()
-        now_ms = self._clock()
-        after, self._to = self.reading.begin(levels.marks, levels.floors, now_ms, until)
-        await self._look(now_ms)
-        if self.reading.is_full:
-            self.ahead += self.reading.expire(now_ms)
-        else:
-            self._pages = self._rows.rows(self.tag, after, self._to)
-
-    async def read(self) -> None:
-        """Read one page, or note that there is none any more."""
-        pages, self._pages = self._pages, None  # what fails on the way is read again, from where it was
-        assert pages is not None
-        rows = await anext(pages, None)
-        if rows is not None:
-            await self._meet(rows)
-            self._pages = pages
-        now_ms = self._clock()
-        self.ahead += self.reading.finish(now_ms) if rows is None else self.reading.take_page(rows, now_ms)
-        if self.reading.is_full:
-            await self.close()
-        if self.reading.is_at_end:
-            self.read_to = self._to
-        self.ahead += self.reading.expire(now_ms)
-
-    def pop(self) -> DeliveredRow[StoredRow] | LostNumbers:
-        """Take out what goes out next; the cursor moves behind it."""
-        found = self.ahead.popleft()
-        self._part, self._text = found.position, str(found.position)
-        return found
-
-    async def close(self) -> None:
-        """Stop reading."""
-        pages, self._pages = self._pages, None
-        if pages is not None:
-            await pages.aclose()
-
-    async def expect(self, levels: Levels, start: UUID, to: UUID) -> None:
-        """Look with which number each source begins after the start."""
-        self.reading.begin(levels.marks, levels.floors, self._clock())
-        async with aclosing(self._rows.narrow(self.tag, start, to)) as pages:
-            async for rows in pages:
-                await self._meet(rows)
-                self.reading.expect(rows)
-
-    async def _look(self, now_ms: int) -> None:
-        """Look for what was missed, as far as the reading asks for it, and take what is found."""
-        wanted: dict[_Key, TagRow] = {}
-        for look in self.reading.searches(now_ms):
-            async with aclosing(self._rows.narrow(self.tag, look.after, look.to)) as pages:
-                async for rows in pages:
-                    await self._meet(rows)
-                    wanted |= {_key(row): row for row in self.reading.find_missed(rows)}
-        for first, last in _stretches(sorted((row.timeuuid for row in wanted.values()), key=order)):
-            async with aclosing(self._rows.rows(self.tag, last_of(ms_of(first) - 1), last)) as found:
-                async for full in found:
-                    self.ahead += self.reading.take_missed([row for row in full if _key(row) in wanted], now_ms)
-        self.reading.searched()
-
-    async def _meet(self, rows: Sequence[TagRow]) -> None:
-        strange = self.reading.unknown_partitions(rows)
-        if strange:
-            levels = (await self._floors.read([self.shard]))[self.shard]
-            self.reading.add_unmarked(strange - levels.marks.keys() - levels.floors.keys())
-
-
-def _key(row: TagRow) -> _Key:
-    return row.timeuuid, row.source, row.tag_seq
-
-
-def _stretches(stamps: Sequence[UUID]) -> list[tuple[UUID, UUID]]:
-    """Return the first and the last stamp of each stretch that is read in one go."""
-    found: list[tuple[UUID, UUID]] = []
-    for stamp in stamps:
-        if found and ms_of(stamp) - ms_of(found[-1][1]) <= APART_MS:
-            found[-1] = found[-1][0], stamp
-        else:
-            found.append((stamp, stamp))
-    return found
-
-
 logger = logging.getLogger(__name__)
 
-LEAST_PAUSE_MS = 10
-AGAIN_MS = 250
-"""How soon it is looked again when something waits for what nobody tells: that floors rise."""
-MOST_RETRIES, RETRY_S = 40, 0.5
-"""A store that does not answer is asked again, less and less often, for about a minute and a half."""
+MIN_PAUSE_MS = 10
+POLL_MS = 250
+"""Interval of reads while the feed waits for floors to rise, which nobody announces."""
+MAX_RETRIES, RETRY_S = 40, 0.5
+"""Reads from a store that does not answer, less and less often, for about a minute and a half."""
+MAX_SEARCH_SPAN_MS = 60_000
+"""Missed rows that lie further apart than this are read separately."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """When a feed reads."""
+    """The settings of a feed."""
 
     refresh_ms: int = 3_000
     delay_ms: int | None = 5_000
     notify: bool = True
     fails: bool = True
-    """Whether it ends when numbers were not found in time."""
+    """True if the feed fails when numbers are not found in time; else it skips them."""
 
     @property
-    def fold_ms(self) -> int:
-        """How long one look answers all that is told meanwhile."""
-        return max(LEAST_PAUSE_MS, (self.delay_ms or 0) // 20)
+    def debounce_ms(self) -> int:
+        """Interval whose announcements are answered by one read."""
+        return max(MIN_PAUSE_MS, (self.delay_ms or 0) // 20)
 
 
 class TagRowsFeed:
-    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
+    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early.
+
+    Args:
+        target: No event that existed when the feed was opened has a later timeuuid.
+    """
 
     def __init__(
         self,
         hub: Hub,
-        floors: LevelReader,
+        levels: LevelReader,
         request: TagRequest,
         lines: Sequence[TagLine],
-        wanted: Sequence[TagFilter],
+        filters: Sequence[TagFilter],
         pace: Pace,
         clock: Callable[[], int],
         target: UUID,
     ) -> None:
-        """``target``: what existed when it began has no later stamp."""
-        self._hub, self._floors, self._request, self._pace, self._clock = hub, floors, request, pace, clock
-        self._lines, self._wanted = lines, wanted
+        self._hub, self._levels, self._request, self._pace, self._clock = hub, levels, request, pace, clock
+        self._lines, self._filters = lines, filters
         self._target = target
         self._until = None if request.until_ms is None else last_of(request.until_ms)
         if not request.follow:
             self._until = self._target if self._until is None else min(self._until, self._target, key=order)
         self._sent = request.sent
-        self._announced = request.resumed
+        self._caught_up = request.resumed
         self._ended = False
         self._moved = False
         self._wake = asyncio.Event()
-        self._told: deque[int] = deque()
-        """When the tags were written to, as long as that was not read."""
-        self._ahead_ms = 0
-        """What was told of has no later stamp: it may be ahead of the clock that it was told at."""
+        self._announced: deque[int] = deque()
+        """Times when the hub announced writes that are not read yet."""
+        self._announced_to_ms = 0
+        """Latest floor at that time; announced events may have timeuuids up to it, ahead of our clock."""
         self._read_ms = 0
         self._stack = AsyncExitStack()
 
     @property
     def cursor(self) -> str:
-        """Where the feed stands; empty while that cannot be said in so many bytes, which is before its first event."""
+        """Position of the feed; empty if its text would be too long, which is only possible before the first event."""
         sent = self._sent if self._request.limit is not None else None
         text = join_cursor([line.text for line in self._lines], Cursor((), sent, self._request.since_ms).suffix)
         return text if len(text) <= MAX_CURSOR_BYTES else ""
 
     async def begin(self) -> None:
-        """Follow the tags' shards, and read the first stretch."""
+        """Follow the tags in the hub, and begin to read."""
         try:
             if self._pace.notify:
                 for line in self._lines:
@@ -245,7 +120,7 @@ class TagRowsFeed:
         return self._batches()
 
     async def aclose(self) -> None:
-        """Stop following."""
+        """End the feed."""
         self._ended = True
         for line in self._lines:
             await line.close()
@@ -260,11 +135,11 @@ class TagRowsFeed:
                     failures = 0
                 except Unavailable as error:
                     failures += 1
-                    if failures > MOST_RETRIES:
+                    if failures > MAX_RETRIES:
                         raise
                     logger.warning("tags %s: %s; reading again", ", ".join(line.tag for line in self._lines), error)
                     await asyncio.sleep(RETRY_S * min(failures, 5))
-                    self._read_ms = 0  # now
+                    self._read_ms = 0  # read again at once
                     continue
                 frames += self._controls()
                 if frames:
@@ -277,35 +152,38 @@ class TagRowsFeed:
     # When to read.
 
     async def _begin(self) -> None:
-        levels = await self._floors.read(line.shard for line in self._lines)
-        if self._told:
-            self._ahead_ms = max((ms for each in levels.values() for ms in each.floors.values()), default=0)
+        levels = await self._levels.read(line.shard for line in self._lines)
+        if self._announced:
+            self._announced_to_ms = max((ms for each in levels.values() for ms in each.floors.values()), default=0)
         begun = (line.begin(levels[line.shard], self._until) for line in self._lines)
         for failure in await asyncio.gather(*begun, return_exceptions=True):
             if failure is not None:
                 raise failure
         before_ms, self._read_ms = self._read_ms, self._clock()
-        if self._read_ms < before_ms and self._told:
-            self._told = deque([self._read_ms])  # the clock was set back
+        if self._read_ms < before_ms and self._announced:
+            self._announced = deque([self._read_ms])  # the clock was set back
 
     def _due_ms(self) -> int:
-        """Return when it is to be read again."""
+        """Return the time of the next read."""
         pace, now_ms = self._pace, self._clock()
         if now_ms < self._read_ms:
-            return now_ms  # the clock was set back: what was due by it is not far
+            return now_ms  # the clock was set back
         due = [self._read_ms + pace.refresh_ms]
-        due += [asked for line in self._lines if (asked := line.reading.due_ms()) is not None]
-        read_to = min((line.read_to for line in self._lines), key=order)
-        goal = self._until if self._until is not None else None if self._announced else self._target
+        due += [due_ms for line in self._lines if (due_ms := line.reading.due_ms()) is not None]
+        read_to = self._read_to()
+        goal = self._until if self._until is not None else None if self._caught_up else self._target
         is_short = goal is not None and order(read_to) < order(goal)
-        if any(line.reading.is_full for line in self._lines) or (pace.delay_ms is None and (is_short or self._told)):
-            due.append(self._read_ms + AGAIN_MS)
+        is_full = any(line.reading.is_full for line in self._lines)
+        if is_full or (pace.delay_ms is None and (is_short or self._announced)):
+            due.append(self._read_ms + POLL_MS)
         elif pace.delay_ms is not None:
-            told = [*islice(self._told, 1), *([self._ahead_ms] if self._ahead_ms > ms_of(read_to) else [])]
-            due += [max(ms + pace.delay_ms + 1, self._read_ms + pace.fold_ms) for ms in told]
+            announced = list(islice(self._announced, 1))
+            if self._announced_to_ms > ms_of(read_to):
+                announced.append(self._announced_to_ms)
+            due += [max(ms + pace.delay_ms + 1, self._read_ms + pace.debounce_ms) for ms in announced]
             if goal is not None and is_short:
                 due.append(ms_of(goal) + pace.delay_ms + 1)
-        return max(min(due), self._read_ms + LEAST_PAUSE_MS)
+        return max(min(due), self._read_ms + MIN_PAUSE_MS)
 
     async def _wait(self) -> None:
         while (left_ms := self._due_ms() - self._clock()) > 0:
@@ -313,24 +191,27 @@ class TagRowsFeed:
                 await asyncio.wait_for(self._wake.wait(), left_ms / 1000)
             except TimeoutError:
                 return
-            self._note()
+            self._note_announcement()
 
-    def _note(self) -> None:
-        """Note that something was told; a look at the end of an interval is for all that was told in it."""
+    def _note_announcement(self) -> None:
+        """Note the time of an announcement; one time stands for all announcements of an interval."""
         if not self._wake.is_set():
             return
         self._wake.clear()
-        now_ms, fold_ms = self._clock(), self._pace.fold_ms
-        if not self._told or self._told[-1] + fold_ms <= now_ms:
-            self._told.append(now_ms)
-        elif self._told[-1] < now_ms:
-            self._told.append(self._told[-1] + fold_ms)
+        now_ms, debounce_ms = self._clock(), self._pace.debounce_ms
+        if not self._announced or self._announced[-1] + debounce_ms <= now_ms:
+            self._announced.append(now_ms)
+        elif self._announced[-1] < now_ms:
+            self._announced.append(self._announced[-1] + debounce_ms)
 
-    # What goes out.
+    def _read_to(self) -> UUID:
+        return min((line.read_to for line in self._lines), key=order)
+
+    # Frames.
 
     async def _next(self) -> list[AnyFrame]:
-        """Return what goes out next; nothing if everything was read, and it is not time to read again."""
-        self._note()
+        """Return the next frames; none if everything is read and no read is due."""
+        self._note_announcement()
         if not any(line.is_reading or line.ahead for line in self._lines):
             if self._read_ms and self._clock() < self._due_ms():
                 return []
@@ -339,23 +220,23 @@ class TagRowsFeed:
         size, limit = 0, self._request.limit
         while size < BATCH_BYTES and (limit is None or self._sent < limit):
             if frames and any(line.is_reading and not line.ahead for line in self._lines):
-                break  # what there is goes out before more is read
-            line = await self._turn()
+                break  # send the frames before reading more
+            line = await self._next_line()
             if line is None:
                 break
             if isinstance(line.ahead[0], LostNumbers):
                 if self._fails() and frames:
-                    break  # what precedes it goes out first
+                    break  # events before the gap go out first
                 frames.append(self._lost(line))
                 continue
-            found = line.pop()
-            assert not isinstance(found, LostNumbers)
-            if not self._shows(line, found.row):
+            item = line.pop()
+            assert not isinstance(item, LostNumbers)
+            if not self._shows(line, item.row):
                 self._moved = True
                 continue
             self._moved = False
             self._sent += 1
-            data = frame_of(found.row)
+            data = frame_of(item.row)
             frames.append(EventFrame(self.cursor, data))
             size += len(data)
         if self._moved:
@@ -363,8 +244,8 @@ class TagRowsFeed:
             frames.append(Moved(self.cursor))
         return frames
 
-    async def _turn(self) -> TagLine | None:
-        """Return the tag whose next event is the earliest; None if all were read."""
+    async def _next_line(self) -> TagLine | None:
+        """Return the tag whose next event is the earliest; None if all are read."""
         best: TagLine | None = None
         best_order, alone = 0, len(self._lines) == 1
         for line in self._lines:
@@ -375,22 +256,22 @@ class TagRowsFeed:
             head = line.ahead[0]
             if alone or isinstance(head, LostNumbers):
                 return line
-            place = order(head.row.timeuuid)
-            if best is None or place < best_order:
-                best, best_order = line, place
+            position = order(head.row.timeuuid)
+            if best is None or position < best_order:
+                best, best_order = line, position
         if best is None:
-            read_to = min((line.read_to for line in self._lines), key=order)
+            read_to = self._read_to()
             if self._until is not None and order(read_to) >= order(self._until):
-                self._told.clear()
-                self._ahead_ms = 0
-            while self._told and self._told[0] <= ms_of(read_to):
-                self._told.popleft()
+                self._announced.clear()
+                self._announced_to_ms = 0
+            while self._announced and self._announced[0] <= ms_of(read_to):
+                self._announced.popleft()
         return best
 
     def _shows(self, line: TagLine, row: StoredRow) -> bool:
         if self._until is not None and order(row.timeuuid) > order(self._until):
             return False
-        return shows_row(self._wanted[line.at], row)
+        return shows_row(self._filters[line.at], row)
 
     def _fails(self) -> bool:
         return self._pace.fails or self._request.on_gap == "fail"
@@ -401,32 +282,30 @@ class TagRowsFeed:
             after = min((each.after for each in lost), key=order)
             to = max((each.to for each in lost), key=order)
             raise RowsMissing(line.tag, {each.source: (each.first, each.last) for each in lost}, str(after), str(to))
-        found = line.pop()
-        assert isinstance(found, LostNumbers)
+        item = line.pop()
+        assert isinstance(item, LostNumbers)
         logger.warning(
-            "tag %r: %r %d to %d were not found between %s and %s, and are passed over",
-            *(line.tag, found.source, found.first, found.last, found.after, found.to),
+            "tag %r: %r %d to %d were not found between %s and %s, and are skipped",
+            *(line.tag, item.source, item.first, item.last, item.after, item.to),
         )
-        facts = {"tag": line.tag, "source": found.source, "missing": [found.first, found.last]}
-        where = {"from": str(found.after), "to": str(found.to), "reason": "missing"}
+        facts = {"tag": line.tag, "source": item.source, "missing": [item.first, item.last]}
+        where = {"from": str(item.after), "to": str(item.to), "reason": "missing"}
         return ControlFrame("gap", self.cursor, _encode(facts | where))
 
     def _controls(self) -> list[AnyFrame]:
-        """Say that the feed has caught up, or that it has ended."""
+        """Return the frames that announce that the feed has caught up or has ended."""
         request, frames = self._request, list[AnyFrame]()
         full = request.limit is not None and self._sent >= request.limit
         if not full and any(line.is_reading or line.ahead for line in self._lines):
             return frames
-        if not self._announced and self._has_read(self._target):
-            self._announced = True
+        if not self._caught_up and self._has_read(self._target):
+            self._caught_up = True
             frames.append(ControlFrame("caught-up", self.cursor))
-        over = self._until is not None and self._has_read(self._until)
-        if full or over:
+        if full or (self._until is not None and self._has_read(self._until)):
             self._ended = True
             reason = "limit" if full else "until" if request.until_ms is not None else "caught-up"
-            parts = [line.text for line in self._lines]
-            ended = join_cursor(parts, Cursor((), ended=True).suffix)
-            frames.append(ControlFrame("end", ended, _encode({"reason": reason, "events": self._sent})))
+            cursor = join_cursor([line.text for line in self._lines], Cursor((), ended=True).suffix)
+            frames.append(ControlFrame("end", cursor, _encode({"reason": reason, "events": self._sent})))
         return frames
 
     def _has_read(self, target: UUID) -> bool:
@@ -434,12 +313,132 @@ class TagRowsFeed:
         return all(order(line.read_to) >= order(goal) and not line.reading.is_waiting for line in self._lines)
 
 
-def frame_of(row: StoredRow) -> bytes:
-    """Return the JSON form of an event: what every feed sends as data."""
-    note = TagFields(row.source, row.seq, row.tag_seq, ms_of(row.timeuuid), row.tags)
-    value = b"null" if row.value is None else row.value
-    record = row.partition, row.offset, row.time_ms, row.key, row.headers, value
-    return tagged_frame(row.tag, note, row.timeuuid, *record)
+_Key = tuple[UUID, str, int]
+
+
+class TagLine:
+    """One tag of a feed: its ``Reading``, and what was read ahead of the merge.
+
+    Args:
+        at: Index of the tag in the request.
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        at: int,
+        rows: RowReader,
+        levels: LevelReader,
+        start: TagPosition,
+        settings: ReadSettings,
+        clock: Callable[[], int],
+        *,
+        from_beginning: bool = False,
+    ) -> None:
+        self.tag, self.at, self.shard = tag, at, levels.shard_of(tag)
+        self.ahead: deque[DeliveredRow[StoredRow] | LostNumbers] = deque()
+        self.reading: Reading[StoredRow] = Reading(start, settings, from_beginning=from_beginning, now_ms=clock())
+        self.read_to: UUID = start.low
+        """Timeuuid up to which all visible rows are read."""
+        self._rows, self._levels, self._clock = rows, levels, clock
+        self._position, self._text = start, str(start)
+        self._pages: AsyncGenerator[list[StoredRow], None] | None = None
+        self._to = start.low
+
+    @property
+    def text(self) -> str:
+        """Text of its position in the cursor."""
+        position = self._position if self.ahead else self.reading.position()
+        if position is not self._position:
+            self._position, self._text = position, str(position)
+        return self._text
+
+    @property
+    def is_reading(self) -> bool:
+        """True if there is more to read before the next ``begin``."""
+        return self._pages is not None
+
+    async def begin(self, levels: Levels, until: UUID | None = None) -> None:
+        """Begin to read on, with new levels of the shard."""
+        await self.close()
+        now_ms = self._clock()
+        after, self._to = self.reading.begin(levels.marks, levels.floors, now_ms, until)
+        await self._search(now_ms)
+        if self.reading.is_full:
+            self.ahead += self.reading.expire(now_ms)
+        else:
+            self._pages = self._rows.rows(self.tag, after, self._to)
+
+    async def read(self) -> None:
+        """Read one page."""
+        pages, self._pages = self._pages, None  # after a failure the next ``begin`` reads the page again
+        assert pages is not None
+        rows = await anext(pages, None)
+        if rows is not None:
+            await self._resolve_partitions(rows)
+            self._pages = pages
+        now_ms = self._clock()
+        self.ahead += self.reading.finish(now_ms) if rows is None else self.reading.take_page(rows, now_ms)
+        if self.reading.is_full:
+            await self.close()
+        if self.reading.is_at_end:
+            self.read_to = self._to
+        self.ahead += self.reading.expire(now_ms)
+
+    def pop(self) -> DeliveredRow[StoredRow] | LostNumbers:
+        """Remove and return the next item; the position moves behind it."""
+        item = self.ahead.popleft()
+        self._position, self._text = item.position, str(item.position)
+        return item
+
+    async def close(self) -> None:
+        """Stop reading."""
+        pages, self._pages = self._pages, None
+        if pages is not None:
+            await pages.aclose()
+
+    async def expect(self, levels: Levels, start: UUID, to: UUID) -> None:
+        """Find the first number of each source after the start."""
+        self.reading.begin(levels.marks, levels.floors, self._clock())
+        async with aclosing(self._rows.narrow(self.tag, start, to)) as pages:
+            async for rows in pages:
+                await self._resolve_partitions(rows)
+                self.reading.expect(rows)
+
+    async def _search(self, now_ms: int) -> None:
+        """Run the searches that the reading asks for, and take the rows that were missed."""
+        missed: dict[_Key, TagRow] = {}
+        for search in self.reading.searches(now_ms):
+            async with aclosing(self._rows.narrow(self.tag, search.after, search.to)) as pages:
+                async for rows in pages:
+                    await self._resolve_partitions(rows)
+                    missed |= {_key(row): row for row in self.reading.find_missed(rows)}
+        for first, last in _ranges(sorted((row.timeuuid for row in missed.values()), key=order)):
+            async with aclosing(self._rows.rows(self.tag, last_of(ms_of(first) - 1), last)) as full_pages:
+                async for full in full_pages:
+                    self.ahead += self.reading.take_missed([row for row in full if _key(row) in missed], now_ms)
+        self.reading.searched()
+
+    async def _resolve_partitions(self, rows: Sequence[TagRow]) -> None:
+        unknown = self.reading.unknown_partitions(rows)
+        if unknown:
+            levels = (await self._levels.read([self.shard]))[self.shard]
+            self.reading.add_unmarked(unknown - levels.marks.keys() - levels.floors.keys())
+
+
+def _key(row: TagRow) -> _Key:
+    return row.timeuuid, row.source, row.tag_seq
+
+
+def _ranges(timeuuids: Sequence[UUID]) -> list[tuple[UUID, UUID]]:
+    """Return the first and the last timeuuid of each range that is read at once."""
+    ranges: list[tuple[UUID, UUID]] = []
+    for timeuuid in timeuuids:
+        if ranges and ms_of(timeuuid) - ms_of(ranges[-1][1]) <= MAX_SEARCH_SPAN_MS:
+            ranges[-1] = ranges[-1][0], timeuuid
+        else:
+            ranges.append((timeuuid, timeuuid))
+    return ranges
 
 
 def shows_row(tag_filter: TagFilter, row: StoredRow) -> bool:
@@ -450,3 +449,11 @@ def shows_row(tag_filter: TagFilter, row: StoredRow) -> bool:
     if tag_filter.asks_record:
         record = record_of(row.partition, row.offset, row.time_ms, row.key, row.headers)
     return tag_filter.shows(ms_of(row.timeuuid), row.tags, row.value or b"null", record)
+
+
+def frame_of(row: StoredRow) -> bytes:
+    """Return the JSON form of an event, as every feed sends it."""
+    fields = TagFields(row.source, row.seq, row.tag_seq, ms_of(row.timeuuid), row.tags)
+    value = b"null" if row.value is None else row.value
+    record = row.partition, row.offset, row.time_ms, row.key, row.headers, value
+    return tagged_frame(row.tag, fields, row.timeuuid, *record)
