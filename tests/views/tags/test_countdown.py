@@ -19,7 +19,7 @@ def test_the_last_event_gets_the_number_before_the_first_live_one() -> None:
 
 def test_stamps_stay_where_they_are_unless_something_comes_before_them() -> None:
     countdown = BackwardNumbering({"p": NumberingEnd(5, 40, "a:1")}, {"a:0": 50})
-    assert countdown.stamped("p", "a:1", 40) == 40, "along a partition, offsets order what is equal"
+    assert countdown.next_ms("p", "a:1", 40) == 40, "along a partition, offsets order what is equal"
     assert countdown.give("p", "a:0", 45) == (5, 39), "between two, they do not"
     assert countdown.give("q", "a:0", 60) == (0, 39)
     assert countdown.give("q", "a:1", 60) == (-1, 38)

@@ -283,7 +283,7 @@ async def test_S_03_what_is_scanned_is_after_the_start_and_up_to_the_end(
     reader = RowReader(rows_store, page=2)
     after, to = make_timeuuid(at + 2, 2, Partition("of-p1", 0)), make_timeuuid(at + 6, 6, Partition("of-p1", 0))
     highest: dict[str, int] = {}
-    async for rows in reader.narrow("green", after, to):
+    async for rows in reader.row_keys("green", after, to):
         for row in rows:
             assert row.tag_seq > 2 or row.source == "p2"
             highest[row.source] = max(highest.get(row.source, 0), row.tag_seq)
@@ -297,7 +297,7 @@ async def test_S_04_every_bucket_from_the_start_is_read(theirs: World, rows_stor
     theirs.put("green", *[("p1", 5 + n, at - (3 - n) * MINUTE) for n in range(3)], ("p2", 9, at - 2 * MINUTE))
     reader = RowReader(rows_store)
     lowest: dict[str, int] = {}
-    async for rows in reader.narrow("green", last_of(at - 4 * MINUTE), last_of(at)):
+    async for rows in reader.row_keys("green", last_of(at - 4 * MINUTE), last_of(at)):
         for row in rows:
             lowest[row.source] = min(lowest.get(row.source, row.tag_seq), row.tag_seq)
     await reader.close()

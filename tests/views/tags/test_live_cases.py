@@ -206,8 +206,8 @@ async def test_L_11_notifications_of_one_interval_are_folded_into_one_look(
         for each in (read, other):
             assert isinstance(each.feeds, CassandraTags)
             views = each.feeds
-            views._floors = CountedFloors(views._floors._nodes)
-            counted.append(views._floors)
+            views._levels = CountedFloors(views._levels._nodes)
+            counted.append(views._levels)
             followers.append(await each.follow("green" if each is read else "black"))
         await followers[0].is_told("caught-up")
         before, begin = [each.looks for each in counted], now_ms()

@@ -83,7 +83,7 @@ async def test_a_row_is_read_as_it_was_written(rows_store: CassandraOptions, rea
     assert pickle.loads(pickle.dumps(rows_store)) == rows_store
     writer(rows_store).write(rows)
     assert await all_of(reader.rows("green", *ALL)) == in_order(rows)
-    assert await all_of(reader.narrow("green", *ALL)) == [narrow(r) for r in in_order(rows)]
+    assert await all_of(reader.row_keys("green", *ALL)) == [narrow(r) for r in in_order(rows)]
     assert await reader.buckets("green") == [Bucket(NOON - HOUR, HOUR), Bucket(NOON, HOUR)]
     assert await all_of(reader.rows("red", *ALL)) == []
     assert await reader.buckets("red") == []
@@ -178,8 +178,8 @@ async def test_every_page_size_gives_the_same_rows(page: int, reader: RowReader,
     pages = [len(p) async for p in reader.rows("green", *ALL, page=page)]
     assert max(pages) <= page
     assert await all_of(reader.rows("green", *ALL, page=page)) == wanted
-    assert await all_of(reader.narrow("green", *ALL, page=page)) == [narrow(r) for r in wanted]
-    assert await all_of(reader.back("green", ALL[1], page=page)) == wanted[::-1]
+    assert await all_of(reader.row_keys("green", *ALL, page=page)) == [narrow(r) for r in wanted]
+    assert await all_of(reader.rows_down("green", ALL[1], page=page)) == wanted[::-1]
 
 
 async def test_one_goes_on_after_any_row_also_among_those_of_one_stamp(
@@ -209,14 +209,15 @@ async def test_buckets_whose_length_was_changed_are_merged(reader: RowReader, ro
 
     for page in (3, 500):
         assert keys(await all_of(reader.rows("green", *ALL, page=page))) == wanted
-        assert keys(await all_of(reader.narrow("green", *ALL, page=page))) == wanted
-        assert keys(await all_of(reader.back("green", ALL[1], page=page))) == wanted[::-1]
+        assert keys(await all_of(reader.row_keys("green", *ALL, page=page))) == wanted
+        assert keys(await all_of(reader.rows_down("green", ALL[1], page=page))) == wanted[::-1]
     for _ in range(20):
         low, high = sorted(chance.sample(range(len(wanted)), 2))
         found = await all_of(reader.rows("green", wanted[low][0], wanted[high][0]))
         assert keys(found) == wanted[low + 1 : high + 1]
         assert (
-            keys(await all_of(reader.back("green", wanted[high][0])))[: high - low] == wanted[low + 1 : high + 1][::-1]
+            keys(await all_of(reader.rows_down("green", wanted[high][0])))[: high - low]
+            == wanted[low + 1 : high + 1][::-1]
         )
 
 
@@ -243,7 +244,7 @@ async def test_years_of_buckets_are_read_in_order_and_only_those_that_have_rows(
     green = in_order(r for r in rows if r.tag == "green")
     assert len(await reader.buckets("green")) == 1_500
     assert await all_of(reader.rows("green", *ALL)) == green
-    async with aclosing(reader.back("green", ALL[1], page=10)) as pages:
+    async with aclosing(reader.rows_down("green", ALL[1], page=10)) as pages:
         assert [r.offset for r in await anext(pages)] == [0]
     assert await reader.tags() == ["blue", "green"]
 

@@ -400,7 +400,7 @@ class TagLine:
     async def expect(self, levels: Levels, start: UUID, to: UUID) -> None:
         """Find the first number of each source after the start."""
         self.reading.begin(levels.marks, levels.floors, self._clock())
-        async with aclosing(self._rows.narrow(self.tag, start, to)) as pages:
+        async with aclosing(self._rows.row_keys(self.tag, start, to)) as pages:
             async for rows in pages:
                 await self._resolve_partitions(rows)
                 self.reading.expect(rows)
@@ -409,7 +409,7 @@ class TagLine:
         """Run the searches that the reading asks for, and take the rows that were missed."""
         missed: dict[_Key, TagRow] = {}
         for search in self.reading.searches(now_ms):
-            async with aclosing(self._rows.narrow(self.tag, search.after, search.to)) as pages:
+            async with aclosing(self._rows.row_keys(self.tag, search.after, search.to)) as pages:
                 async for rows in pages:
                     await self._resolve_partitions(rows)
                     missed |= {_key(row): row for row in self.reading.find_missed(rows)}

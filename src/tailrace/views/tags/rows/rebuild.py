@@ -306,7 +306,7 @@ class RowRestorer:
             before += len(existing)
             row = right = None
             # An event without a row whose timestamp has expired gets none.
-            if event is not None and (existing or countdown.stamped(event.body.source, source, ms) >= since_ms):
+            if event is not None and (existing or countdown.next_ms(event.body.source, source, ms) >= since_ms):
                 row = self._row(tag, source, offset, ms, event, countdown)
                 events += 1
                 added += not existing

@@ -1,8 +1,8 @@
-"""Rows of tags in Cassandra, and how they are written; ``row_reader`` reads them.
+"""The rows of tags in Cassandra, and their writer; ``rows.reader`` reads them.
 
-A row is one event in one of its tags, in the partition of its tag and bucket. Its key is a pure function of the record
-and of the numbers in force, so to write it twice is to write it once. Invariant: a bucket is listed before its first
-row is written, so whoever reads the buckets that are listed misses no row that was there when he began.
+A row is one event in one of its tags. Its Cassandra partition is the bucket of the tag. Its key is a pure function of
+the record and the progress of its source, so writing it twice is writing it once. Invariant: a bucket is listed before
+its first row is written, so a reader of all listed buckets misses no row that existed when it began.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tailrace.log.event import Headers, Partition
 from tailrace.views.tags.rows.cassandra import PROTOCOL, CassandraConnection, CassandraOptions, connected, translated
 
 BATCH_BYTES: Final = 1 << 20
-"""About how large a batch may get; one row may be larger."""
-LIST_AGAIN_S: Final = 3_600.0
-"""How long a bucket is taken as listed; ``schema.BUCKET_MARGIN``, by which its entry outlives rows, is far more."""
-_MOST_LISTED: Final = 100_000
+"""About the largest size of a batch; one row may be larger."""
+RELIST_S: Final = 3_600.0
+"""A bucket is listed again after this time; ``BUCKET_MARGIN``, by which its entry outlives its rows, is far longer."""
+_LISTED_CACHE: Final = 100_000
 _ROW_BYTES: Final = 200
 
 _INSERT: Final = (
@@ -38,7 +38,7 @@ _INSERT: Final = (
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _HEADERS: Final = 12
-"""Their place among the values of a row."""
+"""Index of the headers in the values of a row."""
 _DELETE: Final = (
     "DELETE FROM $keyspace.tag_views WHERE tag_name = ? AND timebucket = ? "
     "AND timestamp = ? AND persistence_id = ? AND tag_pid_sequence_nr = ?"
@@ -47,7 +47,7 @@ _LIST: Final = "INSERT INTO $keyspace.tag_buckets (tag_name, start, span) VALUES
 
 
 class RowKey(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A row without what it carries: its key, and the record that it was made of."""
+    """The key of a row, and the partition and offset of its record."""
 
     tag: str
     bucket_ms: int
@@ -62,7 +62,7 @@ class StoredRow(RowKey, frozen=True, kw_only=True, gc=False):
     """A row: an event in one of its tags."""
 
     span_ms: int
-    """How long its bucket is."""
+    """Length of its bucket."""
     seq: int
     time_ms: int
     key: bytes | None
@@ -71,16 +71,16 @@ class StoredRow(RowKey, frozen=True, kw_only=True, gc=False):
     tags: tuple[str, ...]
 
 
-_Any = TypeVar("_Any", bound=RowKey)
+_Row = TypeVar("_Row", bound=RowKey)
 
 
 class RowWriter:
-    """Writes rows, many batches at a time; blocks. Not for several threads.
+    """Writes rows, with many batches in flight; blocks. Not safe for threads.
 
     Args:
-        connection: To the cluster whose tables ``schema.prepare`` has made.
-        batch: How many rows of one partition go together.
-        in_flight: How many batches are under way at most.
+        connection: A connection to prepared tables.
+        batch: Rows of one Cassandra partition in a batch.
+        in_flight: Most batches in flight.
     """
 
     def __init__(self, connection: CassandraConnection, batch: int = 150, in_flight: int = 32) -> None:
@@ -89,56 +89,54 @@ class RowWriter:
         self._listed: dict[tuple[str, int, int], float] = {}
 
     def write(self, rows: Iterable[StoredRow]) -> None:
-        """Write rows; those that are there are written over with the same.
+        """Write rows; existing rows are overwritten with the same values.
 
         Raises:
-            StoreUnavailable: Some may be written and some not; nothing is under way any more. Write all of them again.
+            StoreUnavailable: Some may be written and some not; nothing is in flight any more. Write all of them again.
         """
-        wanted = list(rows)
-        self._list({(row.tag, row.bucket_ms, row.span_ms) for row in wanted})
+        rows = list(rows)
+        self._list({(row.tag, row.bucket_ms, row.span_ms) for row in rows})
         insert = self._connection.prepared(_INSERT)
         headers = insert.column_metadata[_HEADERS].type
-        self._send(insert, self._batches(wanted, _size), lambda row: _values(row, headers))
+        self._send(insert, self._batches(rows, _size), lambda row: _values(row, headers))
 
     def delete(self, rows: Iterable[RowKey]) -> None:
-        """Take rows back. One that is to stay under the same key must not be among them, also if it is written later.
+        """Delete rows. A key that is written again later must not be among them.
 
         Raises:
-            StoreUnavailable: Some may be gone and some not. Delete all of them again.
+            StoreUnavailable: Some may be deleted and some not. Delete all of them again.
         """
-        delete = self._connection.prepared(_DELETE)
-        batches = self._batches(rows, lambda _: _ROW_BYTES)
-        self._send(delete, batches, _key)
+        self._send(self._connection.prepared(_DELETE), self._batches(rows, lambda _: _ROW_BYTES), _key)
 
     def _list(self, buckets: set[tuple[str, int, int]]) -> None:
         now = time.monotonic()
-        fresh = [bucket for bucket in buckets if now - self._listed.get(bucket, -LIST_AGAIN_S) >= LIST_AGAIN_S]
+        fresh = [bucket for bucket in buckets if now - self._listed.get(bucket, -RELIST_S) >= RELIST_S]
         if not fresh:
             return
         entry = self._connection.prepared(_LIST)
-        self._finish(entry.bind(bucket) for bucket in sorted(fresh))
-        if len(self._listed) + len(fresh) > _MOST_LISTED:
+        self._execute(entry.bind(bucket) for bucket in sorted(fresh))
+        if len(self._listed) + len(fresh) > _LISTED_CACHE:
             self._listed.clear()
         self._listed.update(dict.fromkeys(fresh, now))
 
-    def _batches(self, rows: Iterable[_Any], size: Callable[[_Any], int]) -> Iterator[list[_Any]]:
-        """Cut rows into those that go together, of one partition each."""
-        open_ones: dict[tuple[str, int], list[_Any]] = {}
+    def _batches(self, rows: Iterable[_Row], size: Callable[[_Row], int]) -> Iterator[list[_Row]]:
+        """Yield batches of rows, each of one Cassandra partition."""
+        batches: dict[tuple[str, int], list[_Row]] = {}
         sizes: dict[tuple[str, int], int] = {}
         for row in rows:
-            where, more = (row.tag, row.bucket_ms), size(row)
-            batch = open_ones.setdefault(where, [])
-            held = sizes.get(where, 0)
-            if batch and (len(batch) >= self._batch or held + more > BATCH_BYTES):
+            key, more = (row.tag, row.bucket_ms), size(row)
+            batch = batches.setdefault(key, [])
+            total = sizes.get(key, 0)
+            if batch and (len(batch) >= self._batch or total + more > BATCH_BYTES):
                 yield batch
-                batch = open_ones[where] = []
-                held = 0
+                batch = batches[key] = []
+                total = 0
             batch.append(row)
-            sizes[where] = held + more
-        yield from open_ones.values()
+            sizes[key] = total + more
+        yield from batches.values()
 
-    def _send(self, prepared: Any, batches: Iterable[list[_Any]], values: Callable[[_Any], list[Any]]) -> None:
-        """Execute a statement for all rows. Their values come as bytes: the driver would take 15 µs to make them."""
+    def _send(self, prepared: Any, batches: Iterable[list[_Row]], values: Callable[[_Row], list[Any]]) -> None:
+        """Execute a statement for all rows. Values are bytes already: the driver would take 15 µs for each row."""
 
         def statements() -> Iterator[Any]:
             for batch in batches:
@@ -149,27 +147,27 @@ class RowWriter:
                     statement.add(bound)
                 yield statement
 
-        self._finish(statements())
+        self._execute(statements())
 
-    def _finish(self, statements: Iterable[Any]) -> None:
-        """Execute statements and wait for all; after a failure no more are begun."""
+    def _execute(self, statements: Iterable[Any]) -> None:
+        """Execute statements and wait for all; start no more after a failure."""
         session = self._connection.open().session
-        waiting: deque[tuple[Any, Any]] = deque()
+        in_flight: deque[tuple[Any, Any]] = deque()
         with translated():
             try:
                 for statement in statements:
-                    if len(waiting) >= self._in_flight:
-                        self._wait(*waiting.popleft())
-                    waiting.append((statement, session.execute_async(statement)))
-                while waiting:
-                    self._wait(*waiting.popleft())
+                    if len(in_flight) >= self._in_flight:
+                        self._wait(*in_flight.popleft())
+                    in_flight.append((statement, session.execute_async(statement)))
+                while in_flight:
+                    self._wait(*in_flight.popleft())
             finally:
-                for _, response in waiting:
+                for _, response in in_flight:
                     with suppress(Exception):
                         response.result()
 
     def _wait(self, statement: Any, response: Any) -> None:
-        """Wait for an answer. A statement that was not even sent, since the socket was full, is sent again."""
+        """Wait for an answer. Send a statement again that was not sent, since the socket was full."""
         deadline = time.monotonic() + self._connection.options.timeout_s
         while True:
             try:
@@ -184,24 +182,22 @@ class RowWriter:
 
 
 def writer(options: CassandraOptions, batch: int = 150) -> RowWriter:
-    """Return the writer of this process, made on first use."""
-    mine = os.getpid(), options, batch
-    found = _writers.get(mine)
-    if found is None:
-        found = _writers[mine] = RowWriter(connected(options), batch)
-    return found
+    """Return the writer of this process, created on first use."""
+    key = os.getpid(), options, batch
+    if key not in _writers:
+        _writers[key] = RowWriter(connected(options), batch)
+    return _writers[key]
 
 
 _writers: dict[tuple[int, CassandraOptions, int], RowWriter] = {}
 
 
 def _size(row: StoredRow) -> int:
-    """Return about how many bytes a row has."""
-    carried = _ROW_BYTES + len(row.value or b"") + len(row.key or b"")
-    return carried + sum(len(name) + len(value or b"") for name, value in row.headers) if row.headers else carried
+    headers = sum(len(name) + len(value or b"") for name, value in row.headers)
+    return _ROW_BYTES + len(row.value or b"") + len(row.key or b"") + headers
 
 
-# The bytes of values, as schema.cql has their types.
+# The bytes of values, by their types in schema.cql.
 
 _long = struct.Struct(">q").pack
 _int = struct.Struct(">i").pack
@@ -212,11 +208,11 @@ def _key(row: RowKey) -> list[Any]:
 
 
 def _values(row: StoredRow, headers: Any) -> list[Any]:
-    """Return what is bound; what there is not is left out, since a null would be a tombstone."""
+    """Return the values to bind; absent ones are unset, since a null would be a tombstone."""
     return [
         *_key(row),
         _long(row.seq),
-        *_place(row.partition),
+        *_partition(row.partition),
         _long(row.offset),
         _long(row.time_ms),
         UNSET_VALUE if row.key is None else row.key,
@@ -227,8 +223,8 @@ def _values(row: StoredRow, headers: Any) -> list[Any]:
 
 
 @lru_cache(10_000)
-def _place(place: Partition) -> tuple[bytes, bytes, bytes]:
-    return place.topic.encode(), _int(place.generation), _int(place.partition)
+def _partition(partition: Partition) -> tuple[bytes, bytes, bytes]:
+    return partition.topic.encode(), _int(partition.generation), _int(partition.partition)
 
 
 @lru_cache(10_000)

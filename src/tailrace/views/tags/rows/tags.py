@@ -1,7 +1,4 @@
-"""Tags whose events rest in Cassandra: opens feeds over their rows, and says what is known of them without counting.
-
-A feed's start is found, and the cursors are read that feeds handed out.
-"""
+"""The tags in Cassandra: opens feeds over their rows, and finds where each feed starts."""
 
 from __future__ import annotations
 
@@ -33,62 +30,58 @@ from tailrace.views.tags.rows.reading import ROOM_FOR_HELD
 from tailrace.views.tags.rows.store import RowKey, StoredRow
 from tailrace.views.tags.store import LevelReader, Levels
 
-MOST_LOOKED = 1_000_000
-"""Rows of one tag that are looked at for the last N that a request shows."""
+MAX_INSPECTED = 1_000_000
+"""Rows of one tag that are inspected to find the last N that a request shows."""
 
 
 class CassandraTags:
-    """The tags of the rows in Cassandra."""
+    """The ``TagStore`` of rows in Cassandra."""
 
     store = "cassandra"
     own_cursors = True
 
     def __init__(self, settings: Settings, nodes: Nodes, hub: Hub, clock: Callable[[], int]) -> None:
         tags = settings.tags
-        self._hub, self._clock, self._floors = hub, clock, LevelReader(nodes)
+        self._hub, self._clock, self._levels = hub, clock, LevelReader(nodes)
         self._rows = RowReader(CassandraOptions.of(settings.cassandra))
         self._first = BEGIN if not tags.first_bucket else last_of(tags.first_ms - 1)
         self._scan_ms, self._future_ms = _ms(tags.offset_scan), _ms(tags.future_limit)
+        delay_ms = _ms_or_none(tags.delay)
         self._pace = Pace(
-            refresh_ms=_ms(tags.refresh),
-            delay_ms=None if tags.delay is None else _ms(tags.delay),
-            notify=tags.notify,
-            fails=tags.on_missing == "fail",
+            refresh_ms=_ms(tags.refresh), delay_ms=delay_ms, notify=tags.notify, fails=tags.on_missing == "fail"
         )
-        self._reads = ReadSettings(
-            delay_ms=self._pace.delay_ms,
+        self._read_settings = ReadSettings(
+            delay_ms=delay_ms,
             future_ms=self._future_ms,
             span_ms=_ms(tags.span),
             timeouts=GapTimeouts(_ms(tags.gap_timeout), _ms(tags.new_source_scan), tags.max_missing),
-            short_ms=None if tags.back_track is None else _ms(tags.back_track),
-            short_period_ms=None if tags.back_track_period is None else _ms(tags.back_track_period),
-            long_ms=None if tags.long_back_track is None else _ms(tags.long_back_track),
-            long_period_ms=None if tags.long_back_track_period is None else _ms(tags.long_back_track_period),
+            short_ms=_ms_or_none(tags.back_track),
+            short_period_ms=_ms_or_none(tags.back_track_period),
+            long_ms=_ms_or_none(tags.long_back_track),
+            long_period_ms=_ms_or_none(tags.long_back_track_period),
             known_sources=tags.known_sources,
         )
 
     async def close(self) -> None:
-        """Let connections go."""
         await self._rows.close()
 
     async def open(self, request: TagRequest) -> TagRowsFeed:
-        """Check the request against what exists and find its start. Raises before anything is sent."""
         if len(request.names) > MAX_TAGS:
             raise BadRequest(f"a feed over rows is over at most {MAX_TAGS} tags; this one has {len(request.names)}")
         if request.missing == "fail":
             for tag in request.names:
                 if not await self._rows.buckets(tag):
                     raise StreamNotFound(tag)
-        wanted = [TagFilter(request, at) for at in range(len(request.names))]
+        filters = [TagFilter(request, index) for index in range(len(request.names))]
         if request.mode == "all":
-            request, wanted = msgspec.structs.replace(request, names=request.names[:1]), wanted[:1]
-        levels = await self._floors.read(map(self._floors.shard_of, request.names))
-        starts = await self._starts(request, wanted, levels)
+            request, filters = msgspec.structs.replace(request, names=request.names[:1]), filters[:1]
+        levels = await self._levels.read(map(self._levels.shard_of, request.names))
+        starts = await self._starts(request, filters, levels)
         from_beginning = all(start.low == self._first for start in starts)
-        reads = msgspec.structs.replace(self._reads, room=room_for(len(request.names)))
+        settings = msgspec.structs.replace(self._read_settings, room=room_for(len(request.names)))
         lines = [
             TagLine(
-                *(tag, at, self._rows, self._floors, start, reads, self._clock),
+                *(tag, at, self._rows, self._levels, start, settings, self._clock),
                 from_beginning=from_beginning,
             )
             for at, (tag, start) in enumerate(zip(request.names, starts, strict=True))
@@ -96,22 +89,23 @@ class CassandraTags:
         if not from_beginning:
             for line, start in zip(lines, starts, strict=True):
                 await self._expect(line, start, levels[line.shard])
-        # A stamp may be ahead of the clock, but not of the floor of its place.
+        # A timeuuid may be ahead of the clock, but not of the floor of its partition.
         latest_ms = max([self._clock(), *(ms for each in levels.values() for ms in each.floors.values())])
         feed = TagRowsFeed(
-            *(self._hub, self._floors, request, lines, wanted, self._pace, self._clock, last_of(latest_ms))
+            *(self._hub, self._levels, request, lines, filters, self._pace, self._clock, last_of(latest_ms))
         )
         await feed.begin()
         return feed
 
     async def is_at_end(self, tags: Sequence[str], mode: str, cursor: str) -> bool:
-        """Whether there is nothing behind a cursor that was handed out."""
         names = tags[:1] if mode == "all" else tags
-        parts = TagCursor.parse(cursor, len(names)).positions
-        reads = msgspec.structs.replace(self._reads, delay_ms=0, future_ms=0, room=room_for(len(names)), short_ms=None)
-        levels = await self._floors.read(map(self._floors.shard_of, names))
-        for at, (tag, part) in enumerate(zip(names, parts, strict=True)):
-            line = TagLine(tag, at, self._rows, self._floors, part, reads, self._clock)
+        positions = TagCursor.parse(cursor, len(names)).positions
+        settings = msgspec.structs.replace(
+            self._read_settings, delay_ms=0, future_ms=0, room=room_for(len(names)), short_ms=None
+        )
+        levels = await self._levels.read(map(self._levels.shard_of, names))
+        for at, (tag, position) in enumerate(zip(names, positions, strict=True)):
+            line = TagLine(tag, at, self._rows, self._levels, position, settings, self._clock)
             try:
                 await line.begin(levels[line.shard])
                 while line.is_reading and not line.ahead:
@@ -123,31 +117,30 @@ class CassandraTags:
         return True
 
     async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
-        """Return a page of tags, with their buckets; rows are not counted."""
-        listed = sorted((tag for tag in await self._rows.tags() if tag.startswith(prefix)), key=str.encode)
-        page = [tag for tag in listed if not after or tag.encode() > after.encode()][:limit]
-        found: list[TagSummary] = []
+        tags = sorted((tag for tag in await self._rows.tags() if tag.startswith(prefix)), key=str.encode)
+        page = [tag for tag in tags if not after or tag.encode() > after.encode()][:limit]
+        summaries: list[TagSummary] = []
         for tag in page:
             if buckets := await self._rows.buckets(tag):
                 last = max(bucket.start_ms + bucket.span_ms for bucket in buckets)
-                found.append(TagSummary(tag, len(buckets), buckets[0].start_ms, last))
-        return found
+                summaries.append(TagSummary(tag, len(buckets), buckets[0].start_ms, last))
+        return summaries
 
     async def _expect(self, line: TagLine, start: TagPosition, levels: Levels) -> None:
-        """Look ahead, where no marks say what is complete and the start lies in the bucket that is written now."""
-        now_ms, span_ms = self._clock(), self._reads.span_ms
+        """Look ahead for the first numbers of sources, where there are no floors and the start is in this bucket."""
+        now_ms, span_ms = self._clock(), self._read_settings.span_ms
         if levels.floors or not self._scan_ms or ms_of(start.low) < bucket_start(now_ms, span_ms):
             return
         await asyncio.sleep(self._scan_ms / 1000)
         await line.expect(levels, start.low, last_of(self._clock()))
 
-    # Where a feed begins.
+    # The start of a feed.
 
     async def _starts(
-        self, request: TagRequest, wanted: Sequence[TagFilter], levels: dict[int, Levels]
+        self, request: TagRequest, filters: Sequence[TagFilter], levels: dict[int, Levels]
     ) -> list[TagPosition]:
         start, tags = request.start, request.names
-        by_tag = [levels[self._floors.shard_of(tag)] for tag in tags]
+        by_tag = [levels[self._levels.shard_of(tag)] for tag in tags]
         if isinstance(start, FromStoreCursor):
             return list(TagCursor.parse(start.text, len(tags)).positions)
         if isinstance(start, FromCursor):
@@ -160,25 +153,25 @@ class CassandraTags:
         if isinstance(start, FromTime):
             return [TagPosition(last_of(start.time_ms - 1))] * len(tags)
         if isinstance(start, FromLast):
-            return await self._last(request, wanted, by_tag, start.count)
+            return await self._last(tags, filters, by_tag, start.count)
         return [TagPosition(self._first)] * len(tags)
 
     def _settled(self, levels: Levels) -> UUID:
-        """Return the stamp up to which nothing more will be written."""
+        """Return the timeuuid up to which nothing more will be written."""
         now_ms = self._clock()
         return last_of(min(*levels.floors.values(), now_ms) - 1 if levels.floors else now_ms)
 
     async def _end(self, tag: str, levels: Levels, room: int) -> TagPosition:
-        """Return the place after everything that is written: what follows it may have earlier stamps."""
+        """Return the position after all committed rows; rows written later may have earlier timeuuids."""
         low = last = self._settled(levels)
         if not levels.floors:
             return TagPosition(low)
         reached: dict[str, Reached] = {}
-        is_written = _Written(self._floors, tag, levels)
-        async with aclosing(self._rows.narrow(tag, low, self._latest())) as pages:
+        is_committed = _Committed(self._levels, tag, levels)
+        async with aclosing(self._rows.row_keys(tag, low, self._latest())) as pages:
             async for rows in pages:
                 for row in rows:
-                    if await is_written(row):
+                    if await is_committed(row):
                         last = row.timeuuid
                         key = hashed_partition(row.partition)
                         reached[key] = Reached(key, row.offset, ms_of(row.timeuuid))
@@ -188,70 +181,67 @@ class CassandraTags:
         return last_of(self._clock() + self._future_ms)
 
     async def _last(
-        self, request: TagRequest, wanted: Sequence[TagFilter], levels: Sequence[Levels], count: int
+        self, tags: Sequence[str], filters: Sequence[TagFilter], levels: Sequence[Levels], count: int
     ) -> list[TagPosition]:
-        """Return where the last events begin that the request shows: the latest of all tags."""
-        tags, room = request.names, room_for(len(request.names))
+        """Return the positions before the last ``count`` events of all tags that the request shows."""
+        room = room_for(len(tags))
         lows = [self._settled(each) for each in levels]
-        found = [await self._newest(request, *each, count) for each in zip(tags, levels, lows, wanted, strict=True)]
-        places = [(order(rows[i].timeuuid), at, i) for at, (rows, shown) in enumerate(found) for i in shown]
+        newest = [await self._newest(*each, count) for each in zip(tags, levels, lows, filters, strict=True)]
+        shown_rows = [(order(rows[i].timeuuid), at, i) for at, (rows, shown) in enumerate(newest) for i in shown]
         first: dict[int, int] = {}
-        for _, at, i in nlargest(count, places):
+        for _, at, i in nlargest(count, shown_rows):
             first[at] = max(first.get(at, -1), i)
         return [
-            _before(found[at][0], first[at], lows[at], room) if at in first else await self._end(tag, levels[at], room)
+            _before(newest[at][0], first[at], lows[at], room) if at in first else await self._end(tag, levels[at], room)
             for at, tag in enumerate(tags)
         ]
 
     async def _newest(
-        self, request: TagRequest, tag: str, levels: Levels, low: UUID, wanted: TagFilter, count: int
+        self, tag: str, levels: Levels, low: UUID, tag_filter: TagFilter, count: int
     ) -> tuple[list[StoredRow], list[int]]:
-        """Return the newest rows of a tag, the newest first, and which of them are shown: ``count``, and one more row.
+        """Return the newest committed rows of a tag, newest first, and the indexes of up to ``count`` that are shown.
 
-        It goes back at least to where nothing more will be written.
+        The rows go back at least to ``low``, the timeuuid up to which nothing more will be written, and one further.
         """
         rows: list[StoredRow] = []
         shown: list[int] = []
-        is_written = _Written(self._floors, tag, levels)
-        async with aclosing(self._rows.back(tag, self._latest())) as pages:
+        is_committed = _Committed(self._levels, tag, levels)
+        async with aclosing(self._rows.rows_down(tag, self._latest())) as pages:
             async for page in pages:
                 for row in page:
                     if len(shown) >= count and order(row.timeuuid) <= order(low) and rows[-1].timeuuid != row.timeuuid:
                         return [*rows, row], shown
-                    if not await is_written(row):
+                    if not await is_committed(row):
                         continue
-                    if len(shown) < count and shows_row(wanted, row):
+                    if len(shown) < count and shows_row(tag_filter, row):
                         shown.append(len(rows))
                     rows.append(row)
-                if len(rows) >= MOST_LOOKED:
+                if len(rows) >= MAX_INSPECTED:
                     return rows, [i for i in shown if i < len(rows) - 1]
         return rows, shown
 
 
-class _Written:
-    """Says of rows whether marks cover them; those of a place without marks are there."""
+class _Committed:
+    """Tells of rows whether marks cover them; rows of partitions without marks are committed."""
 
-    def __init__(self, floors: LevelReader, tag: str, levels: Levels) -> None:
-        self._floors, self._shard, self._levels = floors, floors.shard_of(tag), levels
-        self._others: set[Partition] = set()
+    def __init__(self, reader: LevelReader, tag: str, levels: Levels) -> None:
+        self._reader, self._shard, self._levels = reader, reader.shard_of(tag), levels
+        self._unmarked: set[Partition] = set()
 
     async def __call__(self, row: RowKey) -> bool:
-        place, levels = row.partition, self._levels
-        if place in levels.marks or place in levels.floors:
-            return row.offset <= levels.marks.get(place, -1)
-        if place not in self._others:
-            now = (await self._floors.read([self._shard]))[self._shard]
-            if place in now.marks or place in now.floors:
+        partition, levels = row.partition, self._levels
+        if partition in levels.marks or partition in levels.floors:
+            return row.offset <= levels.marks.get(partition, -1)
+        if partition not in self._unmarked:
+            now = (await self._reader.read([self._shard]))[self._shard]
+            if partition in now.marks or partition in now.floors:
                 return False
-            self._others.add(place)
+            self._unmarked.add(partition)
         return True
 
 
 def _before(rows: Sequence[StoredRow], first: int, low: UUID, room: int) -> TagPosition:
-    """Return the place before one of the rows, which are in order from the newest down.
-
-    ``low`` is the stamp up to which nothing more will be written; it is below them all, or the last of them is.
-    """
+    """Return the position before ``rows[first]``; the rows are newest first and go back to ``low`` or to the start."""
     at = first + 1
     while at < len(rows) and rows[at].timeuuid == rows[first].timeuuid:
         at += 1
@@ -269,9 +259,13 @@ def _before(rows: Sequence[StoredRow], first: int, low: UUID, room: int) -> TagP
 
 
 def _after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> TagPosition:
-    """Return the place after what has come from places above a stamp; after the last of it, if those are too many."""
+    """Return the position at ``low`` with the partitions reached above it; at ``last`` if there are too many."""
     return TagPosition(low, tuple(reached.values())) if len(reached) <= room - ROOM_FOR_HELD else TagPosition(last)
 
 
-def _ms(given: timedelta) -> int:
-    return round(given.total_seconds() * 1000)
+def _ms(duration: timedelta) -> int:
+    return round(duration.total_seconds() * 1000)
+
+
+def _ms_or_none(duration: timedelta | None) -> int | None:
+    return None if duration is None else _ms(duration)

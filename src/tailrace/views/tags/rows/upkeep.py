@@ -87,7 +87,7 @@ class Rows:
 
     def narrow(self, tag: str) -> Iterator[RowKey]:
         """Yield the same rows without their contents."""
-        return self._each(self._reader.narrow(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
+        return self._each(self._reader.row_keys(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
 
     def _each(self, pages: AsyncGenerator[list[R], None]) -> Iterator[R]:
         async def following() -> list[R]:
