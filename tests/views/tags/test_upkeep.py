@@ -111,7 +111,7 @@ def test_an_audit_finds_tags_whole_as_they_came_and_packed_and_names_what_was_lo
         run = decode(fields[b"r"])
         if run.tag_columns is not None and run.tag_columns.numbers == [3] and run.tag_columns.sources == ["q"]:
             wrong = msgspec.structs.replace(run.tag_columns, numbers=[7])
-            fields = {**fields, b"r": encode(msgspec.structs.replace(run, notes=wrong))}
+            fields = {**fields, b"r": encode(msgspec.structs.replace(run, tag_columns=wrong))}
         client.xadd(key, fields, entry)
     found = here.audit()
     told = {(f.name, f.kind, f.source, f.expected, f.found) for f in found.findings}
