@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tailrace.cli.upkeep import run_audit
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.log.store import write_row
-from tailrace.upkeep.examine import Tally, examine, fingerprint, look
+from tailrace.upkeep.examine import Tally, examine, fingerprint, read_logs
 from tailrace.upkeep.job import find_view
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views import VIEWS
@@ -244,7 +244,7 @@ def test_a_log_that_changed_since_its_registry_was_read_is_read_again(store: Sto
     writer = Writer(store)
     writer.write([Record(i, b"a", time=NOON + i * DAY) for i in range(5)])
     with Keeper(store, clock=lambda: NOON + 12 * DAY) as keeper:
-        before = look(keeper.shards, "days", ["a"])
+        before = read_logs(keeper.shards, "days", ["a"])
         keeper.pack()
         keeper.expire("a", 10 * DAY)
         writer.write([Record(5, b"a", time=NOON + 5 * DAY)])

@@ -30,8 +30,8 @@ from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
 from tailrace.upkeep.loop import Loop
+from tailrace.upkeep.pack import PackPlan, Spread, divided
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
-from tailrace.upkeep.spark import PackPlan, Spread, divided
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import VIEWS
 from tests.faults.rig import wait_for
@@ -111,7 +111,8 @@ def test_errors_of_tasks_come_back_as_what_they_were(store: StoreOptions, spread
     Writer(store).write(some_days())
     with Keeper(store) as keeper:
         dues = [d for found in keeper.registry.walk() for d in due_segments(found.name, found.log, 0, now_ms())]
-        plan = PackPlan(store, dict(keeper.shards.run_ids), keeper.lease.token, "days", 512 << 10, 0, now_ms())
+        rules = pack.PackRules(0, 512 << 10)
+        plan = PackPlan(store, dict(keeper.shards.run_ids), keeper.lease.token, "days", rules, now_ms())
         assert spread.start()
         late = msgspec.structs.replace(plan, token=plan.token - 1)
         assert {type(share.error) for share in spread.pack(late, dues, lambda: False)} == {StaleUpkeep}

@@ -154,7 +154,7 @@ class ExaminedEntry(msgspec.Struct, frozen=True):
 
     last: int
     events: int
-    entries: Sequence[NumberedRun] = ()
+    runs: Sequence[NumberedRun] = ()
     damage: str = ""
 
 
@@ -195,31 +195,31 @@ class Checker:
         self._ordered: list[str] = []
         self._odd: dict[str, tuple[int, int]] = {}
 
-    def take(self, held: ExaminedEntry) -> Iterator[NumberedRun]:
-        """TagFields the faults of an entry of the segment's stream; yield its runs that can be read."""
-        segment, first = self._segment, held.last - held.events + 1
+    def take(self, entry: ExaminedEntry) -> Iterator[NumberedRun]:
+        """Note the faults of an entry of the segment's stream; yield its runs that can be read."""
+        segment, first = self._segment, entry.last - entry.events + 1
         if segment.open and first > segment.last:
             return
-        self._events += held.events
-        if held.entries:
-            first = held.entries[0].first
+        self._events += entry.events
+        if entry.runs:
+            first = entry.runs[0].first
         self._first = self._first or first
         if first <= self._last:
             self._numbered.append(f"{first} after {self._last}")
-        if held.damage:
-            self._damaged.append(f"{held.last}-{held.events}: {held.damage}")
-            self._last = max(self._last, held.last)
-            return
-        if held.events != sum(len(entry.run) for entry in held.entries) or held.last != held.entries[-1].last:
-            self._numbered.append(f"entry {held.last}-{held.events} holds something else than its id says")
-        for entry in held.entries:
-            if entry.first <= self._last or entry.last - entry.first + 1 != len(entry.run):
-                self._numbered.append(f"{entry.first}–{entry.last} after {self._last}, {len(entry.run)} event(s)")
+        if entry.damage:
+            self._damaged.append(f"{entry.last}-{entry.events}: {entry.damage}")
             self._last = max(self._last, entry.last)
-            self._check_offsets(entry.run)
-            if entry.run.tag_columns is not None:
-                self._check_numbers(entry.run.tag_columns)
-            yield entry
+            return
+        if entry.events != sum(len(each.run) for each in entry.runs) or entry.last != entry.runs[-1].last:
+            self._numbered.append(f"entry {entry.last}-{entry.events} holds something else than its id says")
+        for each in entry.runs:
+            if each.first <= self._last or each.last - each.first + 1 != len(each.run):
+                self._numbered.append(f"{each.first}–{each.last} after {self._last}, {len(each.run)} event(s)")
+            self._last = max(self._last, each.last)
+            self._check_offsets(each.run)
+            if each.run.tag_columns is not None:
+                self._check_numbers(each.run.tag_columns)
+            yield each
 
     def _check_offsets(self, run: Run) -> None:
         partition = run.partition
@@ -230,7 +230,7 @@ class Checker:
         self.reached[partition] = max(reached, max(run.offsets))
 
     def _check_numbers(self, columns: TagColumns) -> None:
-        """TagFields sources whose numbers have a gap, or go back."""
+        """Note sources whose numbers have a gap, or go back."""
         sources, counted = columns.sources, self.counted
         for at, number in zip(columns.source_of or [0] * len(columns.numbers), columns.numbers, strict=True):
             source = sources[at]
@@ -296,7 +296,7 @@ class ExaminedLog(msgspec.Struct, frozen=True):
         return rows, self.broken, self.listed
 
 
-def look(shards: Shards, view: str, names: Sequence[str]) -> list[ExaminedLog]:
+def read_logs(shards: Shards, view: str, names: Sequence[str]) -> list[ExaminedLog]:
     """Return the registries of logs, in one round trip for each node."""
     keys, places, commands = shards.keys, list[tuple[str, int]](), list[Command]()
     for name in names:
@@ -328,13 +328,13 @@ def _parse(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> E
         return ExaminedLog(name, shard, Log(), False, 0, listed, is_broken=True)
 
 
-def walk(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[ExaminedLog]:
+def walk_logs(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[ExaminedLog]:
     """Yield every listed and wanted log of a shard, in the order of the names' bytes."""
     low = b"-"
     while True:
         command: Command = shard, ("ZRANGE", shards.keys.names(shard, view), low, "+", "BYLEX", "LIMIT", 0, PAGE)
         page: list[bytes] = shards.run_all([command])[0]
-        yield from look(shards, view, [name for name in map(bytes.decode, page) if wanted(name)])
+        yield from read_logs(shards, view, [name for name in map(bytes.decode, page) if wanted(name)])
         if len(page) < PAGE:
             return
         low = b"(" + page[-1]
@@ -371,7 +371,7 @@ def examine(
             examined = _examine(shards, view, log, entries, bounds, (erased or {}).get(log.name), check_numbers)
             if not examined.findings:
                 break
-            again = look(shards, view, [log.name])[0]
+            again = read_logs(shards, view, [log.name])[0]
             if again.shape == log.shape:
                 break
             log, entries = again, {}
@@ -392,7 +392,7 @@ def _examine(
     for segment in segments:
         checker.begin(segment)
         fetched = entries.get(segment.index)
-        for entry in fetched if fetched is not None else read_held(shards, view, name, segment):
+        for entry in fetched if fetched is not None else read_segment(shards, view, name, segment):
             for run in (numbered.run for numbered in checker.take(entry)):
                 within = bounds.get(run.partition)
                 if within is not None:
@@ -443,7 +443,7 @@ def _fetch(
         yield log, {s.index: list(map(_read, next(answers))) for s in log.log.segments}
 
 
-def read_held(
+def read_segment(
     shards: Shards, view: str, name: str, segment: Segment, *, entries: bool = True
 ) -> Iterator[ExaminedEntry]:
     """Yield the entries of a segment's stream, damaged or not, about a mebibyte of stored runs at a time.
@@ -514,7 +514,7 @@ def stray_keys(shards: Shards, view: str) -> Iterator[Finding]:
             found = _endless(shards, found)
             strays = [key for key in found if key.kind == "staged"]
             owned = [key for key in found if key.kind != "staged"]
-            for key, seen in zip(owned, look(shards, view, [key.name for key in owned]), strict=True):
+            for key, seen in zip(owned, read_logs(shards, view, [key.name for key in owned]), strict=True):
                 if key.kind == "log":
                     strays += [] if seen.listed else [key]
                 elif key.index not in {str(i) for i in (*seen.broken, *(s.index for s in seen.log.segments))}:

@@ -30,7 +30,7 @@ from tailrace.upkeep.copy import (
     encode_body,
     may_have_dropped,
 )
-from tailrace.upkeep.examine import Examined, ExaminedLog, Finding, examine, horizon, look, walk
+from tailrace.upkeep.examine import Examined, ExaminedLog, Finding, examine, horizon, read_logs, walk_logs
 from tailrace.upkeep.history import replay
 from tailrace.upkeep.restore import Restorer
 from tailrace.valkey.marks import read_marks
@@ -62,14 +62,14 @@ class LogCopy(ViewCopy):
         def is_mine(name: str) -> bool:
             return crc32(name.encode()) // count % parts == part and wanted(name)
 
-        logs = walk(shards, self.view, shard, is_mine)
+        logs = walk_logs(shards, self.view, shard, is_mine)
         return examine(shards, self.view, logs, work.extent.shards[shard], work.erased, self.check_numbers)
 
     def explain(
         self, shards: Shards, sums: Sequence[Mapping[str, Any]], now_ms: int
     ) -> Iterator[tuple[Mapping[str, Any], Finding | None]]:
         names = sorted({row["name"] for row in sums})
-        logs = dict(zip(names, look(shards, self.view, names), strict=True))
+        logs = dict(zip(names, read_logs(shards, self.view, names), strict=True))
         for row in sums:
             log = logs[row["name"]]
             since_ms = horizon(log.log, log.has_dropped, log.floor_ms, None, now_ms)

@@ -3,16 +3,23 @@
 One walk over the registries counts the work, and decides whether it is worth a Spark session; a second one does it, a
 batch at a time, so memory does not grow with the view. Invariant: nothing is remembered between runs. A packed segment
 is no longer due, so the next run continues one that was killed.
+
+Each Spark task packs its share with the same packer as the process itself, over connections that its Python worker
+keeps from task to task. Invariant: a task that ends in any way, even twice, leaves every log as it was or packed. A
+failure comes back as a value, beside the work done before it, so nothing has to be read out of Spark's own messages.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.errors import PipelineError, TailraceError
 from tailrace.log.segment import DAY_MS
 from tailrace.log.store import PAGE, LogRegistry, Staging
 from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, milliseconds
@@ -26,13 +33,14 @@ from tailrace.upkeep.packer import (
     due_segments,
     groups,
 )
-from tailrace.upkeep.spark import PackPlan, Spread
-from tailrace.valkey.shards import Shards
+from tailrace.upkeep.spark import LOOK_S, begin_session, end_session, reason_of, step_back, supervise
+from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.view import View
 
 logger = logging.getLogger(__name__)
 
-
+EXECUTORS_S = 60.0
+"""Limit of the wait for a cluster's first executor."""
 BATCH_SEGMENTS = 4_000
 BATCH_BYTES = 64 << 20
 """Limits of one Spark job, in segments and stored bytes; a run can be stopped between two jobs."""
@@ -162,33 +170,14 @@ class Packing:
             if self._stopped():
                 raise _Stopped
 
-        packer = Packer(
-            LogRegistry(shards, self.view),
-            Staging(shards, self.view, lease.token),
-            piece_bytes=self._rules.piece_bytes,
-            piece_events=self._rules.piece_events,
-            after_ms=self._rules.after_ms,
-            clock=lambda: self._now_ms,
-            throttle=self._throttle,
-            check=check,
-        )
+        packer = _packer(shards, self.view, lease.token, self._rules, self._now_ms, self._throttle, check)
         for group in groups(self._due(shards), *self._rules.at_once(GROUP_SEGMENTS, GROUP_BYTES)):
             self._add(group, [packer.pack(group)])
 
     def _pack_there(self, shards: Shards, lease: JobLease, spark: Spread) -> None:
         per_hour, bytes_per_second = self._throttle.share(spark.parts)
-        plan = PackPlan(
-            store=shards.options,
-            run_ids=dict(shards.run_ids),
-            token=lease.token,
-            view=self.view,
-            piece_bytes=self._rules.piece_bytes,
-            piece_events=self._rules.piece_events,
-            after_ms=self._rules.after_ms,
-            now_ms=self._now_ms,
-            per_hour=per_hour,
-            bytes_per_second=bytes_per_second,
-        )
+        rules = msgspec.structs.replace(self._rules, per_hour=per_hour, bytes_per_second=bytes_per_second)
+        plan = PackPlan(shards.options, dict(shards.run_ids), lease.token, self.view, rules, self._now_ms)
         segments, size = self._rules.at_once(BATCH_SEGMENTS, BATCH_BYTES)
         for batch in groups(self._due(shards), max(segments, spark.parts), size):
             lease.check()
@@ -206,3 +195,167 @@ class Packing:
         self.outcome = sum(outcomes, self.outcome)
         self._bytes_done += sum(due.segment.bytes for due in dues)
         self._scope.progress(min(self._bytes_done, self.found.bytes), self.found.bytes)
+
+
+def _packer(
+    shards: Shards,
+    view: str,
+    token: int,
+    rules: PackRules,
+    now_ms: int,
+    throttle: Throttle,
+    check: Callable[[], None] = lambda: None,
+) -> Packer:
+    return Packer(
+        LogRegistry(shards, view),
+        Staging(shards, view, token),
+        piece_bytes=rules.piece_bytes,
+        piece_events=rules.piece_events,
+        after_ms=rules.after_ms,
+        clock=lambda: now_ms,
+        throttle=throttle,
+        check=check,
+    )
+
+
+class PackPlan(msgspec.Struct, frozen=True):
+    """Input of the tasks of one run."""
+
+    store: StoreOptions
+    run_ids: dict[str, str]
+    token: int
+    view: str
+    rules: PackRules
+    """With the pace of one task."""
+    now_ms: int
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The result of one task."""
+
+    outcome: PackOutcome
+    error: TailraceError | None = None
+    """The error that ended it early."""
+
+
+class _Worker:
+    """The state of a Python worker of Spark's between tasks."""
+
+    current: _Worker | None = None
+
+    def __init__(self, plan: PackPlan) -> None:
+        self.plan = plan
+        self._shards = Shards(plan.store, dict(plan.run_ids))
+        self.throttle = Throttle(plan.rules.per_hour, plan.rules.bytes_per_second)
+        self.packer = _packer(self._shards, plan.view, plan.token, plan.rules, plan.now_ms, self.throttle)
+
+    @classmethod
+    def of(cls, plan: PackPlan) -> _Worker:
+        if cls.current is None or cls.current.plan != plan:
+            cls.end()
+            step_back()
+            cls.current = cls(plan)
+        return cls.current
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.current is not None:
+            cls.current._shards.close()
+            cls.current = None
+
+
+def pack_share(plan: PackPlan, dues: Sequence[DueSegment]) -> Share:
+    """Pack some segments in a Python worker."""
+    outcome = PackOutcome()
+    try:
+        worker = _Worker.of(plan)
+        for group in groups(dues):
+            outcome += worker.packer.pack(group)
+        # The next share may go to another worker, which does not know this one's debts.
+        worker.throttle.wait()
+    except TailraceError as error:
+        _Worker.end()
+        return Share(outcome, error)
+    return Share(outcome)
+
+
+class Spread:
+    """A Spark session that starts when work is to be spread, and ends with ``stop`` or at the end of ``with``.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._spark: Any = None
+        self.parts = 1
+        """Number of tasks that work side by side."""
+
+    def __enter__(self) -> Spread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Start the session; return whether there is one, and log the reason if not."""
+        if self._spark is not None:
+            return True
+        try:
+            self._spark = begin_session(self._settings)
+            context = self._spark.sparkContext
+            if not self._settings.spark.master.startswith("local"):
+                self._wait(lambda c: c.parallelize([0], 1).count(), stopped, EXECUTORS_S)
+            self.parts = max(1, int(context.defaultParallelism))
+        except Exception as error:
+            reason = reason_of(error)
+            self.stop()
+            logger.warning("Spark cannot be used (%s): working in this process instead", reason)
+            return False
+        return True
+
+    def pack(self, plan: PackPlan, dues: Sequence[DueSegment], stopped: Callable[[], bool]) -> list[Share]:
+        """Pack segments on the executors; give up running tasks when ``stopped`` says so.
+
+        Raises:
+            PipelineError: Spark itself failed; the work of tasks until then stays.
+        """
+        shares = divided(dues, self.parts)
+        work = partial(pack_share, plan)
+        found: list[Share] = self._wait(lambda c: c.parallelize(shares, len(shares)).map(work).collect(), stopped)
+        return found
+
+    def stop(self) -> None:
+        """End the session, if there is one."""
+        spark, self._spark = self._spark, None
+        end_session(spark)
+
+    def _wait(self, work: Callable[[Any], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
+        """Do something with Spark's context; nothing comes back if it was stopped."""
+        context, waited = self._spark.sparkContext, 0.0
+
+        def is_over() -> bool:
+            nonlocal waited
+            waited += LOOK_S
+            return stopped() or waited > most_s
+
+        try:
+            return supervise(context, partial(work, context), is_over)
+        except Exception as error:
+            if waited > most_s:
+                raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
+            if stopped():
+                return []
+            reason = reason_of(error)
+            self.stop()
+            raise PipelineError(f"a Spark job of upkeep failed: {reason}") from None
+
+
+def divided(dues: Sequence[DueSegment], parts: int) -> list[list[DueSegment]]:
+    """Divide segments into at most ``parts`` shares of about the same size, each in order."""
+    shares: list[tuple[int, list[DueSegment]]] = [(0, []) for _ in range(parts)]
+    for group in groups(dues, max(1, min(GROUP_SEGMENTS, len(dues) // parts))):
+        least = min(range(parts), key=lambda i: shares[i][0])
+        size, share = shares[least]
+        shares[least] = size + sum(due.segment.bytes for due in group) + len(group), share + group
+    return [share for _, share in shares if share]

@@ -33,7 +33,7 @@ from tailrace.upkeep.copy import (
     SpooledRecord,
     decode_body,
 )
-from tailrace.upkeep.examine import Checker, ExaminedLog, horizon, is_erased, look, prints, read_held
+from tailrace.upkeep.examine import Checker, ExaminedLog, horizon, is_erased, prints, read_logs, read_segment
 from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.replacement import (
     Buckets,
@@ -67,7 +67,7 @@ class Restorer:
         plan = self._plan
         # The last numbers of sources are read before the log: events that come in between are found there.
         numbering = plan.work.copy.numbering(plan.work, self._shards, name, plan.now_ms)
-        log = look(self._shards, plan.work.view, [name])[0]
+        log = read_logs(self._shards, plan.work.view, [name])[0]
         if log.is_broken:
             return Restored(name, BROKEN)
         if done := [s for s in log.log.segments if s.epoch == plan.start.epochs[log.shard]]:
@@ -109,7 +109,7 @@ class _LogRestorer:
         with Spool(records) as spool:
             for segment in self._log.log.segments:
                 if segment.epoch > self._epoch:
-                    numbering.pass_live(read_held(self._shards, self._view, self._name, segment))
+                    numbering.pass_live(read_segment(self._shards, self._view, self._name, segment))
             if not numbering.fits(self._events(part, spool)):
                 part = whole_log(surveys, behind)
                 numbering.begin_anew(self._events(part, spool))
@@ -127,7 +127,7 @@ class _LogRestorer:
                     (near.start_ms, near.span_ms, near.newest_ms) if near else (0, self._span_ms, 0)
                 )
                 bare = Segment(index, start_ms, span_ms, 0, 1, 0, 0, 0, newest_ms)
-                entries = list(read_held(self._shards, self._view, self._name, bare, entries=False))
+                entries = list(read_segment(self._shards, self._view, self._name, bare, entries=False))
                 events, last = sum(each.events for each in entries), entries[-1].last if entries else 0
                 old.append(msgspec.structs.replace(bare, last=last, events=events))
         return sorted(old, key=lambda segment: segment.index)
@@ -143,7 +143,7 @@ class _LogRestorer:
             has_retained, events, low, high = False, 0, 0, 0
             offsets: dict[Partition, tuple[int, int]] = {}
             carried: dict[Partition, int] = {}
-            for held in read_held(self._shards, self._view, self._name, segment):
+            for held in read_segment(self._shards, self._view, self._name, segment):
                 for run in (entry.run for entry in checker.take(held)):
                     partition = run.partition
                     first, last = self._bounds.get(partition, (1 << 62, None))
@@ -178,8 +178,8 @@ class _LogRestorer:
         reached = {s: high for survey in self._surveys[: part.begin] for s, (_, high) in survey.bounds.items()}
         newest_ms = 0
         for segment in (survey.segment for survey in self._surveys[part.begin : part.end] if survey.carried):
-            entries = read_held(self._shards, self._view, self._name, segment)
-            for run in (entry.run for held in entries for entry in held.entries):
+            entries = read_segment(self._shards, self._view, self._name, segment)
+            for run in (entry.run for held in entries for entry in held.runs):
                 partition, label, times, keys = run.partition, str(run.partition), run.times, run.keys
                 retained = self._bounds.get(partition, (1 << 62, 0))[0]
                 rows = run.tag_columns.rows(run.offsets, times) if run.tag_columns is not None else None

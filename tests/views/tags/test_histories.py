@@ -10,7 +10,7 @@ import pytest
 from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.request import ControlFrame, EventFrame
-from tailrace.upkeep.examine import examine, look
+from tailrace.upkeep.examine import examine, read_logs
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.settings import TagRules
 from tailrace.views.tags.upkeep import TagLogCopy
@@ -117,7 +117,7 @@ class Life:
         shards = self.here.shards
         copy = self.here.upkept.copy(self.here.settings)
         assert isinstance(copy, TagLogCopy)
-        logs = look(shards, "tags", [t for t in TAGS if self.here.log(t).segments])
+        logs = read_logs(shards, "tags", [t for t in TAGS if self.here.log(t).segments])
         for examined in examine(shards, "tags", logs, {}, check_numbers=copy.check_numbers):
             assert not examined.findings, examined.findings
         for tag in TAGS:

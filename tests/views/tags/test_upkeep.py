@@ -18,7 +18,7 @@ from tailrace.errors import BadRequest
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.run import decode, encode
 from tailrace.upkeep import failpoint, pack, sweep
-from tailrace.upkeep.examine import examine, look
+from tailrace.upkeep.examine import examine, read_logs
 from tailrace.upkeep.job import run_job
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
@@ -356,7 +356,7 @@ def test_the_command_says_what_it_would_take_out_and_one_that_is_killed_is_compl
     assert (code, red["verdict"], red["events"]) == (0, "cleaned", 3), said
     with Keeper(store, view="tags") as keeper:
         check = TagLogCopy(TagsPlan(), Settings().tags).check_numbers
-        logs = look(keeper.shards, "tags", ["red"])
+        logs = read_logs(keeper.shards, "tags", ["red"])
         (examined,) = examine(keeper.shards, "tags", logs, {}, check_numbers=check)
         assert not examined.findings
         assert keeper.unowned() == []

@@ -33,7 +33,7 @@ from tailrace.log.segment import Segment
 from tailrace.log.store import NewSegment, PackedPiece, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.copy import Assignment, Body, SpooledRecord, ViewCopy
-from tailrace.upkeep.examine import MOST_ODD, PAGE, ExaminedEntry, ExaminedLog, Finding, look, read_held
+from tailrace.upkeep.examine import MOST_ODD, PAGE, ExaminedEntry, ExaminedLog, Finding, read_logs, read_segment
 from tailrace.upkeep.job import BucketSettings, JobLease, buckets_of, milliseconds, now_ms
 from tailrace.upkeep.log_copy import LogCopy
 from tailrace.upkeep.replacement import RestoredEvent
@@ -100,9 +100,9 @@ class TagLogCopy(TagCopy, LogCopy):
         if any(number > counted[source] for source, number in given.items()):
             # The shard may have gone on since the log was read: its log has these events by now.
             newest = log.log.segments[-1].index
-            for segment in look(shards, self.view, [log.name])[0].log.segments:
+            for segment in read_logs(shards, self.view, [log.name])[0].log.segments:
                 if segment.index >= newest:
-                    _count_on(counted, given, read_held(shards, self.view, log.name, segment))
+                    _count_on(counted, given, read_segment(shards, self.view, log.name, segment))
         wrong = ((source, number) for source, number in given.items() if counted[source] != number)
         for source, number in islice(wrong, MOST_ODD):
             detail = f"the last event has number {counted[source]}, and the shard has given out {number}"
@@ -119,7 +119,7 @@ def _count_on(counted: dict[str, int], given: Mapping[str, int], entries: Iterab
 def _tag_fields(entries: Iterable[ExaminedEntry]) -> Iterator[tuple[Partition, int, TagFields]]:
     """Yield partition, offset and fields of every event."""
     for held in entries:
-        for run in (entry.run for entry in held.entries):
+        for run in (entry.run for entry in held.runs):
             if run.tag_columns is not None:
                 for offset, fields in zip(run.offsets, run.tag_columns.rows(run.offsets, run.times), strict=True):
                     yield run.partition, offset, fields
@@ -267,7 +267,7 @@ class LogErasing(Erasing):
 
     def look(self, shards: Shards) -> dict[str, object]:
         for tag in self._wanted(tags_of(shards, self._source)):
-            found = self._find(shards, tag, look(shards, VIEW, [tag])[0].log.segments)
+            found = self._find(shards, tag, read_logs(shards, VIEW, [tag])[0].log.segments)
             self._add(TagErasure(tag, ERASED, found.events, len(found.segments)), "would be erased")
         return self.facts()
 
@@ -277,7 +277,7 @@ class LogErasing(Erasing):
         opened = staging.reopen(self._clock() // 1000)
         for tag in wanted:
             lease.check()
-            log = look(shards, VIEW, [tag])[0]
+            log = read_logs(shards, VIEW, [tag])[0]
             epoch, marks = opened[log.shard]
             old = [segment for segment in log.log.segments if segment.epoch < epoch]
             found = self._find(shards, tag, old)
@@ -293,7 +293,7 @@ class LogErasing(Erasing):
         """Find the source's events in a tag."""
         found = _SourceEvents({}, {})
         for segment in segments:
-            for held in read_held(shards, VIEW, tag, segment):
+            for held in read_segment(shards, VIEW, tag, segment):
                 found.unreadable += bool(held.damage)
                 for partition, offset, fields in _tag_fields([held]):
                     if fields.source == self._source:
@@ -353,10 +353,10 @@ class LogErasing(Erasing):
         return NewSegment(left, segment.index, count)
 
     def _rest(self, shards: Shards, tag: str, segment: Segment, erased: Erasure) -> Iterator[NumberedRun]:
-        for held in read_held(shards, VIEW, tag, segment):
+        for held in read_segment(shards, VIEW, tag, segment):
             if held.damage:
                 raise _Unreadable(held.damage)
-            for entry in held.entries:
+            for entry in held.runs:
                 yield from erase_from(entry, {self._source: erased})
 
 

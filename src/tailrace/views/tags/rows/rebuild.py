@@ -174,8 +174,8 @@ def _level(shards: Shards) -> None:
     """
     times: dict[Partition, int] = {}
     for answer in shards.run_all([(s, ("HGETALL", shards.keys.times(s, VIEW))) for s in range(shards.options.shards)]):
-        for place, stored in mapping(answer).items():
-            partition, ms = Partition.parse(place.decode()), parse_mark_time(stored)[0]
+        for label, stored in mapping(answer).items():
+            partition, ms = Partition.parse(label.decode()), parse_mark_time(stored)[0]
             times[partition] = max(ms, times.get(partition, ms))
     epoch = 0
     for _ in range(ATTEMPTS):
@@ -191,7 +191,7 @@ class RestoreItem(NamedTuple):
     """One row of the Spark job; a tag's items come in the order in which it is restored."""
 
     kind: int
-    source: str
+    partition: str
     offset: int
     time_ms: int
     ms: int
@@ -217,37 +217,36 @@ _decode_end = msgspec.msgpack.Decoder(tuple[str, NumberingEnd]).decode
 _decode_ceiling = msgspec.msgpack.Decoder(tuple[str, int]).decode
 
 
-def survey(
-    plan: RebuildPlan, shards: Shards, rows: Rows, tag: str
-) -> Iterator[tuple[int, str, int, int | None, bytes]]:
-    """Yield kind, partition, offset, timestamp and body of a tag's rows, of its ends and of its ceilings.
+def survey(plan: RebuildPlan, shards: Shards, rows: Rows, tag: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the items of a tag's rows, of its ends and of its ceilings.
 
     The last numbers of sources are read first: those that were given out by then have their rows.
     """
     shard = shard_of(tag, shards.options.shards)
-    given = {pid: each.number for pid, each in read_all_numbers(shards, shard, tag).items()}
+    given = {source: each.number for source, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
-    ceilings = {place.decode(): parse_mark_time(stored)[0] for place, stored in mapping(answer).items()}
+    ceilings = {label.decode(): parse_mark_time(stored)[0] for label, stored in mapping(answer).items()}
     assert plan.start.marks is not None
     marks, bounds = plan.start.marks[shard], plan.work.extent.shards[shard]
     live: dict[str, NumberingEnd] = {}
     for row in rows.rows(tag):
-        place, ms = str(row.partition), ms_of(row.timeuuid)
+        label, ms = str(row.partition), ms_of(row.timeuuid)
         if row.offset > marks.get(row.partition, NOTHING):
             first = live.get(row.source)
             if first is None or row.tag_seq < first.number:
-                live[row.source] = NumberingEnd(row.tag_seq, ms, place)
-            ceilings[place] = min(ms, ceilings.get(place, ms))
+                live[row.source] = NumberingEnd(row.tag_seq, ms, label)
+            ceilings[label] = min(ms, ceilings.get(label, ms))
             continue
         carried = None
         if row.offset < bounds.get(row.partition, (1 << 62, 0))[0]:
             carried = row.time_ms, Body(row.key, row.headers, row.value or b"", row.source, row.seq, row.tags)
         existing = ExistingRow(row.source, row.tag_seq, row.timeuuid, row.bucket_ms, row_print(row), carried)
-        yield ROW, place, row.offset, ms, _encode(existing)
-    for pid in given.keys() | live.keys():
-        yield END, "", NOTHING, None, _encode((pid, numbering_end(given.get(pid, 0), live.get(pid))))
-    for place, ms in ceilings.items():
-        yield CEILING, "", NOTHING, None, _encode((place, ms))
+        yield tag, ROW, label, row.offset, None, ms, _encode(existing)
+    for source in given.keys() | live.keys():
+        end = numbering_end(given.get(source, 0), live.get(source))
+        yield tag, END, "", NOTHING, None, None, _encode((source, end))
+    for label, ms in ceilings.items():
+        yield tag, CEILING, "", NOTHING, None, None, _encode((label, ms))
 
 
 class _Wanted(NamedTuple):
@@ -258,8 +257,8 @@ class _Wanted(NamedTuple):
     prints: tuple[int, int]
 
     @classmethod
-    def of(cls, source: str, offset: int, time_ms: int, body: Body) -> _Wanted:
-        prints = fingerprint(source, offset, time_ms, body.key, body.headers, body.value, body.fields)
+    def of(cls, partition: str, offset: int, time_ms: int, body: Body) -> _Wanted:
+        prints = fingerprint(partition, offset, time_ms, body.key, body.headers, body.value, body.fields)
         return cls(time_ms, body, prints)
 
 
@@ -277,7 +276,7 @@ class RowRestorer:
         self._span_ms = options.span_ms
         # Not the writer of this process: it believes buckets to be listed, and the listing may be lost.
         self._writer = None if plan.dry_run else RowWriter(connected(_store(options)), options.batch)
-        self._places: dict[str, Partition] = {}
+        self._partitions: dict[str, Partition] = {}
 
     def restore(self, tag: str, items: Iterable[RestoreItem]) -> RestoredRows:
         """Restore a tag, given its ends and ceilings, and then the items of each event, the last event first."""
@@ -291,23 +290,21 @@ class RowRestorer:
         buckets: set[int] = set()
         new: list[StoredRow] = []
         old: list[RowKey] = []
-        for (source, offset), group in groupby(items, key=lambda item: (item.source, item.offset)):
-            if not source:
+        for (label, offset), group in groupby(items, key=lambda item: (item.partition, item.offset)):
+            if not label:
                 for item in group:
                     if item.kind == END:
-                        pid, end = _decode_end(item.body)
-                        ends[pid] = end
+                        ends.update([_decode_end(item.body)])
                     elif item.kind == CEILING:
-                        place, ms = _decode_ceiling(item.body)
-                        ceilings[place] = ms
+                        ceilings.update([_decode_ceiling(item.body)])
                 continue
             countdown = countdown or BackwardNumbering(ends, ceilings)
-            existing, event, ms = _sort_out(source, offset, group, erased)
+            existing, event, ms = _sort_out(label, offset, group, erased)
             before += len(existing)
             row = right = None
             # An event without a row whose timestamp has expired gets none.
-            if event is not None and (existing or countdown.next_ms(event.body.source, source, ms) >= since_ms):
-                row = self._row(tag, source, offset, ms, event, countdown)
+            if event is not None and (existing or countdown.next_ms(event.body.source, label, ms) >= since_ms):
+                row = self._row(tag, label, offset, ms, event, countdown)
                 events += 1
                 added += not existing
                 right = next((each for each in existing if _is(each, row) and each.prints == event.prints), None)
@@ -318,7 +315,7 @@ class RowRestorer:
                 # A row that is overwritten under its own key must not be deleted.
                 over = right is None and row is not None and _is(each, row) and each.bucket_ms == row.bucket_ms
                 if each is not right and not over:
-                    old.append(_narrow(tag, self._place(source), offset, each))
+                    old.append(_key(tag, self._partition(label), offset, each))
             if len(new) + len(old) >= AT_ONCE:
                 written, deleted = written + len(new), deleted + len(old)
                 self._change(tag, new, old)
@@ -329,20 +326,20 @@ class RowRestorer:
         return RestoredRows(tag, verdict, events, before, len(buckets), deleted, added, written)
 
     def _row(
-        self, tag: str, source: str, offset: int, ms: int, event: _Wanted, countdown: BackwardNumbering
+        self, tag: str, label: str, offset: int, ms: int, event: _Wanted, countdown: BackwardNumbering
     ) -> StoredRow:
         """Return the right row of an event."""
-        body, place = event.body, self._place(source)
-        number, ms = countdown.give(body.source, source, ms)
+        body, partition = event.body, self._partition(label)
+        number, ms = countdown.give(body.source, label, ms)
         return StoredRow(
             tag=tag,
             bucket_ms=bucket_start(ms, self._span_ms),
             span_ms=self._span_ms,
-            timeuuid=make_timeuuid(ms, offset, place),
+            timeuuid=make_timeuuid(ms, offset, partition),
             source=body.source,
             tag_seq=number,
             seq=body.seq,
-            partition=place,
+            partition=partition,
             offset=offset,
             time_ms=event.time_ms,
             key=body.key,
@@ -364,12 +361,12 @@ class RowRestorer:
         self._writer.delete(old)
         self._reached("rows-deleted")
 
-    def _place(self, source: str) -> Partition:
-        return self._places.get(source) or self._places.setdefault(source, Partition.parse(source))
+    def _partition(self, label: str) -> Partition:
+        return self._partitions.get(label) or self._partitions.setdefault(label, Partition.parse(label))
 
 
 def _sort_out(
-    source: str, offset: int, group: Iterable[RestoreItem], erased: Erasures
+    partition: str, offset: int, group: Iterable[RestoreItem], erased: Erasures
 ) -> tuple[list[ExistingRow], _Wanted | None, int]:
     """Return an event's rows, the event if it belongs to the tag, and the timestamp that it asks for.
 
@@ -383,12 +380,12 @@ def _sort_out(
         if item.kind == ROW:
             existing.append(_decode_row(item.body))
         else:
-            event = _Wanted.of(source, offset, item.time_ms, decode_body(item.body))
+            event = _Wanted.of(partition, offset, item.time_ms, decode_body(item.body))
     if event is None:
         for each in sorted(existing, key=lambda row: row.number):
-            is_erased = each.source in erased and erased[each.source].covers(source, offset)
+            is_erased = each.source in erased and erased[each.source].covers(partition, offset)
             if each.carried is not None and not is_erased:
-                event = _Wanted.of(source, offset, *each.carried)
+                event = _Wanted.of(partition, offset, *each.carried)
     return existing, event, asked
 
 
@@ -396,14 +393,14 @@ def _is(existing: ExistingRow, row: StoredRow) -> bool:
     return (existing.timeuuid, existing.source, existing.number) == (row.timeuuid, row.source, row.tag_seq)
 
 
-def _narrow(tag: str, place: Partition, offset: int, row: ExistingRow) -> RowKey:
+def _key(tag: str, partition: Partition, offset: int, row: ExistingRow) -> RowKey:
     return RowKey(
         tag=tag,
         bucket_ms=row.bucket_ms,
         timeuuid=row.timeuuid,
         source=row.source,
         tag_seq=row.number,
-        partition=place,
+        partition=partition,
         offset=offset,
     )
 
@@ -421,10 +418,7 @@ def _surveyed(plan: RebuildPlan, store: CassandraOptions, tags: list[str]) -> It
     try:
         with Rows(store) as rows:
             for tag in tags:
-                items = (
-                    (tag, kind, source, offset, None, ms, body)
-                    for kind, source, offset, ms, body in survey(plan, shards, rows, tag)
-                )
+                items = survey(plan, shards, rows, tag)
                 while chunk := list(_some(items)):
                     columns = zip(*chunk, strict=True)
                     arrays = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
@@ -434,7 +428,7 @@ def _surveyed(plan: RebuildPlan, store: CassandraOptions, tags: list[str]) -> It
 
 
 def _some(items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the next items, up to about as much as a batch should have."""
+    """Yield the next items, up to about a mebibyte."""
     size = 0
     for item in items:
         yield item

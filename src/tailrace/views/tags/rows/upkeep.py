@@ -115,16 +115,14 @@ def examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: in
     for row in rows.rows(tag):
         if not _is_visible(row, marks, erased):
             continue
-        place = str(row.partition)
+        label = str(row.partition)
         first, last = bounds.get(row.partition, (0, NOTHING))
-        sums = (0, 0)
-        if first <= row.offset <= last:
-            sums = row_print(row)
-        what = numbers.take(row.source, row.tag_seq, ms_of(row.timeuuid), (place, row.offset))
-        if what == AGAIN and len(late) < MOST_LATE:
+        sums = row_print(row) if first <= row.offset <= last else (0, 0)
+        order = numbers.take(row.source, row.tag_seq, ms_of(row.timeuuid), (label, row.offset))
+        if order == AGAIN and len(late) < MOST_LATE:
             late.append((msgspec.structs.replace(row, value=None, headers=[]), sums))
         elif first <= row.offset <= last:
-            tally.add((place, row.time_ms // DAY_MS), *sums)
+            tally.add((label, row.time_ms // DAY_MS), *sums)
     if numbers.is_doubtful:
         for each in rows.narrow(tag):
             if _is_visible(each, marks, erased):
@@ -158,7 +156,7 @@ def _is_visible(row: RowKey, marks: Mapping[Partition, int], erased: Erasures) -
 def _misnumbered(tag: str, numbers: NumberCheck, since_ms: int) -> Iterator[Finding]:
     """Yield numbers that are missing, that two events have, or that are not in the order of timestamps."""
     for source, number, events in numbers.conflicts():
-        ids = ", ".join(f"{place}:{offset}" for place, offset in events[:3])
+        ids = ", ".join(f"{label}:{offset}" for label, offset in events[:3])
         yield Finding("conflict", tag, "", source, 1, len(events), f"number {number} is that of {ids}")
     for gap in numbers.gaps():
         if gap.before_ms < since_ms:
