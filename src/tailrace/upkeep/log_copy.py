@@ -46,6 +46,7 @@ _ANY_EPOCH = 1 << 62
 class LogCopy(ViewCopy):
     """One log for each name. A view whose logs have tag fields also has ``numbering`` and ``check_numbers``."""
 
+    outcome = Restored
     refused: ClassVar[Mapping[str, str]] = {"source": "the events of this view have no sources of their own"}
 
     def check_numbers(self, shards: Shards, log: ExaminedLog, counted: dict[str, int]) -> Iterable[Finding]:

@@ -66,7 +66,7 @@ class Restorer:
         """Restore a log, given Kafka's records of it in the order of their running-maximum times."""
         plan = self._plan
         # The last numbers of sources are read before the log: events that come in between are found there.
-        numbering = plan.work.copy.numbering(plan.work, self._shards, name, plan.now_ms)
+        numbering = plan.work.copy.numbering(self._shards, name, plan.now_ms)
         log = read_logs(self._shards, plan.work.view, [name])[0]
         if log.is_broken:
             return Restored(name, BROKEN)

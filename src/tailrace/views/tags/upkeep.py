@@ -16,6 +16,7 @@ live events by then has its first one in the log, and one without had come as fa
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
 from tailrace.log.store import NewSegment, PackedPiece, Staging
 from tailrace.upkeep import failpoint
-from tailrace.upkeep.copy import Assignment, Body, SpooledRecord, ViewCopy
+from tailrace.upkeep.copy import Body, SpooledRecord, ViewCopy
 from tailrace.upkeep.examine import MOST_ODD, PAGE, ExaminedEntry, ExaminedLog, Finding, read_logs, read_segment
 from tailrace.upkeep.job import BucketSettings, JobLease, buckets_of, milliseconds, now_ms
 from tailrace.upkeep.log_copy import LogCopy
@@ -83,7 +84,7 @@ class TagCopy(ViewCopy):
 class TagLogCopy(TagCopy, LogCopy):
     """Tags in logs of Valkey."""
 
-    def numbering(self, work: Assignment, shards: Shards, name: str, now_ms: int) -> Anchor:
+    def numbering(self, shards: Shards, name: str, now_ms: int) -> Anchor:
         return Anchor(shards, name, now_ms + self.options.future_ms)
 
     def check_numbers(self, shards: Shards, log: ExaminedLog, counted: dict[str, int]) -> Iterator[Finding]:
@@ -136,7 +137,7 @@ class TagErasure(msgspec.Struct, frozen=True):
     """Segments that they were in."""
 
 
-class Erasing:
+class Erasing(ABC):
     """One run of the job that erases a source, wherever tags rest; ``erased`` has the outcome for each tag.
 
     Args:
@@ -152,14 +153,15 @@ class Erasing:
         self._source, self._tag, self._reached = source, tag, reached
         self.erased: list[TagErasure] = []
 
+    @abstractmethod
     def look(self, shards: Shards) -> dict[str, object]:
         """Count the events that would be erased, and change nothing.
 
         Raises:
             BadRequest: No such tag has events of the source.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Erase the source.
 
@@ -167,7 +169,6 @@ class Erasing:
             BadRequest: No such tag has events of the source.
             StaleUpkeep: Another process has taken over.
         """
-        raise NotImplementedError
 
     def facts(self) -> dict[str, object]:
         """Return the figures for reports."""
