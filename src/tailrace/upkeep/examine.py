@@ -260,20 +260,6 @@ class Checker:
         self.findings.append(Finding(kind, self.name, day_text(segment.start_ms), "", expected, found, detail))
 
 
-def horizon(log: Log, has_dropped: bool, floor_ms: int, keep_ms: int | None, now_ms: int) -> int:
-    """Return the time before which a log may lack events of Kafka's, since it dropped them on purpose.
-
-    Args:
-        has_dropped: True if its registry says that it has dropped segments.
-        floor_ms: The lowest begin of a bucket, by its registry.
-        keep_ms: How long events are kept; None = for ever.
-    """
-    kept_ms = 0 if keep_ms is None else now_ms - keep_ms
-    if not has_dropped:
-        return kept_ms
-    return max(kept_ms, log.segments[0].start_ms if log.segments else floor_ms)
-
-
 class ExaminedLog(msgspec.Struct, frozen=True):
     """A log as its registry describes it."""
 
@@ -282,7 +268,9 @@ class ExaminedLog(msgspec.Struct, frozen=True):
     log: Log
     """Without rows that cannot be read."""
     has_dropped: bool
+    """True if it has dropped segments."""
     floor_ms: int
+    """The lowest begin of a bucket."""
     listed: bool
     broken: tuple[int, ...] = ()
     """Indexes of segments whose rows cannot be read."""
@@ -294,6 +282,17 @@ class ExaminedLog(msgspec.Struct, frozen=True):
         """A value that changes when segments are packed, expired or rebuilt, and not when events are appended."""
         rows = tuple((segment.index, segment.epoch, segment.state) for segment in self.log.segments)
         return rows, self.broken, self.listed
+
+    def horizon(self, keep_ms: int | None, now_ms: int) -> int:
+        """Return the time before which the log may lack events of Kafka's, since it dropped them on purpose.
+
+        Args:
+            keep_ms: Retention time; None = for ever.
+        """
+        kept_ms = 0 if keep_ms is None else now_ms - keep_ms
+        if not self.has_dropped:
+            return kept_ms
+        return max(kept_ms, self.log.segments[0].start_ms if self.log.segments else self.floor_ms)
 
 
 def read_logs(shards: Shards, view: str, names: Sequence[str]) -> list[ExaminedLog]:

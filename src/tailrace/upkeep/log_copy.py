@@ -30,7 +30,7 @@ from tailrace.upkeep.copy import (
     encode_body,
     may_have_dropped,
 )
-from tailrace.upkeep.examine import Examined, ExaminedLog, Finding, examine, horizon, read_logs, walk_logs
+from tailrace.upkeep.examine import Examined, ExaminedLog, Finding, examine, read_logs, walk_logs
 from tailrace.upkeep.history import replay
 from tailrace.upkeep.restore import Restorer
 from tailrace.valkey.marks import read_marks
@@ -73,7 +73,7 @@ class LogCopy(ViewCopy):
         logs = dict(zip(names, read_logs(shards, self.view, names), strict=True))
         for row in sums:
             log = logs[row["name"]]
-            since_ms = horizon(log.log, log.has_dropped, log.floor_ms, None, now_ms)
+            since_ms = log.horizon(None, now_ms)
             if log.has_dropped and row["day"] * DAY_MS > now_ms:
                 # Records from the future: their times do not say when they were dropped.
                 since_ms = 1 << 62

@@ -33,7 +33,7 @@ from tailrace.upkeep.copy import (
     SpooledRecord,
     decode_body,
 )
-from tailrace.upkeep.examine import Checker, ExaminedLog, horizon, is_erased, prints, read_logs, read_segment
+from tailrace.upkeep.examine import Checker, ExaminedLog, is_erased, prints, read_logs, read_segment
 from tailrace.upkeep.job import milliseconds
 from tailrace.upkeep.replacement import (
     Buckets,
@@ -95,7 +95,7 @@ class _LogRestorer:
         self._behind = next((s for s in log.log.segments if s.epoch > self._epoch), None)
         keep = plan.work.copy.buckets.keep_of(log.name)
         keep_ms = None if keep is None else milliseconds(keep)
-        self._horizon_ms = horizon(log.log, log.has_dropped, log.floor_ms, keep_ms, plan.now_ms)
+        self._horizon_ms = log.horizon(keep_ms, plan.now_ms)
         old = self._old()
         self._due = 0 if keep_ms is None else min(len(over(log.log, keep_ms, plan.now_ms)), len(old))
         self._surveys = self._survey(old)
