@@ -17,7 +17,7 @@ import typer
 
 from tailrace.cli.follow import Printer, follow
 from tailrace.cli.options import DEFAULT_URL, Client, FeedOptions, Json, Limit, Url, grouped, read_query
-from tailrace.cli.output import ask, cell, is_plain, print_lines, print_rows, print_table, second, visible
+from tailrace.cli.output import Messages, ask, cell, is_plain, print_lines, print_rows, print_table, second, visible
 from tailrace.errors import BadRequest, TailraceError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def grep(
         )
         code = follow(printer)
     except TailraceError as error:
-        print(f"error: {visible(str(error))} ({error.code})", file=sys.stderr)
+        Messages().say(f"error: {error} ({error.code})")
         raise typer.Exit(2) from None
     raise typer.Exit(code or (0 if printer.printed else 1))
 
