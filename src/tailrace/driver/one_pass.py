@@ -1,12 +1,12 @@
-"""The one pass: what a Spark task does with the records it is given.
+"""The one pass: what a Spark task does with the records it gets.
 
-For every source in its input the task asks each view what to write, and sends each shard its windows together with
-the mark it believes the shard to have. Invariant: a window is applied exactly once, whatever is replayed, split
-otherwise or run twice, since a shard refuses every mark but its own; a refused task cuts again after the stored mark.
-Nothing that a task knows outlives it except guesses: remembered marks are checked by the shard, and a wrong one costs
-a round trip.
+For every partition in its input the task asks each view's writer what to write, and sends each shard its windows
+together with the mark that it believes the shard to have. Invariant: a window is applied exactly once, whatever is
+replayed, split otherwise or run twice, since a shard refuses every mark but its own; a refused task cuts again after
+the stored mark. Nothing that a task knows outlives it except guesses: the shard checks remembered marks, and a wrong
+one costs a round trip.
 
-The intake: counts what comes in and sends poison to the dead-letter topic, once, for all views together.
+The intake is the writer that belongs to no view: it counts every record and sends poison to the dead-letter topic.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Intake(Writer):
         self._topic = dead_letters
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
-        """Return one window for the source's home shard."""
+        """Return one window for the partition's home shard."""
         home = home_of(records.partition, self._shards)
         begin = bisect_right(records.offsets, marks[home])
         if begin == len(records):
@@ -128,18 +128,18 @@ class Host:
         return AppliedMarks(known.marks, known.times)
 
     def _remember(self, pending: Sequence[_Pending]) -> None:
-        """Read the marks, and the times kept with them, of sources that this process has not seen yet."""
+        """Read the marks, and the times kept with them, of partitions that this process has not seen yet."""
         wanted = {(p.view.name, str(p.records.partition)) for p in pending} - self._places.keys()
         keys, count = self._shards.keys, self._plan.store.shards
         by_view: dict[str, list[str]] = {}
-        for view, source in wanted:
-            by_view.setdefault(view, []).append(source)
-        for view, sources in by_view.items():
-            commands: list[Command] = [(s, ("HMGET", keys.times(s, view), *sources)) for s in range(count)]
-            commands += [(s, ("HMGET", keys.marks(s, view), *sources)) for s in range(count)]
+        for view, partition in wanted:
+            by_view.setdefault(view, []).append(partition)
+        for view, partitions in by_view.items():
+            commands: list[Command] = [(s, ("HMGET", keys.times(s, view), *partitions)) for s in range(count)]
+            commands += [(s, ("HMGET", keys.marks(s, view), *partitions)) for s in range(count)]
             answers = self._shards.run_all(commands)
-            for i, source in enumerate(sources):
-                self._places[view, source] = _Known(
+            for i, partition in enumerate(partitions):
+                self._places[view, partition] = _Known(
                     [NOTHING if a[i] is None else int(a[i]) for a in answers[count:]],
                     [LONG_AGO if a[i] is None else parse_mark_time(a[i]) for a in answers[:count]],
                 )
@@ -196,7 +196,7 @@ class Host:
 
 
 class _Known(msgspec.Struct):
-    """How far a source is applied, as far as this process knows: shard by shard."""
+    """How far a partition is applied, as far as this process knows: shard by shard."""
 
     marks: list[int]
     times: list[tuple[int, int]]

@@ -64,7 +64,7 @@ def consumer_of(properties: Mapping[str, Any]) -> Iterator[Consumer]:
 
 
 class RangeReader:
-    """Reads what a task is given: of each source, by its label, the first offset and the one behind the last."""
+    """Reads what a task is given: of each partition, by its label, the first offset and the one behind the last."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         self._properties = dict(properties)
@@ -82,7 +82,7 @@ class RangeReader:
 
 
 def shared_out(ranges: Mapping[str, tuple[int, int]], tasks: int) -> list[dict[str, tuple[int, int]]]:
-    """Return ranges as the parts of so many tasks, at most: each source is one task's, and all have about as much."""
+    """Share ranges out to so many tasks at most: a partition belongs to one task, and all get about as much."""
     parts: list[dict[str, tuple[int, int]]] = [{} for _ in range(min(tasks, len(ranges)))]
     sizes = [0] * len(parts)
     for label, (first, until) in sorted(ranges.items(), key=lambda each: each[1][0] - each[1][1]):
@@ -93,9 +93,9 @@ def shared_out(ranges: Mapping[str, tuple[int, int]], tasks: int) -> list[dict[s
 
 
 def _read(
-    consumer: Consumer, source: Partition, first: int, until: int, passes: Passes | None
+    consumer: Consumer, partition: Partition, first: int, until: int, passes: Passes | None
 ) -> Iterator[tuple[Slice | None, int]]:
-    consumer.assign([TopicPartition(source.topic, source.partition, first)])
+    consumer.assign([TopicPartition(partition.topic, partition.partition, first)])
     reached, heard, short = first, time.monotonic(), None
     while reached < until:
         taken, size = list[Any](), 0
@@ -120,17 +120,17 @@ def _read(
             size += (0 if key is None else len(key)) + (0 if value is None else len(value))
             if value is not None and (passes is None or passes(key, value)):
                 taken.append(message)
-        yield _slice(source, taken) if taken else None, size
+        yield _slice(partition, taken) if taken else None, size
         if reached < until and short is not None and now - short >= SHORT_S:
             return
         if now - heard >= SILENCE_S:
-            raise BrokerUnavailable(f"kafka sends nothing of {source} from offset {reached}")
+            raise BrokerUnavailable(f"kafka sends nothing of {partition} from offset {reached}")
 
 
-def _slice(source: Partition, messages: list[Any]) -> Slice:
+def _slice(partition: Partition, messages: list[Any]) -> Slice:
     headers = [message.headers() or [] for message in messages]
     return Slice(
-        source,
+        partition,
         [message.offset() for message in messages],
         [message.timestamp()[1] for message in messages],
         [message.key() for message in messages],

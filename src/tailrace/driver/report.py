@@ -66,7 +66,7 @@ class Report:
         self._ends.update(batch.ends)
         keys, count = self._shards.keys, self._shards.options.shards
         self._waiting = sum(self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
-        lag = sum(max(0, end - batch.ends.get(source, 0)) for source, end in batch.latest.items())
+        lag = sum(max(0, end - batch.ends.get(partition, 0)) for partition, end in batch.latest.items())
         for view in self._views:
             self._store(view, batch.facts, len(batch.latest), lag)
 
@@ -76,7 +76,7 @@ class Report:
         They go to the end of what is completed, or, where a view keeps times with its marks, to the last offset whose
         time is known.
         """
-        moved = {source: end - 1 for source, end in ends.items() if self._ends.get(source) != end and end > 0}
+        moved = {partition: end - 1 for partition, end in ends.items() if self._ends.get(partition) != end and end > 0}
         reached = {s: (t, o) for s, (t, o) in self._timing.reached().items() if self._told.get(s) != o}
         offsets = {partition: offset for partition, (_, offset) in reached.items()}
         times = {partition: time_ms for partition, (time_ms, _) in reached.items()}
@@ -87,7 +87,7 @@ class Report:
             else:
                 advance(self._shards, view.name, self._start.epoch, moved)
 
-    def _store(self, driver: ViewDriver, facts: Mapping[str, Any], sources: int, lag: int) -> None:
+    def _store(self, driver: ViewDriver, facts: Mapping[str, Any], partitions: int, lag: int) -> None:
         view = driver.name
         counts = read_counts(self._shards, view)
         unaccounted = conserved(counts)
@@ -105,7 +105,7 @@ class Report:
             "batch_ms": (facts.get("durationMs") or {}).get("triggerExecution", 0),
             "rate": facts.get("processedRowsPerSecond") or 0.0,
             "lag": lag,
-            "sources": sources,
+            "sources": partitions,
             "in": counts.get("in", 0),
             "stored": counts.get("stored", 0),
             "dead": counts.get("dead", 0),

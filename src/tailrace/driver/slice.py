@@ -1,8 +1,8 @@
-"""Slices: consecutive records of one source, as plain columns, checked for poison once for all views.
+"""Slices and writers: what a view's writer gets of Kafka, and what it returns.
 
-What a view is to the pipeline: it looks at a slice of records and says what each shard has to write.
-
-All views have this interface. The host (``onepass``) owns the marks, the calls and the answers.
+A slice is consecutive records of one partition, as plain columns, checked for poison once for all views. A writer looks
+at a slice and returns the windows that shards have to write. The host (``one_pass``) owns the marks, the calls and the
+answers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RecordLimits(msgspec.Struct, frozen=True):
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """Records of one source ``values`` has None for tombstones, ``poison`` names what is unreadable."""
+    """Records of one partition ``values`` has None for tombstones, ``poison`` names what is unreadable."""
 
     partition: Partition
     offsets: list[int]
@@ -87,7 +87,7 @@ def _plain(shown: bytes) -> Any:
 
 
 def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: RecordLimits) -> Iterator[Slice]:
-    """Cut an Arrow batch where its source changes. Records of one source keep their order."""
+    """Cut an Arrow batch where its partition changes. Records of one partition keep their order."""
     rows = batch.num_rows
     if not rows:
         return
@@ -98,12 +98,12 @@ def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: Record
     headers = batch.column(6)
     for low, high in pairwise(bounds):
         topic = topics[low].as_py()
-        source = Partition(topic, partitions[low].as_py(), generations.get(topic, 0))
+        partition = Partition(topic, partitions[low].as_py(), generations.get(topic, 0))
         n = high - low
         column = values.slice(low, n)
         listed: list[bytes | None] = column.to_pylist()
         yield Slice(
-            source,
+            partition,
             offsets.slice(low, n).to_pylist(),
             times.slice(low, n).to_pylist(),
             keys.slice(low, n).to_pylist(),
@@ -180,7 +180,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class AppliedMarks(NamedTuple):
-    """How far each shard has come with a source."""
+    """How far each shard has come with a partition."""
 
     marks: Sequence[int]
     times: Sequence[tuple[int, int]]

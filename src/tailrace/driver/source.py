@@ -1,9 +1,8 @@
-"""The source: which topics are read, from which offsets, and with which settings of Spark's Kafka reader.
+"""What Spark reads, from where, and with which settings.
 
 Invariant: a start names every partition that matches, at the lowest mark of all views, clipped to what Kafka still has;
-what was clipped is reported as a gap. One partition is read by one task, in order, committed records only.
-
-Spark's settings: what makes a small batch cheap, and what is refused because it breaks order or identity.
+what was clipped is reported as a gap. One partition is read by one task, in order, committed records only. Settings of
+Spark that would break order or identity are refused.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""How far time has come: what Spark has completed, where Kafka's topics end, and what the shards have applied.
+"""The watermark: the time up to which everything that the pipeline reads is applied.
 
-Shared by the driver's threads. A broker that does not answer stops time, and nothing else.
+Timers (quiet periods, idle sessions) use it as their ``now``. A pipeline that was down for ten minutes then acts as if
+it had not been: time stands still with it. The driver's threads share one ``Timing``; a broker that does not answer
+stops time, and nothing else.
 
-The frontier: how far time has certainly come for everything that the pipeline has applied.
-
-Timers (quiet periods, idle sessions) use it as their ``now``. A pipeline that was down for ten minutes then acts as
-if it had not been: time stands still with it.
-
-Invariant: no record with a running-maximum time below the frontier is still to be applied, so the frontier of a set of
-sources never passes what one of them has yet to deliver.
+Invariant: no record with a running-maximum time below the watermark is still to be applied, so the watermark of a set
+of partitions never passes what one of them has yet to deliver.
 """
 
 from __future__ import annotations
@@ -31,14 +28,14 @@ KEPT = 64
 
 
 class Listing(msgspec.Struct, frozen=True, order=True):
-    """Where sources ended: the offset after the last record, asked for after the clock was read."""
+    """Where partitions ended: the offset after the last record, asked for after the clock was read."""
 
     clock_ms: int
     ends: dict[Partition, int]
 
 
 class Course:
-    """What is known of how far sources have come: where they ended when, what is applied, and when that was written."""
+    """Progress of partitions: where they ended when, what is applied, and the times of its records."""
 
     def __init__(self, completed: Mapping[Partition, int]) -> None:
         self._completed = dict(completed)
@@ -47,90 +44,90 @@ class Course:
         self._newest: dict[Partition, list[tuple[int, int]]] = {}
         """Running-maximum times at offsets, in order; those beyond what is completed count later."""
         self._level: dict[Partition, tuple[int, int]] = {}
-        """Of sources that are applied to their end: that end, and when it was first seen to be so."""
+        """Of partitions that are applied to their end: that end, and when it was first seen to be so."""
 
         self._since: dict[frozenset[Partition], tuple[int, int]] = {}
-        """Of sets of sources, the time of their latest record, and since when time goes on from there by itself."""
+        """Of sets of partitions, the time of their latest record, and since when time goes on from there by itself."""
 
     @property
-    def sources(self) -> Collection[Partition]:
-        """Every source of the newest listing."""
+    def partitions(self) -> Collection[Partition]:
+        """Every partition of the newest listing."""
         return self._listings[-1].ends.keys() if self._listings else ()
 
     def completed(self, ends: Mapping[Partition, int]) -> None:
         """Take note that everything before these offsets is applied."""
-        for source, end in ends.items():
-            self._completed[source] = max(end, self._completed.get(source, 0))
+        for partition, end in ends.items():
+            self._completed[partition] = max(end, self._completed.get(partition, 0))
 
     def passed(self, times: Mapping[Partition, tuple[int, int]]) -> None:
-        """Take note of running-maximum times: of each source in milliseconds, and the offset that it holds up to."""
-        for source, (time_ms, offset) in times.items():
-            known = self._newest.setdefault(source, [])
+        """Take note of running-maximum times: of each partition in milliseconds, and the offset that it holds up to."""
+        for partition, (time_ms, offset) in times.items():
+            known = self._newest.setdefault(partition, [])
             if not known or known[-1][1] < offset:
                 known.append((time_ms, offset))
                 del known[:-KEPT]
 
     def listed(self, clock_ms: int, ends: Mapping[Partition, int]) -> None:
-        """Take note of where sources end, asked for after the clock was read."""
+        """Take note of where partitions end, asked for after the clock was read."""
         if any(known.clock_ms == clock_ms for known in self._listings):
             return  # told again
         insort(self._listings, Listing(clock_ms, dict(ends)), key=lambda listing: listing.clock_ms)
         del self._listings[:-KEPT]
         if self._listings[-1].clock_ms > clock_ms:
             return  # of an end that is no longer the end, perhaps
-        for source, end in ends.items():
-            if self._completed.get(source, 0) < end:
-                self._level.pop(source, None)
-            elif self._level.get(source, (None, 0))[0] != end:
-                self._level[source] = end, clock_ms
+        for partition, end in ends.items():
+            if self._completed.get(partition, 0) < end:
+                self._level.pop(partition, None)
+            elif self._level.get(partition, (None, 0))[0] != end:
+                self._level[partition] = end, clock_ms
 
-    def reached(self, source: Partition) -> tuple[int, int] | None:
-        """Return the running-maximum time of what is applied of a source, and the offset of the last of it."""
-        completed = self._completed.get(source, 0)
-        return next(((t, o) for t, o in reversed(self._newest.get(source, ())) if o < completed), None)
+    def reached(self, partition: Partition) -> tuple[int, int] | None:
+        """Return the running-maximum time of what is applied of a partition, and the offset of the last of it."""
+        completed = self._completed.get(partition, 0)
+        return next(((t, o) for t, o in reversed(self._newest.get(partition, ())) if o < completed), None)
 
-    def level_ms(self, source: Partition) -> int | None:
-        """Return the latest time at which a source ended no later than what is applied of it; None without one.
+    def level_ms(self, partition: Partition) -> int | None:
+        """Return the latest time at which a partition ended no later than what is applied of it; None without one.
 
         Whatever is applied later was written after that time.
         """
-        completed = self._completed.get(source, 0)
+        completed = self._completed.get(partition, 0)
         listings = reversed(self._listings)
-        return next((known.clock_ms for known in listings if known.ends.get(source, 0) <= completed), None)
+        return next((known.clock_ms for known in listings if known.ends.get(partition, 0) <= completed), None)
 
-    def by_arrival(self, sources: Iterable[Partition]) -> int | None:
-        """Return the time that all sources have passed, or None when one has not begun.
+    def by_arrival(self, partitions: Iterable[Partition]) -> int | None:
+        """Return the time that all partitions have passed, or None when one has not begun.
 
-        A source that is applied to an end has passed the time at which that end was asked for.
+        A partition that is applied to an end has passed the time at which that end was asked for.
         """
         lowest: int | None = None
-        for source in sources:
-            time_ms = self.level_ms(source)
+        for partition in partitions:
+            time_ms = self.level_ms(partition)
             if time_ms is None:
-                reached = self.reached(source)
+                reached = self.reached(partition)
                 if reached is None:
                     return None
                 time_ms = self._no_later(reached[0])
             lowest = time_ms if lowest is None else min(lowest, time_ms)
         return lowest
 
-    def by_event(self, sources: Iterable[Partition]) -> int | None:
+    def by_event(self, partitions: Iterable[Partition]) -> int | None:
         """Return the same by the times of the records alone.
 
-        While sources have more to deliver it is the lowest time that one of them has reached; then time goes on from
+        While partitions have more to deliver it is the lowest time that one of them has reached; then time goes on from
         the latest record, at the pace of the clock.
         """
-        found = [(source, self.reached(source)) for source in sources]
-        behind = [reached for source, reached in found if source not in self._level]
+        found = [(partition, self.reached(partition)) for partition in partitions]
+        behind = [reached for partition, reached in found if partition not in self._level]
         if behind:
             return None if None in behind else self._no_later(min(reached[0] for reached in behind if reached))
         latest = max((reached[0] for _, reached in found if reached is not None), default=None)
         if latest is None:
             return None
-        key = frozenset(source for source, _ in found)
+        key = frozenset(partition for partition, _ in found)
         latest_then, since = self._since.get(key, (None, 0))
         if latest != latest_then:
-            since = max(self._level[source][1] for source in key)
+            since = max(self._level[partition][1] for partition in key)
             self._since[key] = latest, since
         return self._no_later(latest) + self._listings[-1].clock_ms - since
 
@@ -140,7 +137,7 @@ class Course:
 
 
 class Timing:
-    """The course of all sources that one run of the query reads."""
+    """The course of all partitions that one run of the query reads."""
 
     def __init__(
         self,
@@ -171,17 +168,17 @@ class Timing:
             self._course.passed(times)
 
     def reached(self) -> dict[Partition, tuple[int, int]]:
-        """Return the running-maximum time of each source, and the last offset, of what is completed."""
+        """Return the running-maximum time of each partition, and the last offset, of what is completed."""
         with self._lock:
-            found = ((source, self._course.reached(source)) for source in self._course.sources)
-            return {source: reached for source, reached in found if reached is not None}
+            found = ((partition, self._course.reached(partition)) for partition in self._course.partitions)
+            return {partition: reached for partition, reached in found if reached is not None}
 
     def levels(self) -> tuple[set[Partition], dict[Partition, int]]:
-        """Return all sources, and the times up to which those are certainly applied of which that can be said."""
+        """Return all partitions, and the times up to which those are certainly applied of which that can be said."""
         with self._lock:
-            sources = set(self._course.sources)
-            found = ((source, self._course.level_ms(source)) for source in sources)
-            return sources, {source: ms for source, ms in found if ms is not None}
+            partitions = set(self._course.partitions)
+            found = ((partition, self._course.level_ms(partition)) for partition in partitions)
+            return partitions, {partition: ms for partition, ms in found if ms is not None}
 
     def ask(self) -> None:
         """Ask Kafka where the topics end.
@@ -197,9 +194,9 @@ class Timing:
             )
 
     def everywhere(self) -> int | None:
-        """Return the time that all sources have passed."""
+        """Return the time that all partitions have passed."""
         with self._lock:
-            return self._course.by_arrival(self._course.sources)
+            return self._course.by_arrival(self._course.partitions)
 
     def watermark(self, reads: Callable[[str], bool], *, by_event: bool = False, lateness_ms: int = 0) -> int | None:
         """Return the time up to which everything of some topics is applied; None when it cannot be said.
@@ -207,7 +204,7 @@ class Timing:
         By the clock of the broker's listings, or by the times of the records alone. Of no topic at all it is the clock.
         """
         with self._lock:
-            partitions = [each for each in self._course.sources if reads(each.topic)]
+            partitions = [each for each in self._course.partitions if reads(each.topic)]
             if not partitions:
                 return round(self._clock() * 1000)
             found = self._course.by_event(partitions) if by_event else self._course.by_arrival(partitions)
@@ -229,10 +226,10 @@ class CompletedBatch(msgspec.Struct, frozen=True):
         if progress is None:
             return cls()
         facts: dict[str, Any] = progress if isinstance(progress, dict) else json.loads(progress.json)
-        source = (facts.get("sources") or [{}])[0]
-        ends = _offsets(source.get("endOffset"), generations)
+        offsets = (facts.get("sources") or [{}])[0]
+        ends = _offsets(offsets.get("endOffset"), generations)
         stamp = datetime.fromisoformat(facts["timestamp"].replace("Z", "+00:00"))
-        latest = _offsets(source.get("latestOffset"), generations) or ends
+        latest = _offsets(offsets.get("latestOffset"), generations) or ends
         return cls(facts, ends, latest, round(stamp.timestamp() * 1000))
 
 

@@ -1,16 +1,12 @@
-"""The fold rules of a running pipeline: their windows, where their view begins, and what time it is for them.
+"""Folds in the driver: rules that are put into force, their watermark, and the emitter.
 
-Brings fold rules into force: what is pending under an older form is brought in line before new events come.
+Before tasks write, the driver brings what is pending under older rules in line: a rule that is gone, or whose groups or
+outputs changed, emits what it held, for the reason ``flush``, under its old form; a rule whose windows changed gets new
+due times for what is pending.
 
-Called by the driver before its tasks write the view. A rule that is gone, or whose groups or outputs changed, gives out
-what it held, for the reason ``flush``, under its old form. A rule whose windows changed gets new due times for what is
-pending.
-
-The emitter: gives out what is due, at the frontier, every tick.
-
-It reads what due groups hold, closes what is due by the rule, and writes the rest back together with the folded
-events. Each group changes only if nobody changed it meanwhile, so any number of emitters, in any process, killed at any
-point, give every fold out exactly once; an event that arrives meanwhile makes the shard refuse the change, and is in
+The emitter reads what due groups hold, closes what is due at the watermark, and writes the rest back together with the
+folded events. A group changes only if nobody changed it meanwhile, so any number of emitters, in any process, killed at
+any point, emit every fold exactly once; an event that arrives meanwhile makes the shard refuse the change, and is in
 the next try.
 """
 
@@ -106,7 +102,7 @@ class FoldsDriver(ViewDriver):
                 watermarks(own, self._rules, run),
                 run.start.settings.folds.tick.total_seconds(),
                 epoch=run.start.epoch,
-                told=run.wake_publisher,
+                emitted=run.wake_publisher,
             )
         ]
 
@@ -121,7 +117,7 @@ def retire(start: Start) -> None:
 
 
 def watermarks(shards: Shards, rules: Mapping[str, Rule], run: Run) -> Callable[[Sequence[Rule]], dict[str, int]]:
-    """Return the function that says how far time has come for rules, as far as that can be said."""
+    """Return the function that returns the watermark of each rule, as far as it is known."""
     outputs = outputs_of(rules)
 
     def watermark(rule: Rule) -> int | None:
@@ -143,7 +139,7 @@ def watermarks(shards: Shards, rules: Mapping[str, Rule], run: Run) -> Callable[
 
 PAGE = 100
 BEFORE_ALL = -(1 << 53)
-"""A frontier at which nothing is due."""
+"""A watermark at which nothing is due."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -157,7 +153,7 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int =
         rule = rules.get(name)
         if rule is None or rule.definition != known.rule.definition:
             given = _flush(shards, store, known.rule, now_ms)
-            logger.warning("fold rule %s is %s: gave out %d group(s)", name, "changed" if rule else "gone", given)
+            logger.warning("fold rule %s is %s: emitted %d group(s)", name, "changed" if rule else "gone", given)
         elif rule.windows != known.rule.windows:
             moved = _rescore(shards, store, rule)
             logger.info("fold rule %s has new windows: %d group(s) have new due times", name, moved)
@@ -232,27 +228,27 @@ class Emitter(threading.Thread):
     """A loop that ends with ``stop``, or with an error in ``failure``.
 
     Args:
-        frontier: returns the time that has come for each of the rules given, as far as it can be said.
+        watermark: returns the watermark of each of the rules given, as far as it is known.
         epoch: of the driver that it belongs to; 0 for none.
-        told: called when something was given out.
+        emitted: called when something was emitted.
     """
 
     def __init__(
         self,
         shards: Shards,
         rules: Sequence[Rule],
-        frontier: Callable[[Sequence[Rule]], Mapping[str, int]],
+        watermark: Callable[[Sequence[Rule]], Mapping[str, int]],
         tick_s: float = 0.1,
         *,
         epoch: int = 0,
         clock: Callable[[], float] = time.time,
-        told: Callable[[], None] = lambda: None,
+        emitted: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="emitter", daemon=True)
         self._shards, self._store = shards, FoldStore(shards, epoch)
         self._rules = {rule.name: rule for rule in rules}
         self._foldings = {rule.name: rule.folding() for rule in rules}
-        self._frontier, self._tick_s, self._clock, self._told = frontier, tick_s, clock, told
+        self._watermark, self._tick_s, self._clock, self._emitted = watermark, tick_s, clock, emitted
         # A group that is not there yet is due in the shortest quiet period at the earliest.
         self._longest_pause_s = min([IDLE_S, *(rule.windows.quiet_ms / 2000 for rule in rules)])
         self._reached: dict[str, int] = {}
@@ -268,7 +264,7 @@ class Emitter(threading.Thread):
         self.join(timeout=3)
 
     def run(self) -> None:
-        """Give out what is due until stopped. A broker or a store that is away is waited for."""
+        """Emit what is due until stopped; wait for a broker or a store that is away."""
         pause, again = self._tick_s, 0.5
         while not self._stopping.wait(pause):
             try:
@@ -286,24 +282,24 @@ class Emitter(threading.Thread):
         self._shards.close()
 
     def turn(self) -> float:
-        """Give out what is due now; return after how many seconds there may be more."""
+        """Emit what is due now; return after how many seconds there may be more."""
         self._begin()
         rules = list(self._rules.values())
         due = self._store.earliest(rules)
         now_ms = round(self._clock() * 1000)
-        # A fold that is not due by the clock is not due at the frontier either, unless time is that of the events.
+        # A fold that is not due by the clock is not due at the watermark either, unless time is that of the events.
         ripe = [r for r in rules if r.name in due and (due[r.name] <= now_ms or r.clock == "event")]
         idle = not ripe
         wanted = ripe or [rule for rule in rules if rule.name in due]
         if wanted and (ripe or now_ms - self._last_ms >= 1000 * IDLE_S):
             self._last_ms = now_ms
-            for name, reached in self._frontier(wanted).items():
+            for name, reached in self._watermark(wanted).items():
                 self._reached[name] = max(reached, self._reached.get(name, reached))
             known = {rule.name: self._reached[rule.name] for rule in wanted if rule.name in self._reached}
             self._store.publish_watermarks(known)
-            for name, frontier_ms in known.items():
-                if due[name] <= frontier_ms:
-                    self._settle(self._rules[name], frontier_ms)
+            for name, watermark_ms in known.items():
+                if due[name] <= watermark_ms:
+                    self._settle(self._rules[name], watermark_ms)
         if not idle:
             return self._tick_s
         soonest = min(due.values(), default=now_ms + 1000 * IDLE_S)
@@ -319,11 +315,11 @@ class Emitter(threading.Thread):
                 self._reached[name] = min(shard[name] for shard in stored)
         self._began = True
 
-    def _settle(self, rule: Rule, frontier_ms: int) -> None:
+    def _settle(self, rule: Rule, watermark_ms: int) -> None:
         folding = self._foldings[rule.name]
-        forget_ms = frontier_ms - 2 * rule.windows.quiet_ms
+        forget_ms = watermark_ms - 2 * rule.windows.quiet_ms
         while not self._stopping.is_set():
-            due = self._store.due(rule, frontier_ms, self._at_once)
+            due = self._store.due(rule, watermark_ms, self._at_once)
             asked = [(shard, rule, groups) for shard, groups in enumerate(due) if groups]
             if not asked:
                 return
@@ -332,9 +328,9 @@ class Emitter(threading.Thread):
             self._at_once = max(1, self._at_once // 2) if size > AT_ONCE_BYTES else min(AT_ONCE, self._at_once * 2)
             refused = 0
             for (shard, _, groups), states in zip(asked, held, strict=True):
-                made = [due_change(rule, folding, g, h, frontier_ms) for g, h in zip(groups, states, strict=True)]
+                made = [due_change(rule, folding, g, h, watermark_ms) for g, h in zip(groups, states, strict=True)]
                 refused += self._store.settle(rule, forget_ms, shard, [change for change in made if change is not None])
-            self._told()
+            self._emitted()
             if refused:
                 # Somebody changed them meanwhile: if they are still due, they are so at the next tick.
                 return
