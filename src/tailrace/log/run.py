@@ -117,7 +117,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def tagged_frame(
     tag: str,
-    note: TagFields,
+    fields: TagFields,
     timeuuid: UUID,
     partition: Partition,
     offset: int,
@@ -127,7 +127,7 @@ def tagged_frame(
     value: bytes,
 ) -> bytes:
     """Return the JSON form of one event of a tag, as ``Run.frames`` yields it."""
-    more = b"," + tag_fields_json(note, tag, timeuuid)
+    more = b"," + tag_fields_json(fields, tag, timeuuid)
     return _frame(_head(partition), offset, time_ms, key_json(key), headers_json(headers), more, value)
 
 

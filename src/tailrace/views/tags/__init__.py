@@ -1,4 +1,4 @@
-"""Tags: all events with a tag, in order and none missing."""
+"""Tags: all events with a tag, in order, without a gap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TagsView(View):
     name = "tags"
 
     def plan(self, settings: Settings) -> TagsPlan:
-        """Return what tasks must know."""
+        """Return the settings that tasks need."""
         from tailrace.views.tags.write import TagsPlan
 
         return TagsPlan.of(settings)

@@ -1,8 +1,7 @@
-"""Tags in the driver: the tables in Cassandra, the floors that its readers go by, and what is odd about tags.
+"""Tags in the driver: prepares the tables in Cassandra, raises floors for readers of rows, and warns of conflicts.
 
-A floor is the time of a partition's last timeuuid in a shard, or what the driver raised it to since. Invariant: no
-event that is still to be written has a timeuuid before its partition's floor; so readers of rows need not wait for
-partitions that have nothing to write.
+A reader of rows waits for partitions whose floor is behind. A partition without new records would keep its floor, so
+the driver raises the floors of all partitions that are applied to their end.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class TagsDriver(ViewDriver):
         self._warned: dict[str, int] = {}
 
     def prepare(self, start: Start) -> None:
-        """Make the tables, if the events rest in Cassandra."""
+        """Prepare the tables, if the events are in Cassandra."""
         if self._cassandra is not None:
             from tailrace.views.tags.rows.cassandra import prepare
 
@@ -58,7 +57,7 @@ class TagsDriver(ViewDriver):
         raise_floors(shards, start.epoch, gone | levels)
 
     def status(self, start: Start, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Warn when there is more that is odd, and return the latest conflicts."""
+        """Warn of new conflicts and of events with many tags; return the latest conflicts."""
         odd = {field: n for field, n in counts.items() if field == "many-tags" or field.startswith("conflict:")}
         new = {field: n - self._warned.get(field, 0) for field, n in odd.items()}
         conflicts = read_conflicts(start.shards, SHOWN_CONFLICTS) if len(odd) > ("many-tags" in odd) else []

@@ -1,7 +1,7 @@
--- Tags: how far sources of events have come in each tag, and the times that no event still to come is before.
+-- Tags: the progress of each source in each tag, the floors of partitions (key :times:), conflicts and erasures.
 
--- Reads an N item at i: time seen, new time, tags, then for each tag, n, and source, seen, value for each of n. Returns it,
--- and where the next is.
+-- Reads an N item at i: floor seen, new floor, count of tags; then for each tag: tag, n, and n times source, seen, value.
+-- Returns the item and the index of the next one.
 local function read_numbers(args, i)
   local found, at = {seen = args[i + 1], time = args[i + 2], tags = {}}, i + 4
   for k = 1, tonumber(args[i + 3]) do
@@ -18,9 +18,9 @@ local function read_numbers(args, i)
   return found, at
 end
 
--- Returns whether the source's time and all numbers are those seen, '' for none.
-local function have_numbers(tag, view, source, item)
-  local time = redis.call('HGET', tag .. ':times:' .. view, source)
+-- Returns true if the partition's floor and the progress of all sources are as seen; '' stands for none.
+local function have_numbers(tag, view, partition, item)
+  local time = redis.call('HGET', tag .. ':times:' .. view, partition)
   if (time and string.match(time, '^-?%d+') or '') ~= item.seen then return false end
   for _, each in ipairs(item.tags) do
     for first = 1, #each.sources, MOST do
@@ -34,30 +34,30 @@ local function have_numbers(tag, view, source, item)
   return true
 end
 
-local function write_numbers(tag, view, source, mark, item)
-  redis.call('HSET', tag .. ':times:' .. view, source, item.time .. ' ' .. mark)
+local function write_numbers(tag, view, partition, mark, item)
+  redis.call('HSET', tag .. ':times:' .. view, partition, item.time .. ' ' .. mark)
   for _, each in ipairs(item.tags) do call_many('HSET', tag .. ':numbers:' .. each.tag, each.pairs) end
 end
 
--- N seen time tags (tag n (source seen value)…)…     write the partition's time and the numbers of sources in tags, if all
---                                  of them are those seen
+-- N seen floor tags (tag n (source seen value)…)…    write the partition's floor and the progress of sources, if all are
+--                                  as seen
 GUARDED.N = {
   read = read_numbers,
   holds = function(call, item) return have_numbers(call.tag, call.view, call.source, item) end,
   write = function(call, item) write_numbers(call.tag, call.view, call.source, call.mark, item) end,
 }
 
--- How many conflicts are remembered.
+-- Length of the stream of conflicts, about.
 local CONFLICTS = 1000
 
--- K text                           remember a conflict
+-- K text                           store a conflict
 function ITEMS.K(call, args, i)
   redis.call('XADD', call.tag .. ':conflicts', 'MAXLEN', '~', CONFLICTS, '*', 'c', args[i + 1])
   return i + 2
 end
 
--- lift(view, driver epoch, (source, ms)…): raises the times of sources of which everything up to then is applied: what comes later
--- gets no earlier stamp.
+-- lift(view, driver epoch, (partition, ms)…): raises the floors of partitions that are applied up to these times; later
+-- events get no earlier timeuuid.
 local function lift(keys, args)
   local tag, view = keys[1], args[1]
   local owner = fenced(tag, view, tonumber(args[2]))
@@ -73,8 +73,8 @@ local function lift(keys, args)
   return {'ok'}
 end
 
--- introduce(view, driver epoch, source…): gives sources that have no time the lowest there is, before anything of them is written
--- elsewhere; returns the times of all.
+-- introduce(view, driver epoch, partition…): gives partitions without a floor the lowest one, before their first row is
+-- written to Cassandra; returns the floors of all.
 local function introduce(keys, args)
   local tag, view = keys[1], args[1]
   local owner = fenced(tag, view, tonumber(args[2]))
@@ -97,7 +97,7 @@ local function introduce(keys, args)
   return found
 end
 
--- clean(token, tag, source, value): remembers up to where the events of a source were taken out of a tag; nothing forgets it.
+-- clean(token, tag, source, value): stores the erasure of a source in a tag; an empty value deletes it.
 local function clean(keys, args)
   local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
   if owner then return {'stale', text(owner)} end
@@ -112,7 +112,7 @@ local function clean(keys, args)
   return {'ok'}
 end
 
--- count_from(token, tag, (source, value)…): says how far sources have come in a tag that have come nowhere yet.
+-- count_from(token, tag, (source, value)…): stores the progress of sources that have none in a tag yet.
 local function count_from(keys, args)
   local owner = fenced(keys[1], UPKEEP, tonumber(args[1]))
   if owner then return {'stale', text(owner)} end

@@ -1,1 +1,1 @@
-"""Tags whose events rest as rows in Cassandra."""
+"""Tags whose events are rows in Cassandra."""

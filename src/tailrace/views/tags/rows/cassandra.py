@@ -1,11 +1,9 @@
-"""Cassandra connections: one for each process, and its errors as ours.
+"""Connections to Cassandra, and the tables of tags.
 
-Every statement is prepared, idempotent and asks the consistency that is configured (a quorum by default) of the nodes
-that hold the row. Driver exceptions do not leave this file: they become StoreUnavailable or StoreError.
+Each process has one connection. Every statement is prepared, idempotent, and uses the configured consistency (a quorum
+by default). Driver exceptions do not leave this package: ``translated`` turns them into StoreUnavailable or StoreError.
 
-The tables of tags in Cassandra: made or checked at a start.
-
-``schema.cql`` is the whole truth about their columns: an existing table that differs is refused, with what differs.
+``schema.cql`` defines the tables. A start creates missing tables, and refuses an existing one with other columns.
 """
 
 from __future__ import annotations
@@ -45,8 +43,17 @@ if TYPE_CHECKING:
 
 
 PROTOCOL: Final = 4
-"""The oldest in which a value can be left out; later ones only add checksums that are slow to make here."""
-_FOR_NOW: Final = (
+"""The oldest protocol with unset values; later ones only add checksums, which are slow in Python."""
+MAX_WINDOWS: Final = 50
+"""Time windows, one file each, of a table whose rows expire; a read may open all of them."""
+MAX_TTL: Final = 20 * 365 * 86_400
+"""The longest time to live that Cassandra takes, in seconds."""
+BUCKET_MARGIN: Final = timedelta(days=2)
+"""The entry of a bucket outlives its rows by this much."""
+
+_UNITS: Final = (("MINUTES", 60, 3_600), ("HOURS", 3_600, 86_400), ("DAYS", 86_400, MAX_TTL))
+"""Units of a window, each with its seconds, and the seconds of the longest window in it."""
+_TEMPORARY: Final = (
     OperationTimedOut,
     Timeout,
     Unavailable,
@@ -59,8 +66,11 @@ _FOR_NOW: Final = (
 )
 
 
+logger = logging.getLogger(__name__)
+
+
 class CassandraOptions(msgspec.Struct, frozen=True):
-    """How to reach Cassandra; what a Spark task gets from its driver."""
+    """The address and the login of a cluster, as plain data for Spark's tasks."""
 
     hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 9042
@@ -74,7 +84,7 @@ class CassandraOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: CassandraSettings) -> CassandraOptions:
-        """Return the options that the configuration gives."""
+        """Return the options from the configuration."""
         return cls(
             hosts=tuple(settings.hosts),
             port=settings.port,
@@ -89,7 +99,7 @@ class CassandraOptions(msgspec.Struct, frozen=True):
 
 
 class CassandraConnection:
-    """The connections of one process to the cluster; safe for threads, and lost on a fork (see ``connected``)."""
+    """The connections of one process to the cluster; safe for threads, but not after a fork (see ``connected``)."""
 
     def __init__(self, options: CassandraOptions) -> None:
         self.options = options
@@ -114,26 +124,26 @@ class CassandraConnection:
             cluster.shutdown()
 
     def prepared(self, text: str) -> Any:
-        """Return a statement ready to be bound, in which ``$keyspace`` is ours; blocks the first time.
+        """Return a prepared statement with our keyspace for ``$keyspace``; blocks the first time.
 
         Raises:
-            StoreUnavailable: Nobody has made the tables yet.
+            StoreUnavailable: The tables do not exist yet.
         """
-        found = self._prepared.get(text)
-        if found is None:
+        statement = self._prepared.get(text)
+        if statement is None:
             session = self.open().session
             with translated():
-                found = session.prepare(self.text(text))
-            found.is_idempotent = True
-            self._prepared[text] = found
-        return found
+                statement = session.prepare(self.text(text))
+            statement.is_idempotent = True
+            self._prepared[text] = statement
+        return statement
 
     def text(self, text: str, **more: str) -> str:
-        """Return a statement with the name of our keyspace put in."""
+        """Return a statement with our keyspace for ``$keyspace``."""
         return Template(text).substitute(keyspace=f'"{self.options.keyspace}"', **more)
 
     def execute(self, text: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run one statement that need not be prepared and return its rows; blocks."""
+        """Run a statement that is not prepared, and return its rows; blocks."""
         session = self.open().session
         with translated():
             return list(session.execute(text, values or None))
@@ -155,7 +165,7 @@ class CassandraConnection:
             reconnection_policy=ConstantReconnectionPolicy(1.0, max_attempts=None),
             connect_timeout=options.timeout_s,
             control_connection_timeout=options.timeout_s,
-            compression=False,  # else it depends on which packages happen to be there, and so does what is too large
+            compression=False,  # else it depends on the installed packages, and so does the largest frame
         )
         try:
             with translated():
@@ -170,18 +180,18 @@ _connections: dict[tuple[int, CassandraOptions], CassandraConnection] = {}
 
 
 def connected(options: CassandraOptions) -> CassandraConnection:
-    """Return the connection of this process, made on first use; a forked process gets one of its own."""
-    mine = os.getpid(), options
-    if mine not in _connections:
-        _connections[mine] = CassandraConnection(options)
-    return _connections[mine].open()
+    """Return the connection of this process, created on first use; a forked process gets its own."""
+    key = os.getpid(), options
+    if key not in _connections:
+        _connections[key] = CassandraConnection(options)
+    return _connections[key].open()
 
 
 def disconnect(options: CassandraOptions) -> None:
-    """Close the connection of this process, if there is one; whoever has it may open it again."""
-    found = _connections.pop((os.getpid(), options), None)
-    if found is not None:
-        found.close()
+    """Close the connection of this process, if there is one; its holders may open it again."""
+    connection = _connections.pop((os.getpid(), options), None)
+    if connection is not None:
+        connection.close()
 
 
 @contextmanager
@@ -196,48 +206,34 @@ def translated() -> Iterator[None]:
         raise StoreUnavailable(
             f"cassandra does not answer: {error}; is it running, and are cassandra.hosts and cassandra.port right?"
         ) from error
-    except _FOR_NOW as error:
+    except _TEMPORARY as error:
         raise StoreUnavailable(f"cassandra does not answer in time: {error}") from error
     except InvalidRequest as error:
-        said = str(error)
-        if "unconfigured table" in said or "does not exist" in said:
-            raise StoreUnavailable(f"no pipeline has prepared cassandra yet ({said}): is one running?") from None
-        raise StoreError(f"cassandra refused a call: {said}") from None
+        message = str(error)
+        if "unconfigured table" in message or "does not exist" in message:
+            raise StoreUnavailable(f"no pipeline has prepared cassandra yet ({message}): is one running?") from None
+        raise StoreError(f"cassandra refused a call: {message}") from None
     except (DriverException, ErrorMessage) as error:
         raise StoreError(f"cassandra refused a call: {error}") from None
 
 
-MOST_WINDOWS: Final = 50
-"""Files of a table whose rows expire: one for each window of time, and all of them may be looked into."""
-MOST_TTL: Final = 20 * 365 * 86_400
-"""The longest time to live that Cassandra takes, in seconds."""
-BUCKET_MARGIN: Final = timedelta(days=2)
-"""How much longer than a row its bucket is listed."""
-
-_UNITS: Final = (("MINUTES", 60, 3_600), ("HOURS", 3_600, 86_400), ("DAYS", 86_400, MOST_TTL))
-"""Each with its seconds, and how many seconds a window in it has at most."""
-
-logger = logging.getLogger(__name__)
-
-
 def prepare(options: CassandraOptions, keep: timedelta | None = None) -> None:
-    """Make the keyspace and the tables, or check those that are there, and let rows expire as configured.
+    """Create the keyspace and the tables, or check existing ones; set how long new rows live.
 
     Args:
-        options: The cluster and the keyspace.
-        keep: How long a row lives after it was written; None is for ever. What was written before keeps its time.
+        keep: Life of a row after it is written; None is for ever. Existing rows keep theirs.
 
     Raises:
-        StoreMismatch: A table is there with other columns; nothing was changed.
+        StoreMismatch: A table has other columns; nothing was changed.
     """
     connection = CassandraConnection(options).open()
     try:
         if not connection.execute(
             "SELECT keyspace_name FROM system_schema.keyspaces WHERE keyspace_name = %s", (options.keyspace,)
         ):
-            where = f"'class': 'NetworkTopologyStrategy', '{options.datacenter}'"
-            anywhere = "'class': 'SimpleStrategy', 'replication_factor'"
-            strategy = f"{{{where if options.datacenter else anywhere}: {options.replication}}}"
+            by_datacenter = f"'class': 'NetworkTopologyStrategy', '{options.datacenter}'"
+            simple = "'class': 'SimpleStrategy', 'replication_factor'"
+            strategy = f"{{{by_datacenter if options.datacenter else simple}: {options.replication}}}"
             text = "CREATE KEYSPACE IF NOT EXISTS $keyspace WITH replication = $strategy"
             connection.execute(connection.text(text, strategy=strategy))
         missing = _compare(connection)
@@ -251,11 +247,11 @@ def prepare(options: CassandraOptions, keep: timedelta | None = None) -> None:
 
 
 def check(options: CassandraOptions) -> None:
-    """Compare the tables with ours; changes nothing.
+    """Compare the tables with ``schema.cql``; change nothing.
 
     Raises:
         StoreMismatch: A table has other columns.
-        StoreUnavailable: There is none yet.
+        StoreUnavailable: A table does not exist yet.
     """
     connection = CassandraConnection(options).open()
     try:
@@ -270,7 +266,7 @@ def check(options: CassandraOptions) -> None:
 
 
 def _schema() -> dict[str, str]:
-    """Return the statement that makes each table."""
+    """Return the statement that creates each table."""
     text = resources.files("tailrace.views.tags.rows").joinpath("schema.cql").read_text(encoding="utf-8")
     bare = "\n".join(line for line in text.splitlines() if not line.startswith("--"))
     statements = [part.strip() for part in bare.split(";") if part.strip()]
@@ -278,7 +274,7 @@ def _schema() -> dict[str, str]:
 
 
 def _columns(statement: str) -> dict[str, str]:
-    """Return the columns that a statement makes, each with its type and its place in the key."""
+    """Return the columns of a statement, each with its type and its position in the key."""
     head, _, key = statement.partition("PRIMARY KEY (")
     lines = [line.strip().rstrip(",") for line in head.partition(" (\n")[2].splitlines()]
     partition, _, clustering = key.rpartition(")")[0].rpartition(")")[0].partition(")")
@@ -289,7 +285,7 @@ def _columns(statement: str) -> dict[str, str]:
 
 
 def _compare(connection: CassandraConnection) -> list[str]:
-    """Return the tables that are missing."""
+    """Return the missing tables; raise StoreMismatch if one has other columns."""
     missing = []
     for table, statement in _schema().items():
         rows = connection.execute(
@@ -297,13 +293,15 @@ def _compare(connection: CassandraConnection) -> list[str]:
             "WHERE keyspace_name = %s AND table_name = %s",
             (connection.options.keyspace, table),
         )
-        found = {name: f"{kind} {place} {position}" for name, kind, place, position in rows}
+        actual = {name: f"{kind} {part} {position}" for name, kind, part, position in rows}
         wanted = _columns(statement)
-        if not found:
+        if not actual:
             missing.append(table)
-        elif found != wanted:
-            others = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-            differences = [f"{name} ({found.get(name, 'missing')}, not {wanted.get(name, 'there')})" for name in others]
+        elif actual != wanted:
+            others = sorted(name for name in actual.keys() | wanted.keys() if actual.get(name) != wanted.get(name))
+            differences = [
+                f"{name} ({actual.get(name, 'missing')}, not {wanted.get(name, 'there')})" for name in others
+            ]
             raise StoreMismatch(
                 f"table {connection.options.keyspace}.{table} of cassandra differs from ours in "
                 f"{', '.join(differences)}: "
@@ -313,15 +311,15 @@ def _compare(connection: CassandraConnection) -> list[str]:
 
 
 def _expire(connection: CassandraConnection, table: str, keep: timedelta | None) -> None:
-    """Set how long new rows of a table live, with as many files as there are windows, if that has changed."""
+    """Set the time to live of new rows, and a compaction with one file for each time window, if that has changed."""
     (row,) = connection.execute(
         "SELECT default_time_to_live, compaction FROM system_schema.tables "
         "WHERE keyspace_name = %s AND table_name = %s",
         (connection.options.keyspace, table),
     )
-    found, compaction = int(row[0]), dict(row[1])
+    ttl, compaction = int(row[0]), dict(row[1])
     by_window = "TimeWindowCompactionStrategy" in compaction["class"]
-    wanted = 0 if keep is None else min(max(1, round(keep.total_seconds())), MOST_TTL)
+    wanted = 0 if keep is None else min(max(1, round(keep.total_seconds())), MAX_TTL)
     if wanted:
         strategy = {"class": "TimeWindowCompactionStrategy", **_window(wanted)}
         is_set = by_window and all(compaction.get(name) == value for name, value in _window(wanted).items())
@@ -329,10 +327,10 @@ def _expire(connection: CassandraConnection, table: str, keep: timedelta | None)
         strategy = {"class": "SizeTieredCompactionStrategy"}
         is_set = not by_window
     changes = []
-    if found != wanted:
+    if ttl != wanted:
         changes.append(f"default_time_to_live = {wanted}")
     if not is_set:
-        changes.append(f"compaction = {strategy}")  # as Python writes it, so does Cassandra
+        changes.append(f"compaction = {strategy}")  # Python and Cassandra write it alike
     if changes:
         logger.info("%s: %s", table, " and ".join(changes))
         text = f"ALTER TABLE $keyspace.{table} WITH {' AND '.join(changes)}"
@@ -340,7 +338,7 @@ def _expire(connection: CassandraConnection, table: str, keep: timedelta | None)
 
 
 def _window(ttl_s: int) -> dict[str, str]:
-    """Return the window of which a time to live has at most ``MOST_WINDOWS``."""
-    window_s = -(-ttl_s // MOST_WINDOWS)
+    """Return the compaction window, so that a time to live has at most ``MAX_WINDOWS``."""
+    window_s = -(-ttl_s // MAX_WINDOWS)
     unit, seconds = next((unit, s) for unit, s, most in _UNITS if window_s <= most)
     return {"compaction_window_unit": unit, "compaction_window_size": str(-(-window_s // seconds))}
