@@ -140,7 +140,7 @@ def test_each_search_to_try_finds_something_in_minutes_but_not_everything(line: 
     assert options[-2:] == ["-o", "@-1h"]
     key = options[options.index("--key") + 1] if "--key" in options else None
     search = make_search(topics, msgspec.json.decode(query), key)
-    compiled, over = search.compiled(), search.topic_pattern()
+    compiled, over = search.compiled(), search.topic_filter()
 
     def matches(given: Event) -> bool:
         topic, event = given

@@ -260,22 +260,28 @@ class LogFeed:
             frames.append(ControlFrame("caught-up", self.cursor))
         full = request.limit is not None and self._sent >= request.limit
         read = all(line.done or not line.ahead for line in self._lines)
-        over = self._caught_up and read and (not request.follow or self._past_until())
+        over = self._caught_up and read and (not request.follow or past_until(request.until_ms, self._clock()))
         if full or over or all(line.done for line in self._lines):
             self._ended = True
             reason = "limit" if full else "until" if request.until_ms or request.until else "caught-up"
             cursor = str(msgspec.structs.replace(self._cursor(), ended=True))
-            frames.append(ControlFrame("end", cursor, _encode({"reason": reason, "events": self._sent})))
+            frames.append(end_frame(cursor, reason, self._sent))
         return frames
-
-    def _past_until(self) -> bool:
-        until = self._request.until_ms
-        return until is not None and self._clock() >= until + UNTIL_GRACE_MS
 
     def _cursor(self) -> Cursor:
         request = self._request
         sent = self._sent if request.limit is not None else None
         return Cursor(tuple(line.position for line in self._lines), sent, request.since_ms)
+
+
+def past_until(until_ms: int | None, now_ms: int) -> bool:
+    """Return whether a live feed has waited long enough after ``until``."""
+    return until_ms is not None and now_ms >= until_ms + UNTIL_GRACE_MS
+
+
+def end_frame(cursor: str, reason: str, events: int) -> ControlFrame:
+    """Return the last frame of a feed: why it ended and how many events it sent."""
+    return ControlFrame("end", cursor, _encode({"reason": reason, "events": events}))
 
 
 class MergeLine:

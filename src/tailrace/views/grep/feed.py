@@ -1,16 +1,8 @@
-"""The feed of a search: what the past has, oldest first, then live; exact when resumed.
+"""Feeds of searches: the matches of the past, oldest first, then the live ones; exact when resumed.
 
-A search has one log for each stretch of the past that was scanned for it, and one for what matches live. A feed reads
-them one after the other, the oldest stretch first. Invariant: live matches before the offsets at which the search's
-life was pinned are not shown, since the past has them; what the past was asked for ends exactly there. So each match
-is shown once, whichever log it is in.
-
-Opens feeds of searches: registers them, pins them, asks for the past that they need, and finds their start.
-
-The newest matches of a search: since when a feed has to begin to show the last so many of them.
-
-The past is asked for in growing pieces, the latest first, until it has so many, or until there is no more of it; each
-piece is a stretch like any other, so what one reader had scanned is there for the next one.
+A life has one log for each stretch of the past that was scanned for it, and one for its live matches. A feed reads them
+one after another, the oldest stretch first. Invariant: every match is sent once. The latest stretch ends at the pins of
+the life, and a feed skips live matches before the pins, since the stretches have them.
 """
 
 from __future__ import annotations
@@ -28,7 +20,7 @@ from tailrace.errors import BrokerUnavailable, CursorError, CursorGone, Tailrace
 from tailrace.kafka.broker import Topic
 from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.log.event import iso_time
-from tailrace.log.feed import LogReader
+from tailrace.log.feed import LogReader, past_until
 from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
@@ -39,340 +31,38 @@ from tailrace.views.grep.request import LIVE, GrepRequest, SearchCursor
 from tailrace.views.grep.window import MatchWindow
 
 LEAST_WAIT_S, WAIT_S = 0.05, 0.5
-"""How long a feed waits before it looks whether a scan is done, or the end is reached."""
-UNTIL_GRACE_MS = 1000
+"""Pause before a feed checks again whether a scan is done or the end is reached."""
 LOOK_MS = 5000
-"""How often a feed that waits for the end of a topic looks whether the topic is still there."""
+"""Interval at which a feed that waits for the end of a topic checks that the topic still exists."""
 KEEP_MS = 1000
-"""How often the place of a client that has a name is kept."""
+"""Interval at which a named client's position is stored."""
+
+AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
+"""Ages to which a search for the newest matches extends, one after another; then to the start."""
+STEP = 50
+"""Runs to read at once."""
 
 _encode = msgspec.json.Encoder().encode
 
 
-class GrepFeed:
-    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
-
-    def __init__(
-        self,
-        history: SearchHistory,
-        lease: SearchLease,
-        request: GrepRequest,
-        life: SearchLife,
-        pins: dict[str, int],
-        ends: dict[str, int],
-        part: int,
-        position: Position,
-        gap: Gap | None,
-    ) -> None:
-        self._history, self._lease, self._request = history, lease, request
-        self._life, self._pins, self._ends = life, pins, ends
-        self._part, self._start = part, position
-        self._showing = MatchWindow(history, request, life, pins)
-        if gap is not None:
-            self._showing.add(gap)
-        self._announced = request.resumed
-        self._reached = self._closing = False
-        self._looked_ms = self._opened_ms = history.clock()
-        self._ended = False
-        self._wake = lease.wake
-        self._following = AsyncExitStack()
-        self._reader: LogReader
-        self._behind, self._kept_ms = "", 0
-        self._progress: ScanProgress | None = None
-
-    @property
-    def cursor(self) -> str:
-        """Where the feed stands."""
-        return self._showing.cursor
-
-    async def begin(self) -> None:
-        """Follow the log of the part that it begins with."""
-        try:
-            await self._open(self._part, self._start)
-            if self._showing.is_empty:  # a gap is said first
-                # Who comes back before anything has come begins here, and not at a later end.
-                await self._keep(self.cursor)
-        except BaseException:
-            await self.aclose()
-            raise
-
-    async def aclose(self) -> None:
-        """Stop following, and give the lease up."""
-        self._ended = True
-        await self._following.aclose()
-        with suppress(TailraceError):
-            if self._behind and self._lease.is_held:
-                await self._keep("", at_last=True)
-        await self._lease.give_up()
-
-    def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        return self._batches()
-
-    async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        while not self._ended:
-            before = self.cursor if self._request.client is not None else ""
-            if frames := await self._next():
-                yield frames
-                # Whoever asks for more has taken this batch, but has perhaps not sent it all: who comes back by his
-                # name gets it again rather than not at all.
-                await self._keep(before)
-
-    async def _keep(self, cursor: str, at_last: bool = False) -> None:
-        """Keep where a client that has a name is, now and then."""
-        client, now = self._request.client, self._history.clock()
-        if client is None:
-            return
-        self._behind = cursor or self._behind
-        if at_last or not 0 <= now - self._kept_ms < KEEP_MS:  # the clock may be set back
-            self._kept_ms = now
-            await self._history.searches.keep_position(self._life.search.id, client, self._behind)
-
-    async def _next(self) -> Sequence[AnyFrame]:
-        request, showing = self._request, self._showing
-        if showing.is_ready:
-            return await showing.show()
-        self._lease.check()
-        if showing.is_full:
-            return self._end("limit")
-        if not showing.is_empty:
-            return await showing.show()
-        self._wake.clear()
-        # Whether more may come is asked before it is looked: what came in between is seen by the look.
-        last = await self._is_last()
-        pieces = await self._reader.next()
-        if last and not pieces and (self._part != LIVE or not self._announced or self._is_closing()):
-            # What the hub holds may be older than the answer: only the store knows whether this is the end.
-            await self._open(self._part, self._reader.position)
-            pieces = await self._reader.next()
-        if pieces:
-            for piece in pieces:
-                showing.add(piece)
-            return [Moved(self.cursor)] if showing.is_empty else await showing.show()
-        if not last:
-            return await self._wait()
-        if self._part != LIVE:
-            return await self._leave()
-        frames: list[AnyFrame] = []
-        if not self._announced:
-            self._announced = True
-            frames.append(ControlFrame("caught-up", self.cursor))
-        if not self._is_closing():
-            return frames or await self._wait()
-        if request.follow and not self._closing:
-            # What was written by then may still be on its way.
-            self._closing, self._reached = True, False
-            self._ends = await self._history.ends(request.search)
-            return frames
-        return [*frames, *self._end("until" if request.until_ms is not None else "caught-up")]
-
-    async def _is_last(self) -> bool:
-        """Whether all that is to come in this part, of what there was when the feed began, is in its log by now."""
-        if self._part != LIVE:
-            stretch, done = await self._history.stretch(self._life, self._part)
-            self._progress = self._progress or ScanProgress(stretch, self._history.clock)
-            return done
-        if self._reached:
-            return True
-        shard = self._history.logs.shard_of(self._life.name)
-        marks = await self._history.searches.live_marks(shard, list(self._ends))
-        self._ends = {source: end for source, end in self._ends.items() if marks[source] < end - 1}
-        if self._ends and not 0 <= self._history.clock() - self._looked_ms < LOOK_MS:
-            self._looked_ms = self._history.clock()
-            with suppress(BrokerUnavailable):
-                current = await self._history.ends(self._request.search)
-                self._ends = {source: end for source, end in self._ends.items() if source in current}
-        self._reached = not self._ends
-        return self._reached
-
-    async def _leave(self) -> list[AnyFrame]:
-        """Go on with the next part, after saying what was lost of this one. Who is cut off before hears it again."""
-        behind = await self._history.next_part(self._life, self._part)
-        frames: list[AnyFrame] = []
-        for lost in await self._history.searches.lost(self._life, self._part):
-            if self._request.on_gap == "fail":
-                place = msgspec.structs.replace(self._showing.place.cursor, positions=(Position.START,))
-                first, known = f"{lost.source}:{lost.first}", SearchCursor(self._life.number, behind, place)
-                what = f"search {self._life.search.id}: {first} up to offset {lost.until - 1}"
-                raise CursorGone(self._life.search.id, first, str(known), lost.reason, what)
-            frames.append(ControlFrame("gap", self.cursor, _encode(lost)))
-        await self._open(behind, Position.START)
-        self._progress = None
-        return [*frames, Moved(self.cursor)]
-
-    async def _wait(self) -> list[AnyFrame]:
-        # Once all that there was is shown, the hub tells when there is more: thousands who wait must cost nothing.
-        settled = self._part == LIVE and self._reached and self._announced and self._request.until_ms is None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if settled else self._pause_s()):
-                await self._wake.wait()
-        if self._part == LIVE or self._progress is None:
-            return []
-        told = await self._history.progress(self._life, self._progress)
-        return [] if told is None else [ControlFrame("progress", self.cursor, _encode(told))]
-
-    def _pause_s(self) -> float:
-        """Return how long to wait: who has not waited for long looks more often, so that what is short stays short."""
-        waited_s = (self._history.clock() - self._opened_ms) / 1000
-        return min(WAIT_S, max(LEAST_WAIT_S, waited_s / 10))
-
-    async def _open(self, part: int, position: Position) -> None:
-        await self._following.aclose()
-        self._following = AsyncExitStack()
-        name = self._life.name
-        if part != LIVE:
-            stretch, _ = await self._history.stretch(self._life, part)
-            name = stretch.name(self._life)
-        channel = await self._following.enter_async_context(self._history.hub.follow(name, self._wake))
-        self._part = part
-        self._showing.enter(part, name, position)
-        if part == LIVE and position == Position.START:
-            gap = await self._history.expired_gap(self._life, self._request.since_ms)
-            if gap is not None:
-                self._showing.add(gap)
-                position = gap.to
-        self._reader = LogReader(self._history.logs, name, position, channel)
-
-    def _end(self, reason: str) -> list[AnyFrame]:
-        self._ended = True
-        return [self._showing.end(reason)]
-
-    def _is_closing(self) -> bool:
-        """Whether the feed ends once everything that is there was shown."""
-        until = self._request.until_ms
-        return not self._request.follow or (until is not None and self._history.clock() >= until + UNTIL_GRACE_MS)
-
-
-AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
-"""How far back it is looked, one after the other; then everything that there is."""
-STEP = 50
-"""Runs that are read at once."""
-
-
-class NewestFeed:
-    """A feed of the last ``count`` matches and of what follows them, as ``GrepFeed`` is one.
-
-    Until it is known where they begin it has no cursor: who is cut off before asks anew. It looks no further back than
-    ``floor_ms``.
-    """
-
-    def __init__(
-        self,
-        history: SearchHistory,
-        lease: SearchLease,
-        life: SearchLife,
-        pins: Mapping[str, int],
-        topics: Sequence[Topic],
-        count: int,
-        floor_ms: int,
-        until_ms: int | None,
-        open_since: Callable[[int], Awaitable[GrepFeed]],
-    ) -> None:
-        self._history, self._lease, self._life, self._pins, self._topics = history, lease, life, pins, topics
-        self._count, self._floor_ms, self._until_ms, self._open_since = count, floor_ms, until_ms, open_since
-        self._now_ms, self._tried_ms = history.clock(), life.since_ms
-        self._found: GrepFeed | None = None
-
-    @property
-    def cursor(self) -> str:
-        """Where the feed stands; empty while it looks."""
-        return "" if self._found is None else self._found.cursor
-
-    async def aclose(self) -> None:
-        """Stop looking, and following."""
-        if self._found is not None:
-            await self._found.aclose()
-        await self._lease.give_up()
-
-    async def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        progress: ScanProgress | None = None
-        while isinstance(stretch := await self.look(), Stretch):
-            if progress is None or progress.stretch.number != stretch.number:
-                progress = ScanProgress(stretch, self._history.clock)
-            await asyncio.sleep(WAIT_S)
-            self._lease.check()
-            if told := await self._history.progress(self._life, progress):
-                yield [ControlFrame("progress", "", msgspec.json.encode(told))]
-        self._found = await self._open_since(stretch)
-        yield [Moved(self._found.cursor)]
-        async for frames in self._found:
-            yield frames
-
-    async def look(self) -> int | Stretch:
-        """Return the time at which the last matches begin, or the stretch that has to be scanned before it is known."""
-        history, life = self._history, self._life
-        while True:
-            stretches, done = await history.searches.stretches(life)
-            for stretch in stretches:
-                if stretch.number not in done:
-                    return stretch
-            reached_ms = min([self._tried_ms, *(stretch.since_ms for stretch in stretches)])
-            times = await self._times(stretches, reached_ms)
-            if len(times) >= self._count:
-                return times[0]
-            if reached_ms <= self._floor_ms:
-                return self._floor_ms
-            ages = (self._now_ms - age_ms for age_ms in AGES_MS)
-            floor_ms = self._floor_ms
-            self._tried_ms = next((since_ms for since_ms in ages if floor_ms < since_ms < reached_ms), floor_ms)
-            await history.request_past(life, self._pins, self._topics, self._tried_ms)
-
-    async def _times(self, stretches: Sequence[Stretch], since_ms: int) -> list[int]:
-        """Return the times of the newest matches, as a heap: the oldest of them is the first.
-
-        Older ones than what was asked for are there, too, where times go back; not all of them, so they do not count.
-        """
-        newest: list[int] = []
-        for part, name in ((LIVE, self._life.name), *((s.number, s.name(self._life)) for s in stretches)):
-            pins = self._pins if part == LIVE else {}
-            await _newest(self._history.logs, name, self._count, pins, (since_ms, self._until_ms), newest)
-        return newest
-
-
-async def _newest(
-    logs: Logs, name: str, count: int, pins: Mapping[str, int], between: tuple[int, int | None], newest: list[int]
-) -> None:
-    """Add the newest times of a log to a heap of at most ``count``.
-
-    It is read backwards as long as something newer may come: no event is newer than the newest one up to its place,
-    which each run carries.
-    """
-    since_ms, until_ms = between
-    for segment in reversed((await logs.log(name)).segments):
-        before = segment.last
-        while before >= segment.first:
-            entries = await logs.read_back(name, segment, before, STEP)
-            for entry in entries:
-                if entry.newest_ms < since_ms or (len(newest) == count and entry.newest_ms <= newest[0]):
-                    return
-                pin = pins.get(str(entry.run.partition), 0)
-                for offset, time_ms in zip(entry.run.offsets, entry.run.times, strict=True):
-                    if offset < pin or time_ms < since_ms or (until_ms is not None and time_ms > until_ms):
-                        continue
-                    if len(newest) < count:
-                        heappush(newest, time_ms)
-                    elif time_ms > newest[0]:
-                        heapreplace(newest, time_ms)
-            if not entries:
-                break
-            before = entries[-1].first - 1
-
-
 class GrepFeeds:
-    """Opens feeds of searches."""
+    """Opens feeds of searches. ``reach`` is how far back a search may go."""
 
     def __init__(self, history: SearchHistory, reach: timedelta | None = None) -> None:
-        """``reach`` is how far back a search may go."""
         self.history, self._reach = history, reach
 
     async def open(self, request: GrepRequest) -> GrepFeed | NewestFeed:
-        """Register the search, pin it, ask for the past that it needs, and find the start. Raises before all else."""
+        """Register and lease the search, request the past that it needs, and find the start.
+
+        All errors of the request are raised here, before the first frame.
+        """
         history = self.history
-        request = await self._known(request)
+        request = await self._resume_client(request)
         floor_ms = self._floor_ms(request)
-        await history.topics.topics(request.search.topic_pattern(), request.missing)
+        await history.topics.topics(request.search.topic_filter(), request.missing)
         life = await history.searches.register(request.search, history.clock())
-        # Listed again: what was created, and read, before the search was registered belongs to the past.
-        topics = await history.topics.topics(request.search.topic_pattern())
+        # Listed again: a topic created before the registration belongs to the past.
+        topics = await history.topics.topics(request.search.topic_filter())
         pins = await history.searches.pins(life)
         if pins is None:
             pins = await history.searches.pin(life, await history.topics.ends(topics))
@@ -396,10 +86,10 @@ class GrepFeeds:
             raise
 
     def _floor_ms(self, request: GrepRequest) -> int:
-        """Return the earliest time that a search may ask for; 0 for the start.
+        """Return the earliest time that a search may request; 0 for the start.
 
         Raises:
-            TooFarBack: This one begins earlier.
+            TooFarBack: The request begins earlier.
         """
         if self._reach is None:
             return 0
@@ -413,11 +103,11 @@ class GrepFeeds:
     async def _feed(
         self, request: GrepRequest, lease: SearchLease, life: SearchLife, pins: dict[str, int], topics: list[Topic]
     ) -> GrepFeed:
-        """Open the feed of a search that is registered, pinned and leased."""
+        """Open the feed of a search that is registered and leased."""
         history = self.history
         gap = None
         if isinstance(request.start, SearchCursor):
-            part, position, gap = await self._resumed(life, request.start)
+            part, position, gap = await self._resume(life, request.start)
         elif isinstance(request.start, FromEnd):
             part, position = LIVE, (await history.logs.log(life.name)).end
         else:
@@ -430,30 +120,331 @@ class GrepFeeds:
         await feed.begin()
         return feed
 
-    async def _known(self, request: GrepRequest) -> GrepRequest:
-        """Return the request of a client that has a name as one that begins where the client was, if it is known."""
+    async def _resume_client(self, request: GrepRequest) -> GrepRequest:
+        """Return the request of a named client with its stored position as the start, if there is one."""
         if request.client is None or isinstance(request.start, SearchCursor):
             return request
         stored = await self.history.searches.position(request.search.id, request.client)
         if stored is None:
             return request
-        place = SearchCursor.parse(stored)
-        return msgspec.structs.replace(request, start=place, since_ms=place.cursor.since_ms)
+        cursor = SearchCursor.parse(stored)
+        return msgspec.structs.replace(request, start=cursor, since_ms=cursor.cursor.since_ms)
 
-    async def _resumed(self, life: SearchLife, place: SearchCursor) -> tuple[int, Position, Gap | None]:
-        position = place.cursor.positions[0]
-        if place.life == life.number:
+    async def _resume(self, life: SearchLife, cursor: SearchCursor) -> tuple[int, Position, Gap | None]:
+        """Return the part and the position of a cursor, and the gap if the cursor is of an earlier life."""
+        position = cursor.cursor.positions[0]
+        if cursor.life == life.number:
             stretches, _ = await self.history.searches.stretches(life)
-            if place.part != LIVE and place.part not in {stretch.number for stretch in stretches}:
-                raise CursorError(f"cursor {place}: this search has no such part")
-            return place.part, position, None
-        if await self.history.searches.past(place.life) not in (None, life.search.id):
-            raise CursorError(f"cursor {place} is of another search")
-        # The search was forgotten and has begun anew: what matched in between is not known.
+            if cursor.part != LIVE and cursor.part not in {stretch.number for stretch in stretches}:
+                raise CursorError(f"cursor {cursor}: this search has no such part")
+            return cursor.part, position, None
+        if await self.history.searches.past(cursor.life) not in (None, life.search.id):
+            raise CursorError(f"cursor {cursor} is of another search")
+        # The search had ended and was registered again: the matches in between are unknown.
         return LIVE, Position.START, Gap(position, Position.START, "expired")
 
 
 def starting_at(request: GrepRequest, time_ms: int) -> GrepRequest:
-    """Return a request as one that begins at a time; 0 is the start."""
+    """Return a request with another start time; 0 is the start."""
     start = FromTime(time_ms) if time_ms else FromStart()
     return msgspec.structs.replace(request, start=start, since_ms=time_ms or None)
+
+
+class GrepFeed:
+    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
+
+    def __init__(
+        self,
+        history: SearchHistory,
+        lease: SearchLease,
+        request: GrepRequest,
+        life: SearchLife,
+        pins: dict[str, int],
+        ends: dict[str, int],
+        part: int,
+        position: Position,
+        gap: Gap | None,
+    ) -> None:
+        self._history, self._lease, self._request = history, lease, request
+        self._life, self._pins, self._ends = life, pins, ends
+        self._part, self._start = part, position
+        self._window = MatchWindow(history, request, life, pins)
+        if gap is not None:
+            self._window.add(gap)
+        self._caught_up = request.resumed
+        self._at_ends = self._closing = False
+        self._checked_ms = self._opened_ms = history.clock()
+        self._ended = False
+        self._wake = lease.wake
+        self._following = AsyncExitStack()
+        self._reader: LogReader
+        self._acknowledged, self._kept_ms = "", 0
+        self._progress: ScanProgress | None = None
+
+    @property
+    def cursor(self) -> str:
+        """Cursor after the last frame."""
+        return self._window.cursor
+
+    async def begin(self) -> None:
+        """Open the log of the first part."""
+        try:
+            await self._open(self._part, self._start)
+            if self._window.is_empty:  # no gap to report first
+                # A client that returns before the first event resumes here, not at a later end.
+                await self._keep(self.cursor)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Stop following and release the lease."""
+        self._ended = True
+        await self._following.aclose()
+        with suppress(TailraceError):
+            if self._acknowledged and self._lease.is_held:
+                await self._keep("", at_last=True)
+        await self._lease.give_up()
+
+    def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
+        return self._batches()
+
+    async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
+        while not self._ended:
+            before = self.cursor if self._request.client is not None else ""
+            if frames := await self._next():
+                yield frames
+                # The caller has taken the batch, but may not have sent it all. So store the cursor before it: a client
+                # that returns by its name gets the batch again rather than not at all.
+                await self._keep(before)
+
+    async def _keep(self, cursor: str, at_last: bool = False) -> None:
+        """Store the position of a named client, from time to time."""
+        client, now = self._request.client, self._history.clock()
+        if client is None:
+            return
+        self._acknowledged = cursor or self._acknowledged
+        if at_last or not 0 <= now - self._kept_ms < KEEP_MS:  # the clock may be set back
+            self._kept_ms = now
+            await self._history.searches.keep_position(self._life.search.id, client, self._acknowledged)
+
+    async def _next(self) -> Sequence[AnyFrame]:
+        request, window = self._request, self._window
+        if window.is_ready:
+            return await window.show()
+        self._lease.check()
+        if window.is_full:
+            return self._end("limit")
+        if not window.is_empty:
+            return await window.show()
+        self._wake.clear()
+        # First ask whether more may come, then read: the read sees what came in between.
+        last = await self._is_last()
+        pieces = await self._reader.next()
+        if last and not pieces and (self._part != LIVE or not self._caught_up or self._is_closing()):
+            # The hub may be behind that answer: only the store can tell that this is the end.
+            await self._open(self._part, self._reader.position)
+            pieces = await self._reader.next()
+        if pieces:
+            for piece in pieces:
+                window.add(piece)
+            return [Moved(self.cursor)] if window.is_empty else await window.show()
+        if not last:
+            return await self._wait()
+        if self._part != LIVE:
+            return await self._enter_next_part()
+        frames: list[AnyFrame] = []
+        if not self._caught_up:
+            self._caught_up = True
+            frames.append(ControlFrame("caught-up", self.cursor))
+        if not self._is_closing():
+            return frames or await self._wait()
+        if request.follow and not self._closing:
+            # Records written until now may still be on their way.
+            self._closing, self._at_ends = True, False
+            self._ends = await self._history.ends(request.search)
+            return frames
+        return [*frames, *self._end("until" if request.until_ms is not None else "caught-up")]
+
+    async def _is_last(self) -> bool:
+        """Return whether the part's log is complete: a scanned stretch, or live up to the ends at the feed's start."""
+        if self._part != LIVE:
+            stretch, done = await self._history.stretch(self._life, self._part)
+            self._progress = self._progress or ScanProgress(stretch, self._history.clock)
+            return done
+        if self._at_ends:
+            return True
+        shard = self._history.logs.shard_of(self._life.name)
+        marks = await self._history.searches.live_marks(shard, list(self._ends))
+        self._ends = {partition: end for partition, end in self._ends.items() if marks[partition] < end - 1}
+        if self._ends and not 0 <= self._history.clock() - self._checked_ms < LOOK_MS:
+            self._checked_ms = self._history.clock()
+            with suppress(BrokerUnavailable):
+                current = await self._history.ends(self._request.search)
+                self._ends = {partition: end for partition, end in self._ends.items() if partition in current}
+        self._at_ends = not self._ends
+        return self._at_ends
+
+    async def _enter_next_part(self) -> list[AnyFrame]:
+        """Report the offsets that this stretch lost, and enter the next part. A reader cut off before gets it again."""
+        part = await self._history.next_part(self._life, self._part)
+        frames: list[AnyFrame] = []
+        for lost in await self._history.searches.lost(self._life, self._part):
+            if self._request.on_gap == "fail":
+                start = msgspec.structs.replace(self._window.position.cursor, positions=(Position.START,))
+                first, after = f"{lost.source}:{lost.first}", SearchCursor(self._life.number, part, start)
+                what = f"search {self._life.search.id}: {first} up to offset {lost.until - 1}"
+                raise CursorGone(self._life.search.id, first, str(after), lost.reason, what)
+            frames.append(ControlFrame("gap", self.cursor, _encode(lost)))
+        await self._open(part, Position.START)
+        self._progress = None
+        return [*frames, Moved(self.cursor)]
+
+    async def _wait(self) -> list[AnyFrame]:
+        # Once the feed has caught up, only the hub wakes it: thousands of waiting feeds must cost nothing.
+        settled = self._part == LIVE and self._at_ends and self._caught_up and self._request.until_ms is None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if settled else self._pause_s()):
+                await self._wake.wait()
+        if self._part == LIVE or self._progress is None:
+            return []
+        facts = await self._history.progress(self._life, self._progress)
+        return [] if facts is None else [ControlFrame("progress", self.cursor, _encode(facts))]
+
+    def _pause_s(self) -> float:
+        """Return the pause before the next check: short at first, so that short scans show their end at once."""
+        waited_s = (self._history.clock() - self._opened_ms) / 1000
+        return min(WAIT_S, max(LEAST_WAIT_S, waited_s / 10))
+
+    async def _open(self, part: int, position: Position) -> None:
+        await self._following.aclose()
+        self._following = AsyncExitStack()
+        name = self._life.name
+        if part != LIVE:
+            stretch, _ = await self._history.stretch(self._life, part)
+            name = stretch.name(self._life)
+        live_end = await self._following.enter_async_context(self._history.hub.follow(name, self._wake))
+        self._part = part
+        self._window.enter(part, name, position)
+        if part == LIVE and position == Position.START:
+            gap = await self._history.expired_gap(self._life, self._request.since_ms)
+            if gap is not None:
+                self._window.add(gap)
+                position = gap.to
+        self._reader = LogReader(self._history.logs, name, position, live_end)
+
+    def _end(self, reason: str) -> list[AnyFrame]:
+        self._ended = True
+        return [self._window.end(reason)]
+
+    def _is_closing(self) -> bool:
+        """Return whether the feed ends when it has caught up."""
+        return not self._request.follow or past_until(self._request.until_ms, self._history.clock())
+
+
+class NewestFeed:
+    """A feed of the last ``count`` matches and those after them, with the interface of ``GrepFeed``.
+
+    It requests growing stretches of the past, latest first, until they have ``count`` matches or reach ``floor_ms``.
+    Until the start is found it has no cursor, and a reader that is cut off must begin again.
+    """
+
+    def __init__(
+        self,
+        history: SearchHistory,
+        lease: SearchLease,
+        life: SearchLife,
+        pins: Mapping[str, int],
+        topics: Sequence[Topic],
+        count: int,
+        floor_ms: int,
+        until_ms: int | None,
+        open_since: Callable[[int], Awaitable[GrepFeed]],
+    ) -> None:
+        self._history, self._lease, self._life, self._pins, self._topics = history, lease, life, pins, topics
+        self._count, self._floor_ms, self._until_ms, self._open_since = count, floor_ms, until_ms, open_since
+        self._now_ms, self._tried_ms = history.clock(), life.since_ms
+        self._feed: GrepFeed | None = None
+
+    @property
+    def cursor(self) -> str:
+        """Cursor after the last frame; empty until the start is found."""
+        return "" if self._feed is None else self._feed.cursor
+
+    async def aclose(self) -> None:
+        """Stop the search for the start, or the feed, and release the lease."""
+        if self._feed is not None:
+            await self._feed.aclose()
+        await self._lease.give_up()
+
+    async def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
+        progress: ScanProgress | None = None
+        while isinstance(start := await self.find_start(), Stretch):
+            if progress is None or progress.stretch.number != start.number:
+                progress = ScanProgress(start, self._history.clock)
+            await asyncio.sleep(WAIT_S)
+            self._lease.check()
+            if facts := await self._history.progress(self._life, progress):
+                yield [ControlFrame("progress", "", _encode(facts))]
+        self._feed = await self._open_since(start)
+        yield [Moved(self._feed.cursor)]
+        async for frames in self._feed:
+            yield frames
+
+    async def find_start(self) -> int | Stretch:
+        """Return the time at which the last matches begin, or the stretch whose scan must end before that is known."""
+        history, life = self._history, self._life
+        while True:
+            stretches, done = await history.searches.stretches(life)
+            for stretch in stretches:
+                if stretch.number not in done:
+                    return stretch
+            reached_ms = min([self._tried_ms, *(stretch.since_ms for stretch in stretches)])
+            times = await self._times(stretches, reached_ms)
+            if len(times) >= self._count:
+                return times[0]
+            if reached_ms <= self._floor_ms:
+                return self._floor_ms
+            ages = (self._now_ms - age_ms for age_ms in AGES_MS)
+            floor_ms = self._floor_ms
+            self._tried_ms = next((since_ms for since_ms in ages if floor_ms < since_ms < reached_ms), floor_ms)
+            await history.request_past(life, self._pins, self._topics, self._tried_ms)
+
+    async def _times(self, stretches: Sequence[Stretch], since_ms: int) -> list[int]:
+        """Return the times of the newest matches since a time, as a heap with the oldest first.
+
+        Older matches may be in the logs, too, where times go back; but not all of them, so they do not count.
+        """
+        newest: list[int] = []
+        for part, name in ((LIVE, self._life.name), *((s.number, s.name(self._life)) for s in stretches)):
+            pins = self._pins if part == LIVE else {}
+            await _newest(self._history.logs, name, self._count, pins, (since_ms, self._until_ms), newest)
+        return newest
+
+
+async def _newest(
+    logs: Logs, name: str, count: int, pins: Mapping[str, int], between: tuple[int, int | None], newest: list[int]
+) -> None:
+    """Add the newest times of a log to a heap of at most ``count``.
+
+    The log is read backwards as long as it may have newer events: each run has the newest time up to it.
+    """
+    since_ms, until_ms = between
+    for segment in reversed((await logs.log(name)).segments):
+        before = segment.last
+        while before >= segment.first:
+            entries = await logs.read_back(name, segment, before, STEP)
+            for entry in entries:
+                if entry.newest_ms < since_ms or (len(newest) == count and entry.newest_ms <= newest[0]):
+                    return
+                pin = pins.get(str(entry.run.partition), 0)
+                for offset, time_ms in zip(entry.run.offsets, entry.run.times, strict=True):
+                    if offset < pin or time_ms < since_ms or (until_ms is not None and time_ms > until_ms):
+                        continue
+                    if len(newest) < count:
+                        heappush(newest, time_ms)
+                    elif time_ms > newest[0]:
+                        heapreplace(newest, time_ms)
+            if not entries:
+                break
+            before = entries[-1].first - 1

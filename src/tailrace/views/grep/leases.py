@@ -1,15 +1,13 @@
-"""Leases: which connections follow which searches, for as long as the processes they are in are alive.
+"""Leases: which connections follow which searches. A lease lasts as long as its process is alive.
 
-A service process says that it is alive by the store's clock. One that was silent for too long is *buried*: its leases
-end, and whatever it says afterwards under its old name is refused. A process that was only paused finds that out with
-its next heartbeat, takes another name, and leases anew what its connections still follow; so a lease never comes back
-by itself. A search that is ended by hand ends its leases, too: the processes are told with their next heartbeats.
+A service process sends heartbeats, timed by the store's clock. A process that was silent for too long is *buried*: its
+leases end, and the store refuses its old name from then on. A process that was only paused learns this from its next
+heartbeat; it takes a new name and leases again what its connections follow. If a user ends a search, its leases end,
+too; the processes learn it from their next heartbeats.
 
-A search that nobody follows is kept for as long as is promised to readers that may come back; after that it is a cache,
-of which the least used go first. Invariant: a search that is followed, or that was within the promise, is never ended
-by the watchdog; and a life that is over leaves no log behind, since it stays on a list until its logs are dropped.
-
-The lease of one request on its search: taken when it is opened, and handed on to whichever feed answers it.
+A search without leases is kept for the time promised to readers that may return. After that it is a cache entry, of
+which the least used are removed first. Invariants: the watchdog never ends a search that has leases or is within the
+promised time; a life that has ended stays on a list until its logs are dropped.
 """
 
 from __future__ import annotations
@@ -41,66 +39,66 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 3.0
 SILENT_MS = 15_000
-"""A process that was silent for so long is taken for dead."""
+"""Silence after which a process is buried."""
 AGAIN_MS = 300_000
-"""When logs are looked for that were dropped: no task works on one batch for so long."""
+"""Time after which logs are dropped a second time; no task works on one batch for so long."""
 AT_ONCE = 100
-"""Searches that one call ends at most, and whose logs one look drops."""
+"""Most searches that one call ends, and whose logs are dropped at once."""
 TRIES = 5
-"""How often a lease is tried that meets a change of the process's name."""
+"""Attempts to take a lease while the process gets a new name."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a connection asks for, as it is kept beside its lease."""
+    """A connection's request as it is stored beside the lease."""
 
     life: int = 0
-    """The life of the search that it follows; 0 for whichever there is."""
+    """Life of the search; 0 for the current one."""
     start: str = ""
     window: int = 0
     client: str = ""
     since_ms: int = 0
-    """When it came."""
+    """Time of the request."""
 
 
 class _Lease(msgspec.Struct):
     search: str
-    asked: LeaseRequest
+    request: LeaseRequest
     ended: asyncio.Event
-    """Set when the lease ends without being given up."""
+    """Set when the lease ends without being released."""
     counted: int = 0
-    """The window that it was counted in as it began."""
+    """Popularity window in which the connection was counted when it began."""
 
 
 class Leases:
-    """The leases of this process. ``run`` keeps them alive."""
+    """The leases of this process, kept alive by ``run``."""
 
     def __init__(self, nodes: Nodes, clock: Callable[[], float] = time.time) -> None:
         self._nodes, self._clock = nodes, clock
         self.process = _new_name()
-        self._began = False
-        self._held: dict[int, _Lease] = {}
+        self._registered = False
+        self._leases: dict[int, _Lease] = {}
         self._next = self._window = 0
         self._beating = asyncio.Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._leases)
 
     def __contains__(self, number: int) -> bool:
-        """Whether a connection has its lease still; one whose search was ended by hand has not."""
-        return number in self._held
+        """Return whether a connection still has its lease."""
+        return number in self._leases
 
-    async def take(self, search: str, asked: LeaseRequest | None = None, ended: asyncio.Event | None = None) -> int:
-        """Lease a search for a connection; return the connection's number. An event is set if the search is ended.
+    async def take(self, search: str, request: LeaseRequest | None = None, ended: asyncio.Event | None = None) -> int:
+        """Lease a search for a connection; return its number. ``ended`` is set when a user ends the search.
 
         Raises:
-            SearchEnded: It was ended since it was registered.
+            SearchEnded: The search has ended since it was registered.
         """
         self._next += 1
         number = self._next
-        asked = msgspec.structs.replace(asked or LeaseRequest(), since_ms=round(self._clock() * 1000))
-        self._held[number] = _Lease(search, asked, ended or asyncio.Event())
+        request = msgspec.structs.replace(request or LeaseRequest(), since_ms=round(self._clock() * 1000))
+        self._leases[number] = _Lease(search, request, ended or asyncio.Event())
         try:
             for _ in range(TRIES):
                 answer = await self._follow(number)
@@ -116,28 +114,28 @@ class Leases:
         raise StoreUnavailable("this process is taken for dead again and again: do its heartbeats reach valkey?")
 
     async def give_up(self, number: int) -> None:
-        """End a connection's lease."""
-        if self._held.pop(number, None) is not None:
-            with suppress(TailraceError):  # it ends with the process at the latest
+        """Release a connection's lease."""
+        if self._leases.pop(number, None) is not None:
+            with suppress(TailraceError):  # the lease ends with the process at the latest
                 await self._call("unfollow", self.process, number)
 
     async def run(self) -> None:
-        """Say again and again that the process is alive."""
-        met = False
+        """Send heartbeats until cancelled."""
+        connected = False
         while True:
             try:
                 await self.beat()
-                met = True
+                connected = True
             except TailraceError as error:
-                if met:  # before, nobody has prepared the store yet
+                if connected:  # at first the store may not be prepared yet
                     logger.warning("heartbeat: %s", error)
             await asyncio.sleep(BEAT_S)
 
     async def beat(self) -> None:
-        """Say that the process is alive; if it was taken for dead, begin again under another name."""
-        facts = _encode({"feeds": len(self._held), "load": round(os.getloadavg()[0], 2)})
+        """Send a heartbeat; if the process was buried, register it under a new name."""
+        facts = _encode({"feeds": len(self._leases), "load": round(os.getloadavg()[0], 2)})
         async with self._beating:
-            if self._began:
+            if self._registered:
                 answer = await self._call("heartbeat", self.process, facts, 0)
                 if answer[0] != b"buried":
                     self._window = int(answer[1])
@@ -145,34 +143,34 @@ class Leases:
                         self._end(int(number))
                     return
                 logger.warning("this process was taken for dead: it was silent for too long; its leases begin anew")
-                self.process, self._began = _new_name(), False
-            # What was counted under the old name is not counted again.
-            for held in self._held.values():
-                held.counted = max(held.counted, self._window)
+                self.process, self._registered = _new_name(), False
+            # Connections that were counted under the old name are not counted again.
+            for lease in self._leases.values():
+                lease.counted = max(lease.counted, self._window)
             answer = await self._call("heartbeat", self.process, facts, 1)
-            self._began, self._window = True, int(answer[1])
-            for number in list(self._held):
+            self._registered, self._window = True, int(answer[1])
+            for number in list(self._leases):
                 await self._lease_anew(number)
 
     async def _lease_anew(self, number: int) -> None:
-        if number not in self._held:
+        if number not in self._leases:
             return
         answer = await self._follow(number)
-        if number not in self._held:  # given up meanwhile, perhaps before this one arrived
+        if number not in self._leases:  # released meanwhile, perhaps before this call arrived
             await self._call("unfollow", self.process, number)
         elif answer == b"forgotten":
             self._end(number)
 
     def _end(self, number: int) -> None:
-        if (held := self._held.pop(number, None)) is not None:
-            held.ended.set()
+        if (lease := self._leases.pop(number, None)) is not None:
+            lease.ended.set()
 
     async def _follow(self, number: int) -> bytes:
-        held = self._held[number]
-        life, facts = held.asked.life or "", _encode(held.asked)
-        answer = await self._call("follow", self.process, number, held.search, life, facts, held.counted)
+        lease = self._leases[number]
+        life, facts = lease.request.life or "", _encode(lease.request)
+        answer = await self._call("follow", self.process, number, lease.search, life, facts, lease.counted)
         if answer[0] == b"ok":
-            held.counted = int(answer[1])
+            lease.counted = int(answer[1])
         return bytes(answer[0])
 
     async def _call(self, name: str, *args: Arg) -> Any:
@@ -184,12 +182,12 @@ def _new_name() -> str:
 
 
 class Watchdog:
-    """Ends what nobody has a use for any more: leases of dead processes, and searches that nobody follows.
+    """Ends the leases of dead processes and searches without readers, and drops the logs of ended lives.
 
     Args:
-        keep_ms: how long a search lives on without readers in any case.
-        popular_ms: how long it does at most.
-        idle: how many may live on between the two.
+        keep_ms: Time that every search lives on without readers.
+        popular_ms: Longest time that a search lives on without readers.
+        idle: Number of searches that may live on between the two.
     """
 
     def __init__(
@@ -204,13 +202,12 @@ class Watchdog:
 
     @classmethod
     def of(cls, shards: Shards, settings: Settings) -> Watchdog:
-        """Return the watchdog that the configuration wants."""
         grep = settings.grep
         keep, popular = (round(each.total_seconds() * 1000) for each in (grep.keep, grep.keep_popular))
         return cls(shards, keep, popular, grep.idle)
 
     def look(self) -> tuple[list[str], list[str]]:
-        """Look once; return the processes that were buried, and the lives that ended."""
+        """Do all of it once; return the buried processes and the ended lives."""
         buried = [name.decode() for name in self._shards.call(0, "bury", SILENT_MS)]
         for name in buried:
             logger.warning("service process %s is silent: its leases have ended", name)
@@ -223,15 +220,15 @@ class Watchdog:
         return buried, ended
 
     def _drop(self) -> None:
-        """Remove the logs of lives that are over; and again a while later: a task that is under way may append."""
+        """Drop the logs of ended lives; and again a while later, since a running task may still have appended."""
         keys, now = self._shards.keys, round(self._clock() * 1000)
-        left, late = self._shards.run_all([(0, ("HGETALL", keys.dropping())), (0, ("HGETALL", keys.dropped()))])
-        # Scans wait meanwhile: the rest is dropped next time.
-        for life, numbers in list(mapping(left).items())[:AT_ONCE]:
+        waiting, again = self._shards.run_all([(0, ("HGETALL", keys.dropping())), (0, ("HGETALL", keys.dropped()))])
+        # Scans wait meanwhile, so the rest is left for the next time.
+        for life, numbers in list(mapping(waiting).items())[:AT_ONCE]:
             self._drop_life(life.decode(), [int(number) for number in numbers.split()])
             self._shards.run_all([(0, ("HSET", keys.dropped(), life, b"%d %s" % (now, numbers)))])
             self._shards.run_all([(0, ("HDEL", keys.dropping(), life))])
-        for life, stored in mapping(late).items():
+        for life, stored in mapping(again).items():
             dropped_ms, *stretches = map(int, stored.split())
             if not 0 <= now - dropped_ms < AGAIN_MS:
                 self._drop_life(life.decode(), stretches)
@@ -251,7 +248,7 @@ class Watchdog:
             self._shards.call(shard, "drop", VIEW, name, *marks)
 
     def _clear_shelves(self, stretches: list[int]) -> None:
-        """Remove what was kept of records for stretches: it would expire, but its sizes would not."""
+        """Remove the kept records of stretches: they would expire, but their counted sizes would not."""
         keys, begins = self._shards.keys, tuple(Stretch(number, 0, {}).mark("").encode() for number in stretches)
         shards = range(self._shards.options.shards)
         for shard, shelves in enumerate(self._shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])):
@@ -260,40 +257,39 @@ class Watchdog:
 
 
 class SearchLease:
-    """A lease that was taken. It is held until it is given up, or the search is ended by hand."""
+    """The lease of one request, until it is released or a user ends the search. Feeds hand it on to each other."""
 
     def __init__(self, leases: Leases, search: str, number: int, wake: asyncio.Event) -> None:
         self._leases, self._search, self._number = leases, search, number
         self.wake = wake
-        """Set when the search is ended: a feed waits for this together with its own news."""
+        """Set when the search ends; a feed also uses it to wait for new events."""
 
     @classmethod
     async def take(cls, leases: Leases, request: GrepRequest, life: SearchLife) -> SearchLease:
         """Lease the search of a request.
 
         Raises:
-            SearchEnded: It was ended since it was registered.
+            SearchEnded: The search has ended since it was registered.
         """
         search, wake = life.search.id, asyncio.Event()
         return cls(leases, search, await leases.take(search, _lease_request(request, life), wake), wake)
 
     @property
     def is_held(self) -> bool:
-        """Whether it has not ended."""
         return self._number in self._leases
 
     def check(self) -> None:
-        """Raise SearchEnded if it has ended."""
+        """Raise SearchEnded if the lease has ended."""
         if not self.is_held:
             raise SearchEnded(self._search)
 
     async def give_up(self) -> None:
-        """End it; again does nothing."""
+        """Release the lease; a second call does nothing."""
         await self._leases.give_up(self._number)
 
 
 def _lease_request(request: GrepRequest, life: SearchLife) -> LeaseRequest:
-    """Return what a request asks for, as it is kept beside its lease."""
+    """Return a request in the form that is stored beside its lease."""
     start = request.start
     if isinstance(start, FromTime):
         text = iso_time(start.time_ms)

@@ -1,4 +1,7 @@
-"""Runs of matches."""
+"""Runs of matches as feeds read them, and a cache of the batches made from them.
+
+The log of a search holds only coordinates, times and sizes of the records that matched; ``payloads`` has their values.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,13 @@ from tailrace.log.request import Batch
 
 
 class MatchRun:
-    """Consecutive matches: their coordinates and times, and what the records' values take up to the end of each.
-
-    Columns are made when they are first asked for: who only counts needs none.
-    """
+    """Consecutive matches of one partition. Columns are decoded when first used: a count needs none."""
 
     def __init__(self, piece: SegmentEntry) -> None:
         self._run = piece.entry.run
-        self.source: Partition = self._run.partition
+        self.partition: Partition = self._run.partition
         self.epoch, self.first = piece.segment.epoch, piece.entry.first
-        """The epoch of the log, and the number of the first match."""
+        """Epoch of the log and number of the first match."""
         self._length = len(self._run)
 
     def __len__(self) -> int:
@@ -34,17 +34,15 @@ class MatchRun:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Each record's offset."""
         return self._run.offsets
 
     @cached_property
     def times(self) -> list[int]:
-        """Each record's own time."""
         return self._run.times
 
     @cached_property
     def ends(self) -> list[int]:
-        """Bytes of all values up to the end of each."""
+        """Running total of the values' sizes."""
         return list(accumulate(map(int, self._run.values)))
 
     @cached_property
@@ -52,111 +50,111 @@ class MatchRun:
         return min(self.times), max(self.times)
 
     def position(self, at: int) -> Position:
-        """Return the place after one of its matches."""
+        """Return the position after one of its matches."""
         return Position(self.epoch, self.first + at)
 
     def wanted(self, pin: int, since_ms: int | None, until_ms: int | None) -> list[bool] | None:
-        """Return which of its matches are at a pin or behind it, and between two times; None for all of them."""
+        """Return a mask of the matches from offset ``pin`` on and between two times; None if it is all of them."""
         since = since_ms if since_ms is not None and since_ms > self._bounds[0] else None
         until = until_ms if until_ms is not None and until_ms < self._bounds[1] else None
         if since is None and until is None:
             if pin <= self._run.steps[0]:
                 return None
-            known = [True] * len(self)
+            mask = [True] * len(self)
         else:
-            known = [
+            mask = [
                 (since is None or time_ms >= since) and (until is None or time_ms <= until) for time_ms in self.times
             ]
         before = bisect_left(self.offsets, pin)
-        known[:before] = [False] * before
-        return known
+        mask[:before] = [False] * before
+        return mask
 
 
 class PendingRun:
-    """What a request has before it of a span: from ``at`` on, and of that what it wants."""
+    """The rest of a run that a feed has not sent: the matches from ``at`` on that are in the mask."""
 
-    __slots__ = ("_ends", "at", "marked", "span")
+    __slots__ = ("_ends", "at", "mask", "run")
 
-    def __init__(self, span: MatchRun, at: int, marked: list[bool] | None) -> None:
-        self.span, self.at, self.marked = span, at, marked
+    def __init__(self, run: MatchRun, at: int, mask: list[bool] | None) -> None:
+        self.run, self.at, self.mask = run, at, mask
         self._ends: list[int] | None = None
 
     @property
     def ends(self) -> list[int]:
-        """Bytes of all that is wanted up to the end of each: what is not wanted is not fetched, and takes no room."""
-        if self.marked is None:
-            return self.span.ends
+        """Running total of the sizes of the matches in the mask: the others are not fetched."""
+        if self.mask is None:
+            return self.run.ends
         if self._ends is None:
-            ends = self.span.ends
+            ends = self.run.ends
             sizes = (end - before for before, end in zip([0, *ends], ends, strict=False))
-            self._ends = list(accumulate(size * wanted for size, wanted in zip(sizes, self.marked, strict=True)))
+            self._ends = list(accumulate(size * wanted for size, wanted in zip(sizes, self.mask, strict=True)))
         return self._ends
 
     def fit(self, most_bytes: int | None, most: int | None) -> int:
-        """Return how far one can go with so many bytes, and so many matches, that are wanted; None is no bound."""
-        end = len(self.span)
+        """Return the end of the rows that fit into so many bytes and matches; None is no bound."""
+        end = len(self.run)
         if most_bytes is not None:
             before = self.ends[self.at - 1] if self.at else 0
             end = bisect_right(self.ends, before + most_bytes, self.at)
         if most is None:
             return end
-        if self.marked is None:
+        if self.mask is None:
             return min(end, self.at + most)
         left = most
         for at in range(self.at, end):
-            if self.marked[at]:
+            if self.mask[at]:
                 if not left:
                     return at
                 left -= 1
         return end
 
     def size(self, begin: int, end: int) -> int:
-        """Return the bytes of what is wanted between two places."""
+        """Return the total size of the matches in a range of rows."""
         return self.ends[end - 1] - (self.ends[begin - 1] if begin else 0) if end > begin else 0
 
     def rows(self, begin: int, end: int) -> range | list[int]:
-        """Return what is wanted between two places."""
-        return range(begin, end) if self.marked is None else [at for at in range(begin, end) if self.marked[at]]
+        """Return the rows of a range that are in the mask."""
+        return range(begin, end) if self.mask is None else [at for at in range(begin, end) if self.mask[at]]
 
 
 BatchKey: TypeAlias = tuple[str, int, int, int, str]
-"""The log, the epoch, the numbers of the first and the last match, and how its cursors end."""
-
+"""Log, epoch, numbers of the first and the last match, and the suffix of its cursors."""
 
 MAX_CACHED_MATCHES = 100_000
-"""Matches whose coordinates are held."""
+"""Matches whose coordinates are cached."""
 
 
 class BatchCache:
-    """What feeds of a process have made lately, up to so many bytes."""
+    """The latest runs and batches of all feeds of a process, which many feeds may share."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._size = most_bytes, 0
-        self._known: OrderedDict[BatchKey, Batch] = OrderedDict()
+        self._batches: OrderedDict[BatchKey, Batch] = OrderedDict()
         self._making: dict[BatchKey, asyncio.Event] = {}
-        self._spans: OrderedDict[tuple[str, int, int, int], MatchRun] = OrderedDict()
+        self._runs: OrderedDict[tuple[str, int, int, int], MatchRun] = OrderedDict()
         self._matches = 0
 
-    def span(self, name: str, piece: SegmentEntry) -> MatchRun:
-        """Return a stored run of a log as a span."""
+    def run(self, name: str, piece: SegmentEntry) -> MatchRun:
+        """Return an entry of a log as a run of matches."""
         key = name, piece.segment.epoch, piece.entry.first, piece.entry.last
-        span = self._spans.get(key)
-        if span is None:
-            span = self._spans[key] = MatchRun(piece)
-            self._matches += len(span)
-            while self._matches > MAX_CACHED_MATCHES and len(self._spans) > 1:
-                self._matches -= len(self._spans.popitem(last=False)[1])
-        return span
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = MatchRun(piece)
+            self._matches += len(run)
+            while self._matches > MAX_CACHED_MATCHES and len(self._runs) > 1:
+                self._matches -= len(self._runs.popitem(last=False)[1])
+        return run
 
     async def all(
         self, keys: Sequence[BatchKey], make: Callable[[Sequence[int]], Awaitable[Sequence[Batch | None]]]
     ) -> list[Batch | None]:
-        """Return the batches of some keys; ``make`` makes those, by their indices, that nobody has made yet.
+        """Return the batches of keys; ``make`` gets the indices of those that are missing and returns them.
 
-        None where it cannot be made. Of many who want the same at the same time one makes it, and the others wait.
+        A batch that cannot be made is None. If several feeds want one batch at the same time, one makes it and the
+        others wait.
         """
         while True:
-            found = [self._known.get(key) for key in keys]
+            found = [self._batches.get(key) for key in keys]
             missing = [at for at, batch in enumerate(found) if batch is None]
             if not missing:
                 return found
@@ -169,13 +167,13 @@ class BatchCache:
         try:
             for at, batch in zip(missing, await make(missing), strict=True):
                 found[at] = batch
-                if batch is not None and keys[at] not in self._known:
-                    self._known[keys[at]] = batch
+                if batch is not None and keys[at] not in self._batches:
+                    self._batches[keys[at]] = batch
                     self._size += batch.size
         finally:
             for key in mine:
                 del self._making[key]
             made.set()
-        while self._size > self._most and self._known:
-            self._size -= self._known.popitem(last=False)[1].size
+        while self._size > self._most and self._batches:
+            self._size -= self._batches.popitem(last=False)[1].size
         return found

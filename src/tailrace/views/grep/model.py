@@ -1,7 +1,7 @@
-"""Searches: which topics, which keys, which events; and the identity that equal searches share.
+"""Searches: their topics and queries, the identity of equal searches, their lives and stretches.
 
-A search is plain data. Its key filter is a part of its query, under ``$key``, so that two searches are the same exactly
-if their topics and the canonical forms of their queries are.
+A search is plain data. Its key filter is part of its query, under ``$key``. Two searches have the same id exactly if
+their topics and the canonical forms of their queries are equal.
 """
 
 from __future__ import annotations
@@ -21,39 +21,38 @@ from tailrace.query import Query, QueryLimits, compile_query, compile_regex
 from tailrace.query.predicate import TopicFilter
 
 ALL = ".*"
-"""The topics of a search that names none."""
+"""Topics of a search that names none."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)
 
 
 class Search(msgspec.Struct, frozen=True):
-    """What is searched for. ``topics`` is a regular expression for the whole name, or names in their order."""
+    """A search. ``topics`` is a regular expression for the whole name, or sorted names."""
 
     topics: str | tuple[str, ...]
     query: dict[str, Any]
     within: str = ""
-    """A regular expression for topics, too: those that who asks may search; empty for all."""
+    """Regular expression of the topics that the user may search; empty for all."""
 
     @property
     def id(self) -> str:
-        """The same for all searches that mean the same."""
+        """Hash of the topics and the canonical query."""
         topics = msgspec.json.encode((self.topics, self.within) if self.within else self.topics).decode()
         return _id(topics, json.dumps(self.query))
 
     def compiled(self) -> Query:
-        """Return the query, compiled. It was admitted when the search was made."""
-        return compile_query(self.query, _ADMITTED)
+        """Return the compiled query; ``make_search`` has checked its limits."""
+        return compile_query(self.query, _CHECKED)
 
-    def topic_pattern(self) -> TopicFilter:
-        """Return what tells its topics."""
+    def topic_filter(self) -> TopicFilter:
         return TopicFilter(self.topics, self.within)
 
     def narrowed(self, within: str) -> Search:
-        """Return the search over those of its topics that match a regular expression.
+        """Return the search restricted to topics that match a regular expression.
 
         Raises:
-            TopicForbidden: It names another one.
+            TopicForbidden: The search names another topic.
         """
         allowed = TopicFilter(within)
         for name in () if isinstance(self.topics, str) else self.topics:
@@ -64,10 +63,10 @@ class Search(msgspec.Struct, frozen=True):
 
 @lru_cache(20_000)
 def _id(topics: str, query: str) -> str:
-    return sha256(f"{topics} {compile_query(json.loads(query), _ADMITTED).digest}".encode()).hexdigest()[:24]
+    return sha256(f"{topics} {compile_query(json.loads(query), _CHECKED).digest}".encode()).hexdigest()[:24]
 
 
-_ADMITTED = QueryLimits(
+_CHECKED = QueryLimits(
     depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24
 )
 
@@ -78,22 +77,22 @@ def make_search(
     """Check and make a search.
 
     Args:
-        topics: names, or one text: names with commas between, or a regular expression (RE2) for the whole name;
-            empty for all.
-        query: a query, decoded.
-        key: the first elements of the key as a JSON array, or a regular expression (RE2) for one of them.
-        limits: how large the query may be.
+        topics: Names, or one text: names separated by commas, or a regular expression (RE2) for the whole name; empty
+            for all.
+        query: A decoded query.
+        key: The first elements of the key as a JSON array, or a regular expression (RE2) for one element.
+        limits: Limits of the query.
 
     Raises:
-        QueryError: The query cannot be compiled.
-        BadRequest: The topics or the key cannot be read.
+        QueryError: The query is refused.
+        BadRequest: The topics or the key are invalid.
     """
     limits = limits or QueryLimits()
     compile_query(query, limits)
     wanted = [query, _key_query(key)] if key else [query]
     whole = query if len(wanted) == 1 else {"$and": wanted}
     if key:
-        compile_query(whole, _ADMITTED)
+        compile_query(whole, _CHECKED)
     return Search(_topics(topics), whole)
 
 
@@ -131,7 +130,7 @@ def _key_query(text: str) -> dict[str, Any]:
 
 
 class SearchLife(msgspec.Struct, frozen=True):
-    """One registration of a search: from its first subscriber until it is forgotten. Lives are numbered for ever."""
+    """One registration of a search, from its first reader until it ends. A number is never used again."""
 
     search: Search
     number: int
@@ -139,14 +138,14 @@ class SearchLife(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of its log of live matches."""
+        """Name of the log of its live matches."""
         return f"{self.search.id}.{self.number}"
 
 
 class Stretch(msgspec.Struct, frozen=True):
-    """A range of the past that is scanned for a life: of each source the offsets from ``first`` up to ``until``.
+    """A part of the past that is scanned for a life: of each partition, the offsets from ``first`` up to ``until``.
 
-    ``number`` is one of the numbers of lives, so that no two logs share a name.
+    ``number`` is drawn from the numbers of lives, so that no two logs share a name.
     """
 
     number: int
@@ -155,31 +154,34 @@ class Stretch(msgspec.Struct, frozen=True):
 
     @property
     def records(self) -> int:
-        """How many offsets there are to scan."""
+        """Number of offsets to scan."""
         return sum(until - first for first, until in self.ranges.values())
 
     def passed(self, marks: Mapping[str, int]) -> int:
-        """How many offsets are scanned, by the last one of each source."""
+        """Return how many offsets are scanned, given the last scanned offset of each partition."""
         return sum(max(0, min(until, marks.get(s, -1) + 1) - first) for s, (first, until) in self.ranges.items())
 
     def percent(self, passed: int) -> float:
-        """How much of it that is."""
+        """Return a number of scanned offsets as a percentage."""
         return round(100 * passed / self.records, 1) if self.records else 100.0
 
     def name(self, life: SearchLife) -> str:
-        """The name of its log."""
+        """Return the name of the log of its matches."""
         return f"{life.search.id}.{life.number}.{self.number}"
 
-    def mark(self, source: Partition | str) -> str:
-        """The name under which a shard keeps how far a source is scanned; no source has a tilde in its name."""
-        return f"~{self.number}~{source}"
+    def mark(self, partition: Partition | str) -> str:
+        """Return the field under which a shard keeps the last scanned offset of a partition."""
+        return f"~{self.number}~{partition}"
 
 
 class LostOffsets(msgspec.Struct, frozen=True):
-    """Offsets of a stretch that Kafka no longer had when the scan came to them: from ``first`` up to ``until``."""
+    """Offsets from ``first`` up to ``until`` that Kafka had dropped before the scan reached them.
+
+    ``source`` is the partition; feeds show this struct in gap frames.
+    """
 
     source: str
     first: int
     until: int
     reason: str
-    """``expired``, or ``deleted`` with the topic."""
+    """``expired``, or ``deleted`` together with the topic."""

@@ -1,7 +1,7 @@
-"""What matched records say: from this process's memory, from what the pipeline kept of them, or from Kafka.
+"""The frames of matched records: from this process's memory, from the records that the pipeline keeps, or from Kafka.
 
-Invariant: a record is answered under its own coordinates or not at all. Kafka answers a question for an offset that it
-no longer has with the next one, and for a topic that was created again with another record: both are told apart.
+Invariant: a record is returned under its own coordinates or not at all. For an offset that it no longer has, Kafka
+returns the next record; for a topic that was created again, a record of the new topic. Both are detected here.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import mapping
 
 FAR = 2_000
-"""Offsets that are skipped by seeking rather than by reading."""
-TAKEN = 1_000
+"""Distance in offsets from which seeking is better than reading on."""
+READ_MESSAGES = 1_000
 PATIENCE_S = 5.0
 KEPT_ENTRIES = 64
-"""Runs of kept records that are read at once, at most."""
+"""Most runs of kept records to read at once."""
 
 
 class Payloads:
-    """Frames of records by their coordinates; what several readers want is fetched once."""
+    """Frames of records by their coordinates; records that several feeds want are fetched once."""
 
     def __init__(
         self, nodes: Nodes, properties: Mapping[str, Any], home: Callable[[Partition], int], memory_bytes: int
@@ -38,62 +38,66 @@ class Payloads:
         self._nodes, self._home = nodes, home
         self._memory: dict[str, dict[int, bytes]] = {}
         self._order: deque[tuple[str, list[int], int]] = deque()
-        """What came into memory together: of which source, which offsets, and how many bytes; the oldest first."""
+        """Frames that came into memory together, the oldest first: partition, offsets, and bytes."""
         self._size, self.memory_bytes = 0, memory_bytes
         self._locks: dict[str, asyncio.Lock] = {}
         self._consumers = Consumers(properties, "payloads", 4 << 10)
 
     async def close(self) -> None:
-        """Let the broker go."""
         await self._consumers.close()
 
     async def frames(
         self,
-        source: Partition,
+        partition: Partition,
         offsets: Sequence[int],
         shelf: str,
         is_current: Callable[[Partition], Awaitable[bool]],
         ahead: Callable[[], Iterable[int]] = tuple,
     ) -> Mapping[int, bytes]:
-        """Return the frames of records of one source, whose offsets rise; those that are gone are left out.
+        """Return the frames of records of one partition by offset, without those that are gone.
 
-        ``shelf`` is where they may be kept; ``is_current`` tells whether Kafka has the source itself under its name;
-        ``ahead`` which offsets the caller will ask for next: they are fetched together with what is missing.
+        Args:
+            offsets: In ascending order.
+            shelf: The stream of kept records that may have them.
+            is_current: Tells whether Kafka still has this generation of the partition.
+            ahead: Returns the offsets that the caller will want next; they are fetched along.
         """
-        label = str(source)
+        label = str(partition)
         found = self._remembered(label, offsets)
         if len(found) == len(offsets):
             return found
         async with self._locks.setdefault(label, asyncio.Lock()):
-            found = self._remembered(label, offsets)  # who has waited finds what the other one fetched
+            found = self._remembered(label, offsets)  # another feed may have fetched them meanwhile
             missing = [offset for offset in offsets if offset not in found]
             if not missing:
                 return found
             known = self._memory.get(label, {})
             wanted = {*missing, *(offset for offset in ahead() if offset not in known)}
-            # A scan may have read another topic by this name before it found out; what is live is read by its id.
-            if not shelf.startswith("~") or await is_current(source):
-                found |= await self._kept(source, missing, wanted, shelf)
+            # A scan may have kept records of a newer topic with this name; the live pipeline reads topics by id.
+            if not shelf.startswith("~") or await is_current(partition):
+                found |= await self._kept(partition, missing, wanted, shelf)
             missing = [offset for offset in missing if offset not in found]
-            if missing and await is_current(source):
+            if missing and await is_current(partition):
                 try:
-                    fetched = await self._fetched(source, sorted(offset for offset in wanted if offset not in found))
+                    fetched = await self._fetched(partition, sorted(offset for offset in wanted if offset not in found))
                 except BrokerUnavailable:
-                    if await is_current(source):
+                    if await is_current(partition):
                         raise
-                    fetched = None  # it was deleted while it was read
-                # Asked again: if it is what it was, then so it was meanwhile.
-                if fetched is not None and await is_current(source):
-                    found |= self._remember(source, fetched, wanted)
+                    fetched = None  # the topic was deleted meanwhile
+                # Asked again: if it is current now, it was current during the fetch.
+                if fetched is not None and await is_current(partition):
+                    found |= self._remember(partition, fetched, wanted)
         return found
 
     def _remembered(self, label: str, offsets: Sequence[int]) -> dict[int, bytes]:
         known = self._memory.get(label)
         return {} if known is None else {o: frame for o in offsets if (frame := known.get(o)) is not None}
 
-    async def _kept(self, source: Partition, offsets: Sequence[int], wanted: set[int], shelf: str) -> dict[int, bytes]:
-        """Read what the pipeline kept. A run that holds an offset ends at it or behind it."""
-        shard = self._home(source)
+    async def _kept(
+        self, partition: Partition, offsets: Sequence[int], wanted: set[int], shelf: str
+    ) -> dict[int, bytes]:
+        """Read kept records. The id of a run is its last offset."""
+        shard = self._home(partition)
         key = self._nodes.keys.kept(shard, shelf)
         found: dict[int, bytes] = {}
         after, count = offsets[0], 1
@@ -101,17 +105,17 @@ class Payloads:
             entries = await self._nodes.read(shard, "XRANGE", key, f"{after}-0", "+", "COUNT", count)
             for _, fields in entries:
                 run = decode(mapping(fields)[b"r"])
-                # What is kept live matched some search: those who follow the others ask for the rest of it.
-                found |= self._remember(source, run, None if shelf == str(source) else wanted)
+                # Live records matched some search, and feeds of other searches will want the rest of the run.
+                found |= self._remember(partition, run, None if shelf == str(partition) else wanted)
             if len(entries) < count:
                 break
             after = int(entries[-1][0].partition(b"-")[0]) + 1
-            count = min(2 * count, KEPT_ENTRIES)  # runs may be small, or hold more than is wanted
+            count = min(2 * count, KEPT_ENTRIES)  # runs may be small
         return found
 
-    def _remember(self, source: Partition, run: Run, wanted: set[int] | None) -> dict[int, bytes]:
-        """Hold what is wanted of a run, or all of it, in memory, and return it."""
-        label = str(source)
+    def _remember(self, partition: Partition, run: Run, wanted: set[int] | None) -> dict[int, bytes]:
+        """Put the wanted frames of a run, or all, into memory, and return them."""
+        label = str(partition)
         found = dict(zip(run.offsets, run.frames(0), strict=True))
         if wanted is not None:
             found = {offset: frame for offset, frame in found.items() if offset in wanted}
@@ -134,13 +138,13 @@ class Payloads:
         if not memory:
             del self._memory[label]
 
-    async def _fetched(self, source: Partition, offsets: Sequence[int]) -> Run | None:
-        found = await self._consumers.run(lambda consumer: _messages(consumer, source, offsets))
+    async def _fetched(self, partition: Partition, offsets: Sequence[int]) -> Run | None:
+        found = await self._consumers.run(lambda consumer: _messages(consumer, partition, offsets))
         if not found:
             return None
         headers = [message.headers() or [] for message in found]
         return Run.of(
-            source,
+            partition,
             [message.offset() for message in found],
             [message.timestamp()[1] for message in found],
             [message.key() for message in found],
@@ -149,30 +153,30 @@ class Payloads:
         )
 
 
-def _messages(consumer: Consumer, source: Partition, offsets: Sequence[int]) -> list[Any]:
-    """Read forwards, over near offsets that are not wanted and around far ones, until the last one is passed."""
+def _messages(consumer: Consumer, partition: Partition, offsets: Sequence[int]) -> list[Any]:
+    """Read messages forwards up to the last offset; read over short distances and seek over long ones."""
     found: list[Any] = []
     at, silent, short = 0, 0.0, None
-    consumer.assign([TopicPartition(source.topic, source.partition, offsets[0])])
+    consumer.assign([TopicPartition(partition.topic, partition.partition, offsets[0])])
     reached = offsets[0]
     while at < len(offsets):
-        messages = consumer.consume(min(TAKEN, max(1, offsets[-1] - reached + 1)), 0.5)
+        messages = consumer.consume(min(READ_MESSAGES, max(1, offsets[-1] - reached + 1)), 0.5)
         silent = 0.0 if messages else silent + 0.5
         if silent >= PATIENCE_S:
-            raise BrokerUnavailable(f"kafka sends nothing of {source} from offset {offsets[at]}")
+            raise BrokerUnavailable(f"kafka sends nothing of {partition} from offset {offsets[at]}")
         for message in messages:
             if (error := message.error()) is not None:
                 if error.code() != KafkaError._PARTITION_EOF:
                     raise KafkaException(error)
                 now = time.monotonic()
                 short = now if short is None else short
-                # What is left was dropped; unless the end lies before it, as it may for a while after a failover.
+                # The rest was dropped; unless the end lies before it, as it may for a while after a failover.
                 if message.offset() > offsets[-1] or now - short >= PATIENCE_S:  # type: ignore[operator]
                     return found
                 continue
             offset: int = message.offset()  # type: ignore[assignment]
             if offset < reached:
-                return found  # what was asked for lies beyond the end, so Kafka began at the start
+                return found  # the offset lies beyond the end, so Kafka began at the start
             reached = offset + 1
             while at < len(offsets) and offsets[at] < offset:
                 at += 1  # dropped by compaction, or expired
@@ -180,6 +184,6 @@ def _messages(consumer: Consumer, source: Partition, offsets: Sequence[int]) -> 
                 found.append(message)
                 at += 1
         if at < len(offsets) and offsets[at] - reached > FAR:
-            consumer.assign([TopicPartition(source.topic, source.partition, offsets[at])])
+            consumer.assign([TopicPartition(partition.topic, partition.partition, offsets[at])])
             reached = offsets[at]
     return found

@@ -1,7 +1,7 @@
-"""What is asked of a search's feed, checked before its first byte; and the cursors of such feeds.
+"""Requests for feeds of searches, and the cursors of these feeds.
 
-17-0-1789200000.42      the seventeenth life of any search, live, after the event of this number
-17-23-1789200000.42~7   … in the stretch of the past that has the number 23, seven events were sent before
+17-0-1789200000.42      life 17, live log, after event 42 of epoch 1789200000
+17-23-1789200000.42~7   life 17, log of stretch 23, after event 42; seven events were sent before
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ from tailrace.log.request import check_options
 from tailrace.views.grep.model import Search
 
 LIVE = 0
-"""The part of a search that is no stretch of the past."""
-
+"""The part of a life that is not a stretch: its live log."""
 
 LEAST_WINDOW, MOST_WINDOW = 1 << 10, 16 << 20
 
-
 _CLIENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 
-
-# The point tells it from a date.
+# The dot distinguishes a cursor from a date.
 _CURSOR = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
 
 
 class SearchCursor(msgspec.Struct, frozen=True):
-    """Where a reader of a search is: in which life, in which part of it, and where in the part's log."""
+    """The position of a reader: a life, a part of it, and a cursor in the part's log."""
 
     life: int
     part: int
@@ -44,15 +41,15 @@ class SearchCursor(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> SearchCursor:
-        """Read what ``str`` wrote; anything else is a CursorError."""
-        found = _CURSOR.fullmatch(text.strip())
-        if found is None:
+        """Parse the text of a cursor; raise CursorError if it is none."""
+        match = _CURSOR.fullmatch(text.strip())
+        if match is None:
             raise CursorError(f"cannot read cursor {text[:80]!r}: expected the id of an event of this search")
-        return cls(int(found[1]), int(found[2]), Cursor.parse(found[3], 1))
+        return cls(int(match[1]), int(match[2]), Cursor.parse(match[3], 1))
 
 
 class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A feed of one search. Times are milliseconds."""
+    """A request for a feed of one search."""
 
     search: Search
     start: FromStart | FromEnd | FromLast | FromTime | SearchCursor
@@ -65,16 +62,16 @@ class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
     missing: Literal["wait", "fail"] = "wait"
     on_gap: Literal["skip", "fail"] = "skip"
     window: int = WINDOW_BYTES
-    """Bytes of events that are fetched at once; one is always."""
+    """Bytes of events to fetch at once; at least one event is fetched."""
     resumed: bool = False
     client: str | None = None
-    """A name under which the reader's place is kept."""
+    """Name under which the reader's position is stored."""
 
 
 def make_grep_request(
     search: Search, parameters: GrepParameters, *, now_ms: int, last_event_id: str | None = None
 ) -> GrepRequest | None:
-    """Read the parameters. None when the request has ended before (HTTP answers 204)."""
+    """Check the parameters and make a request; None if the feed had ended at this cursor (HTTP answers 204)."""
     check_options(parameters)
     window, client, start = parameters.window, parameters.client, parameters.beginning
     if not LEAST_WINDOW <= window <= MOST_WINDOW:

@@ -1,20 +1,9 @@
-"""Scans: what searches ask of the past, read from Kafka by Spark batch jobs, chunk by chunk, the oldest first.
+"""Scans: Spark batch jobs read the past that searches request from Kafka, chunk by chunk, the oldest offsets first.
 
-A chunk is a range of offsets of each source, read once for all stretches that are due there. Each stretch keeps a mark
-for each of its sources, as a view does: a chunk that is read again, by whomever, changes nothing. Invariant: matches of
-a source are appended to a stretch's log in the order of their offsets, each once; when a stretch is said to be scanned,
-its log has all of them that Kafka still had, and what Kafka had dropped is noted.
-
-What Kafka has of the sources that are to be scanned: where each begins now, or that it is gone; and what was lost.
-
-A source is one generation of a topic. Only the broker knows which topic has a name now, and only the store which
-generation that is; a service that meets a topic before the driver does gives it the generation that it will get.
-
-What a scan leaves out unread: records that lack a text which every search of the chunk needs.
-
-Invariant: a record that some search matches passes. What passes is still asked. The texts are looked for in bytes that
-are not decoded. Escapes may spell a name or a string otherwise, so whatever holds a backslash passes; what is no JSON
-matches nothing, and it does not matter what becomes of it.
+A chunk is a range of offsets of each partition; it is read once for all stretches that need it. Each stretch has a mark
+per partition, as a view has, so reading a chunk again changes nothing. Invariant: the matches of a partition are
+appended to a stretch's log in offset order, each once. When a stretch is marked as scanned, its log has all matches
+that Kafka still had, and the offsets that Kafka had dropped are recorded.
 """
 
 from __future__ import annotations
@@ -56,140 +45,36 @@ from tailrace.views.grep.store import (
 )
 from tailrace.views.grep.write import KEPT_MS, GrepPlan, SearchSet, append_windows, kept_records
 
-GONE, LATER = 1 << 62, -1
-"""Instead of the offset at which a source begins: its topic was deleted; this driver must not read it yet."""
-
-
-class Availability:
-    """Asks the broker and the store; ``generations`` are those under which this driver reads topics."""
-
-    def __init__(self, broker: Broker, shards: Shards, generations: Mapping[str, int]) -> None:
-        self._broker, self._shards, self._generations = broker, shards, generations
-
-    def begins(self, labels: Iterable[str]) -> dict[str, int]:
-        """Return the first offset that Kafka has of each source; GONE if its topic was deleted, whatever has its name.
-
-        LATER if the driver has not noticed the topic yet: what is read of it would get another generation.
-        """
-        sources = {label: Partition.parse(label) for label in labels}
-        if not sources:
-            return {}
-        topics = self._broker.topics()
-        # Read after: a generation that is not there by now was given to none of these topics.
-        known = self._known()
-        wanted = {source.topic for source in sources.values()}
-        firsts = self._broker.firsts([topic for name, topic in topics.items() if name in wanted])
-        found: dict[str, int] = {}
-        for label, source in sources.items():
-            verdict = self._verdict(source, topics.get(source.topic), known)
-            place = source.topic, source.partition
-            found[label] = firsts.get(place, LATER) if verdict is None else verdict
-        return found
-
-    def _verdict(self, source: Partition, topic: Topic | None, known: Mapping[str, TopicGeneration]) -> int | None:
-        """Return GONE or LATER; None if it can be read."""
-        generation, topic_id = known.get(source.topic, UNKNOWN_TOPIC)
-        if topic is None or source.generation < generation:
-            return GONE
-        if source.generation == generation and topic_id not in ("", topic.id):
-            return GONE  # created again, which the driver has not noticed yet
-        return None if source.generation == generation == self._generations.get(source.topic, 0) else LATER
-
-    def _known(self) -> dict[str, TopicGeneration]:
-        [stored] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
-        return read_generations(stored)
-
-
-def lost_offsets(source: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:
-    """Yield what was lost of a range: Kafka began at ``before`` when it was to be read, and at ``after`` then.
-
-    What Kafka dropped in between was perhaps read, and perhaps not: it is said to be lost.
-    """
-    first, until = wanted
-    for begins in (before, max(before, after)):
-        if begins > first and first < until:
-            yield LostOffsets(source, first, min(until, begins), "deleted" if begins == GONE else "expired")
-            first = min(until, begins)
-
-
 logger = logging.getLogger(__name__)
 
 CHUNK, CHUNK_MOST = 100_000, 1_000_000
-"""Offsets of the first chunk of a stretch, so that its first matches come soon, and of any."""
+"""Offsets of the first chunk of a stretch, small so that its first matches come soon, and of the largest."""
 EACH = 200_000
-"""Offsets of one source in a chunk, about half a second's work of one task: what is live waits for it at most."""
+"""Offsets of one partition in a chunk: about half a second's work of one task, for which live records wait."""
 DENSE = 4
-"""Offsets for each match, below which what the records say is not kept."""
+"""Offsets per match below which the matched records are not kept."""
 PAUSE_S = 0.2
 WATCH_S = 5.0
-"""How often it is looked for what nobody has a use for any more."""
+"""Interval of the watchdog."""
 
 Range = tuple[int, int]
-
-
-class DueRange(msgspec.Struct, frozen=True):
-    """What a stretch takes of a chunk: of each source, the offsets from the first up to the second."""
-
-    life: SearchLife
-    stretch: Stretch
-    ranges: dict[str, Range]
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """What one job reads, and who takes what of it."""
-
-    ranges: dict[str, Range]
-    dues: list[DueRange]
-
-
-def next_chunk(waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]], most: int | None = None) -> Chunk:
-    """Return the next chunk of the first stretch; the others take of it what comes next for them.
-
-    Each stretch comes with its marks. All sources go forward in proportion to what is left of them, so that they come
-    to the end together, and what was written at about the same time is found at about the same time.
-    """
-    _, stretch, marks = waiting[0]
-    left = _left(stretch, marks)
-    whole = sum(until - first for first, until in left.values())
-    if most is None:  # each chunk has a cost of its own: the more there is, the larger they become
-        most = min(max(CHUNK, 2 * (stretch.records - whole)), CHUNK_MOST, EACH * len(left))
-    ranges: dict[str, Range] = {}
-    for source, (first, until) in left.items():
-        share = max(1, most * (until - first) // whole) if whole > most else until - first
-        ranges[source] = first, min(until, first + share)
-    dues: list[DueRange] = []
-    for life, each, known in waiting:
-        taken: dict[str, Range] = {}
-        for source, (first, until) in _left(each, known).items():
-            if source in ranges and ranges[source][0] <= first < ranges[source][1]:
-                taken[source] = first, min(until, ranges[source][1])
-        if taken:
-            dues.append(DueRange(life, each, taken))
-    return Chunk(ranges, dues)
-
-
-def _left(stretch: Stretch, marks: Mapping[str, int]) -> dict[str, Range]:
-    found: dict[str, Range] = {}
-    for source, (first, until) in stretch.ranges.items():
-        begin = max(first, marks.get(source, NOTHING) + 1)
-        if begin < until:
-            found[source] = begin, until
-    return found
+GONE, LATER = 1 << 62, -1
+"""Instead of a partition's first offset: its topic was deleted; this driver must not read it yet."""
 
 
 class Scanner(threading.Thread):
-    """The driver's loop over what is to be scanned. It ends with the query whose driver epoch it has."""
+    """The driver's loop over the stretches to scan. It ends with the query whose driver epoch it has."""
 
     def __init__(self, settings: Settings, spark: Any, plan: Plan, shards: Shards) -> None:
         super().__init__(name="scanner", daemon=True)
         self._settings, self._spark, self._plan, self._shards = settings, spark, plan, shards
         self._watchdog = Watchdog.of(shards, settings)
         self._stopping = threading.Event()
-        self._present: Availability | None = None
+        self._availability: Availability | None = None
         self.failure: TailraceError | None = None
 
     def stop(self) -> None:
-        """End soon; a chunk under way is given up, and read again by the next driver."""
+        """End soon; a chunk under way is abandoned, and the next driver reads it again."""
         self._stopping.set()
         self._spark.sparkContext.cancelJobGroup(SCANS)
         self.join(10)
@@ -224,28 +109,28 @@ class Scanner(threading.Thread):
         try:
             return bool(waiting) and self._scan(waiting)
         except BrokerUnavailable as error:
-            logger.warning("a scan waits: %s", error)  # the query knows best whether it can go on without the broker
+            logger.warning("a scan waits: %s", error)  # the query decides whether it can go on without the broker
             return False
 
     def _scan(self, waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]]) -> bool:
-        """Scan one chunk of what can be scanned now; return whether there was anything."""
-        before = self._begins({source for _, stretch, marks in waiting for source in _left(stretch, marks)})
+        """Scan one chunk of the stretches that can be read now; return whether there was anything."""
+        before = self._begins({partition for _, stretch, marks in waiting for partition in _left(stretch, marks)})
         ready, passed = [], False
         for life, stretch, marks in waiting:
             gone = {s: (f, min(u, before[s])) for s, (f, u) in _left(stretch, marks).items() if before[s] > f}
             if gone:
                 self._pass_over(Chunk(gone, [DueRange(life, stretch, gone)]), before)
                 passed = True
-            known = {**marks, **{source: until - 1 for source, (_, until) in gone.items()}}
+            marks = {**marks, **{partition: until - 1 for partition, (_, until) in gone.items()}}
             ranges = {s: each for s, each in stretch.ranges.items() if before.get(s) != LATER}
-            if _left(stretch := msgspec.structs.replace(stretch, ranges=ranges), known):
-                ready.append((life, stretch, known))
+            if _left(stretch := msgspec.structs.replace(stretch, ranges=ranges), marks):
+                ready.append((life, stretch, marks))
         if not ready:
             return passed
         began = time.monotonic()
         chunk = next_chunk(ready)
         read_bytes = self._read(chunk)
-        self._note(chunk, before, read_bytes, self._begins(chunk.ranges))
+        self._record(chunk, before, read_bytes, self._begins(chunk.ranges))
         self._advance(chunk)
         records = sum(until - first for first, until in chunk.ranges.values())
         logger.info(
@@ -253,32 +138,32 @@ class Scanner(threading.Thread):
         )
         return True
 
-    def _begins(self, sources: Iterable[str]) -> dict[str, int]:
-        if self._present is None:
-            self._present = Availability(Broker(self._settings), self._shards, self._plan.generations)
-        return self._present.begins(sources)
+    def _begins(self, partitions: Iterable[str]) -> dict[str, int]:
+        if self._availability is None:
+            self._availability = Availability(Broker(self._settings), self._shards, self._plan.generations)
+        return self._availability.begins(partitions)
 
     def _pass_over(self, chunk: Chunk, before: Mapping[str, int]) -> None:
-        """Be done with what Kafka no longer has."""
-        self._note(chunk, before, 0, before)
+        """Record offsets that Kafka no longer has, and move the marks past them."""
+        self._record(chunk, before, 0, before)
         self._advance(chunk)
 
-    def _note(self, chunk: Chunk, before: Mapping[str, int], read_bytes: int, after: Mapping[str, int]) -> None:
-        """Note what was read and what Kafka had dropped; before the chunk's marks move to its end."""
+    def _record(self, chunk: Chunk, before: Mapping[str, int], read_bytes: int, after: Mapping[str, int]) -> None:
+        """Record the bytes read and the offsets that Kafka had dropped; before the marks move to the chunk's end."""
         offsets = sum(until - first for first, until in chunk.ranges.values())
         for due in chunk.dues:
             taken = sum(until - first for first, until in due.ranges.values())
             gone = [
                 each
-                for source, wanted in due.ranges.items()
-                for each in lost_offsets(source, wanted, before[source], after[source])
+                for partition, wanted in due.ranges.items()
+                for each in lost_offsets(partition, wanted, before[partition], after[partition])
             ]
             record_chunk(self._shards, self._plan.epoch, due.life, due.stretch, read_bytes * taken // offsets, gone)
-            for source in due.ranges:
-                if before[source] < after[source] == GONE:
-                    # What was read last may be of another topic by this name; from Kafka it is not taken for this one.
-                    home = home_of(Partition.parse(source), self._plan.store.shards)
-                    drop_shelf(self._shards, home, due.stretch.mark(source))
+            for partition in due.ranges:
+                if before[partition] < after[partition] == GONE:
+                    # The last records read may be of a newer topic with this name: drop those that were kept.
+                    home = home_of(Partition.parse(partition), self._plan.store.shards)
+                    drop_shelf(self._shards, home, due.stretch.mark(partition))
 
     def _marks(self, life: SearchLife, stretch: Stretch) -> dict[str, int]:
         shard = shard_of(stretch.name(life), self._plan.store.shards)
@@ -286,25 +171,27 @@ class Scanner(threading.Thread):
         return decode_marks(stretch.ranges, stored)
 
     def _read(self, chunk: Chunk) -> int:
-        """Let tasks of Spark read a chunk; return how many bytes its records' keys and values have."""
+        """Read a chunk in Spark's tasks; return the bytes of its records' keys and values."""
         context = self._spark.sparkContext
         parts = shared_out(chunk.ranges, 2 * context.defaultParallelism)
         read = RangeReader(client_properties(self._settings))
         try:
             return int(context.parallelize(parts, len(parts)).mapPartitions(scan(self._plan, chunk, read)).sum())
         except Exception as error:
-            # What a task raises comes as text inside of an error of Spark's.
+            # Spark's error has the task's exception only as text.
             if "BrokerUnavailable" not in str(error) and "KafkaException" not in str(error):
                 raise
             raise BrokerUnavailable(f"kafka failed a scan of {', '.join(sorted(chunk.ranges)[:3])}") from error
 
     def _advance(self, chunk: Chunk) -> None:
-        """Move the marks to the ends of what was read: the last offsets of a range may have no record."""
+        """Move the marks to the ends of the ranges: the last offsets of a range may have no record."""
         calls = []
         for due in chunk.dues:
             shard = shard_of(due.stretch.name(due.life), self._plan.store.shards)
             parts = [
-                part for source, (_, until) in due.ranges.items() for part in (due.stretch.mark(source), until - 1, "")
+                part
+                for partition, (_, until) in due.ranges.items()
+                for part in (due.stretch.mark(partition), until - 1, "")
             ]
             calls.append((shard, "advance", (VIEW, self._plan.epoch, *parts)))
         for answer in self._shards.call_all(calls):
@@ -312,14 +199,63 @@ class Scanner(threading.Thread):
                 raise StaleDriver(VIEW, self._plan.epoch, int(answer[1]))
 
 
+class DueRange(msgspec.Struct, frozen=True):
+    """The part of a chunk that a stretch needs: of each partition, the offsets from the first up to the second."""
+
+    life: SearchLife
+    stretch: Stretch
+    ranges: dict[str, Range]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """The ranges that one job reads, and the stretches that need them."""
+
+    ranges: dict[str, Range]
+    dues: list[DueRange]
+
+
+def next_chunk(waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]], most: int | None = None) -> Chunk:
+    """Return the next chunk of the first stretch, shared with the others as far as it comes next for them, too.
+
+    Each stretch comes with its marks. All partitions advance in proportion to what is left of them, so that they reach
+    their ends together and records of about the same time are found at about the same time.
+    """
+    _, stretch, marks = waiting[0]
+    left = _left(stretch, marks)
+    whole = sum(until - first for first, until in left.values())
+    if most is None:  # each chunk has a fixed cost, so chunks grow with the scan
+        most = min(max(CHUNK, 2 * (stretch.records - whole)), CHUNK_MOST, EACH * len(left))
+    ranges: dict[str, Range] = {}
+    for partition, (first, until) in left.items():
+        share = max(1, most * (until - first) // whole) if whole > most else until - first
+        ranges[partition] = first, min(until, first + share)
+    dues: list[DueRange] = []
+    for life, each, marks in waiting:
+        shared: dict[str, Range] = {}
+        for partition, (first, until) in _left(each, marks).items():
+            if partition in ranges and ranges[partition][0] <= first < ranges[partition][1]:
+                shared[partition] = first, min(until, ranges[partition][1])
+        if shared:
+            dues.append(DueRange(life, each, shared))
+    return Chunk(ranges, dues)
+
+
+def _left(stretch: Stretch, marks: Mapping[str, int]) -> dict[str, Range]:
+    found: dict[str, Range] = {}
+    for partition, (first, until) in stretch.ranges.items():
+        begin = max(first, marks.get(partition, NOTHING) + 1)
+        if begin < until:
+            found[partition] = begin, until
+    return found
+
+
 Read = Callable[[Any, Callable[[bytes | None, bytes], bool] | None], Iterator[tuple[Slice | None, int]]]
 
 
 def scan(plan: Plan, chunk: Chunk, read: Read) -> Callable[[Iterable[Any]], Iterator[int]]:
-    """Return the function that Spark runs in every task of a chunk.
+    """Return the function that Spark runs in every task of a chunk. It yields the number of bytes read.
 
-    ``read`` makes slices of what the task is given, of records that may match; their poison is looked for here. The
-    function yields how many bytes were read.
+    ``read`` yields slices of the records that pass the prefilter; poison is checked here.
     """
 
     def run(parts: Iterable[Any]) -> Iterator[int]:
@@ -344,7 +280,7 @@ class _Task:
         self._plan, self._grep, self._dues = plan, plan.of(GrepPlan), chunk.dues
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self._marks: dict[tuple[int, str], int] = {}
-        self._standing = SearchSet([due.life for due in chunk.dues])
+        self._searches = SearchSet([due.life for due in chunk.dues])
         self.passes = prefilter(due.life.search.compiled() for due in chunk.dues)
 
     def close(self) -> None:
@@ -352,7 +288,7 @@ class _Task:
 
     def take(self, records: Slice) -> None:
         label, limits = str(records.partition), self._plan.limits
-        found = self._standing.find(records)
+        found = self._searches.find(records)
         for due in self._dues:
             if label in due.ranges and due.life.name in found:
                 first, until = due.ranges[label]
@@ -365,7 +301,7 @@ class _Task:
     def _take(self, due: DueRange, records: Slice, rows: list[int]) -> None:
         name = due.stretch.name(due.life)
         shard = shard_of(name, self._plan.store.shards)
-        # Matches that are close together are read from Kafka as well as from here.
+        # Records that are close together are as cheap to read from Kafka.
         if self._grep.kept_bytes and records.offsets[rows[-1]] - records.offsets[rows[0]] >= DENSE * (len(rows) - 1):
             home = home_of(records.partition, self._plan.store.shards)
             shelf = due.stretch.mark(records.partition)
@@ -377,21 +313,21 @@ class _Task:
         raise StoreError("marks keep moving under this scan: is another driver of the same epoch at work?")
 
     def _append(self, due: DueRange, records: Slice, shard: int, names: Mapping[str, list[int]]) -> bool:
-        """Append what is not appended yet; False if another one was faster, and it must be cut again."""
-        plan, source = self._plan, due.stretch.mark(records.partition)
-        mark = self._marks.get((shard, source))
+        """Append the matches behind the mark; return False if the mark has moved meanwhile."""
+        plan, partition = self._plan, due.stretch.mark(records.partition)
+        mark = self._marks.get((shard, partition))
         if mark is None:
-            [stored] = self._shards.run_all([(shard, ("HGET", self._shards.keys.marks(shard, VIEW), source))])
-            mark = self._marks[shard, source] = NOTHING if stored is None else int(stored)
+            [stored] = self._shards.run_all([(shard, ("HGET", self._shards.keys.marks(shard, VIEW), partition))])
+            mark = self._marks[shard, partition] = NOTHING if stored is None else int(stored)
         for window in append_windows(shard, records, names, mark, plan.window_runs):
-            head = (VIEW, plan.epoch, source, mark, window.end, DAY_MS, self._grep.future_ms, plan.tail_length)
+            head = (VIEW, plan.epoch, partition, mark, window.end, DAY_MS, self._grep.future_ms, plan.tail_length)
             answer = self._shards.call(shard, "apply", *head, *window.items)
             if answer[0] == b"stale":
                 raise StaleDriver(VIEW, plan.epoch, int(answer[1]))
             if answer[0] != b"ok":
-                del self._marks[shard, source]
+                del self._marks[shard, partition]
                 return False
-            mark = self._marks[shard, source] = window.end
+            mark = self._marks[shard, partition] = window.end
         return True
 
 
@@ -411,3 +347,60 @@ class GrepDriver(ViewDriver):
     def loops(self, run: Run) -> Sequence[Loop]:
         """Return the scanner."""
         return [Scanner(run.start.settings, run.spark, run.plan, run.connect())]
+
+
+class Availability:
+    """Tells where Kafka's partitions begin now. ``generations`` are those under which this driver reads topics.
+
+    Only the broker knows which topic has a name now, and only the store which generation that is. A service that meets
+    a new topic before the driver does uses the generation that the topic will get.
+    """
+
+    def __init__(self, broker: Broker, shards: Shards, generations: Mapping[str, int]) -> None:
+        self._broker, self._shards, self._generations = broker, shards, generations
+
+    def begins(self, labels: Iterable[str]) -> dict[str, int]:
+        """Return the first offset that Kafka has of each partition.
+
+        GONE if its topic was deleted, even if a new topic has the name. LATER if the driver has not noticed the topic
+        yet: it would read the records under another generation.
+        """
+        partitions = {label: Partition.parse(label) for label in labels}
+        if not partitions:
+            return {}
+        topics = self._broker.topics()
+        # Read after the topics: a generation that is not stored by now belongs to none of them.
+        stored = self._stored_generations()
+        wanted = {partition.topic for partition in partitions.values()}
+        firsts = self._broker.firsts([topic for name, topic in topics.items() if name in wanted])
+        found: dict[str, int] = {}
+        for label, partition in partitions.items():
+            verdict = self._verdict(partition, topics.get(partition.topic), stored)
+            place = partition.topic, partition.partition
+            found[label] = firsts.get(place, LATER) if verdict is None else verdict
+        return found
+
+    def _verdict(self, partition: Partition, topic: Topic | None, stored: Mapping[str, TopicGeneration]) -> int | None:
+        """Return GONE or LATER; None if the partition can be read."""
+        generation, topic_id = stored.get(partition.topic, UNKNOWN_TOPIC)
+        if topic is None or partition.generation < generation:
+            return GONE
+        if partition.generation == generation and topic_id not in ("", topic.id):
+            return GONE  # created again, which the driver has not noticed yet
+        return None if partition.generation == generation == self._generations.get(partition.topic, 0) else LATER
+
+    def _stored_generations(self) -> dict[str, TopicGeneration]:
+        [stored] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
+        return read_generations(stored)
+
+
+def lost_offsets(partition: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:
+    """Yield the lost offsets of a range, given where Kafka began before and after it was read.
+
+    Offsets dropped in between may have been read or not; they count as lost.
+    """
+    first, until = wanted
+    for begins in (before, max(before, after)):
+        if begins > first and first < until:
+            yield LostOffsets(partition, first, min(until, begins), "deleted" if begins == GONE else "expired")
+            first = min(until, begins)

@@ -1,10 +1,8 @@
 """The registry of searches: which are alive, where their live matches begin, and which past is scanned for them.
 
-Invariant: a search is registered before the ends of the partitions are listed, and what is listed is where its live
-matches begin. A record beyond that was appended after the search was registered, so every task that is given the record
-reads the search in the registry first; what lies before it is the business of stretches. Both are said once and stay.
-
-What a search is over: the topics that the pipeline reads now, as sources, and where they stand in Kafka.
+Invariant: a search is registered first, then the ends of its partitions are read and pinned; neither changes again. A
+record at or behind a pin was appended after the registration, so each task that gets the record finds the search in the
+registry. Records before the pins are found by scanning stretches.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from tailrace.views.grep.model import LostOffsets, Search, SearchLife, Stretch
 
 VIEW = "matches"
 PIECE_RUNS = 8
-"""A packed piece has about a thousand matches: it stands for so many runs, and is not much larger."""
+"""Runs in one packed piece, which then has about a thousand matches."""
 POPULAR_MS = 600_000
-"""The windows in which connections are counted."""
+"""Length of a popularity window, in which each connection is counted once; as in ``searches.lua``."""
 HALF_LIFE = 144
-"""Windows after which what was counted counts half. Both are those of ``searches.lua``."""
+"""Windows after which a count has half its weight; as in ``searches.lua``."""
 
 _encode = msgspec.json.Encoder().encode
 _pins = msgspec.json.Decoder(dict[str, int]).decode
@@ -37,39 +35,39 @@ _ranges = msgspec.json.Decoder(tuple[int, dict[str, tuple[int, int]]]).decode
 
 
 def encode_search(search: Search) -> str:
-    """Return a search as the registry has it: exact also where JSON is not, since a query may ask for NaN."""
+    """Return a search as text for the registry; JSON with NaN, which a query may contain."""
     return json.dumps(msgspec.to_builtins(search))
 
 
 def decode_life(stored: bytes) -> SearchLife:
-    """Read what the registry has under a search's id."""
+    """Decode a field of the registry."""
     number, since, search = stored.split(b" ", 2)
     return SearchLife(msgspec.convert(json.loads(search), Search), int(number), int(since))
 
 
 def decode_stretch(stored: bytes) -> Stretch:
-    """Read an element of a life's list."""
+    """Decode an element of a life's list of stretches."""
     number, _, body = stored.split(b" ", 2)
     since_ms, ranges = _ranges(body)
     return Stretch(int(number), since_ms, ranges)
 
 
 def usage(stored: bytes | float | None, window: int) -> float:
-    """Return how much a search is used, as connections of the window that it is now."""
+    """Return the use of a search: its connections, weighted as of the current window."""
     return 0.0 if stored is None else float(2 ** (float(stored) - window / HALF_LIFE))
 
 
 class Searches:
-    """The registry as the service uses it."""
+    """The service's client of the registry."""
 
     def __init__(self, nodes: Nodes, most: int = 1 << 53, keep_ms: int = 0) -> None:
         self._nodes, self._keys, self._most, self._keep_ms = nodes, nodes.keys, most, keep_ms
 
     async def register(self, search: Search, now_ms: int) -> SearchLife:
-        """Return the life of a search; it begins now if it has none.
+        """Return the life of a search; begin one if it has none.
 
         Raises:
-            TooManySearches: As many are alive as may be, and each is followed, or was within what is promised.
+            TooManySearches: The limit is reached, and every search has readers or had them within the promised time.
         """
         answer = await self._call("register", search.id, encode_search(search), now_ms, self._most, self._keep_ms)
         if answer[0] == b"full":
@@ -77,13 +75,13 @@ class Searches:
         return SearchLife(search, int(answer[0]), int(answer[1]))
 
     async def end(self, search: str, force: bool) -> tuple[str, int]:
-        """End the life of a search, its scans among it; return the life, and how many connections followed it.
+        """End the life of a search and its scans; return the life and the number of its connections.
 
-        Its logs are dropped by the watchdog of the pipeline.
+        The pipeline's watchdog drops its logs.
 
         Raises:
-            SearchNotFound: None that is alive has this id.
-            SearchFollowed: Somebody follows it, and it was not forced.
+            SearchNotFound: No live search has this id.
+            SearchFollowed: The search has readers, and ``force`` was not set.
         """
         answer = await self._call("end", search, int(force))
         if answer[0] == b"unknown":
@@ -93,16 +91,16 @@ class Searches:
         return answer[1].decode(), int(answer[2])
 
     async def pins(self, life: SearchLife) -> dict[str, int] | None:
-        """Return where the live matches of a life begin; None if nobody has said so yet."""
+        """Return the offsets at which the live matches of a life begin; None if they are not pinned yet."""
         stored = await self._nodes.read(0, "HGET", self._keys.pins(), life.name)
         return None if stored is None else _pins(stored)
 
     async def pin(self, life: SearchLife, ends: Mapping[str, int]) -> dict[str, int]:
-        """Say where the live matches of a life begin: where sources ended after it was registered."""
+        """Pin the begin of a life's live matches to the ends of partitions, if it is not pinned; return the pins."""
         return _pins(await self._call("pin", life.name, _encode(ends)))
 
     async def stretches(self, life: SearchLife) -> tuple[list[Stretch], set[int]]:
-        """Return what was asked for of the past, in the order in which it was, and the numbers of what is scanned."""
+        """Return the stretches of a life in the order of their requests, and the numbers of those scanned."""
         listed, done = await self._nodes.read_all(
             [
                 (0, ("LRANGE", self._keys.stretches(life.name), 0, -1)),
@@ -114,26 +112,26 @@ class Searches:
     async def extend(
         self, life: SearchLife, seen: int, now_ms: int, since_ms: int, ranges: Mapping[str, tuple[int, int]]
     ) -> bool:
-        """Ask for a stretch of the past; False if another was asked for since ``seen`` of them were.
+        """Request a stretch of the past; return False if there are other than ``seen`` stretches by now.
 
-        Nothing is asked for in a life that is over: whoever leases it is told so.
+        For a life that has ended this does nothing; its lease reports the end.
         """
         answer = await self._call("extend", life.name, seen, now_ms, _encode((since_ms, ranges)))
         return bool(answer[0] != b"moved")
 
     async def read_bytes(self, life: SearchLife, number: int) -> int:
-        """Return how many bytes were read for a stretch, about: a driver that dies may count a chunk twice."""
+        """Return about how many bytes were read for a stretch: after a crash a chunk may count twice."""
         return int(await self._nodes.read(0, "HGET", self._keys.read(life.name), number) or 0)
 
     async def lost(self, life: SearchLife, number: int) -> list[LostOffsets]:
-        """Return what Kafka had dropped of a stretch before it was scanned; what abuts is one."""
+        """Return the offsets of a stretch that Kafka had dropped before the scan; adjacent ranges are merged."""
         stored = mapping(await self._nodes.read(0, "HGETALL", self._keys.lost(life.name)))
         found: list[LostOffsets] = []
         for field, value in stored.items():
-            stretch, source, first = field.decode().split(" ")
+            stretch, partition, first = field.decode().split(" ")
             until, _, reason = value.decode().partition(" ")
             if int(stretch) == number:
-                found.append(LostOffsets(source, int(first), int(until), reason))
+                found.append(LostOffsets(partition, int(first), int(until), reason))
         merged: list[LostOffsets] = []
         for each in sorted(found, key=lambda each: (each.source, each.first)):
             last = merged[-1] if merged else None
@@ -144,12 +142,12 @@ class Searches:
         return merged
 
     async def past(self, number: int) -> str | None:
-        """Return whose life had a number, whether it is over or not."""
+        """Return the id of the search that had a life of this number, ended or not."""
         stored = await self._nodes.read(0, "HGET", self._keys.past(), number)
         return None if stored is None else stored.decode()
 
     async def figures(self) -> SearchFigures:
-        """Return how much there is of everything."""
+        """Return the numbers of searches, followers, scans and processes."""
         keys = self._keys
         commands: list[tuple[Arg, ...]] = [
             ("HLEN", keys.searches()),
@@ -161,54 +159,58 @@ class Searches:
         return SearchFigures(alive, sum(map(int, followers)), scanned, processes)
 
     async def position(self, search: str, client: str) -> str | None:
-        """Return where a client that has a name was in a search."""
+        """Return the stored cursor of a named client."""
         stored = await self._nodes.read(0, "HGET", self._keys.positions(search), client)
         return None if stored is None else stored.decode()
 
     async def keep_position(self, search: str, client: str, cursor: str) -> None:
-        """Keep where a client is in a search."""
+        """Store the cursor of a named client."""
         await self._call("place", search, client, cursor)
 
     async def stretch_marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
-        """Return the last offset scanned of each source of a stretch."""
+        """Return the last scanned offset of each partition of a stretch."""
         stored = await self._nodes.read(shard, *marks_command(self._keys, shard, stretch))
         return decode_marks(stretch.ranges, stored)
 
-    async def live_marks(self, shard: int, sources: Sequence[str]) -> dict[str, int]:
-        """Return the last offset of each source up to which a shard has all live matches."""
-        if not sources:
+    async def live_marks(self, shard: int, partitions: Sequence[str]) -> dict[str, int]:
+        """Return the offset of each partition up to which a shard has all live matches."""
+        if not partitions:
             return {}
-        return decode_marks(sources, await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *sources))
+        return decode_marks(
+            partitions, await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *partitions)
+        )
 
     async def _call(self, name: str, *args: Arg) -> Any:
         return await self._nodes.call(0, name, *args)
 
 
 def marks_command(keys: Keys, shard: int, stretch: Stretch) -> tuple[Arg, ...]:
-    """Return the command whose answer is the marks of a stretch's sources, in their order."""
+    """Return the command that reads the marks of a stretch's partitions, in their order."""
     return ("HMGET", keys.marks(shard, VIEW), *map(stretch.mark, stretch.ranges))
 
 
-def decode_marks(sources: Iterable[str], stored: Sequence[bytes | None]) -> dict[str, int]:
-    """Read marks: the last offset of each source."""
-    return {source: NOTHING if mark is None else int(mark) for source, mark in zip(sources, stored, strict=True)}
+def decode_marks(partitions: Iterable[str], stored: Sequence[bytes | None]) -> dict[str, int]:
+    """Decode marks by partition."""
+    return {
+        partition: NOTHING if mark is None else int(mark) for partition, mark in zip(partitions, stored, strict=True)
+    }
 
 
 class SearchRegistry:
-    """The registry as a task uses it: what is alive, read again when it has changed."""
+    """A task's copy of the registry, read again when its version has changed."""
 
     def __init__(self) -> None:
         self._version: bytes | None = None
         self.lives: dict[str, SearchLife] = {}
-        """By the names of their logs."""
+        """Lives by the names of their logs."""
 
     def refresh(self, shards: Shards) -> bool:
-        """Read what is alive; return whether it changed. Costs one small read when it did not."""
+        """Read the registry if it has changed; return whether it has. Costs one small read if not."""
         keys = shards.keys
         [version] = shards.run_all([(0, ("GET", keys.searches_version()))])
         if version == self._version:
             return False
-        # The version is read before: what changes between the two reads is read again next time.
+        # The version is read first: a change between the two reads is read again next time.
         [stored] = shards.run_all([(0, ("HGETALL", keys.searches()))])
         self._version = version
         lives = [decode_life(value) for value in mapping(stored).values()]
@@ -217,10 +219,7 @@ class SearchRegistry:
 
 
 def pending_stretches(shards: Shards) -> list[tuple[SearchLife, Stretch]]:
-    """Return the stretches that are to be scanned; none of a life that is over.
-
-    Those that somebody waits for come first, and of them the first asked for.
-    """
+    """Return the stretches to scan: those of searches with readers first, then in the order of requests."""
     keys = shards.keys
     [listed] = shards.run_all([(0, ("ZRANGE", keys.scanning(), 0, -1))])
     if not listed:
@@ -235,18 +234,18 @@ def pending_stretches(shards: Shards) -> list[tuple[SearchLife, Stretch]]:
         for name, stored in zip(names, lists, strict=True)
         for stretch in map(decode_stretch, stored)
     }
-    awaited = {search.decode() for search in followed}
+    with_readers = {search.decode() for search in followed}
     waiting = [(lives[name], found[name, int(n)]) for name, n in wanted if (name, int(n)) in found]
-    return sorted(waiting, key=lambda each: each[0].search.id not in awaited)
+    return sorted(waiting, key=lambda each: each[0].search.id not in with_readers)
 
 
 def record_chunk(
     shards: Shards, epoch: int, life: SearchLife, stretch: Stretch, read_bytes: int, gone: Sequence[LostOffsets]
 ) -> None:
-    """Note that a chunk was read for a stretch, how much it was, and what Kafka no longer had of it.
+    """Record the bytes read for a stretch in a chunk, and the offsets that Kafka no longer had.
 
     Raises:
-        StaleDriver: Another driver has the view by now.
+        StaleDriver: Another driver has taken over the view.
     """
     parts = [part for each in gone for part in (each.source, each.first, each.until, each.reason)]
     answer = shards.call(0, "noted", VIEW, epoch, life.name, stretch.number, read_bytes, *parts)
@@ -255,18 +254,18 @@ def record_chunk(
 
 
 def drop_shelf(shards: Shards, shard: int, shelf: str) -> None:
-    """Keep nothing on a shelf any more."""
+    """Remove the kept records of a shelf."""
     keys = shards.keys
     shards.run_all([(shard, ("UNLINK", keys.kept(shard, shelf))), (shard, ("HDEL", keys.kept_sizes(shard), shelf))])
 
 
 def finish_stretch(shards: Shards, life: SearchLife, stretch: Stretch) -> None:
-    """Say that a stretch is scanned."""
+    """Mark a stretch as scanned."""
     shards.call(0, "scanned", life.name, stretch.number)
 
 
 class KeptRecords(msgspec.Struct, frozen=True):
-    """A run of matched records that is kept for those who follow. ``shelf``: a source, or the mark of a stretch's."""
+    """A run of matched records to keep for feeds. ``shelf`` is a partition, or a partition's mark in a stretch."""
 
     shard: int
     shelf: str
@@ -276,7 +275,7 @@ class KeptRecords(msgspec.Struct, frozen=True):
 
 
 def keep_records(shards: Shards, kept: Sequence[KeptRecords], most_bytes: int, for_ms: int) -> None:
-    """Keep what matched records say, up to so many bytes of each source; a run that is larger is left in Kafka."""
-    # It would push out all others and then itself: a stream that has become empty refuses what comes again.
+    """Keep matched records, up to so many bytes per shelf; feeds read larger runs from Kafka."""
+    # A larger run would push out all others and then itself.
     fitting = [k for k in kept if len(k.run) <= most_bytes]
     shards.call_all([(k.shard, "keep", (k.shelf, most_bytes, for_ms, k.last, k.records, k.run)) for k in fitting])

@@ -1,8 +1,8 @@
-"""Shows matches that are ahead of a feed: fetches what their records say, as much as fits into the window at once.
+"""The window of a feed: it fetches the records of the next matches, as many as fit, and makes frames of them.
 
-What many feeds show alike is made once for all of them (``batches``); what only some show, or what is counted, each
-makes for itself. Invariant: the place moves with what was shown, or passed over because it is not wanted, or told to
-be gone; so whoever resumes there is shown the rest.
+Feeds that send the same matches share batches (``BatchCache``); a feed with a limit, or that skips some matches, makes
+its own frames. Invariant: the position moves past a match when it is sent, skipped because the request excludes it, or
+reported as gone. So a reader that resumes at the cursor gets exactly the rest.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from tailrace.errors import CursorGone
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import Partition
+from tailrace.log.feed import end_frame
 from tailrace.log.hub import SegmentEntry
 from tailrace.log.request import AnyFrame, Batch, ControlFrame, EventFrame, Moved
 from tailrace.log.segment import Gap
@@ -26,13 +27,13 @@ from tailrace.views.grep.model import SearchLife
 from tailrace.views.grep.request import LIVE, GrepRequest, SearchCursor
 
 AHEAD_BYTES = 4 << 20
-"""What is fetched at once, at most, of what will be shown soon."""
+"""Most bytes that are fetched ahead of the window."""
 
 _encode = msgspec.json.Encoder().encode
 
 
-class _Part(msgspec.Struct, frozen=True, gc=False):
-    """What is shown next of something ahead: from one of its matches up to another."""
+class _Rows(msgspec.Struct, frozen=True, gc=False):
+    """A range of rows of a pending run."""
 
     ahead: PendingRun
     begin: int
@@ -40,153 +41,153 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class MatchWindow:
-    """What one request is shown of a search's life: where it is, how many were sent, and what is ahead."""
+    """The state of one feed: its position in a life, the number of events sent, and the matches read ahead."""
 
     def __init__(self, history: SearchHistory, request: GrepRequest, life: SearchLife, pins: Mapping[str, int]) -> None:
         self._history, self._request, self._life, self._pins = history, request, life, pins
         self._part, self._name, self._position = LIVE, "", Position.START
         self._ahead: deque[PendingRun | Gap] = deque()
-        self._ready: deque[tuple[_Part, Batch]] = deque()
-        """Of what is ahead, the first: made, and not shown yet."""
+        self._ready: deque[tuple[_Rows, Batch]] = deque()
+        """Batches of the first pending rows, made and not sent yet."""
         self._sent = request.sent
         self._tail = Cursor((), None, request.since_ms).suffix
-        """How cursors end that say nothing of how many were sent."""
+        """Suffix of cursors without a count of events sent."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether something was made that ``show`` returns at once."""
+        """True if a batch is ready to send."""
         return bool(self._ready)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing ahead."""
+        """True if there are no pending matches."""
         return not self._ahead
 
     @property
     def is_full(self) -> bool:
-        """Whether so many were sent as are wanted."""
+        """True if the limit is reached."""
         return self._request.limit is not None and self._sent >= self._request.limit
 
     @property
-    def place(self) -> SearchCursor:
-        """After what was shown."""
+    def position(self) -> SearchCursor:
+        """Position after the last event sent."""
         sent = self._sent if self._request.limit is not None or self._request.count else None
         return SearchCursor(self._life.number, self._part, Cursor((self._position,), sent, self._request.since_ms))
 
     @property
     def cursor(self) -> str:
-        """The place, as it is told."""
-        return str(self.place)
+        """The position as text."""
+        return str(self.position)
 
     def enter(self, part: int, name: str, position: Position) -> None:
-        """Go on at a position in the log of a part."""
+        """Continue at a position in the log of a part."""
         self._part, self._name, self._position = part, name, position
 
     def add(self, piece: SegmentEntry | Gap) -> None:
-        """Put a stored run ahead, without what was seen before; or that something is gone."""
+        """Append a stored run, without the matches before the position, or a gap."""
         if isinstance(piece, Gap):
             self._ahead.append(piece)
             return
-        request, span = self._request, self._history.batches.span(self._name, piece)
-        seen = max(0, self._position.number + 1 - span.first) if self._position.epoch == span.epoch else 0
-        if seen < len(span):
-            pin = self._pins.get(str(span.source), 0) if self._part == LIVE else 0
-            self._ahead.append(PendingRun(span, seen, span.wanted(pin, request.since_ms, request.until_ms)))
+        request, run = self._request, self._history.batches.run(self._name, piece)
+        seen = max(0, self._position.number + 1 - run.first) if self._position.epoch == run.epoch else 0
+        if seen < len(run):
+            pin = self._pins.get(str(run.partition), 0) if self._part == LIVE else 0
+            self._ahead.append(PendingRun(run, seen, run.wanted(pin, request.since_ms, request.until_ms)))
 
     async def show(self) -> Sequence[AnyFrame]:
-        """Fetch what the next matches say and show them: as many as fit into the window, and always one."""
+        """Return the frames of the next matches: as many as fit into the window, and at least one."""
         if self._ready:
-            return self._show_ready()
+            return self._take_ready()
         head = self._ahead[0]
         if isinstance(head, Gap):
             self._ahead.popleft()
             return [self._gap(head.reason, head)]
         if self._request.count:
             return self._count()
-        taken = self._fitting()
+        rows = self._fit()
         if self._request.limit is None:
-            await self._make(taken)
+            await self._make_ready(rows)
             if self._ready:
-                return self._show_ready()
-        return self._show_apart(taken, await self._fetch(taken))
+                return self._take_ready()
+        return self._show_single(rows, await self._fetch(rows))
 
-    def _fitting(self) -> list[_Part]:
-        """Return what fits into the window, and does not exceed the limit."""
-        request, taken = self._request, list[_Part]()
+    def _fit(self) -> list[_Rows]:
+        """Return the rows that fit into the window and the limit."""
+        request, rows = self._request, list[_Rows]()
         left, room = request.window, None if request.limit is None else request.limit - self._sent
         for ahead in self._ahead:
             if isinstance(ahead, Gap):
                 break
             begin, end = ahead.at, ahead.fit(left, room)
             if begin == end:
-                if taken:
+                if rows:
                     break
                 end += 1
-            taken.append(_Part(ahead, begin, end))
-            if end < len(ahead.span):
+            rows.append(_Rows(ahead, begin, end))
+            if end < len(ahead.run):
                 break
             left -= ahead.size(begin, end)
             room = None if room is None else room - len(ahead.rows(begin, end))
-        return taken
+        return rows
 
-    async def _make(self, taken: Sequence[_Part]) -> None:
-        """Make ready, for all who show the same, what comes first of this and can be shown as it is."""
-        alike = list(takewhile(lambda each: each.ahead.marked is None, taken))
-        keys = [self._key(each) for each in alike]
+    async def _make_ready(self, rows: Sequence[_Rows]) -> None:
+        """Make, or get from the cache, the batches of the first rows whose runs are sent completely."""
+        complete = list(takewhile(lambda each: each.ahead.mask is None, rows))
+        keys = [self._key(each) for each in complete]
 
         async def make(missing: Sequence[int]) -> list[Batch | None]:
-            chosen = [alike[at] for at in missing]
+            chosen = [complete[at] for at in missing]
             found = await self._fetch(chosen)
-            return [self._batch(each, found[each.ahead.span.source]) for each in chosen]
+            return [self._batch(each, found[each.ahead.run.partition]) for each in chosen]
 
-        for each, batch in zip(alike, await self._history.batches.all(keys, make), strict=True):
+        for each, batch in zip(complete, await self._history.batches.all(keys, make), strict=True):
             if batch is None:
                 return
             self._ready.append((each, batch))
 
-    def _key(self, taken: _Part) -> BatchKey:
-        span = taken.ahead.span
-        return self._name, span.epoch, span.first + taken.begin, span.first + taken.end - 1, self._tail
+    def _key(self, rows: _Rows) -> BatchKey:
+        run = rows.ahead.run
+        return self._name, run.epoch, run.first + rows.begin, run.first + rows.end - 1, self._tail
 
-    def _batch(self, taken: _Part, found: Mapping[int, bytes]) -> Batch | None:
-        span = taken.ahead.span
-        data = [found.get(offset) for offset in span.offsets[taken.begin : taken.end]]
+    def _batch(self, rows: _Rows, found: Mapping[int, bytes]) -> Batch | None:
+        run = rows.ahead.run
+        data = [found.get(offset) for offset in run.offsets[rows.begin : rows.end]]
         if None in data:
             return None
-        head = f"{self._life.number}-{self._part}-{span.epoch}."
-        return Batch(head, span.first + taken.begin, self._tail, data)  # type: ignore[arg-type]
+        head = f"{self._life.number}-{self._part}-{run.epoch}."
+        return Batch(head, run.first + rows.begin, self._tail, data)  # type: ignore[arg-type]
 
-    def _show_ready(self) -> Batch:
-        taken, batch = self._ready.popleft()
-        self._go(taken.ahead, taken.end)
+    def _take_ready(self) -> Batch:
+        rows, batch = self._ready.popleft()
+        self._advance(rows.ahead, rows.end)
         self._sent += len(batch)
         return batch
 
-    def _show_apart(self, taken: Sequence[_Part], found: Mapping[Partition, Mapping[int, bytes]]) -> list[AnyFrame]:
-        """Show matches one by one: only some are wanted, or are still there, or they are counted towards a limit."""
+    def _show_single(self, rows: Sequence[_Rows], found: Mapping[Partition, Mapping[int, bytes]]) -> list[AnyFrame]:
+        """Return one frame per match: the request excludes some, or some are gone, or there is a limit."""
         request, frames, moved = self._request, list[AnyFrame](), False
-        for each in taken:
-            span = each.ahead.span
-            known = found.get(span.source, {})
+        for each in rows:
+            run = each.ahead.run
+            frame_of = found.get(run.partition, {})
             for at in each.ahead.rows(each.begin, each.end):
-                data = known.get(span.offsets[at])
+                data = frame_of.get(run.offsets[at])
                 if data is None and frames and request.on_gap == "fail":
-                    return frames  # what precedes the gap goes out first
-                self._go(each.ahead, at + 1)
+                    return frames  # send the events before the gap first
+                self._advance(each.ahead, at + 1)
                 if data is None:
-                    frames.append(self._gap("gone", None, f"{span.source}:{span.offsets[at]}"))
+                    frames.append(self._gap("gone", None, f"{run.partition}:{run.offsets[at]}"))
                 else:
                     self._sent += 1
                     frames.append(EventFrame(self.cursor, data))
             moved = each.ahead.at < each.end
             if moved:
-                self._go(each.ahead, each.end)
+                self._advance(each.ahead, each.end)
         if moved:
             frames.append(Moved(self.cursor))
         return frames
 
     def _count(self) -> list[AnyFrame]:
-        """Count what is ahead, up to the limit or to something that is gone."""
+        """Count the pending matches, up to the limit or a gap."""
         while self._ahead and not isinstance(ahead := self._ahead[0], Gap):
             room = None if self._request.limit is None else self._request.limit - self._sent
             if room == 0:
@@ -194,33 +195,33 @@ class MatchWindow:
             begin, end = ahead.at, ahead.fit(None, room)
             count = len(ahead.rows(begin, end))
             self._sent += count
-            self._go(ahead, end)
+            self._advance(ahead, end)
         return [Moved(self.cursor)]
 
-    def _go(self, ahead: PendingRun, end: int) -> None:
-        """Move behind some of what is ahead, which is the first of it."""
+    def _advance(self, ahead: PendingRun, end: int) -> None:
+        """Move past rows of the first pending run."""
         ahead.at = end
-        self._position = ahead.span.position(end - 1)
-        if end == len(ahead.span):
+        self._position = ahead.run.position(end - 1)
+        if end == len(ahead.run):
             self._ahead.popleft()
 
-    async def _fetch(self, taken: Sequence[_Part]) -> dict[Partition, Mapping[int, bytes]]:
-        by_source: dict[Partition, list[int]] = {}
-        for each in taken:
-            offsets = each.ahead.span.offsets
+    async def _fetch(self, rows: Sequence[_Rows]) -> dict[Partition, Mapping[int, bytes]]:
+        by_partition: dict[Partition, list[int]] = {}
+        for each in rows:
+            offsets = each.ahead.run.offsets
             wanted = [offsets[at] for at in each.ahead.rows(each.begin, each.end)]
-            by_source.setdefault(each.ahead.span.source, []).extend(wanted)
+            by_partition.setdefault(each.ahead.run.partition, []).extend(wanted)
         found: dict[Partition, Mapping[int, bytes]] = {}
-        for source, offsets in by_source.items():
+        for partition, offsets in by_partition.items():
             if offsets:
-                shelf = f"~{self._part}~{source}" if self._part != LIVE else str(source)
-                found[source] = await self._history.payloads.frames(
-                    source, offsets, shelf, self._history.topics.is_current, partial(self._coming, source)
+                shelf = f"~{self._part}~{partition}" if self._part != LIVE else str(partition)
+                found[partition] = await self._history.payloads.frames(
+                    partition, offsets, shelf, self._history.topics.is_current, partial(self._next_offsets, partition)
                 )
         return found
 
-    def _coming(self, source: Partition) -> list[int]:
-        """Return the offsets that will be asked for soon: it is cheaper to fetch them together."""
+    def _next_offsets(self, partition: Partition) -> list[int]:
+        """Return the next offsets of a partition: it is cheaper to fetch them together."""
         left = min(AHEAD_BYTES, self._history.payloads.memory_bytes // 8)
         room = None if self._request.limit is None else self._request.limit - self._sent
         found: list[int] = []
@@ -228,16 +229,16 @@ class MatchWindow:
             if isinstance(ahead, Gap) or left <= 0:
                 break
             end = ahead.fit(left, room)
-            if ahead.span.source == source:
-                offsets = ahead.span.offsets
+            if ahead.run.partition == partition:
+                offsets = ahead.run.offsets
                 found += [offsets[at] for at in ahead.rows(ahead.at, end)]
             left -= ahead.size(ahead.at, end)
-            if end < len(ahead.span):
+            if end < len(ahead.run):
                 break
         return found
 
     def _gap(self, reason: str, gap: Gap | None, event: str = "") -> AnyFrame:
-        """Tell that something is gone: matches that were forgotten, or a record that Kafka no longer has."""
+        """Return the frame of a gap in the log, or of a record that Kafka no longer has; or raise CursorGone."""
         if gap is not None:
             facts = {"from": str(gap.after), "to": str(gap.to), "reason": reason}
             self._position = gap.to
@@ -251,7 +252,7 @@ class MatchWindow:
         return ControlFrame("gap", self.cursor, _encode(facts))
 
     def end(self, reason: str) -> ControlFrame:
-        """Return the last frame."""
-        place = self.place
-        ended = SearchCursor(place.life, place.part, msgspec.structs.replace(place.cursor, ended=True))
-        return ControlFrame("end", str(ended), _encode({"reason": reason, "events": self._sent}))
+        """Return the last frame of the feed."""
+        position = self.position
+        ended = msgspec.structs.replace(position, cursor=msgspec.structs.replace(position.cursor, ended=True))
+        return end_frame(str(ended), reason, self._sent)

@@ -1,9 +1,9 @@
-"""Matches: every record goes to the log of each search that it matches, as its coordinates and its size.
+"""The writer of matches: it appends each record's coordinates and size to the log of every search that it matches.
 
-A match is an event of its own: it has the record's place and time, and for a value the record's size. What the record
-says is kept beside, once for all searches (``views/grep/store.py``, ``keep``), and in Kafka. The bucket of a match is
-the day in which it was found, by the store's clock, and not that of the record: matches are kept for readers that come
-back, and what was found in records of last year is as new to them as all else.
+A match is an event with the record's coordinates and time; its value is the size of the record's value. The record
+itself is kept for a while, once for all searches (``store.keep_records``), and is in Kafka. The bucket of a match is
+the day on which it was found, by the store's clock, not the day of the record: readers that return need the matches
+found since then, however old the records are.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tailrace.views.grep.model import SearchLife
 from tailrace.views.grep.store import VIEW, KeptRecords, SearchRegistry, keep_records
 
 KEPT_MS = 3_600_000
-"""How long what matched records say is kept, at most; then it is read from Kafka."""
+"""Time that matched records are kept; after that feeds read them from Kafka."""
 LATEST_BUCKET = 1 << 53
-"""The start of a bucket that is later than all: ``apply`` takes the latest that it allows."""
+"""A bucket later than all: ``apply`` takes the latest that it allows."""
 MERGE_FROM = 1_000
 MERGE_MS = 3_600_000
-"""A log with so many entries begins another segment with the next hour, so that upkeep need not wait for the day's end
-to merge them. One with fewer keeps to one segment a day: a segment takes more memory than a few entries do."""
+"""A log with so many entries begins a new segment with the next hour, so that upkeep can merge them before the day
+ends. A smaller log keeps one segment a day: a segment takes more memory than a few entries."""
 MOST_ROWS = 20_000
-"""Matches that one call carries, about."""
+"""About how many matches one call carries."""
 
 
 class SearchSet:
-    """Searches that are asked together, each once: those over one topic, or those that a chunk is scanned for."""
+    """Searches that are matched together: those over one topic, or those of a chunk."""
 
     def __init__(self, lives: Sequence[SearchLife]) -> None:
         self._set = FilterSet()
@@ -56,7 +56,7 @@ class SearchSet:
         self._read = document_reader(self._set.fields())
 
     def find(self, records: Slice) -> dict[str, list[int]]:
-        """Return the rows that each search matches, by the name of its log. Tombstones and poison match nothing."""
+        """Return the rows that each search matches, by the name of its log; tombstones and poison match nothing."""
         found: dict[str, list[int]] = {}
         if not self._names:
             return found
@@ -82,7 +82,7 @@ class SearchSet:
         return found
 
     def _find_one(self, records: Slice, asked: tuple[int, Query]) -> dict[str, list[int]]:
-        """Ask the only search there is: what tells many apart costs more than asking one."""
+        """Match a single search, without the cost of the index."""
         number, query = asked
         matches, read, poison, asks_record = query.matches, self._read, records.poison, self._asks_record
         rows: list[int] = []
@@ -93,13 +93,13 @@ class SearchSet:
                 if matches(read(value), records.record(i) if asks_record else None):
                     rows.append(i)
             except (ValueError, RecursionError):
-                continue  # a number beyond all measure, in a field that it asks for
+                continue  # a number out of range, in a field that the query reads
         return {self._names[number]: rows} if rows else {}
 
     def _one_by_one(self, value: bytes, record: Record | None) -> Iterator[int]:
-        """Ask each search for itself about a value that holds a number beyond all measure.
+        """Match each search by itself against a value with a number out of range.
 
-        Those that do not ask for the field it is in are not concerned, whatever others ask for.
+        Searches that do not read that field can still match.
         """
         for number, query in self._queries.items():
             with suppress(ValueError, RecursionError):
@@ -108,28 +108,26 @@ class SearchSet:
 
 
 class GrepPlan(msgspec.Struct, frozen=True):
-    """What tasks must know to write the matches of searches."""
+    """The settings that tasks need to write matches."""
 
     future_ms: int = 600_000
-    """How far beyond the store's clock a bucket may lie."""
+    """Longest distance of a bucket from the store's clock."""
     kept_bytes: int = 0
-    """How many bytes of matched records are kept for each partition."""
+    """Bytes of matched records kept per partition."""
     name: str = VIEW
 
     @classmethod
     def of(cls, settings: Settings) -> GrepPlan:
-        """Return the plan that the settings give."""
         return cls(round(settings.days.future_limit.total_seconds() * 1000), settings.grep.kept)
 
     def writer(self, plan: Plan) -> Writer:
-        """Make the writer."""
         return GrepWriter(
             plan.store.shards, future_ms=self.future_ms, kept_bytes=self.kept_bytes, window_runs=plan.window_runs
         )
 
 
 class GrepWriter(Writer):
-    """One log per search that is alive."""
+    """Writes one log per live search."""
 
     name = VIEW
     span_ms = DAY_MS
@@ -139,17 +137,17 @@ class GrepWriter(Writer):
         self.future_ms = future_ms
         self._registry = SearchRegistry()
         self._topics: dict[str, TopicFilter] = {}
-        self._standing: dict[str, SearchSet] = {}
+        self._by_topic: dict[str, SearchSet] = {}
         self._found: dict[int, tuple[Slice, dict[str, list[int]]]] = {}
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
-        """Read which searches are alive now that these records are here, and ask them; keep what was matched."""
-        known = {id(records) for records, _ in work} & self._found.keys()
-        if len(known) == len(work):
-            return  # the same records again: what was found stays found
+        """Read which searches are alive after these records were read, match them, and keep the matched records."""
+        matched = {id(records) for records, _ in work} & self._found.keys()
+        if len(matched) == len(work):
+            return  # the same records again
         if self._registry.refresh(shards):
-            self._standing.clear()
-            self._topics = {name: life.search.topic_pattern() for name, life in self._registry.lives.items()}
+            self._by_topic.clear()
+            self._topics = {name: life.search.topic_filter() for name, life in self._registry.lives.items()}
         self._found = {id(records): (records, self.over(records.partition.topic).find(records)) for records, _ in work}
         kept = [
             kept_records(records, found, home_of(records.partition, self._shards), str(records.partition))
@@ -161,14 +159,14 @@ class GrepWriter(Writer):
 
     def over(self, topic: str) -> SearchSet:
         """Return the searches over a topic."""
-        standing = self._standing.get(topic)
-        if standing is None:
+        searches = self._by_topic.get(topic)
+        if searches is None:
             lives = [self._registry.lives[name] for name, topics in self._topics.items() if topic in topics]
-            standing = self._standing[topic] = SearchSet(lives)
-        return standing
+            searches = self._by_topic[topic] = SearchSet(lives)
+        return searches
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
-        """Return the windows of a slice; only shards with matches get any."""
+        """Return the windows of a slice, for shards with matches only."""
         _, found = self._found[id(records)]
         windows: list[Window] = []
         by_shard: dict[int, dict[str, list[int]]] = {}
@@ -180,7 +178,7 @@ class GrepWriter(Writer):
 
 
 def kept_records(records: Slice, found: Mapping[str, list[int]], shard: int, shelf: str) -> KeptRecords:
-    """Return all records that anybody matched, as they are kept."""
+    """Return the records of a slice that any search matched."""
     rows = sorted(set().union(*found.values()))
     run = Run.of(
         records.partition,
@@ -196,7 +194,7 @@ def kept_records(records: Slice, found: Mapping[str, list[int]], shard: int, she
 def append_windows(
     shard: int, records: Slice, names: Mapping[str, list[int]], mark: int, most: int
 ) -> Iterator[Window]:
-    """Yield the windows that append matches to the logs of one shard: cut by offset, so that none is too large."""
+    """Yield the windows that append matches to the logs of one shard, cut by offset to a limited size."""
     begin, end = 0, len(records)
     while begin < end:
         rows = {
@@ -218,7 +216,7 @@ def append_windows(
 
 
 def matches_as_run(records: Slice, rows: Sequence[int]) -> Run:
-    """Return matches as a run: the coordinates and times of records, and their sizes for values."""
+    """Return matches as a run whose values are the sizes of the records' values."""
     values: list[Any] = [b"%d" % len(records.values[i] or b"") for i in rows]
     return Run.of(
         records.partition, [records.offsets[i] for i in rows], [records.times[i] for i in rows], [None], None, values
