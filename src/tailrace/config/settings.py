@@ -92,16 +92,16 @@ class Valkey(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _split(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("url"), str):
-            return given
-        url, inside = without_password(given["url"])
+    def _split(cls, section: Any) -> Any:
+        if not isinstance(section, dict) or not isinstance(section.get("url"), str):
+            return section
+        url, inside = without_password(section["url"])
         if not inside:
-            return given
-        outside = given.get("password", "")
+            return section
+        outside = section.get("password", "")
         if (outside.get_secret_value() if isinstance(outside, SecretStr) else outside) not in ("", inside):
             raise ValueError("one password: valkey.url and valkey.password hold different ones")
-        return given | {"url": url, "password": inside}
+        return section | {"url": url, "password": inside}
 
 
 class Spark(Section):
@@ -308,27 +308,27 @@ class Settings(BaseSettings):
 
     def warnings(self) -> list[str]:
         """Return warnings about values that are accepted but probably not meant."""
-        found: list[str] = []
+        warnings: list[str] = []
         if re.fullmatch(r"local(\[[^,]+\])?", self.spark.master):
-            found.append(
+            warnings.append(
                 f"spark.master = {self.spark.master!r} allows one attempt per task, so a killed Python worker ends the "
                 "query: write local[N,4]"
             )
         if self.serve.host not in ("127.0.0.1", "localhost", "::1") and not self.serve.user_header:
-            found.append(
+            warnings.append(
                 f"serve.host = {self.serve.host!r} opens the service to the network, and it asks nobody who they are"
             )
         for section in type(self).model_fields:
-            found += getattr(self, section).warnings()
+            warnings += getattr(self, section).warnings()
         topics = self.kafka.topics
-        found += [
+        warnings += [
             f"folds.rules.{name}.topics names {topic!r}, which kafka.topics does not have: it is not read, nor folded"
             for name, fold in self.folds.rules.items()
             if not isinstance(fold.topics, str) and not isinstance(topics, str)
             for topic in fold.topics
             if topic not in topics
         ]
-        return found
+        return warnings
 
     def _printable(self) -> dict[str, Any]:
         """Return every value by its path as text, number, list or table, secrets hidden."""

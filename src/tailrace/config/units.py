@@ -48,9 +48,9 @@ def parse_size(text: object) -> int:
     """Read ``"64KiB"``, ``"10MB"`` or a plain number of bytes."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text) if isinstance(text, str) else None
-    factor = _SIZE_NAMES.get(found[2].lower() or "b") if found else None
-    size = Decimal(found[1]) * factor if found and factor else None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text) if isinstance(text, str) else None
+    factor = _SIZE_NAMES.get(match[2].lower() or "b") if match else None
+    size = Decimal(match[1]) * factor if match and factor else None
     if size is None or size != int(size):
         raise ValueError('a size with its unit, such as "64KiB", "1MiB" or "10MB"')
     return int(size)

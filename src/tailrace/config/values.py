@@ -199,13 +199,13 @@ class KeepByName(Table[timedelta | None]):
     def read(cls, value: object) -> Self:
         if not isinstance(value, Mapping):
             raise ValueError('a table of patterns and durations, such as {"audit/.*" = "forever"}')
-        found: dict[str, timedelta | None] = {}
+        table: dict[str, timedelta | None] = {}
         for pattern, keep in value.items():
             try:
-                found[check_pattern(str(pattern))] = _FOREVER.read(keep)
+                table[check_pattern(str(pattern))] = _FOREVER.read(keep)
             except ValueError as error:
                 raise ValueError(f"for {pattern!r} {error}") from None
-        return cls(found)
+        return cls(table)
 
 
 class TopicsByUser(Table[str]):
@@ -217,15 +217,15 @@ class TopicsByUser(Table[str]):
     def read(cls, value: object) -> Self:
         if not isinstance(value, Mapping):
             raise ValueError('a table of patterns for users and for topics, such as {"anna|ben" = "orders-.*"}')
-        found: dict[str, str] = {}
+        table: dict[str, str] = {}
         for pattern, topics in value.items():
             try:
-                found[check_pattern(str(pattern))] = check_pattern(topics)
+                table[check_pattern(str(pattern))] = check_pattern(topics)
                 if not pattern or not topics:
                     raise ValueError("a pattern that is not empty")
             except ValueError as error:
                 raise ValueError(f"for {pattern!r} {error}") from None
-        return cls(found)
+        return cls(table)
 
 
 def _topic(text: str) -> str:
@@ -284,34 +284,34 @@ def _brokers(text: str) -> str:
     return text
 
 
-def _kafka_properties(given: Properties) -> Properties:
+def _kafka_properties(properties: Properties) -> Properties:
     for key, why in (
         ("bootstrap.servers", "kafka.bootstrap says it"),
         ("isolation.level", "it is always read_committed"),
     ):
-        if key in given:
+        if key in properties:
             raise ValueError(f"properties without {key!r}: {why}")
-    return given
+    return properties
 
 
-def _spark_conf(given: Properties) -> Properties:
-    for key, value in given.items():
+def _spark_conf(properties: Properties) -> Properties:
+    for key, value in properties.items():
         if not key.startswith("spark."):
             raise ValueError(f"keys that begin with 'spark.', not {key!r}")
         if key == "spark.master":
             raise ValueError("conf without 'spark.master': the key spark.master says it")
         if key == "spark.speculation" and value != "false":
             raise ValueError("conf without 'spark.speculation': two tasks of one partition would break its order")
-    return given
+    return properties
 
 
 def _valkey_url(text: str) -> str:
     try:
         parts = urlsplit(text)
-        known = parts.scheme in ("valkey", "valkeys", "redis", "rediss") and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in ("valkey", "valkeys", "redis", "rediss") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise ValueError("valkey://host:port/database (or valkeys://, redis://, rediss://)")
     return text
 

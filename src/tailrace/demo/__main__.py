@@ -23,13 +23,13 @@ LONGEST_RETRY_S = 10.0
 
 
 async def send(settings: Settings, random: Random) -> None:
-    """Send the events of all sources to the service until cancelled."""
+    """Send the sample events to the service until cancelled."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.serve.host, settings.serve.host)
     async with connect(f"http://{host}:{settings.serve.port}") as river:
-        # Each source has its own random numbers, so that the settings of one change nothing for the others.
+        # Each sample has its own random numbers, so that the settings of one change nothing for the others.
         plans = [
-            source.plan(settings.demo, Random(random.getrandbits(64)), lambda: datetime.now(UTC))
-            for source in (jobs, posts, shop, carts, cars)
+            sample.plan(settings.demo, Random(random.getrandbits(64)), lambda: datetime.now(UTC))
+            for sample in (jobs, posts, shop, carts, cars)
         ]
         await asyncio.gather(*(_follow(river, plan) for plan in plans))
 

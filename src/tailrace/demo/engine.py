@@ -1,6 +1,6 @@
-"""The engine of the sample sources: stories that overlap in time, and plans of what to send when.
+"""The engine of the samples: stories that overlap in time, and plans of what to send when.
 
-A source is a module of data with a function ``plan``. Its events are a pure function of the random numbers, and of the
+A sample is a module of data with a function ``plan``. Its events are a pure function of the random numbers, and of the
 clock where they carry a time, so the same seed repeats them.
 """
 

@@ -1,7 +1,7 @@
-"""Which topics are meant, and what Kafka has of them now, asked without blocking the event loop.
+"""Topics of a request and the offsets of their partitions, for the service: the broker is asked in threads.
 
-Invariant of ``BrokerTopics``: nobody gets an answer that was under way before he asked, so what was written by then is
-in it.
+Invariant: an answer includes everything that was written before the request, since nobody shares a call to the broker
+that was under way before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class BrokerTopics:
-    """Asks Kafka, in threads, where topics begin and end, and the store for their generations."""
+    """Asks Kafka for topics and offsets, and the store for generations."""
 
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
         self._settings, self._nodes = settings, nodes
@@ -36,62 +36,59 @@ class BrokerTopics:
         """Return the topics of a filter that exist.
 
         Raises:
-            TopicNotRead: A name is not among the topics that the pipeline reads.
-            TopicNotFound: A name does not exist, and the caller would not wait.
+            TopicNotRead: The pipeline does not read one of the names.
+            TopicNotFound: One of the names does not exist, and ``missing`` is "fail".
         """
         for name in wanted.names:
             if not self._read.fullmatch(name):
                 raise TopicNotRead(name)
-        found = await self._ask("topics", lambda broker: broker.topics())
+        existing = await self._ask("topics", lambda broker: broker.topics())
         for name in wanted.names:
-            if name not in found and missing == "fail":
+            if name not in existing and missing == "fail":
                 raise TopicNotFound(f"no topic is called {name!r}: see the topics of the broker, or wait for it")
-        return [topic for name, topic in found.items() if name in wanted]
+        return [topic for name, topic in existing.items() if name in wanted]
 
     async def ends(self, topics: list[Topic]) -> dict[str, int]:
-        """Return where each partition ends."""
+        """Return the end of each partition."""
         return await self._labelled("ends", topics, lambda broker: broker.ends(topics))
 
     async def at_time(self, topics: list[Topic], time_ms: int) -> dict[str, int]:
-        """Return, for each partition, the offset behind which every record of this time, or a later one, is."""
+        """Return the first offset of each partition whose record has this time or a later one; else its end."""
         return await self._labelled(time_ms, topics, lambda broker: broker.at_time(topics, time_ms))
 
-    async def adopted(self) -> dict[str, TopicGeneration]:
-        """Return what the store knows of every topic that was ever read."""
+    async def generations(self) -> dict[str, TopicGeneration]:
+        """Return the generation of every topic that the pipeline has ever read."""
         return read_generations(await self._nodes.read(0, "HGETALL", self._nodes.keys.topics()))
 
     async def is_current(self, partition: Partition) -> bool:
-        """Return True if a partition is what Kafka has under its name now."""
-        generation, topic_id = (await self.adopted()).get(partition.topic, UNKNOWN_TOPIC)
+        """Return True if Kafka has this generation of the partition now."""
+        generation, topic_id = (await self.generations()).get(partition.topic, UNKNOWN_TOPIC)
         if generation != partition.generation:
             return False
         # The pipeline may not have noticed yet that the topic was deleted, or created again.
-        found = await self._ask(("topic", partition.topic), lambda broker: broker.topic(partition.topic))
-        return found is not None and topic_id in ("", found.id)
+        topic = await self._ask(("topic", partition.topic), lambda broker: broker.topic(partition.topic))
+        return topic is not None and topic_id in ("", topic.id)
 
     async def _labelled(
         self, what: Hashable, topics: list[Topic], ask: Callable[[Broker], Mapping[tuple[str, int], int]]
     ) -> dict[str, int]:
         offsets = await self._ask((what, *((topic.name, topic.id, topic.partitions) for topic in topics)), ask)
-        known = await self.adopted()
-        found: dict[str, int] = {}
+        generations = await self.generations()
+        labelled: dict[str, int] = {}
         for topic in topics:
-            # One that was created again, and that the pipeline has not noticed yet, gets the next generation.
-            generation = known.get(topic.name, UNKNOWN_TOPIC).of(topic.id)
+            # The pipeline may not have noticed yet that a topic was created again: it will get the next generation.
+            generation = generations.get(topic.name, UNKNOWN_TOPIC).of(topic.id)
             for partition in topic.partitions:
                 if (topic.name, partition) in offsets:
-                    found[str(Partition(topic.name, partition, generation))] = offsets[topic.name, partition]
-        return found
+                    labelled[str(Partition(topic.name, partition, generation))] = offsets[topic.name, partition]
+        return labelled
 
     async def _ask(self, what: Hashable, ask: Callable[[Broker], T]) -> T:
-        """Ask the broker; those who ask ``what`` while it is being asked share the next answer.
-
-        Nobody gets an answer that was under way before he asked: what was written by then is in it.
-        """
-        asked = self._next.get(what)
-        if asked is None:
-            asked = self._next[what] = asyncio.create_task(self._ask_next(what, ask))
-        answer: T = await asyncio.shield(asked)
+        """Call the broker; requests for the same ``what`` that come during a call share the next one."""
+        task = self._next.get(what)
+        if task is None:
+            task = self._next[what] = asyncio.create_task(self._ask_next(what, ask))
+        answer: T = await asyncio.shield(task)
         return answer
 
     async def _ask_next(self, what: Hashable, ask: Callable[[Broker], T]) -> T:
@@ -99,8 +96,8 @@ class BrokerTopics:
             while (under_way := self._under_way.get(what)) is not None:
                 await asyncio.wait([under_way])
         finally:
-            asked = self._next.pop(what)
-        self._under_way[what] = asked
+            task = self._next.pop(what)
+        self._under_way[what] = task
         try:
             async with self._opening:
                 if self._broker is None:

@@ -92,7 +92,7 @@ class Gap(msgspec.Struct, frozen=True):
 
 
 class SegmentPosition(msgspec.Struct, frozen=True):
-    """Where to read next: after ``position`` in segment ``at`` of the list (``len`` of the list at the end)."""
+    """Next read of a reader: after ``position`` in segment ``at`` of the list (``len`` of the list at the end)."""
 
     at: int
     position: Position
