@@ -60,7 +60,7 @@ class Printer:
         self.printed = 0
 
     def open(self, river: River) -> Feed:
-        return river.tail(*self.names, **self.parameters())
+        return river.tail(*self.names, **self.keywords())
 
     def command(self) -> list[str]:
         """Return the words of the command, without the options of every feed."""
@@ -97,7 +97,7 @@ class Printer:
         """Return the cursor without what only the same request understands."""
         return cursor.partition("~")[0]
 
-    def parameters(self) -> FeedKeywords:
+    def keywords(self) -> FeedKeywords:
         options = self.options
         return {
             "after": options.after,

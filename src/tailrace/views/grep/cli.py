@@ -124,13 +124,13 @@ class MatchPrinter(Printer):
 
     def open(self, river: River) -> Feed:
         query = {"$nor": [self.query]} if self.invert else self.query
-        return river.grep(self.topics, query, key=self.key, count=self.count, client=self.client, **self.parameters())
+        return river.grep(self.topics, query, key=self.key, count=self.count, client=self.client, **self.keywords())
 
-    def parameters(self) -> FeedKeywords:
-        parameters = super().parameters()
+    def keywords(self) -> FeedKeywords:
+        keywords = super().keywords()
         if self.only_topics:
-            parameters["limit"] = None  # -n limits the topics, not the events
-        return parameters
+            keywords["limit"] = None  # -n limits the topics, not the events
+        return keywords
 
     def command(self) -> list[str]:
         words = ["grep", *self.names]

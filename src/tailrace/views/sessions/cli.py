@@ -110,7 +110,7 @@ class SessionPrinter(Printer):
     def open(self, river: River) -> Feed:
         (identity,) = self.names
         session = river.session(
-            identity, channels=self.channels, pixel=self.pixel, rate=self.rate, raw=self.raw, **self.parameters()
+            identity, channels=self.channels, pixel=self.pixel, rate=self.rate, raw=self.raw, **self.keywords()
         )
         return session.feed
 

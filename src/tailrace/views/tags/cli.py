@@ -71,7 +71,7 @@ class TagPrinter(Printer):
     client: str | None
 
     def open(self, river: River) -> Feed:
-        return river.tagged(*self.names, mode=self.mode, query=self.query, client=self.client, **self.parameters())
+        return river.tagged(*self.names, mode=self.mode, query=self.query, client=self.client, **self.keywords())
 
     def command(self) -> list[str]:
         words = ["tagged"]
