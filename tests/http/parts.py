@@ -12,7 +12,8 @@ from urllib.parse import unquote
 import httpx
 
 from tailrace.config.settings import Settings
-from tailrace.http.app import Server, create_app, listen
+from tailrace.http.app import create_app
+from tailrace.http.server import Server, listen
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views import VIEWS
 from tests.writing import Record, Writer

@@ -1,11 +1,8 @@
-"""Health: which parts answer, and what the pipeline and upkeep last reported of themselves.
+"""Health: which parts answer, and the last reports of the pipeline and of the upkeep jobs.
 
-Every question has a time limit, and the answers are shared for a moment: asking often costs little. Being ready does
-not depend on upkeep: without it everything is served, and takes more memory.
-
-Upkeep as the service sees it: the report that each job left of its last run, and whether the next one is overdue.
-
-The jobs write their reports into the store, and the service only reads them. Nothing here is a part of readiness.
+Every question has a time limit, and answers are shared for a moment, so asking often costs little. Drivers and jobs
+leave their reports in the store, and the service only reads them. Readiness does not depend on upkeep: without it
+everything is served, and takes more memory.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ from tailrace.metrics import JobRun
 from tailrace.valkey.shards import mapping
 
 LATE = 2
-"""Intervals without a run after which a job is overdue."""
+"""Intervals without a run that make a job overdue."""
 
 _HEAD = frozenset({"job", "view", "started_ms", "ended_ms", "error", "succeeded_ms", "effective"})
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class UpkeepReports:
-    """Reads the reports."""
+    """Reads the reports that upkeep jobs leave."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -96,29 +93,29 @@ LIMIT_S = 3.0
 SHARED_S = 0.5
 STALE_MS = 10_000
 INTAKE = "intake"
-"""The view that every pipeline has: it owns what all views share."""
+"""The view that every pipeline has."""
 
 T = TypeVar("T")
 
 
 class Health:
-    """Asks the parts."""
+    """Asks the parts how they are."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._upkeep = UpkeepReports(service)
-        self._asked: tuple[float, asyncio.Task[tuple[list[PartStatus], dict[str, dict[str, Any]]]]] | None = None
+        self._shared: tuple[float, asyncio.Task[tuple[list[PartStatus], dict[str, dict[str, Any]]]]] | None = None
 
     async def readiness(self) -> Readiness:
         """Return whether Valkey, Kafka and the pipeline of every configured view are there."""
-        parts, _ = await self._look()
+        parts, _ = await self._inspect()
         return Readiness(ready=all(part.state == "up" for part in parts), parts=parts)
 
     async def status(self) -> Status:
         """Return what is known of the whole installation."""
         service = self._service
         (parts, reports), jobs, *members = await asyncio.gather(
-            self._look(),
+            self._inspect(),
             _or_nothing(self._upkeep.jobs(), list[JobStatus]()),
             *(_or_nothing(part.status(), dict[str, Any]()) for part in service.parts.values()),
         )
@@ -148,17 +145,17 @@ class Health:
 
     @property
     def _wanted(self) -> tuple[str, ...]:
-        """The views that somebody has to write."""
+        """The views that a pipeline has to write."""
         return self._service.views
 
     @property
     def _views(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((INTAKE, *self._wanted)))
 
-    async def _look(self) -> tuple[list[PartStatus], dict[str, dict[str, Any]]]:
-        if self._asked is None or time.monotonic() - self._asked[0] > SHARED_S:
-            self._asked = time.monotonic(), asyncio.create_task(self._ask())
-        return await asyncio.shield(self._asked[1])
+    async def _inspect(self) -> tuple[list[PartStatus], dict[str, dict[str, Any]]]:
+        if self._shared is None or time.monotonic() - self._shared[0] > SHARED_S:
+            self._shared = time.monotonic(), asyncio.create_task(self._ask())
+        return await asyncio.shield(self._shared[1])
 
     async def _ask(self) -> tuple[list[PartStatus], dict[str, dict[str, Any]]]:
         reports: dict[str, dict[str, Any]] = {}

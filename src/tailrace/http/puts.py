@@ -1,7 +1,7 @@
-"""Events as people write them: reads the body of a put into what Kafka gets, all of it or nothing.
+"""Bodies of requests, and the events in the body of a put: all of them are valid, or none is written.
 
 A body is lines of JSON, or one array; its first byte tells which. A value goes to Kafka as it was written, digit for
-digit and key for key. Invariant: what is accepted here is never poison to the pipeline.
+digit and key for key. Invariant: an event that is accepted here is never poison to the pipeline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tailrace.kafka.produce import TURN_EVENTS, NewEvent
 from tailrace.log.event import parse_time, poison
 
 MAX_COMPLAINTS = 5
-_HELD_STEP = 1 << 20
+_RESERVE_STEP = 1 << 20
 _POISON = {
     "oversize": "is larger than pipeline.max_event_bytes",
     "too-deep": "nests deeper than pipeline.max_depth",
@@ -40,16 +40,16 @@ _encode_key = msgspec.json.Encoder(decimal_format="number").encode
 
 @asynccontextmanager
 async def body_of(service: Service, request: Request) -> AsyncIterator[bytes]:
-    """Read a body that is no larger than it may be, and hold its memory while it is worked on."""
+    """Read a body up to ``serve.max_body``, and reserve its memory while the caller uses it."""
     limit = service.settings.serve.max_body
     too_large = TooLarge(f"a request has at most {limit} bytes (serve.max_body): send the events in several requests")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise BadRequest("the body is compressed (Content-Encoding): send it as it is")
-    said = request.headers.get("content-length", "")
-    if said.isdigit() and int(said) > limit:
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
         raise too_large
     body = bytearray()
-    with ExitStack() as held:
+    with ExitStack() as reservations:
         reserved = 0
         try:
             async with asyncio.timeout(service.settings.serve.send_timeout.total_seconds()):
@@ -58,8 +58,8 @@ async def body_of(service: Service, request: Request) -> AsyncIterator[bytes]:
                     if len(body) > limit:
                         raise too_large
                     if len(body) > reserved:
-                        step = max(_HELD_STEP, len(body) - reserved)
-                        held.enter_context(service.holding(step))
+                        step = max(_RESERVE_STEP, len(body) - reserved)
+                        reservations.enter_context(service.holding(step))
                         reserved += step
         except TimeoutError:
             raise BadRequest("the body did not arrive in time: send fewer events at once") from None
@@ -104,7 +104,7 @@ def _texts(body: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def read_event(text: bytes, max_bytes: int, max_depth: int) -> NewEvent:
-    """Read one event, or raise EventRefused with what is wrong with it."""
+    """Read one event, or raise EventRefused with the reason."""
     try:
         given = _decode(text)
         key = None if isinstance(given.key, msgspec.UnsetType) else _key(bytes(given.key).strip())

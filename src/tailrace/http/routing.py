@@ -17,9 +17,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.routing import WebSocketRoute
 
 from tailrace.api.requests import Parameters
+from tailrace.http.access import everything
 from tailrace.http.openapi import Responses, answer, parameters, problems
 from tailrace.http.request import read_parameters
-from tailrace.http.socket import everything
 from tailrace.http.sse import FeedResponse
 
 FEED_PROBLEMS = (400, 404, 410, 503)

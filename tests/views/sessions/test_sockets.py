@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tailrace.errors import AccessDenied
-from tailrace.http.socket import refuse_foreign
+from tailrace.http.access import refuse_foreign
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Running
 from tests.views.sessions.foreign import T0, Foreign, connected, time_range

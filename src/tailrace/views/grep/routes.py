@@ -39,12 +39,12 @@ from tailrace.api.requests import (
     read_query,
 )
 from tailrace.errors import SearchNotFound
+from tailrace.http.access import topics_of
 from tailrace.http.openapi import FEED, json_body
 from tailrace.http.puts import body_of
 from tailrace.http.request import Here, LastEventId, decoded, limits_of, read_body
 from tailrace.http.routing import Routes
 from tailrace.http.service import LogService, Service, connected, now_ms
-from tailrace.http.socket import topics_of
 from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import client_properties
 from tailrace.kafka.topics import BrokerTopics
