@@ -1,4 +1,4 @@
-"""The connection to a service: what every call and every feed of a client goes through."""
+"""The connection to a service, for every call and every feed of a client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakSet
 import httpx
 import msgspec
 
-from tailrace.api.requests import FeedParameters, GrepParameters
+from tailrace.api.requests import FeedParameters
 from tailrace.client.answers import error_of
 from tailrace.client.following import Feed, FeedKeywords
 from tailrace.errors import BadRequest, Unavailable
@@ -19,7 +19,7 @@ from tailrace.errors import BadRequest, Unavailable
 DEFAULT_URL = "http://127.0.0.1:7070"
 LARGEST_PAGE = 1_000
 LONGEST_ADDRESS = 4_096
-"""Bytes of parameters that go into the address of a search; proxies take not many more, so longer ones go in a body."""
+"""Bytes of parameters in an address; proxies take not many more, so longer ones go in a body."""
 LONGEST_SEARCH = 600.0
 """Seconds to wait for the largest of very many streams, and for a flush of very many groups."""
 
@@ -61,7 +61,7 @@ class Connection:
         await self._http.aclose()
 
     async def call(self, method: str, path: str, patience: float = 30.0, **options: Any) -> bytes:
-        """Ask anything of the service; return the body of the answer. What it refuses is raised as its error."""
+        """Send a request; return the body of the answer, or raise the error that it is."""
         timeout = httpx.Timeout(max(self.timeout, 30.0), read=max(self.timeout, patience))
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)
@@ -74,8 +74,18 @@ class Connection:
             raise error_of(response.status_code, response.content)
         return response.content
 
-    def _feed(self, path: str, kind: type[FeedParameters], options: FeedKeywords, **more: Any) -> Feed:
-        """Make a feed; ``more`` are the parameters that its view adds. A query that is long goes in a body."""
+    def _feed(
+        self, path: str, kind: type[FeedParameters], options: FeedKeywords, *, long_in_body: bool = False, **more: Any
+    ) -> Feed:
+        """Make a feed.
+
+        Args:
+            path: its URL.
+            kind: its parameters.
+            options: those that every feed has.
+            long_in_body: the URL takes parameters that are long in a body, with ``q`` as JSON.
+            more: those that its view adds.
+        """
         given: dict[str, Any] = {**options, **more}
         on_control = given.pop("on_control", None)
         parameters = kind(**given)
@@ -83,14 +93,14 @@ class Connection:
             raise BadRequest("give either after= (a cursor) or start=, not both")
         query = {name: value for name, value in msgspec.to_builtins(parameters).items() if value is not None}
         body = None
-        if isinstance(parameters, GrepParameters) and len(str(httpx.QueryParams(query))) > LONGEST_ADDRESS:
-            body, query = msgspec.json.encode({**query, "q": msgspec.Raw(parameters.q.encode())}), {}
+        if long_in_body and len(str(httpx.QueryParams(query))) > LONGEST_ADDRESS:
+            body, query = msgspec.json.encode({**query, "q": msgspec.Raw(query["q"].encode())}), {}
         feed = Feed(self, path, query, body=body, cursor=parameters.after, on_control=on_control)
         self._feeds.add(feed)
         return feed
 
     async def _pages(self, path: str, query: dict[str, str | int], limit: int | None) -> AsyncIterator[bytes]:
-        """Ask for page after page; whoever has enough goes."""
+        """Yield page after page; the caller stops when it has enough."""
         query["limit"] = LARGEST_PAGE if limit is None else max(1, min(limit, LARGEST_PAGE))
         after: str | int | None = ""
         while after is not None:
@@ -101,7 +111,7 @@ class Connection:
     async def _listed(
         self, path: str, query: dict[str, str | int], limit: int | None, read: Callable[[bytes], list[T]]
     ) -> list[T]:
-        """Return what the pages list, so many at most; ``read`` takes it from a page."""
+        """Return up to ``limit`` rows of a list; ``read`` takes them from a page."""
         found: list[T] = []
         async for page in self._pages(path, query, limit):
             found += read(page)

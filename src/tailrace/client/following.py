@@ -1,7 +1,7 @@
-"""Feeds as their reader sees them: one request that goes on over any number of disconnects.
+"""Feeds of the client: one request that goes on over any number of disconnects.
 
 Invariant: a feed yields exactly what the service has after its cursor, in order, each event once, over any number of
-disconnects, restarts and timeouts; ``feed.cursor`` is always the place after the last event that was handed out.
+disconnects, restarts and timeouts; ``feed.cursor`` is always the position after the last event that was handed out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FeedKeywords(TypedDict, total=False):
 
 
 class Feed:
-    """What one request yields: an asynchronous iterable of events, and a context manager that closes it.
+    """The events of one request: an asynchronous iterable, and a context manager that closes it.
 
     Iterating again after a ``break`` goes on where it stopped. One task at a time may iterate.
     """
@@ -68,12 +68,12 @@ class Feed:
         on_control: Callable[[Control], None] | None = None,
     ) -> None:
         self.cursor = cursor
-        """The place after the last event handed out: resume there with ``after=``."""
+        """Position after the last event handed out: resume there with ``after=``."""
         self.total: int | None = None
-        """How many events there were, as the service said at the end; None before."""
+        """Number of events, as the service said at the end; None before."""
         self.on_control = on_control
         self._connection, self._path, self._query, self._body = connection, path, query, body
-        self._reached: str | None = None  # what has been read, which may be ahead of what was handed out
+        self._reached: str | None = None  # cursor of the last frame read, which may be ahead of ``cursor``
         self._waiting: deque[SseFrame] = deque()
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
@@ -93,7 +93,7 @@ class Feed:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Let the connection go; what was read and not handed out is read again by the next iteration."""
+        """Close the connection; the next iteration reads again what was not handed out."""
         self._waiting.clear()
         if self._reached is not None:
             self._reached = self.cursor

@@ -1,26 +1,27 @@
-"""The Python side of the HTTP contract: follow feeds, put events, list streams and folds.
+"""The client: follow feeds, put events, and list what there is.
 
     async with tailrace.connect("http://127.0.0.1:7070") as river:
         async for event in river.tail("jobs/nightly", after=cursor):
             ...
 
-Nobody who uses it needs to know that connections break.
+A feed goes on over any number of disconnects.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from typing import Any, Unpack
 
 import msgspec
 
-from tailrace.api.answers import Coordinates, Day, Days, Explained, Put, Stream, Streams
-from tailrace.api.requests import WINDOW_BYTES, GrepParameters, StreamsFeedParameters
+from tailrace.api.answers import Coordinates, Day, Days, Put, Stream, Streams
+from tailrace.api.requests import StreamsFeedParameters
 from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
 from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.request_encoding import Group, as_segment, document_of, key_text, topics_text
+from tailrace.client.request_encoding import as_segment
 from tailrace.errors import BadRequest
-from tailrace.views.folds.client import FoldsClient
+from tailrace.views.folds.client import FoldsClient, Group
+from tailrace.views.grep.client import GrepClient
 from tailrace.views.sessions.client import SessionsClient
 from tailrace.views.tags.client import TagsClient
 
@@ -31,7 +32,7 @@ BATCH_BYTES = 2**20
 
 
 def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float = 10.0, silence: float = 45.0) -> River:
-    """Name a service; the connection is made by the first call.
+    """Return the client of a service; the first call connects.
 
     Args:
         url: where the service is.
@@ -42,71 +43,14 @@ def connect(url: str = DEFAULT_URL, *, token: str | None = None, timeout: float 
     return River(url, token=token, timeout=timeout, silence=silence)
 
 
-class River(FoldsClient, TagsClient, SessionsClient):
-    """A service: its streams and searches here, and the rest of what it offers by subject in the classes above."""
+class River(FoldsClient, GrepClient, TagsClient, SessionsClient):
+    """A service: its streams here, and its other subjects in the classes above."""
 
     def tail(self, *names: str, **options: Unpack[FeedKeywords]) -> Feed:
         """Follow the day streams of some names, merged by time; ``FeedKeywords`` says what each keyword means."""
         if not names:
             raise BadRequest("name at least one stream to follow")
         return self._feed("/v1/streams/events", StreamsFeedParameters, options, name=names)
-
-    def grep(
-        self,
-        topics: str | Sequence[str] = "",
-        query: Mapping[str, object] | None = None,
-        *,
-        key: str | Sequence[object] | None = None,
-        count: bool = False,
-        window: int = WINDOW_BYTES,
-        client: str | None = None,
-        since: str | None = None,
-        **options: Unpack[FeedKeywords],
-    ) -> Feed:
-        """Search topics: what the past has, from ``start`` on, then what comes.
-
-        Args:
-            topics: a regular expression (RE2) for their whole names, or names; ``""`` for all.
-            query: MongoDB's, as ``docs/query.md`` says; all events without it. Times in it may be ``datetime``.
-            key: the first elements of the key, or a regular expression (RE2) for one of them.
-            count: send no events, only their number: ``await feed.count()``.
-            window: bytes of events that the service fetches at once.
-            client: a name under which the service keeps the reader's position: without ``after`` it goes on there.
-            since: the same as ``start``.
-            options: of every feed. Here ``missing`` is about topics that are named.
-        """
-        if since is not None:
-            if options.get("start") is not None:
-                raise BadRequest("since= and start= are the same: give one of them")
-            options["start"] = since
-        return self._feed(
-            "/v1/grep",
-            GrepParameters,
-            options,
-            topics=topics_text(topics),
-            q=document_of({} if query is None else query),
-            key=None if key is None else key_text(key),
-            count=count,
-            window=window,
-            client=client,
-        )
-
-    async def explain(
-        self,
-        query: Mapping[str, object],
-        samples: Iterable[object] = (),
-        *,
-        topics: str | Sequence[str] = "",
-        key: str | Sequence[object] | None = None,
-    ) -> Explained:
-        """Try a search on samples: how it is understood, and which part of it each sample passes or fails.
-
-        A sample is an event of a feed or a bare value.
-        """
-        body = {"topics": topics_text(topics), "q": msgspec.Raw(document_of(query).encode()), "samples": list(samples)}
-        body |= {} if key is None else {"key": key_text(key)}
-        answer = await self.call("POST", "/v1/grep/explain", content=msgspec.json.encode(body))
-        return msgspec.json.decode(answer, type=Explained)
 
     async def put(
         self,
@@ -171,7 +115,7 @@ class River(FoldsClient, TagsClient, SessionsClient):
         return msgspec.json.decode(answer, type=Days).days
 
     async def status(self) -> dict[str, Any]:
-        """Rates, lag, batch time and health of every part."""
+        """Return rates, lag, batch time and health of every part."""
         answer: dict[str, Any] = msgspec.json.decode(await self.call("GET", "/v1/status"))
         return answer
 

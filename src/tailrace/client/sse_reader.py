@@ -1,4 +1,4 @@
-"""Reads an event stream without any I/O, so that how its bytes were cut can be tested apart from how they came.
+"""A reader of event streams without any I/O, so that it can be tested apart from connections.
 
 However the same bytes are split into chunks, the same frames come out. A frame that was not finished with an empty line
 is not a frame: its id never counts, and resuming after the last whole one repeats and skips nothing.
@@ -22,7 +22,7 @@ class SseFrame(NamedTuple):
 
 
 class SseReader:
-    """Collects chunks and gives back the frames they complete."""
+    """Collects chunks and returns the frames that they complete."""
 
     def __init__(self) -> None:
         self.retry: float | None = None
@@ -32,7 +32,7 @@ class SseReader:
         self._began = False
 
     def feed(self, chunk: bytes) -> list[SseFrame]:
-        """Take the next bytes and return the frames that are now whole.
+        """Add bytes and return the frames that are now whole.
 
         Raises:
             TooLarge: a frame that does not end.

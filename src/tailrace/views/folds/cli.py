@@ -33,8 +33,8 @@ from tailrace.errors import BadRequest, RuleNotFound
 
 if TYPE_CHECKING:
     from tailrace.api.answers import GivenOut
-    from tailrace.client.request_encoding import Group
     from tailrace.config.settings import Settings
+    from tailrace.views.folds.client import Group
 
 PICTURES = (".png", ".svg")
 GROUP_HELP = "A JSON array or object; any other text is the group's only part."

@@ -1,9 +1,9 @@
-"""Folds from Python: their rules, what they hold, and what can be done about it."""
+"""Folds from Python: rules, pending groups, and commands on a running rule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, Unpack
 
 import msgspec
 
@@ -11,11 +11,14 @@ from tailrace.api.answers import FoldRule, FoldRules, FoldWindows, GivenOut, Pen
 from tailrace.api.requests import FeedParameters
 from tailrace.client.connection import LONGEST_SEARCH, Connection
 from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.request_encoding import Group, as_segment, parts_of
+from tailrace.client.request_encoding import as_segment
+
+Group: TypeAlias = str | Sequence[object] | Mapping[str, object] | msgspec.Raw
+"""The values that belong together: in the order of the rule's paths, or by path; a text is the only value."""
 
 
 class FoldsClient(Connection):
-    """What a ``River`` does with folds."""
+    """Folds of a ``River``."""
 
     def folds(self, rule: str, **options: Unpack[FeedKeywords]) -> Feed:
         """Follow the folded events of a rule."""
@@ -31,16 +34,16 @@ class FoldsClient(Connection):
         return await self._listed(path, {}, limit, lambda page: msgspec.json.decode(page, type=Pending).groups)
 
     async def flush(self, rule: str, group: Group) -> GivenOut:
-        """Close the folds of a group now, and give them out."""
-        return await self._give_out(rule, "flush", {"group": parts_of(group)})
+        """Close the folds of a group now, and emit them."""
+        return await self._emit(rule, "flush", _body(group))
 
     async def flush_all(self, rule: str) -> GivenOut:
-        """Close the folds of all groups now, and give them out."""
-        return await self._give_out(rule, "flush", {"all": True})
+        """Close the folds of all groups now, and emit them."""
+        return await self._emit(rule, "flush", {"all": True})
 
     async def delete(self, rule: str, group: Group) -> GivenOut:
-        """Drop the folds of a group: they are given out for the reason ``deleted``."""
-        return await self._give_out(rule, "delete", {"group": parts_of(group)})
+        """Drop the folds of a group: they are emitted with the reason ``deleted``."""
+        return await self._emit(rule, "delete", _body(group))
 
     async def set_windows(self, rule: str, **windows: str | int) -> FoldWindows:
         """Change windows of a rule while it runs, as they are written in the configuration; the others stay.
@@ -55,7 +58,7 @@ class FoldsClient(Connection):
         """Give a rule the windows of its configuration again."""
         return await self._windows(rule, {"reset": True})
 
-    async def _give_out(self, rule: str, what: str, body: Mapping[str, object]) -> GivenOut:
+    async def _emit(self, rule: str, what: str, body: Mapping[str, object]) -> GivenOut:
         path = f"/v1/folds/{as_segment(rule)}/{what}"
         answer = await self.call("POST", path, patience=LONGEST_SEARCH, content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=GivenOut)
@@ -64,3 +67,7 @@ class FoldsClient(Connection):
         path = f"/v1/folds/{as_segment(rule)}/windows"
         answer = await self.call("POST", path, content=msgspec.json.encode(body))
         return msgspec.json.decode(answer, type=WindowsChange).windows
+
+
+def _body(group: Group) -> dict[str, object]:
+    return {"group": [group] if isinstance(group, str) else group}

@@ -1,4 +1,4 @@
-"""Telemetry sessions from Python: which there are, and bursts of one, decoded and with exact times.
+"""Telemetry sessions from Python: their list, and bursts of one, decoded and with exact times.
 
     async for burst in river.session("lap-7", channels=["vCar:Chassis"]):
         for series in burst.channels:
@@ -26,7 +26,7 @@ from tailrace.errors import BadRequest
 LARGEST_LIST = 1_000
 
 Value = float | int | str | list[float] | None
-"""A number, a text, three numbers of one sample, or None for what is no number."""
+"""A number, a text, three numbers of one sample, or None for a value that is no number."""
 
 
 class ChannelSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class ChannelSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened in a session."""
+    """An event of a session."""
 
     id: int
     time: int
@@ -53,7 +53,7 @@ class SessionEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True):
-    """What came together."""
+    """Samples and events that came together."""
 
     session: str
     position: str
@@ -109,11 +109,11 @@ class BurstFeed:
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
-        """What carries it; its lines are the bursts as the service sent them."""
+        """The feed that carries them; its lines are the bursts as the service sent them."""
 
     @property
     def cursor(self) -> str | None:
-        """The place after the last burst handed out: resume there with ``after=``."""
+        """Position after the last burst handed out: resume there with ``after=``."""
         return self.feed.cursor
 
     async def __aenter__(self) -> Self:
@@ -146,7 +146,7 @@ class BurstFeed:
 
 
 class SessionsClient(Connection):
-    """What a ``River`` does with telemetry sessions."""
+    """Telemetry sessions of a ``River``."""
 
     def session(
         self,

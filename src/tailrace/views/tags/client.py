@@ -1,4 +1,4 @@
-"""Tags from Python: which there are, whose events have them, and the events of some."""
+"""Tags from Python: their list, their sources, and feeds of their events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tailrace.errors import BadRequest
 
 
 class TagsClient(Connection):
-    """What a ``River`` does with tags."""
+    """Tags of a ``River``."""
 
     def tagged(
         self,
