@@ -236,6 +236,12 @@ def test_the_service_describes_itself(client: httpx.Client) -> None:
     assert "<table>" in client.get("/", headers={"Accept": "text/html"}).text
 
 
+def test_pages_find_an_icon(client: httpx.Client) -> None:
+    response = client.get("/favicon.ico")
+    assert (response.status_code, response.headers["content-type"]) == (200, "image/svg+xml")
+    assert response.content.startswith(b"<svg ")
+
+
 def test_a_service_without_its_store_says_so_and_recovers(
     tmp_path_factory: pytest.TempPathFactory, serve: Serve
 ) -> None:

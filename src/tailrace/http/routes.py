@@ -33,6 +33,10 @@ PUT_BODY = body(
     },
     "Events as lines of JSON, or one JSON array. One bad event refuses the whole request.",
 )
+ICON = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#14507a"/>'
+    b'<path d="M2 6q3-3 6 0t6 0M2 11q3-3 6 0t6 0" fill="none" stroke="#fff" stroke-width="1.6"/></svg>'
+)
 READY: Responses = answer(Readiness)
 READY[503] = {**READY[200], "description": "A part does not answer."}
 
@@ -83,6 +87,12 @@ async def ready(health: Asked) -> Response:
 async def metrics(health: Asked) -> Response:
     """Return all metrics in Prometheus's text format."""
     return Response(await health.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@operations.get("/favicon.ico", responses=text("image/svg+xml"))
+async def favicon() -> Response:
+    """Show the icon of the pages."""
+    return Response(ICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
 
 @operations.get("/", response_class=JSONResponse)

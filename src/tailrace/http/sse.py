@@ -1,15 +1,12 @@
-"""Feeds over HTTP: pulls frames, joins them into few sends, and lets a client that does not read slow only itself.
+"""Feeds over HTTP, as an event stream (for browsers) or as lines of JSON.
 
-Two coroutines meet in a small buffer. One pulls from the feed while there is room; the other sends what has gathered:
-at once when the line was quiet, else after ``coalesce_wait`` or ``coalesce_bytes``. Invariant: what is held for a
-client is at most ``coalesce_bytes`` and one batch of the feed, plus what the server's transport buffers; a send that
-takes longer than ``send_timeout`` ends the connection, and the client resumes at its last whole frame. No send is
-larger than ``coalesce_bytes``, so a client that is slow but makes progress is left alone.
-
-How frames are written: as an event stream for browsers, or as one JSON document per line for everything else.
-
-Invariant: a frame is whole or not there, and never holds a line break of its own, so a stream that was cut anywhere can
-be read up to its last whole frame. A cursor is the same text in both forms.
+Two coroutines meet in a small buffer. One reads the feed while there is room; the other sends: at once when the line
+was quiet, else after ``coalesce_wait`` or ``coalesce_bytes``. Invariants: a client takes at most ``coalesce_bytes`` and
+one batch of the feed in memory, plus the buffer of the server's transport. A send that takes longer than
+``send_timeout`` ends the connection, and the client resumes at its last whole frame; no send is larger than
+``coalesce_bytes``, so a slow client that makes progress is left alone. A frame is whole or absent and has no line break
+inside, so a stream that was cut anywhere can be read up to its last whole frame. A cursor is the same text in both
+forms.
 """
 
 from __future__ import annotations
@@ -33,25 +30,25 @@ from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFr
 
 
 class Encoding(Protocol):
-    """One of the two forms."""
+    """A form of frames on the wire."""
 
     media_type: str
     heartbeat: bytes
 
     def opening(self, retry_ms: int, cursor: str | None) -> bytes:
-        """Return the first bytes; the cursor is where a new request begins, so that it can resume before any event."""
+        """Return the first bytes, with the cursor where a new request begins."""
         ...
 
     def frames(self, frames: Sequence[AnyFrame]) -> bytes:
-        """Return frames in order."""
+        """Encode frames."""
         ...
 
     def problem(self, document: bytes) -> bytes:
-        """Return what is said before a feed that failed is closed."""
+        """Return the last bytes of a feed that failed."""
         ...
 
     def farewell(self, retry_ms: int) -> bytes:
-        """Return what is said before a feed that could go on is closed."""
+        """Return the last bytes of a feed that the service ends."""
         ...
 
 
@@ -67,7 +64,7 @@ class EventStream:
 
     def frames(self, frames: Sequence[AnyFrame]) -> bytes:
         if isinstance(frames, Batch):
-            return _written(frames, self.media_type, b"id: ", b"\ndata: ", b"\n\n")
+            return _encode_batch(frames, self.media_type, b"id: ", b"\ndata: ", b"\n\n")
         out: list[bytes] = []
         for frame in frames:
             cursor = frame.cursor.encode("ascii")
@@ -84,12 +81,12 @@ class EventStream:
         return b"event: problem\ndata: %b\n\n" % one_line(document)
 
     def farewell(self, retry_ms: int) -> bytes:
-        # All clients hear it at the same moment; they shall not come back at the same moment.
+        # All clients get it at the same moment; they must not come back at the same moment.
         return b"retry: %d\n\n" % round(retry_ms * random.uniform(0.5, 1.5))
 
 
 class NdjsonEncoding:
-    """application/x-ndjson. Events carry their ``cursor``; what has an ``event`` member is about the feed itself.
+    """application/x-ndjson. Events carry their ``cursor``; a line with an ``event`` member is about the feed itself.
 
     An empty line is a heartbeat.
     """
@@ -102,7 +99,7 @@ class NdjsonEncoding:
 
     def frames(self, frames: Sequence[AnyFrame]) -> bytes:
         if isinstance(frames, Batch):
-            return _written(frames, self.media_type, b'{"cursor":"', b'",', b"\n", 1)
+            return _encode_batch(frames, self.media_type, b'{"cursor":"', b'",', b"\n", 1)
         out: list[bytes] = []
         for frame in frames:
             cursor = frame.cursor.encode("ascii")
@@ -122,8 +119,8 @@ class NdjsonEncoding:
         return b""
 
 
-def _written(batch: Batch, form: str, before: bytes, between: bytes, behind: bytes, skip: int = 0) -> bytes:
-    """Return a batch in one of the forms; it is written once, whoever sends it."""
+def _encode_batch(batch: Batch, form: str, before: bytes, between: bytes, behind: bytes, skip: int = 0) -> bytes:
+    """Encode a batch; all feeds that send it share the bytes."""
     written = batch.written.get(form)
     if written is None:
         head, tail = before + batch.head.encode("ascii"), batch.tail.encode("ascii") + between
@@ -136,7 +133,7 @@ def _written(batch: Batch, form: str, before: bytes, between: bytes, behind: byt
 
 
 def one_line(document: bytes) -> bytes:
-    """Return a JSON document without line breaks; JSON has them between tokens alone."""
+    """Return a JSON document without line breaks, which JSON has only between tokens."""
     if b"\n" in document or b"\r" in document:
         return document.translate(None, b"\r\n")
     return document
@@ -153,14 +150,15 @@ LINES = NdjsonEncoding()
 
 
 def choose(accept: str, wanted: str | None) -> Encoding:
-    """Return the form that a request wants: ``format=`` decides, else the better mark in Accept, else it is SSE."""
+    """Return the form for a request: that of ``format=``, else the preferred one of Accept, else SSE."""
     if wanted is not None:
         return LINES if wanted == "ndjson" else EVENT_STREAM
-    return LINES if _mark(accept, "application", "x-ndjson") > _mark(accept, "text", "event-stream") else EVENT_STREAM
+    lines, events = _preference(accept, "application", "x-ndjson"), _preference(accept, "text", "event-stream")
+    return LINES if lines > events else EVENT_STREAM
 
 
-def _mark(accept: str, kind: str, subtype: str) -> tuple[float, int]:
-    """Return how much a type is wanted: its quality, then how exactly it is named."""
+def _preference(accept: str, kind: str, subtype: str) -> tuple[float, int]:
+    """Return the quality of a media type in Accept, and how exactly it is named."""
     best = (-1, 0.0)
     for part in accept.split(","):
         name, *options = (piece.strip().lower() for piece in part.split(";"))
@@ -182,17 +180,17 @@ def _number(text: str) -> float:
 logger = logging.getLogger(__name__)
 
 ABORT = "tailrace.abort"
-"""Where our server leaves, in the scope's state, the function that drops a connection with all that waits in it."""
+"""Key in the scope's state of the function that drops a connection and its buffer."""
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Vary": "Accept"}
 
 
 class SlowClientError(Exception):
-    """A client took no bytes for as long as it may."""
+    """A client took no bytes for ``serve.send_timeout``."""
 
 
 class FeedResponse(Response):
-    """The answer to a request for a feed. It opens the feed itself: what fails before the first byte is a problem."""
+    """The answer to a request for a feed. It opens the feed itself, so a failure before the first byte is a problem."""
 
     media_type = "text/event-stream"
 
@@ -276,14 +274,14 @@ class _Delivery:
         self._parts: list[bytes] = []
         self._size = 0
         self._over = False
-        """Whether nothing more will be pulled."""
+        """True if nothing more is read from the feed."""
         self._gone = False
-        self._something = asyncio.Event()
-        self._plenty = asyncio.Event()
+        self._filled = asyncio.Event()
+        self._full = asyncio.Event()
         self._room = asyncio.Event()
 
     def stop(self) -> None:
-        """End soon, telling the client to come back."""
+        """End soon, with a farewell that lets the client come back."""
         if not self._over:
             self._last(self._encoding.farewell(self._retry_ms))
 
@@ -302,7 +300,7 @@ class _Delivery:
         finally:
             self._over = True
             for task in (pulling, listening):
-                while not task.done():  # a cancellation that meets an answer of the store may be lost
+                while not task.done():  # a cancellation that coincides with an answer of the store may be lost
                     task.cancel()
                     await asyncio.wait({task}, timeout=0.5)
 
@@ -333,48 +331,48 @@ class _Delivery:
     def _last(self, chunk: bytes) -> None:
         self._over = True
         self._add(chunk)
-        self._plenty.set()
+        self._full.set()
 
     def _add(self, chunk: bytes) -> None:
         self._parts.append(chunk)
         self._size += len(chunk)
-        self._something.set()
+        self._filled.set()
         if self._size >= self._limit:
-            self._plenty.set()
+            self._full.set()
 
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._gone = self._over = True
-        self._something.set()
-        self._plenty.set()
+        self._filled.set()
+        self._full.set()
 
     async def _write(self, opening: bytes) -> None:
         clock = asyncio.get_running_loop().time
-        await self._give(opening)
+        await self._send_chunk(opening)
         sent = clock()
         while not self._gone:
-            if not await self._happens(self._something, self._heartbeat_s):
-                await self._give(self._encoding.heartbeat)
+            if not await self._wait_for(self._filled, self._heartbeat_s):
+                await self._send_chunk(self._encoding.heartbeat)
                 continue
             pause = sent + self._wait_s - clock()
-            if pause > 0 and not self._plenty.is_set():
-                await self._happens(self._plenty, pause)
+            if pause > 0 and not self._full.is_set():
+                await self._wait_for(self._full, pause)
             over = self._over
             chunk = b"".join(self._parts)
             self._parts.clear()
             self._size = 0
-            self._something.clear()
-            self._plenty.clear()
+            self._filled.clear()
+            self._full.clear()
             self._room.set()
             for start in range(0, len(chunk), self._limit):
-                await self._give(chunk[start : start + self._limit])
+                await self._send_chunk(chunk[start : start + self._limit])
             if over:
-                await self._give(b"", more=False)
+                await self._send_chunk(b"", more=False)
                 return
             sent = clock()
 
-    async def _give(self, chunk: bytes, more: bool = True) -> None:
+    async def _send_chunk(self, chunk: bytes, more: bool = True) -> None:
         if not chunk and more:
             return
         try:
@@ -385,7 +383,7 @@ class _Delivery:
         self._metrics.bytes.inc(len(chunk))
 
     @staticmethod
-    async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
+    async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:
         if event.is_set():
             return True
         with suppress(TimeoutError):

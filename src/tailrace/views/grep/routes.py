@@ -1,8 +1,6 @@
-"""Searches over HTTP: what a request for one says, and what a search would find in samples.
+"""Searches over HTTP: their feeds, explanations of a query, and the searches that are alive.
 
-The searches that are alive: which there are, who follows them, how far their past is scanned; and ending one.
-
-Everything here is read from registries, never from matches, and a few searches at a time.
+Lists are read from registries, never from matches, and a few searches at a time.
 """
 
 from __future__ import annotations
@@ -71,151 +69,10 @@ from tailrace.views.grep.store import (
     usage,
 )
 
-
-def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> Explained:
-    """Try a search, over topics that match ``within``.
-
-    A sample is a frame of a feed, with `data` and what lies beside it, or a bare value.
-    """
-    search = make_search(body.topics, body.q, body.key, limits)
-    search = search.narrowed(within) if within else search
-    compiled = search.compiled()
-    samples: list[Tried] = []
-    for sample in body.samples:
-        frame = isinstance(sample, dict) and "data" in sample and ("topic" in sample or "key" in sample)
-        found = compiled.explain(sample["data"] if frame else sample, sample if frame else None)
-        samples.append(Tried(found.matched, found))
-    topics = search.topics if isinstance(search.topics, str) else list(search.topics)
-    return Explained(id=search.id, topics=topics, canonical=compiled.canonical, samples=samples)
-
-
 AT_ONCE = 50
 """Searches whose registries are read together."""
 
-_read_asked = msgspec.json.Decoder(LeaseRequest).decode
-
-
-async def list_searches(grep: GrepService, after: str, limit: int) -> SearchesPage:
-    """Return a page of searches."""
-    ids = sorted(id.decode() for id in await grep.nodes.read(0, "HKEYS", grep.nodes.keys.searches()))
-    begin = bisect_right(ids, after) if after else 0
-    page = ids[begin : begin + limit]
-    found: list[SearchStatus] = []
-    for at in range(0, len(page), AT_ONCE):
-        found += await _look(grep, page[at : at + AT_ONCE])
-    return SearchesPage(searches=found, next=page[-1] if begin + limit < len(ids) else None)
-
-
-async def show_search(grep: GrepService, search: str, limit: int) -> SearchDetails:
-    """Return a search with its connections.
-
-    Raises:
-        SearchNotFound: None that is alive has this id.
-    """
-    found = await _look(grep, [search])
-    if not found:
-        raise SearchNotFound(search)
-    return SearchDetails(**msgspec.structs.asdict(found[0]), connections=await _connections(grep, search, limit))
-
-
-async def _look(grep: GrepService, ids: Sequence[str]) -> list[SearchStatus]:
-    """Read what there is of searches, in three round trips; one that was forgotten meanwhile is left out."""
-    nodes, keys = grep.nodes, grep.nodes.keys
-    (seconds, _), stored = await nodes.read_all([(0, ("TIME",)), (0, ("HMGET", keys.searches(), *ids))])
-    lives = [decode_life(each) for each in stored if each is not None]
-    if not lives:
-        return []
-    names, window = [life.search.id for life in lives], int(seconds) * 1000 // POPULAR_MS
-    commands: list[Command] = [
-        (0, ("HMGET", keys.followers(), *names)),
-        (0, ("HMGET", keys.popular(window), *names)),
-        (0, ("HMGET", keys.popular(window - 1), *names)),
-        (0, ("ZMSCORE", keys.uses(), *names)),
-        (0, ("ZMSCORE", keys.idle(), *names)),
-    ]
-    commands += [(0, ("LRANGE", keys.stretches(life.name), 0, -1)) for life in lives]
-    commands += [(0, ("SMEMBERS", keys.scanned(life.name))) for life in lives]
-    followers, *windows, uses, idle = (answers := await nodes.read_all(commands))[:5]
-    lists = [[decode_stretch(each) for each in listed] for listed in answers[5 : 5 + len(lives)]]
-    done = [{int(number) for number in numbers} for numbers in answers[5 + len(lives) :]]
-    scanned = await _scanned(grep, lives, lists, done)
-    logs = await grep.logs.logs_of([life.name for life in lives])
-    return [
-        SearchStatus(
-            id=life.search.id,
-            topics=life.search.topics if isinstance(life.search.topics, str) else list(life.search.topics),
-            within=life.search.within,
-            query=life.search.query,
-            life=life.number,
-            since=iso_time(life.since_ms),
-            followers=int(followers[i] or 0),
-            popularity=max(int(counts[i] or 0) for counts in windows),
-            use=round(usage(uses[i], window), 3),
-            last_used=None if idle[i] is None else iso_time(int(float(idle[i]))),
-            matches=sum(segment.events for segment in log.segments),
-            bytes=sum(segment.bytes for segment in log.segments),
-            stretches=[scanned[life.name, stretch.number] for stretch in lists[i]],
-        )
-        for i, (life, log) in enumerate(zip(lives, logs, strict=True))
-    ]
-
-
-async def _scanned(
-    grep: GrepService, lives: Sequence[SearchLife], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
-) -> dict[tuple[str, int], Scanned]:
-    """Return how far each stretch of each life is."""
-    keys, logs = grep.nodes.keys, grep.logs
-    wanted = [
-        (life, stretch, stretch.number in over)
-        for life, stretches, over in zip(lives, lists, done, strict=True)
-        for stretch in stretches
-    ]
-    commands: list[Command] = []
-    for life, stretch, is_done in wanted:
-        if not is_done:
-            shard = logs.shard_of(stretch.name(life))
-            commands.append((shard, marks_command(keys, shard, stretch)))
-    marks = iter(await grep.nodes.read_all(commands))
-    found = await logs.logs_of([stretch.name(life) for life, stretch, _ in wanted])
-    answer: dict[tuple[str, int], Scanned] = {}
-    for (life, stretch, is_done), log in zip(wanted, found, strict=True):
-        records = stretch.records if is_done else stretch.passed(decode_marks(stretch.ranges, next(marks)))
-        answer[life.name, stretch.number] = Scanned(
-            number=stretch.number,
-            since=iso_time(stretch.since_ms) if stretch.since_ms else None,
-            records=records,
-            of=stretch.records,
-            percent=stretch.percent(records),
-            done=is_done,
-            matches=sum(segment.events for segment in log.segments),
-        )
-    return answer
-
-
-async def _connections(grep: GrepService, search: str, limit: int) -> list[Follower]:
-    nodes, key = grep.nodes, grep.nodes.keys.connections(search)
-    found: dict[bytes, bytes] = {}
-    cursor = 0
-    while len(found) < limit:
-        told, some = await nodes.read(0, "HSCAN", key, cursor, "COUNT", 500)
-        found |= mapping(some)
-        cursor = int(told)
-        if not cursor:
-            break
-    return [_connection(place, facts) for place, facts in sorted(found.items())[:limit]]
-
-
-def _connection(place: bytes, facts: bytes) -> Follower:
-    process, _, number = place.decode().rpartition(" ")
-    asked = _read_asked(facts)
-    return Follower(
-        process=process,
-        number=int(number),
-        since=iso_time(asked.since_ms),
-        start=asked.start,
-        window=asked.window,
-        client=asked.client or None,
-    )
+_decode_request = msgspec.json.Decoder(LeaseRequest).decode
 
 
 class GrepService(LogService):
@@ -332,3 +189,139 @@ async def end_one_search(grep: GrepHere, id: SearchId, parameters: EndParameters
     """
     life, connections = await grep.searches.end(id, parameters.force)
     return EndedSearch(id, int(life.rpartition(".")[2]), connections)
+
+
+def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> Explained:
+    """Try a search on samples, over topics that match ``within``.
+
+    A sample is a frame of a feed, with ``data`` and its other members, or a bare value.
+    """
+    search = make_search(body.topics, body.q, body.key, limits)
+    search = search.narrowed(within) if within else search
+    compiled = search.compiled()
+    samples: list[Tried] = []
+    for sample in body.samples:
+        frame = isinstance(sample, dict) and "data" in sample and ("topic" in sample or "key" in sample)
+        found = compiled.explain(sample["data"] if frame else sample, sample if frame else None)
+        samples.append(Tried(found.matched, found))
+    topics = search.topics if isinstance(search.topics, str) else list(search.topics)
+    return Explained(id=search.id, topics=topics, canonical=compiled.canonical, samples=samples)
+
+
+async def list_searches(grep: GrepService, after: str, limit: int) -> SearchesPage:
+    """Return a page of searches."""
+    ids = sorted(id.decode() for id in await grep.nodes.read(0, "HKEYS", grep.nodes.keys.searches()))
+    begin = bisect_right(ids, after) if after else 0
+    page = ids[begin : begin + limit]
+    found: list[SearchStatus] = []
+    for at in range(0, len(page), AT_ONCE):
+        found += await _read_searches(grep, page[at : at + AT_ONCE])
+    return SearchesPage(searches=found, next=page[-1] if begin + limit < len(ids) else None)
+
+
+async def show_search(grep: GrepService, search: str, limit: int) -> SearchDetails:
+    """Return a search with its connections, or raise SearchNotFound."""
+    found = await _read_searches(grep, [search])
+    if not found:
+        raise SearchNotFound(search)
+    return SearchDetails(**msgspec.structs.asdict(found[0]), connections=await _connections(grep, search, limit))
+
+
+async def _read_searches(grep: GrepService, ids: Sequence[str]) -> list[SearchStatus]:
+    """Read searches in three round trips, without those that were forgotten meanwhile."""
+    nodes, keys = grep.nodes, grep.nodes.keys
+    (seconds, _), stored = await nodes.read_all([(0, ("TIME",)), (0, ("HMGET", keys.searches(), *ids))])
+    lives = [decode_life(each) for each in stored if each is not None]
+    if not lives:
+        return []
+    names, window = [life.search.id for life in lives], int(seconds) * 1000 // POPULAR_MS
+    commands: list[Command] = [
+        (0, ("HMGET", keys.followers(), *names)),
+        (0, ("HMGET", keys.popular(window), *names)),
+        (0, ("HMGET", keys.popular(window - 1), *names)),
+        (0, ("ZMSCORE", keys.uses(), *names)),
+        (0, ("ZMSCORE", keys.idle(), *names)),
+    ]
+    commands += [(0, ("LRANGE", keys.stretches(life.name), 0, -1)) for life in lives]
+    commands += [(0, ("SMEMBERS", keys.scanned(life.name))) for life in lives]
+    followers, *windows, uses, idle = (answers := await nodes.read_all(commands))[:5]
+    lists = [[decode_stretch(each) for each in listed] for listed in answers[5 : 5 + len(lives)]]
+    done = [{int(number) for number in numbers} for numbers in answers[5 + len(lives) :]]
+    scanned = await _scanned(grep, lives, lists, done)
+    logs = await grep.logs.logs_of([life.name for life in lives])
+    return [
+        SearchStatus(
+            id=life.search.id,
+            topics=life.search.topics if isinstance(life.search.topics, str) else list(life.search.topics),
+            within=life.search.within,
+            query=life.search.query,
+            life=life.number,
+            since=iso_time(life.since_ms),
+            followers=int(followers[i] or 0),
+            popularity=max(int(counts[i] or 0) for counts in windows),
+            use=round(usage(uses[i], window), 3),
+            last_used=None if idle[i] is None else iso_time(int(float(idle[i]))),
+            matches=sum(segment.events for segment in log.segments),
+            bytes=sum(segment.bytes for segment in log.segments),
+            stretches=[scanned[life.name, stretch.number] for stretch in lists[i]],
+        )
+        for i, (life, log) in enumerate(zip(lives, logs, strict=True))
+    ]
+
+
+async def _scanned(
+    grep: GrepService, lives: Sequence[SearchLife], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
+) -> dict[tuple[str, int], Scanned]:
+    """Return the progress of each stretch of each life."""
+    keys, logs = grep.nodes.keys, grep.logs
+    wanted = [
+        (life, stretch, stretch.number in over)
+        for life, stretches, over in zip(lives, lists, done, strict=True)
+        for stretch in stretches
+    ]
+    commands: list[Command] = []
+    for life, stretch, is_done in wanted:
+        if not is_done:
+            shard = logs.shard_of(stretch.name(life))
+            commands.append((shard, marks_command(keys, shard, stretch)))
+    marks = iter(await grep.nodes.read_all(commands))
+    found = await logs.logs_of([stretch.name(life) for life, stretch, _ in wanted])
+    answer: dict[tuple[str, int], Scanned] = {}
+    for (life, stretch, is_done), log in zip(wanted, found, strict=True):
+        records = stretch.records if is_done else stretch.passed(decode_marks(stretch.ranges, next(marks)))
+        answer[life.name, stretch.number] = Scanned(
+            number=stretch.number,
+            since=iso_time(stretch.since_ms) if stretch.since_ms else None,
+            records=records,
+            of=stretch.records,
+            percent=stretch.percent(records),
+            done=is_done,
+            matches=sum(segment.events for segment in log.segments),
+        )
+    return answer
+
+
+async def _connections(grep: GrepService, search: str, limit: int) -> list[Follower]:
+    nodes, key = grep.nodes, grep.nodes.keys.connections(search)
+    found: dict[bytes, bytes] = {}
+    cursor = 0
+    while len(found) < limit:
+        answer, some = await nodes.read(0, "HSCAN", key, cursor, "COUNT", 500)
+        found |= mapping(some)
+        cursor = int(answer)
+        if not cursor:
+            break
+    return [_connection(place, facts) for place, facts in sorted(found.items())[:limit]]
+
+
+def _connection(place: bytes, facts: bytes) -> Follower:
+    process, _, number = place.decode().rpartition(" ")
+    asked = _decode_request(facts)
+    return Follower(
+        process=process,
+        number=int(number),
+        since=iso_time(asked.since_ms),
+        start=asked.start,
+        window=asked.window,
+        client=asked.client or None,
+    )

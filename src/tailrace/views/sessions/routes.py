@@ -1,18 +1,12 @@
-"""Telemetry sessions in our own form: which there are, what is known of one, its channels, and its feed.
+"""Telemetry sessions over HTTP: their list, configurations and feeds, a binary WebSocket, and pages for a browser.
 
-Times in nanoseconds are texts wherever they may be too large for a double. What is converted is converted here, so
-whoever reads a feed needs no configuration; it is served for labels, units and limits.
+Times in nanoseconds are texts wherever they may be too large for a double. Values are converted here, so a reader of a
+feed needs no configuration; it is served for labels, units and limits.
 
-The feed of a session over a binary WebSocket, in a form that a browser uses without copying.
-
-What is sent is what the feed yields, as ``samples`` writes it; what it says of itself is a message without
-samples, with ``event`` in its header. A viewer that has caught up once and then falls too far behind goes on at the
-live end, and is told what it missed, or is closed; one that reads the past may take its time.
-
-Pages for a browser: the sessions, and one of them while it goes on.
-
-They are files beside this one, with nothing to build and nothing from elsewhere. A page asks the API as any client
-does; what it shows is in its script.
+The WebSocket sends what the feed yields, in messages that a browser uses without copying; a control frame is a message
+without samples, with ``event`` in its header. A viewer that has caught up once and then falls too far behind goes on at
+the live end and gets a gap, or is closed; a viewer that reads the past may take its time. The pages are files in
+``pages/``; their scripts ask the API as any client does.
 """
 
 from __future__ import annotations
@@ -224,14 +218,14 @@ async def _channels(sessions: SessionsService, located: Located) -> Channels:
 
 
 def _steps(conversion: Conversion) -> dict[str, Any]:
-    """Return what a conversion does with a raw number, step by step."""
+    """Describe a conversion of a raw number, step by step."""
     how = conversion.how
     if isinstance(how, TextTable):
-        told: dict[str, Any] = {"keys": list(how.names), "values": list(how.names.values()), "default": how.default}
+        table: dict[str, Any] = {"keys": list(how.names), "values": list(how.names.values()), "default": how.default}
     else:
-        told = msgspec.to_builtins(how)
+        table = msgspec.to_builtins(how)
     steps = {"shift": conversion.shift, "mask": f"{conversion.mask:x}", "offset": conversion.offset}
-    return {**steps, conversion.kind: told}
+    return {**steps, conversion.kind: table}
 
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -244,31 +238,31 @@ class LiveFeed:
         self._feed, self._client_bytes, self._drops = feed, client_bytes, drops
         self.closing = Closing(1000, "")
         self.dropped = 0
-        """How often the viewer was too far behind."""
+        """Times that the viewer was too far behind."""
 
     def stop(self) -> None:
-        """End soon, telling the client to come back."""
+        """End soon, with a close frame that lets the client come back."""
         self.closing = Closing(1012, "the service is shutting down: connect again, after the last id")
         self._feed.stop()
 
     def hear(self, frame: bytes | str) -> Closing | None:
-        """Pass over what the client says: there is nothing to say here."""
+        """Ignore messages of the client."""
         return None
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
-        """Give messages until the feed ends, or the viewer is to be closed."""
+        """Yield messages until the feed ends, or the viewer is too far behind."""
         try:
             async with aclosing(self._feed.__aiter__()) as batches:
                 async for frames in batches:
                     for frame in frames:
-                        yield written(frame)
+                        yield encode_frame(frame)
                     behind = self._feed.behind
                     if behind <= self._client_bytes:
                         continue
                     self.dropped += 1
                     if not self._drops:
-                        said = f"{behind} bytes behind (sessions.client_bytes): connect again, after the last id"
-                        self.closing = Closing(1013, said)
+                        reason = f"{behind} bytes behind (sessions.client_bytes): connect again, after the last id"
+                        self.closing = Closing(1013, reason)
                         return
                     self._feed.drop()
         except TailraceError as error:
@@ -276,14 +270,14 @@ class LiveFeed:
             self.closing = Closing(1013 if error.retryable else 1008, str(error))
 
 
-def written(frame: AnyFrame) -> bytes:
+def encode_frame(frame: AnyFrame) -> bytes:
     """Return a frame as a message."""
     if isinstance(frame, EventFrame):
         return frame.data
-    place = {"id": frame.cursor} if frame.cursor else {}
+    position = {"id": frame.cursor} if frame.cursor else {}
     if isinstance(frame, ControlFrame):
-        return message(_encode({"event": frame.name, **place, **_decode(frame.data)}))
-    return message(_encode({"event": "moved", **place}))
+        return message(_encode({"event": frame.name, **position, **_decode(frame.data)}))
+    return message(_encode({"event": "moved", **position}))
 
 
 @routes.websocket("/v1/sessions/{identity}/live")
