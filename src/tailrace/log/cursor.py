@@ -19,7 +19,7 @@ from typing import ClassVar
 import msgspec
 
 from tailrace.errors import BadRequest, CursorError
-from tailrace.log.event import _time
+from tailrace.log.event import find_time
 
 MAX_CURSOR_BYTES = 4096
 MAX_NAMES = 200
@@ -161,7 +161,7 @@ def parse_start(text: str, names: int, now_ms: int) -> Start:
         if count * names > MAX_LAST:
             raise BadRequest(f"from={text} over {names} name(s): at most {MAX_LAST} events in all; use a time")
         return FromLast(count)
-    time_ms = _time(text.removeprefix("@"), now_ms)
+    time_ms = find_time(text.removeprefix("@"), now_ms)
     if time_ms is not None:
         return FromTime(time_ms)
     if _POSITION.match(text) and not text.startswith("@"):

@@ -1,4 +1,4 @@
-"""Events: the identity of a Kafka record, its JSON form in every feed, and the check that it has one.
+"""Events: the identity of a Kafka record, its time and JSON form in every feed, and the check that it has one.
 
 Invariant: an event's id is a pure function of its coordinates in Kafka, so it is the same in every view, in every
 delivery, and after a rebuild. A topic that was deleted and created again has a higher generation, which its ids carry.
@@ -76,6 +76,37 @@ def _second(seconds: int) -> str:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
     except (ValueError, OverflowError, OSError):
         return ""
+
+
+_AGO = re.compile(r"-((?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+)", re.ASCII)
+_UNIT = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
+_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
+_ISO = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+-]\d\d:?\d\d)?|(Z))?", re.ASCII | re.IGNORECASE
+)
+
+
+def parse_time(text: str, now_ms: int) -> int:
+    """Read a time: ISO 8601 (UTC unless it says otherwise) or an age like ``-1h``; ``@`` may stand before it."""
+    time_ms = find_time(text.strip().removeprefix("@"), now_ms)
+    if time_ms is None:
+        raise BadRequest(f"cannot read time {text[:80]!r}: 2026-11-15T08:00:00Z, or an age like -1h")
+    return time_ms
+
+
+def find_time(text: str, now_ms: int) -> int | None:
+    """Read a time without ``@``; None if the text is not one."""
+    if ago := _AGO.fullmatch(text):
+        return now_ms - round(sum(float(n) * _UNIT_MS[unit] for n, unit in _UNIT.findall(ago[1])))
+    if not _ISO.fullmatch(text):
+        return None
+    try:
+        moment = datetime.fromisoformat(text.upper().removesuffix("Z"))
+    except ValueError:
+        raise BadRequest(f"{text!r} is no time: a date or clock value is out of range") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return round(moment.timestamp() * 1000)
 
 
 def key_json(key: bytes | None) -> bytes:
@@ -174,39 +205,3 @@ def too_deep(value: bytes, max_depth: int) -> bool:
         elif byte in _CLOSE:
             depth -= 1
     return False
-
-
-_AGO = re.compile(r"-((?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+)", re.ASCII)
-
-
-_UNIT = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
-
-
-_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
-
-
-_ISO = re.compile(
-    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)(Z|[+-]\d\d:?\d\d)?|(Z))?", re.ASCII | re.IGNORECASE
-)
-
-
-def parse_time(text: str, now_ms: int) -> int:
-    """Read a time: ISO 8601 (UTC unless it says otherwise) or an age like ``-1h``; ``@`` may stand before it."""
-    time_ms = _time(text.strip().removeprefix("@"), now_ms)
-    if time_ms is None:
-        raise BadRequest(f"cannot read time {text[:80]!r}: 2026-11-15T08:00:00Z, or an age like -1h")
-    return time_ms
-
-
-def _time(text: str, now_ms: int) -> int | None:
-    if ago := _AGO.fullmatch(text):
-        return now_ms - round(sum(float(n) * _UNIT_MS[unit] for n, unit in _UNIT.findall(ago[1])))
-    if not _ISO.fullmatch(text):
-        return None
-    try:
-        moment = datetime.fromisoformat(text.upper().removesuffix("Z"))
-    except ValueError:
-        raise BadRequest(f"{text!r} is no time: a date or clock value is out of range") from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return round(moment.timestamp() * 1000)
