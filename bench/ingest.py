@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import valkey
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
-
-import valkey
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import valkey
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
-import valkey
 from bench.peers.task import Watch, given
 
 AT_ONCE = 500

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import valkey
 from valkey.cluster import ValkeyCluster
 
-import valkey
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
 from tailrace.errors import EmbeddedError
 

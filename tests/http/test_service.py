@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 import httpx
 import msgspec
 import pytest
+from valkey import Valkey
 
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import NO_BROKER, Running, Serve, Streams, problem
-from valkey import Valkey
 
 YESTERDAY_MS = round(time.time() * 1000) - 86_400_000
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import httpx
+from valkey import Valkey
 
 from tailrace.driver.hooks import Start, ViewDriver
 from tailrace.driver.report import Report
@@ -18,7 +19,6 @@ from tailrace.views import days
 from tests.http.parts import Running, Serve
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer
-from valkey import Valkey
 
 
 def left(

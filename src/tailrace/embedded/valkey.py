@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import valkey
+
 from tailrace.embedded.process import HOST, EmbeddedServer, Part, free_port
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 

@@ -21,12 +21,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+import valkey
 import valkey.asyncio
 from valkey.connection import Connection, ConnectionPool, SSLConnection, parse_url
 from valkey.crc import key_slot
 from valkey.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, ResponseError, ValkeyError
 
-import valkey
 from tailrace.errors import StaleDriver, StoreChanged, StoreError, StoreMismatch, StoreUnavailable
 from tailrace.valkey.keys import FORMAT, Keys
 

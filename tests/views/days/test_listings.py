@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from valkey import Valkey
 
 from tailrace.api.answers import Stream
 from tailrace.errors import Overloaded
@@ -23,7 +24,6 @@ from tailrace.views.days.listing import Largest
 from tests.http.parts import Streams, problem
 from tests.upkeep.rig import Keeper, now_ms
 from tests.writing import DAY, NOON, Record, Writer
-from valkey import Valkey
 
 HOUR = DAY // 24
 START = NOON - NOON % DAY

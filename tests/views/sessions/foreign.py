@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import lz4.block
+from valkey import Valkey
 from valkey.cluster import ValkeyCluster
 
 from tailrace.valkey.shards import StoreOptions
-from valkey import Valkey
 
 SECOND = 1_000_000_000
 T0 = 1_620_129_055 * SECOND
