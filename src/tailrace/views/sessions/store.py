@@ -85,9 +85,7 @@ class SessionChange(msgspec.Struct, frozen=True):
     """New state, without a version."""
     order: tuple[int, int, int]
     fields: Mapping[str, Arg]
-    """All fields of its hash but ``lastUpdated``; ``order`` is written as given above. Empty for notes, which have no
-    hash.
-    """
+    """All fields of its hash but ``lastUpdated`` and ``order``; empty for notes, which have no hash."""
     version: bytes = b""
     """New version, from ``new_version``, if the next write continues from here; otherwise the store makes one."""
 
@@ -200,9 +198,7 @@ class SessionStore:
     def _hashes(
         self, identities: Sequence[str], fields: Sequence[str]
     ) -> tuple[list[list[bytes | None]], dict[str, str]]:
-        """Return the same, and by identity a description of each key that is no hash: other programs may use such
-        keys.
-        """
+        """Return the same, and by identity a description of each key that another program uses for something else."""
         keys = [self._keys.session(self.options.key, identity) for identity in identities]
         commands: list[Keyed] = [(key, ("HMGET", key, *fields)) for key in keys]
         try:

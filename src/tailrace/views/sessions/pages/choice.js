@@ -1,4 +1,4 @@
-// Which charts are shown, and how many seconds: chosen in the page, and kept in its address so that a link has it.
+// The choice of charts and of the window's length, kept in the page's address so that a link has it.
 
 /** Read what the address says, and keep it there as it changes. `charts` gives those that there are. */
 export class Choice {

@@ -1,4 +1,4 @@
-// What happened: a list, the last of each kind, and marks for the charts.
+// Events: a list, the last of each kind, and marks for the charts.
 
 import {clock} from "/pages/writing.js";
 

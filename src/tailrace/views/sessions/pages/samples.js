@@ -1,4 +1,4 @@
-// The samples of one parameter that are still kept, in the order of time.
+// The buffered samples of one parameter, in the order of time.
 
 const FIRST_ROOM = 1024;
 

@@ -1,4 +1,4 @@
-// One session while it goes on: charts of the last seconds, current values, events; resumed where it was cut off.
+// One live session: charts of the last seconds, current values, events; resumed after a lost connection.
 
 import {Chart, colours} from "/pages/chart.js";
 import {Choice} from "/pages/choice.js";
@@ -7,14 +7,14 @@ import {readFrame} from "/pages/frames.js";
 import {KEPT_MS, View} from "/pages/view.js";
 import {clock, span} from "/pages/writing.js";
 
-const PIXEL = "50ms"; // of so long a time the least and the greatest sample are sent
-const SMOOTH_MS = 40, CALM_MS = 100; // between two drawings, of a short and of a long stretch
+const PIXEL = "50ms"; // length of a cell of which the least and the greatest sample are sent
+const SMOOTH_MS = 40, CALM_MS = 100; // between two drawings of a short and of a long window
 const FIRST_WAIT_MS = 300;
 const LONGEST_WAIT_MS = 8_000;
-const FULL_PAST = 50; // parameters whose past is read as far back as it is kept; of more of them less is read
+const FULL_PAST = 50; // parameters whose past is read completely; of more of them less is read
 const SHORTEST_PAST_MS = 10_000;
 const LOOK_MS = 2_000;
-const SILENT_MS = 15_000; // after so long without a word it is asked whether there is any
+const SILENT_MS = 15_000; // silence after which the page asks for the session
 const CLOSED = ["closed", "truncated", "failed"];
 
 const identity = decodeURIComponent(location.pathname.replace(/^\/sessions\//, ""));
@@ -32,7 +32,7 @@ const watched = new IntersectionObserver((entries) => {
 let json = {};
 let range = null;
 let link = "connecting";
-let base = null; // the first time that was seen, in nanoseconds: what is shown is counted from it, in milliseconds
+let base = null; // first time seen, in nanoseconds; charts count milliseconds from it
 let cursor = "";
 let start = "-1m";
 let newest = null;
@@ -41,10 +41,10 @@ let heard = 0;
 let drawn = 0;
 let wait = FIRST_WAIT_MS;
 let ended = false;
-let known = false; // whether there is such a session
-let complete = false; // whether its configuration is known
+let known = false; // true if there is such a session
+let complete = false; // true if its configuration is known
 let shades = colours();
-const counted = {frames: 0, samples: 0, gaps: 0, connections: 0}; // for whoever looks at the page from outside
+const counted = {frames: 0, samples: 0, gaps: 0, connections: 0}; // for tests of the page
 window.counted = counted;
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { shades = colours(); });

@@ -1,4 +1,4 @@
-// The list of sessions, asked for again every two seconds. Rows stay what they are, so that focus and selection do, too.
+// The list of sessions, reloaded every two seconds. Rows are reused, so that focus and selection stay.
 
 import {ago, moment, span} from "/pages/writing.js";
 

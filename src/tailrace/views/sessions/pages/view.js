@@ -1,4 +1,4 @@
-// The stretch of time that all charts show: it follows what comes, or stands where somebody looks.
+// The time window of all charts: it follows new samples, or stands still while a person looks at it.
 
 import {clock} from "/pages/writing.js";
 
@@ -15,7 +15,7 @@ export class View {
     this.button = button;
     this.edge = null;
     this.newest = null;
-    this.zero = 0; // milliseconds since 1970 of what all times are counted from
+    this.zero = 0; // milliseconds since 1970 of time zero
     this.follows = true;
     this.pointed = null; // from 0, the left end, to 1
     button.addEventListener("click", () => this.follow(!this.follows));
@@ -44,7 +44,7 @@ export class View {
     if (!this.follows && this.edge !== null) return;
     // The right edge moves with the clock, and is pulled gently to where the newest sample is.
     const far = this.edge === null || Math.abs(this.edge - newest) > 2_000;
-    const passed = Math.min(elapsed, 200); // a page that nobody sees is not drawn
+    const passed = Math.min(elapsed, 200); // a hidden page is not drawn
     this.edge = far || over ? newest : this.edge + passed + (newest - this.edge) * passed / 400;
   }
 
