@@ -18,6 +18,8 @@ from tailrace.embedded.stack import own_parts
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, EmbeddedError, PrerequisiteMissing
 
+pytestmark = pytest.mark.jvm
+
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCassandra]:

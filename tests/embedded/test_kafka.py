@@ -14,6 +14,8 @@ from confluent_kafka.cimpl import NewTopic
 from tailrace.embedded.kafka import EmbeddedKafka, find_java
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 
+pytestmark = pytest.mark.jvm
+
 
 @pytest.fixture(scope="module")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:

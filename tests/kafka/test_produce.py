@@ -145,6 +145,7 @@ async def test_nothing_is_written_while_the_generation_is_unknown(
     assert end_of(kafka, topic, 1) == 0
 
 
+@pytest.mark.jvm
 async def test_a_broker_that_hangs_or_is_killed_is_reported_in_time_and_comes_back_without_a_restart(
     store: StoreOptions, tmp_path: Path, topic: str
 ) -> None:

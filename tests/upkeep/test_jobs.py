@@ -82,6 +82,7 @@ def spread() -> Iterator[Spread]:
         yield spread
 
 
+@pytest.mark.jvm
 def test_what_spark_packs_is_what_this_process_packs(
     store: StoreOptions, spread: Spread, capfd: pytest.CaptureFixture[str]
 ) -> None:

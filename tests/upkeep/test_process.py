@@ -182,6 +182,7 @@ def _states(options: StoreOptions, name: str) -> list[int]:
     return found
 
 
+@pytest.mark.jvm
 def test_the_process_is_stopped_soon_while_spark_works_for_it(store: StoreOptions, tmp_path: Path) -> None:
     view = written(store, some_days(names=30))
     slow = {"upkeep__pack_every": "1s", "upkeep__spark_from": "0B", "upkeep__buckets_per_hour": "600"}
