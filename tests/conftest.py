@@ -12,10 +12,9 @@ import pytest
 
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import NO_BROKER, Running, Serve, Streams
-from tests.upkeep.past import Past, settings_for
+from tests.upkeep.past import Past
 from tests.views.folds.holding import Holder
 from tests.writing import Writer
 
@@ -29,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--searches", type=int, default=100, help="searches that are followed at once")
 
 
-JVM = {"kafka", "cassandra_server", "own_cassandra", "own_kafka", "quick_spark", "spark"}
+JVM = {"kafka", "cassandra_server", "own_cassandra", "own_kafka", "quick_spark", "spark", "spread"}
 """Fixtures that start one."""
 
 LONGEST = (
@@ -117,12 +116,6 @@ def broker_client(serve: Serve, kafka: EmbeddedKafka) -> Iterator[httpx.Client]:
     """A client of a service that has a broker."""
     with serve(kafka__bootstrap=kafka.address, kafka__new_topic_partitions=2).client() as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def spark(kafka: EmbeddedKafka) -> Iterator[Any]:
-    with spark_for(settings_for(kafka.address, StoreOptions("valkey://127.0.0.1:1/0"), [])) as session:
-        yield session
 
 
 @pytest.fixture

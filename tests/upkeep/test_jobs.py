@@ -26,6 +26,7 @@ from tailrace.errors import (
 )
 from tailrace.log.segment import PACKED
 from tailrace.log.store import LogRegistry
+from tailrace.testing.fixtures import end_spark
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
@@ -77,7 +78,8 @@ def reports(options: StoreOptions) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def spread() -> Iterator[Spread]:
-    """One session for all tests of this file."""
+    """One session for all tests of this file, and no other one."""
+    end_spark()
     with Spread(settings(StoreOptions("valkey://127.0.0.1:1/0"))) as spread:
         yield spread
 

@@ -13,14 +13,19 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tailrace.config.load import load
+from tailrace.driver.source import session as begin_session
 from tailrace.embedded.cassandra import EmbeddedCassandra
+from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
 from tailrace.testing.servers import SharedServers
-from tailrace.testing.spark import use_spark_classes
+from tailrace.testing.spark import QUICK_JAVA, use_spark_classes
+from tailrace.upkeep.spark import end_session
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
@@ -29,6 +34,7 @@ MEMORY = Path("/dev/shm")
 """Where Linux keeps files in memory: there, what a server must have on disk before it answers costs no time."""
 
 _numbers = count()
+_sparks: list[Any] = []
 _servers = pytest.StashKey[SharedServers]()
 _writer = pytest.StashKey[subprocess.Popen[bytes]]()
 
@@ -41,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop what this worker started, when the other workers no longer use it."""
+    end_spark()
     if (servers := session.config.stash.get(_servers, None)) is not None:
         servers.close()
     if (writer := session.config.stash.get(_writer, None)) is not None:
@@ -106,6 +113,25 @@ def quick_spark(pytestconfig: pytest.Config) -> None:
     writer = use_spark_classes()
     if writer is not None:
         pytestconfig.stash[_writer] = writer
+
+
+@pytest.fixture
+def spark(quick_spark: None) -> Any:
+    """A Spark in this process, which all tests of a worker share; started again if a test has ended it."""
+    from pyspark import SparkContext
+
+    if not _sparks or SparkContext._active_spark_context is not _sparks[-1].sparkContext:
+        quick = {"spark.driver.extraJavaOptions": QUICK_JAVA}
+        settings = load(Path(os.devnull), {"spark.conf": quick, "spark.driver_memory": "512m"})
+        _sparks.append(begin_session(settings, fetch("spark", cache_folder())))
+    return _sparks[-1]
+
+
+def end_spark() -> None:
+    """End the Spark of this process, if there is one."""
+    if _sparks:
+        end_session(_sparks.pop())
+        _sparks.clear()
 
 
 @pytest.fixture(scope="session")

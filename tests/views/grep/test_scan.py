@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 
-from tailrace.config.load import load
-from tailrace.driver.source import session
-from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver
 from tailrace.http.service import now_ms
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
-from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import scan as module
 from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
@@ -31,15 +26,6 @@ from tests.views.grep.site import Site, assert_same, ids
 from tests.writing import NOON, Record
 
 EACH = 200
-
-
-@pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
-    conf = {"spark.driver.extraJavaOptions": QUICK_JAVA}
-    settings = load(flags={"spark.conf": conf, "spark.driver_memory": "512m", "spark.master": "local[2]"})
-    made = session(settings, fetch("spark", cache_folder(settings.spark.jars)))
-    yield made
-    made.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,25 +16,17 @@ from tailrace.config.values import Where
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.log.timeuuid import make_timeuuid, ms_of, order
-from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.rows.upkeep import STEPS
 from tailrace.views.tags.settings import TagRules
 from tests.meanwhile import meanwhile
-from tests.upkeep.past import settings_for
 from tests.upkeep.tagged import HOUR, MINUTE
 from tests.views.tags.past import RowPast
 from tests.writing import NOON
 
 Make = Callable[..., RowPast]
-
-
-@pytest.fixture(scope="module")
-def spark(kafka: EmbeddedKafka) -> Iterator[Any]:
-    with spark_for(settings_for(kafka.address, StoreOptions("valkey://127.0.0.1:1/0"), [])) as session:
-        yield session
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,7 +22,6 @@ from tailrace.kafka.broker import Broker
 from tailrace.log.hub import Hub
 from tailrace.log.store import Logs
 from tailrace.upkeep.job import look_once, run_job
-from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.feed import open_store
@@ -32,19 +31,12 @@ from tailrace.views.tags.settings import TagRules
 from tailrace.views.tags.store import VIEW
 from tailrace.views.tags.upkeep import erasing
 from tests.log.rig import now_ms
-from tests.upkeep.past import settings_for
 from tests.upkeep.rig import Keeper
 from tests.upkeep.tagged import HOUR, Seen, TagPast
 from tests.views.tags.past import RowPast
 from tests.views.tags.stored import Stored
 
 Make = Callable[..., TagPast]
-
-
-@pytest.fixture(scope="module")
-def spark(kafka: EmbeddedKafka) -> Iterator[Any]:
-    with spark_for(settings_for(kafka.address, StoreOptions("valkey://127.0.0.1:1/0"), [])) as session:
-        yield session
 
 
 @pytest.fixture(params=["valkey", "cassandra"])
