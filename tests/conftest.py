@@ -22,7 +22,7 @@ pytest_plugins = ["tailrace.testing.fixtures"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults", type=int, default=8, help="how often a driver is ended; in each way once at least")
+    parser.addoption("--faults", type=int, default=6, help="how often a driver is ended; in each way once at least")
     parser.addoption("--groups", type=int, default=3_000, help="groups of folds that must leave nothing behind")
     parser.addoption("--subscribers", type=int, default=500, help="clients that follow one search at once")
     parser.addoption("--searches", type=int, default=100, help="searches that are followed at once")
@@ -34,7 +34,7 @@ JVM = {"kafka", "cassandra_server", "own_cassandra", "own_kafka", "quick_spark",
 LONGEST = (
     "faults/test_driver",
     "faults/test_folds",
-    "faults/test_tags",
+    "faults/test_driver_rows",
     "embedded/test_end_to_end",
     "faults/test_parts",
     "views/tags/test_upkeep_cases",

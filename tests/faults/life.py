@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -66,6 +66,12 @@ class Life:
             self.standing.pipeline()
             self.load.wait_more(100)
             self.laps.finish()
+
+    def go_through(self, ways: Sequence[str], times: int) -> None:
+        """Let drivers end in these ways one after the other, so often in all; in each way once at least."""
+        with self.under_load():
+            for i in range(max(times, len(ways))):
+                self.end(ways[i % len(ways)])
 
     def end(self, way: str) -> None:
         """Let a driver write, and end it in one of the ways."""

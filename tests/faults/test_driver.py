@@ -12,22 +12,18 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.faults.life import Life
 from tests.faults.rig import Installation, Load
 
-ENDS = {
-    "valkey": (
-        "killed at any moment",
-        "killed between two shards",
-        "killed in a scan",
-        "without its JVM",
-        "overtaken by another",
-        "stopped, and back when another is there",
-    ),
-    "cassandra": ("killed between rows and mark", "killed between hash and stream", "killed at any moment"),
-}
-"""What happens one after the other, and then from the start again, by where the events of tags rest."""
+ENDS = (
+    "killed at any moment",
+    "killed between two shards",
+    "killed in a scan",
+    "without its JVM",
+    "overtaken by another",
+    "stopped, and back when another is there",
+)
+"""What happens one after the other, and then from the start again."""
 
 BY_CHANCE = {"killed at any moment", "killed between hash and stream"}
 """Where it is not certain that the moment is met: between hash and stream there is a millisecond."""
@@ -35,7 +31,7 @@ BY_CHANCE = {"killed at any moment", "killed between hash and stream"}
 pytestmark = pytest.mark.timeout(3600)
 
 
-@pytest.fixture(scope="module", params=list(ENDS))
+@pytest.fixture(scope="module")
 def life(
     request: pytest.FixtureRequest,
     kafka: EmbeddedKafka,
@@ -44,19 +40,9 @@ def life(
 ) -> Iterator[Life]:
     """An installation after many drivers; the last one is there."""
     installation = Installation(kafka, valkey_server.url, tmp_path_factory.mktemp("driver"))
-    rows = None
-    if request.param == "cassandra":
-        rows = CassandraOptions(port=request.getfixturevalue("cassandra_server").port, keyspace=installation.prefix)
-    ways = ENDS[request.param]
-    faults = request.config.getoption("--faults") * len(ways) // sum(map(len, ENDS.values()))
-    with Life(installation, rows) as life:
-        with life.under_load():
-            for i in range(max(faults, len(ways))):
-                life.end(ways[i % len(ways)])
+    with Life(installation, None) as life:
+        life.go_through(ENDS, request.config.getoption("--faults"))
         yield life
-
-
-on_valkey = pytest.mark.parametrize("life", ["valkey"], indirect=True)
 
 
 def test_days_have_every_event_once_and_in_order(life: Life) -> None:
@@ -84,24 +70,20 @@ def test_drivers_were_killed_where_it_was_aimed_so_that_something_is_proven(life
     assert {way: any(end.met for end in life.ends[way]) for way in aimed} == dict.fromkeys(aimed, True)
 
 
-@on_valkey
 def test_a_driver_whose_jvm_is_killed_ends(life: Life) -> None:
     assert not {end.exit_code for end in life.ends["without its JVM"]} & {0, 3}
 
 
-@on_valkey
 def test_of_two_drivers_the_older_one_ends(life: Life) -> None:
     ends = life.ends["overtaken by another"]
     assert {end.exit_code for end in ends} == {3}
     assert all("another pipeline runs it" in end.log for end in ends)
 
 
-@on_valkey
 def test_a_driver_that_was_stopped_and_comes_back_ends(life: Life) -> None:
     assert {end.exit_code for end in life.ends["stopped, and back when another is there"]} == {3}
 
 
-@on_valkey
 def test_a_driver_that_is_told_to_end_under_load_does_so_soon_and_leaves_no_process(life: Life) -> None:
     driver, checkpoints = life.standing.pipeline(), life.installation.folder / "checkpoint"
     with Load(life.installation, life.installation.topic("ended")) as load:

@@ -63,14 +63,16 @@ def story(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path_factory:
         wait_for("the first post", away.taken, pause_s=0.01)
     _post_bursts(away, begin)
     held.rule = held.rule | {"collect": {"n": "count id"}}
-    with _pipeline("second", away, live, held):
-        of_away, of_held = away.wait_published(), held.wait_published()
-    again = Posts(
-        Installation(kafka, valkey_server.url, tmp_path_factory.mktemp("again")), "live", live.topic, **event_time
-    )
+    folder = tmp_path_factory.mktemp("again")
+    again = Posts(Installation(kafka, valkey_server.url, folder), "live", live.topic, **event_time)
     again.sent = live.sent
-    with _pipeline("again", again):
+    folding_again = _pipeline("again", again).start(wait=False)
+    try:
+        with _pipeline("second", away, live, held):
+            of_away, of_held = away.wait_published(), held.wait_published()
         of_history = again.wait_published()
+    finally:
+        folding_again.kill()
     return Story(away, of_away, live, of_live, of_history, too_early, after_change, of_held)
 
 

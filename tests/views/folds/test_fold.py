@@ -292,7 +292,16 @@ def test_events_for_ever_every_half_quiet_cannot_starve_a_fold(quiet: int, times
     assert all(b - a < windows.max_wait_ms + quiet for a, b in pairwise(opened))
 
 
+_EARLY_NEIGHBOURS: Reading = (
+    Windows(10, 25, 4),
+    {SOURCES[0]: list(_one_after_another(SOURCES[0], [(n, DOCUMENTS[0]) for n in (0, 0, 0, 0, 0, 5, 10, 0, 1, 9, 0)]))},
+    [],
+)
+"""The last two events are of one moment; the first of them fills the fold of the three before."""
+
+
 @settings(max_examples=250, deadline=None)
+@example(_EARLY_NEIGHBOURS)
 @given(_one_source)
 def test_a_full_fold_has_exactly_that_many_events_and_the_next_starts_afresh(reading: Reading) -> None:
     windows, history, turns = reading

@@ -142,9 +142,10 @@ class Folding:
         # Most events belong to the last clump: while current is set, an event from low up to high belongs to it.
         current: Clump | None = None
         low = high = cap = reach
+        most = max_count
         for arrived, partition, offset, size, extracts in inputs:
             time = arrived if arrived >= watermark else watermark
-            if current is not None and low <= time < high and current.size + size <= max_bytes:
+            if current is not None and low <= time < high and current.size + size <= max_bytes and current.count < most:
                 self._add(current, arrived, partition, offset, extracts, time)
                 if current.count >= max_count or current.size >= max_bytes:
                     finished.append(self._full(clumps.pop()))
@@ -176,7 +177,7 @@ class Folding:
             elif at + 1 < len(clumps):
                 self._close_up(clumps, at, watermark, finished)
             elif clump.extracts is None:
-                current, low = clump, clump.opened
+                current, low, most = clump, clump.opened, max_count - _count(clumps[:at])
                 cap = min(reach, cut) if low < cut else reach
                 high = min(clump.last + quiet, cap)
         return finished
@@ -190,9 +191,14 @@ class Folding:
         if at >= 0:
             left = clumps[at]
             near = time < reach and time < left.last + self._quiet and not left.opened < cut <= time
-            if near or time < left.last:
+            if (near and self._fits(clumps, at)) or time < left.last:
                 return at, cut
-        if time < reach and at + 1 < len(clumps) and self._join(time, time, clumps[at + 1], cut, reach):
+        if (
+            time < reach
+            and at + 1 < len(clumps)
+            and self._join(time, time, clumps[at + 1], cut, reach)
+            and self._fits(clumps, at + 1)
+        ):
             return at + 1, cut
         return -1, cut
 
@@ -242,6 +248,13 @@ class Folding:
         near = right.opened < last + self._quiet and right.last < reach
         return near and not opened < cut <= right.last
 
+    def _fits(self, clumps: Sequence[Clump], at: int, more: int = 1) -> bool:
+        """Return whether ``max_count`` sets no boundary inside the clump at this index if more events are added.
+
+        Those before it may turn out to be of the same fold, and then fill it first.
+        """
+        return at == 0 or _count(clumps[: at + 1]) + more <= self.windows.max_count
+
     def _close_up(
         self, clumps: list[Clump], at: int, watermark: Time, finished: list[ClosedFold], *, only_first: bool = False
     ) -> None:
@@ -254,7 +267,10 @@ class Folding:
             left, right = clumps[at], clumps[at + 1]
             if right.opened >= reach:
                 return
-            if not self._join(left.opened, left.last, right, self._cut(clumps, watermark), reach):
+            if not (
+                self._join(left.opened, left.last, right, self._cut(clumps, watermark), reach)
+                and self._fits(clumps, at, right.count)
+            ):
                 if only_first:
                     return
                 at += 1
@@ -393,6 +409,10 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 def _opened(clump: Clump) -> Time:
     return clump.opened
+
+
+def _count(clumps: Iterable[Clump]) -> int:
+    return sum(clump.count for clump in clumps)
 
 
 def add_offset(packed: list[int], offset: int) -> None:
