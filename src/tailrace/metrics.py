@@ -65,7 +65,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class Figures(Collector, ABC):
+class FigureCollector(Collector, ABC):
     """Metrics whose figures are read from the store before each scrape; None if the store does not answer."""
 
     figures: Any = None
@@ -259,7 +259,7 @@ _OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldFigu
 _EMITTED = "tailrace_fold_emitted", "Emitted folds, by reason"
 
 
-class FoldMetrics(Figures):
+class FoldMetrics(FigureCollector):
     """Metrics of fold rules."""
 
     figures: Sequence[FoldFigures] | None
@@ -295,7 +295,7 @@ _OF_SEARCHES = {
 }
 
 
-class SearchMetrics(Figures):
+class SearchMetrics(FigureCollector):
     """Metrics of searches."""
 
     figures: SearchFigures | None
@@ -322,7 +322,7 @@ _READER_LAG = (
 )
 
 
-class ReaderMetrics(Figures):
+class ReaderMetrics(FigureCollector):
     """Metrics of named readers of tags."""
 
     figures: Sequence[ReaderFigures] | None

@@ -20,7 +20,7 @@ from tailrace.log.feed import LogFeeds
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, FeedRequest
 from tailrace.log.store import Logs
-from tailrace.metrics import Figures, Metrics
+from tailrace.metrics import FigureCollector, Metrics
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.view import View
@@ -140,7 +140,7 @@ class Service:
 class ViewService:
     """The part of the service that the requests of one view share. ``View.open`` returns it."""
 
-    collector: Figures | None = None
+    collector: FigureCollector | None = None
     """Metrics of this view that are read from the store at each scrape."""
 
     def __init__(self, service: Service) -> None:
