@@ -16,7 +16,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 Report = Mapping[str, Any]
 """Last report of a view's driver, or of an upkeep job, as stored."""
 
@@ -80,16 +79,12 @@ class _Field(NamedTuple):
 
 
 _UP = "tailrace_pipeline_up", "Whether the view's driver has reported within the last ten seconds"
-
-
 _SKIPPED = "tailrace_pipeline_records_skipped", "Records that the view has no use for, by reason"
-
 
 _FRONTIER = (
     "tailrace_pipeline_frontier_lag_seconds",
     "How far the watermark, the time that all partitions have passed, is behind the clock",
 )
-
 
 _REPORTED = (
     _Field("rate", "tailrace_pipeline_records_per_second", "Records applied per second, in the last batch"),
@@ -198,7 +193,6 @@ _OF_RUNS = (
     _JobGauge("tailrace_audit_findings", "Findings of the last audit", _findings, "audit"),
 )
 
-
 _LEFT = "tailrace_pack_left", "Segments that the last pack left as they were, by reason"
 
 
@@ -254,7 +248,6 @@ _OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldFigu
         lambda f: max(0.0, time.time() - f.frontier_ms / 1000) if f.pending and f.frontier_ms is not None else None,
     ),
 )
-
 
 _EMITTED = "tailrace_fold_emitted", "Emitted folds, by reason"
 

@@ -18,7 +18,6 @@ from tailrace.demo.engine import Plan
 from tailrace.errors import TailraceError
 
 logger = logging.getLogger(__name__)
-
 LONGEST_RETRY_S = 10.0
 
 

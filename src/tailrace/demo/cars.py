@@ -30,7 +30,6 @@ from tailrace.demo.engine import Clock, Event, Plan
 MS = 1_000_000
 TICK = 10 * MS
 """Interval at which the state is computed, in nanoseconds."""
-
 TRACK = 2_600.0
 SECTORS = (850.0, 1_700.0)
 _SPEEDS = (
@@ -271,8 +270,6 @@ CONFIGURATION: dict[str, Any] = {
 }  # fmt: skip
 IDENTIFIER = "demo-car-" + hashlib.sha256(msgspec.json.encode(CONFIGURATION, order="sorted")).hexdigest()[:8]
 """Identifier of the configuration: another content has another one, since a published configuration never changes."""
-
-
 TOPIC = "telemetry"
 KEY = ["garage"]
 STEP = 0.1
@@ -281,7 +278,6 @@ TICKS = 10
 """Ticks in one record."""
 LATEST = 20 * TICKS
 """Ticks behind the clock at which a car skips the time it missed."""
-
 DRIVERS = ("Ada", "Grace", "Edsger", "Barbara", "Tony", "Radia")
 _FORMATS = {"u8": "B", "s16": "h", "u16": "H", "f32": "f", "f64": "d"}
 _PACKED = 500

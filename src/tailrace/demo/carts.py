@@ -19,7 +19,6 @@ from tailrace.views.tags.settings import TagRules
 TOPIC = "carts"
 NUMBERS = range(1, 400)
 """Numbers of carts; each cart is a source of tagged events."""
-
 COUNTRIES = ("at", "ch", "de", "de", "fr", "us", "us")
 THINGS = (
     ("kitchen", "espresso cups", 19.9), ("kitchen", "kettle", 49.0), ("light", "desk lamp", 35.5),

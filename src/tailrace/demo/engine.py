@@ -15,15 +15,11 @@ from typing import Any
 
 Event = tuple[str, dict[str, Any]]
 """A topic, and an event for ``River.put``."""
-
 Plan = Iterable[tuple[float, Iterable[Event]]]
 """Steps without end: seconds to wait, then the events to send."""
-
 Clock = Callable[[], datetime]
-
 Line = tuple[float, str, list[str], dict[str, Any]]
 """An event of a story: seconds from its beginning, topic, key, and value without the time."""
-
 STEP = 0.2
 """Seconds whose events are sent together."""
 

@@ -29,7 +29,6 @@ LOCK: Final = Path(__file__).with_name("jars.lock")
 SETS: Final = ("spark", "kafka", "cassandra")
 _ATTEMPTS: Final = 3
 _AT_ONCE: Final = 6
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,7 +19,6 @@ ANSWER_S = 3.0
 """Time that the broker has to answer a request; the driver does nothing else meanwhile."""
 NEW_TOPIC_S = 2.0
 """Time to wait for the leader of a partition that was just created."""
-
 _NO_LEADER_YET = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
 
 

@@ -24,7 +24,6 @@ READERS = 2
 MOST, MOST_BYTES = 500, 1 << 20
 """Approximate limits of one answer: records, and bytes of their values."""
 PATIENCE_S = 5.0
-
 Result = TypeVar("Result")
 
 

@@ -30,7 +30,6 @@ from tailrace.valkey.marks import read_generation
 from tailrace.valkey.nodes import Nodes
 
 logger = logging.getLogger(__name__)
-
 DELIVERY_S = 10.0
 """Time that the broker has to acknowledge an event."""
 ADMIN_S = 5.0
@@ -40,7 +39,6 @@ OVERHEAD_BYTES = 512
 """Most bytes that a record batch needs besides its events."""
 TURN_EVENTS = 200
 """Events handed to the producer before other tasks get their turn: about a millisecond."""
-
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _REFUSALS = frozenset(
     (

@@ -23,7 +23,6 @@ from tailrace.log.event import find_time
 
 MAX_CURSOR_BYTES = 4096
 MAX_NAMES = 200
-
 _POSITION = re.compile(r"(\d{0,16})\.(\d{1,16})((?:\+\d{1,16}-\d{1,16})*)", re.ASCII)
 _RANGE = re.compile(r"\+(\d+)-(\d+)", re.ASCII)
 _STATE = re.compile(r"(?=.)(\d{1,16})?(?:@(-?\d{1,16}))?", re.ASCII)
@@ -42,7 +41,6 @@ class Position(msgspec.Struct, frozen=True):
 
 
 Position.START = Position()
-
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of numbers, first and last, in order and apart from each other."""
 
@@ -144,7 +142,6 @@ class FromCursor(msgspec.Struct, frozen=True):
 
 
 Start = FromStart | FromEnd | FromLast | FromTime | FromCursor
-
 MAX_LAST = 100_000
 """Most events that ``-N`` may ask for, over all names: all their positions are looked up before the first is sent."""
 

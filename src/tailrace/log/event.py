@@ -23,10 +23,8 @@ from tailrace.log.name import Literal, key_elements
 
 Headers: TypeAlias = list[tuple[str, bytes | None]]
 """Headers of one Kafka record, in order; a name may occur several times."""
-
 SHORT_KEY = 64
 """Longest key, in bytes, whose JSON form is cached: keys recur, and parsing one is the dearest part of a frame."""
-
 _encode = msgspec.json.Encoder().encode
 
 

@@ -25,20 +25,14 @@ from tailrace.log.store import Logs
 
 READ_BYTES = 1 << 20
 """Approximate bytes of one read from the store; a reader adapts its count of entries to it."""
-
 MOST_ENTRIES = 500
-
 SMALL_BYTES, MOST_SEGMENTS = 128 << 10, 200
 """Most stored bytes, and most segments, when a reader reads small segments together."""
-
 TRIES = 5
 """Attempts at a search backwards that packing or expiry may disturb."""
-
 BATCH_BYTES = 256 << 10
-
 UNTIL_GRACE_MS = 1000
 """Time that a live feed waits after ``until`` for events under way."""
-
 _encode = msgspec.json.Encoder().encode
 
 

@@ -27,11 +27,8 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg
 
 logger = logging.getLogger(__name__)
-
 BLOCK_MS = 1000
-
 REFRESH_S = 5.0
-
 READ_ENTRIES = 50
 """Most entries that the hub reads of one log at once; a log that grew by more is left to its readers."""
 

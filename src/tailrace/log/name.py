@@ -14,7 +14,6 @@ import msgspec
 MAX_NAME_BYTES = 4096
 MAX_TAG_BYTES = 512
 """Longer names and tags are refused: every segment has a Valkey key that contains its name."""
-
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 

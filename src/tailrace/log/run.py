@@ -22,10 +22,8 @@ from tailrace.log.timeuuid import make_timeuuid
 
 COMPRESS_FROM = 1024
 """Smallest run that is compressed: one event of 366 bytes shrinks by a third and costs 4 µs; twenty shrink 18-fold."""
-
 MAX_RAW_BYTES = 64 << 20
 """Largest run after decompression; the codec's header says the size, so a larger one is refused before."""
-
 _RAW, _ZSTD = b"\x00", b"\x01"
 
 

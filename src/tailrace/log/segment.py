@@ -149,7 +149,6 @@ def _after_gap(at: int, segment: Segment, after: Position, reason: str) -> Segme
 
 OrderKey = tuple[int, int]
 """A position that compares within one log: index of the segment, number. Epochs do not, since a rebuild begins one."""
-
 _BEFORE = (-1 << 62, 0)
 
 

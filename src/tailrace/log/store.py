@@ -32,20 +32,14 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
 
 logger = logging.getLogger(__name__)
-
 PACKED_BYTES = 1 << 20
 """Approximate bytes of packed pieces that one read returns, so that a reader's memory does not depend on their size."""
-
 PAGE = 1000
-
 READ_BYTES = 1 << 20
-
 STAGED_MS = 3_600_000
 """Time after which staged pieces expire; every further piece of the same segment restarts it."""
-
 EXPIRE_AT_ONCE = 100
 """Most segments that one call drops."""
-
 SOURCES_AT_ONCE = 1000
 """Most sources of a tag in one call."""
 
@@ -369,8 +363,6 @@ class ExpiredCounts(msgspec.Struct, frozen=True):
 
 
 _OPEN = (b"i", b"b", b"w", b"e", b"f", b"l", b"c", b"z", b"t")
-
-
 _ints = msgspec.msgpack.Decoder(list[int]).decode
 
 

@@ -95,7 +95,6 @@ import msgspec
 
 FORMAT = 2
 """Number of this layout, stored with it and compared at start."""
-
 TRIMMED_NEWEST, TRIMMED_BY_US, LEDGER_WHOLE = "newest", "ours", "whole"
 """Fields of ``trimmed`` that are not numbers of sessions."""
 

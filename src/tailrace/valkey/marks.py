@@ -19,10 +19,8 @@ from tailrace.valkey.shards import Shards, mapping
 
 NOTHING = -1
 """Mark of a partition of which nothing is applied."""
-
 LONG_AGO = -(1 << 53), NOTHING
 """Time and mark of a partition of which nothing is applied."""
-
 SCAN_PREFIX = b"~"
 """First byte of the fields that hold marks of scans; they are in the same hash as those of partitions."""
 

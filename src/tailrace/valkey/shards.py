@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tailrace.config.settings import Valkey
 
 Address: TypeAlias = tuple[str, int]
-
 SLOTS = 16384
 
 
@@ -54,11 +53,8 @@ def _read_parts() -> Iterator[str]:
 
 # One library, so one text.
 _SOURCE = "\n".join(_read_parts())
-
 VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]
-
 LIBRARY = f"tailrace_{VERSION}"
-
 CODE = f"#!lua name={LIBRARY}\n" + _SOURCE.replace("VERSION", VERSION)
 
 
@@ -68,16 +64,12 @@ def function(name: str) -> str:
 
 
 Arg: TypeAlias = bytes | str | int
-
 Call: TypeAlias = tuple[int, str, Sequence[Arg]]
 """Shard, function, arguments."""
-
 Command: TypeAlias = tuple[int, tuple[Arg, ...]]
 """Shard, plain command."""
-
 Keyed: TypeAlias = tuple[str, tuple[Arg, ...]]
 """Key whose node runs it, plain command."""
-
 KeyedCall: TypeAlias = tuple[str, Sequence[str], Sequence[Arg]]
 """Function, keys that are all on one node, arguments."""
 
@@ -308,8 +300,6 @@ def mapping(answer: Any) -> dict[bytes, bytes]:
 
 # The client library removes the error code from answers for which it has a class, so these are told by their class.
 _TEMPORARY = (OutOfMemoryError, ReadOnlyError)
-
-
 _TEMPORARY_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "MISCONF", "NOREPLICAS")
 
 
