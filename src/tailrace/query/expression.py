@@ -28,167 +28,14 @@ ANY_NUMBER = 1 << 30
 """No limit on the number of operands."""
 
 
-class ArithmeticFailure(Exception):
-    """An operation has no result for these operands."""
-
-
-def _number(value: Any) -> Number:
-    if value.__class__ is float:
-        return float(value)
-    if value.__class__ is not int:
-        raise ArithmeticFailure("needs numbers")
-    return _machine_number(value)
-
-
-def _machine_number(value: int) -> Number:
-    """Return an integer unchanged if 64 bits hold it, else as a double."""
-    if fits_int64(value):
-        return value
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def _folding(combine: Callable[[Number, Number], Number], neutral: int) -> Callable[..., Number | None]:
-    def compute(*operands: Any) -> Number | None:
-        found: Number = neutral
-        for operand in operands:
-            if operand is None:
-                return None
-            found = combine(found, _number(operand))
-            if found.__class__ is int:
-                found = _machine_number(int(found))
-        return found
-
-    return compute
-
-
-def _of_one(compute: Callable[[Number], Number]) -> Callable[[Any], Number | None]:
-    def guarded(operand: Any) -> Number | None:
-        return None if operand is None else _finished(compute, _number(operand))
-
-    return guarded
-
-
-def _of_two(compute: Callable[[Number, Number], Number]) -> Callable[[Any, Any], Number | None]:
-    def guarded(left: Any, right: Any) -> Number | None:
-        if left is None or right is None:
-            return None
-        return _finished(compute, _number(left), _number(right))
-
-    return guarded
-
-
-def _finished(compute: Callable[..., Number], *numbers: Number) -> Number:
-    try:
-        found = compute(*numbers)
-    except OverflowError:
-        return math.inf
-    return _machine_number(found) if isinstance(found, int) else found
-
-
-def _absolute(number: Number) -> Number:
-    if number.__class__ is int and number == -(1 << 63):
-        raise ArithmeticFailure("has no result of 64 bits")
-    return abs(number)
-
-
-def _divide(left: Number, right: Number) -> Number:
-    if not right:
-        raise ArithmeticFailure("cannot divide by zero")
-    return left / right
-
-
-def _mod(left: Number, right: Number) -> Number:
-    if not right:
-        raise ArithmeticFailure("cannot divide by zero")
-    if isinstance(left, int) and isinstance(right, int):
-        return left % abs(right) if left >= 0 else -(-left % abs(right))
-    return math.fmod(left, right) if math.isfinite(left) else math.nan
-
-
-def _power(base: Number, exponent: Number) -> Number:
-    if not base and exponent < 0:
-        raise ArithmeticFailure("cannot raise zero to a negative power")
-    if isinstance(base, int) and isinstance(exponent, int) and (abs(base) <= 1 or 0 <= exponent <= 63):
-        if exponent >= 0:
-            return int(base**exponent)
-        return base if exponent % 2 else 1
-    try:
-        found = float(base) ** float(exponent)
-    except OverflowError:
-        return -math.inf if base < 0 and exponent % 2 else math.inf
-    return math.nan if isinstance(found, complex) else found
-
-
-def _root(number: Number) -> Number:
-    if number < 0:
-        raise ArithmeticFailure("has no root of a negative number")
-    return math.sqrt(number)
-
-
-def _logarithm(number: Number, base: Number) -> Number:
-    if number <= 0 or base <= 0 or base == 1:
-        raise ArithmeticFailure("needs a positive number, and a positive base other than 1")
-    return math.log(number) / math.log(base)
-
-
-def _positive(compute: Callable[[Number], Number]) -> Callable[[Number], Number]:
-    def guarded(number: Number) -> Number:
-        if number <= 0:
-            raise ArithmeticFailure("needs a positive number")
-        return compute(number)
-
-    return guarded
-
-
-def _to_whole(compute: Callable[[Number], int]) -> Callable[[Number], Number]:
-    return lambda number: compute(number) if math.isfinite(number) else number
-
-
-def _rounded(rounding: str) -> Callable[..., Number | None]:
-    """Return the function that rounds to a decimal place, by default to units; negative places are tens, hundreds, …"""
-
-    def compute(operand: Any, place: Any = 0) -> Number | None:
-        if operand is None or place is None:
-            return None
-        number, to = _number(operand), _number(place)
-        if not float(to).is_integer() or not -20 <= to <= 100:
-            raise ArithmeticFailure("needs a whole place from -20 to 100")
-        if not math.isfinite(number):
-            return number
-        context = Context(prec=500)
-        found = Decimal(number).quantize(Decimal(1).scaleb(-int(to)), rounding=rounding, context=context)
-        return _machine_number(int(found)) if isinstance(number, int) else float(found)
-
-    return compute
-
-
-ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
-    "$abs": (1, 1, _of_one(_absolute)),
-    "$add": (0, ANY_NUMBER, _folding(lambda left, right: left + right, 0)),
-    "$ceil": (1, 1, _of_one(_to_whole(math.ceil))),
-    "$divide": (2, 2, _of_two(_divide)),
-    "$exp": (1, 1, _of_one(math.exp)),
-    "$floor": (1, 1, _of_one(_to_whole(math.floor))),
-    "$ln": (1, 1, _of_one(_positive(math.log))),
-    "$log": (2, 2, _of_two(_logarithm)),
-    "$log10": (1, 1, _of_one(_positive(math.log10))),
-    "$mod": (2, 2, _of_two(_mod)),
-    "$multiply": (0, ANY_NUMBER, _folding(lambda left, right: left * right, 1)),
-    "$pow": (2, 2, _of_two(_power)),
-    "$round": (1, 2, _rounded(ROUND_HALF_EVEN)),
-    "$sqrt": (1, 1, _of_one(_root)),
-    "$subtract": (2, 2, _of_two(lambda left, right: left - right)),
-    "$trunc": (1, 2, _rounded(ROUND_DOWN)),
-}
-"""Operator -> least and most operands, and the function that computes it."""
-
 Scope: TypeAlias = dict[tuple[str, ...], Any]
 """Path -> its value in the document, so that each path is followed once; the empty path has the document itself."""
 
 Evaluate: TypeAlias = Callable[[Scope], Any]
+
+
+class ArithmeticFailure(Exception):
+    """An operation has no result for these operands."""
 
 
 class Expr(Node, frozen=True):
@@ -361,6 +208,159 @@ def _not(operands: list[Evaluate]) -> Evaluate:
     [value] = operands
     return lambda scope: not _true(value(scope))
 
+
+def _number(value: Any) -> Number:
+    if value.__class__ is float:
+        return float(value)
+    if value.__class__ is not int:
+        raise ArithmeticFailure("needs numbers")
+    return _machine_number(value)
+
+
+def _machine_number(value: int) -> Number:
+    """Return an integer unchanged if 64 bits hold it, else as a double."""
+    if fits_int64(value):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _folding(combine: Callable[[Number, Number], Number], neutral: int) -> Callable[..., Number | None]:
+    def compute(*operands: Any) -> Number | None:
+        found: Number = neutral
+        for operand in operands:
+            if operand is None:
+                return None
+            found = combine(found, _number(operand))
+            if found.__class__ is int:
+                found = _machine_number(int(found))
+        return found
+
+    return compute
+
+
+def _of_one(compute: Callable[[Number], Number]) -> Callable[[Any], Number | None]:
+    def guarded(operand: Any) -> Number | None:
+        return None if operand is None else _finished(compute, _number(operand))
+
+    return guarded
+
+
+def _of_two(compute: Callable[[Number, Number], Number]) -> Callable[[Any, Any], Number | None]:
+    def guarded(left: Any, right: Any) -> Number | None:
+        if left is None or right is None:
+            return None
+        return _finished(compute, _number(left), _number(right))
+
+    return guarded
+
+
+def _finished(compute: Callable[..., Number], *numbers: Number) -> Number:
+    try:
+        found = compute(*numbers)
+    except OverflowError:
+        return math.inf
+    return _machine_number(found) if isinstance(found, int) else found
+
+
+def _absolute(number: Number) -> Number:
+    if number.__class__ is int and number == -(1 << 63):
+        raise ArithmeticFailure("has no result of 64 bits")
+    return abs(number)
+
+
+def _divide(left: Number, right: Number) -> Number:
+    if not right:
+        raise ArithmeticFailure("cannot divide by zero")
+    return left / right
+
+
+def _mod(left: Number, right: Number) -> Number:
+    if not right:
+        raise ArithmeticFailure("cannot divide by zero")
+    if isinstance(left, int) and isinstance(right, int):
+        return left % abs(right) if left >= 0 else -(-left % abs(right))
+    return math.fmod(left, right) if math.isfinite(left) else math.nan
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if not base and exponent < 0:
+        raise ArithmeticFailure("cannot raise zero to a negative power")
+    if isinstance(base, int) and isinstance(exponent, int) and (abs(base) <= 1 or 0 <= exponent <= 63):
+        if exponent >= 0:
+            return int(base**exponent)
+        return base if exponent % 2 else 1
+    try:
+        found = float(base) ** float(exponent)
+    except OverflowError:
+        return -math.inf if base < 0 and exponent % 2 else math.inf
+    return math.nan if isinstance(found, complex) else found
+
+
+def _root(number: Number) -> Number:
+    if number < 0:
+        raise ArithmeticFailure("has no root of a negative number")
+    return math.sqrt(number)
+
+
+def _logarithm(number: Number, base: Number) -> Number:
+    if number <= 0 or base <= 0 or base == 1:
+        raise ArithmeticFailure("needs a positive number, and a positive base other than 1")
+    return math.log(number) / math.log(base)
+
+
+def _positive(compute: Callable[[Number], Number]) -> Callable[[Number], Number]:
+    def guarded(number: Number) -> Number:
+        if number <= 0:
+            raise ArithmeticFailure("needs a positive number")
+        return compute(number)
+
+    return guarded
+
+
+def _to_whole(compute: Callable[[Number], int]) -> Callable[[Number], Number]:
+    return lambda number: compute(number) if math.isfinite(number) else number
+
+
+def _rounded(rounding: str) -> Callable[..., Number | None]:
+    """Return the function that rounds to a decimal place, by default to units; negative places are tens, hundreds, …"""
+
+    def compute(operand: Any, place: Any = 0) -> Number | None:
+        if operand is None or place is None:
+            return None
+        number, to = _number(operand), _number(place)
+        if not float(to).is_integer() or not -20 <= to <= 100:
+            raise ArithmeticFailure("needs a whole place from -20 to 100")
+        if not math.isfinite(number):
+            return number
+        context = Context(prec=500)
+        found = Decimal(number).quantize(Decimal(1).scaleb(-int(to)), rounding=rounding, context=context)
+        return _machine_number(int(found)) if isinstance(number, int) else float(found)
+
+    return compute
+
+
+ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
+    "$abs": (1, 1, _of_one(_absolute)),
+    "$add": (0, ANY_NUMBER, _folding(lambda left, right: left + right, 0)),
+    "$ceil": (1, 1, _of_one(_to_whole(math.ceil))),
+    "$divide": (2, 2, _of_two(_divide)),
+    "$exp": (1, 1, _of_one(math.exp)),
+    "$floor": (1, 1, _of_one(_to_whole(math.floor))),
+    "$ln": (1, 1, _of_one(_positive(math.log))),
+    "$log": (2, 2, _of_two(_logarithm)),
+    "$log10": (1, 1, _of_one(_positive(math.log10))),
+    "$mod": (2, 2, _of_two(_mod)),
+    "$multiply": (0, ANY_NUMBER, _folding(lambda left, right: left * right, 1)),
+    "$pow": (2, 2, _of_two(_power)),
+    "$round": (1, 2, _rounded(ROUND_HALF_EVEN)),
+    "$sqrt": (1, 1, _of_one(_root)),
+    "$subtract": (2, 2, _of_two(lambda left, right: left - right)),
+    "$trunc": (1, 2, _rounded(ROUND_DOWN)),
+}
+"""Operator -> least and most operands, and the function that computes it."""
 
 OPERATORS: dict[str, tuple[int, int, Callable[[list[Evaluate]], Evaluate]]] = {
     "$cmp": (2, 2, _comparison(lambda sign: sign)),

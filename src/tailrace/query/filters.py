@@ -96,23 +96,16 @@ class FilterSet:
 
     def match(self, document: Any, record: Record | Any = None) -> Iterator[int]:
         """Return the numbers of the queries that match, in no particular order."""
-        return chain.from_iterable([entry.numbers for entry in self._matching(document, record)])
-
-    def distinct(self, document: Any, record: Record | Any = None) -> list[Query]:
-        """Return the queries that match, equal ones once."""
-        return [entry.query for entry in self._matching(document, record)]
-
-    def fields(self) -> frozenset[str] | None:
-        """Return the top-level fields that any query reads; None if one reads them all."""
-        return None if None in self._fields else frozenset(name for name in self._fields if name is not None)
-
-    def _matching(self, document: Any, record: Any) -> list[_DistinctQuery]:
         if document.__class__ is not dict:
             document = dict(document) if isinstance(document, dict) else {}
         context = record_fields(record) if self._asking_record else {}
         found: dict[int, _DistinctQuery] = {}
         self._index.find(document, context, found)
-        return [entry for entry in found.values() if entry.check(document, context)]
+        return chain.from_iterable([entry.numbers for entry in found.values() if entry.check(document, context)])
+
+    def fields(self) -> frozenset[str] | None:
+        """Return the top-level fields that any query reads; None if one reads them all."""
+        return None if None in self._fields else frozenset(name for name in self._fields if name is not None)
 
     def _enter(self, query: Query) -> _DistinctQuery:
         number = self._next_entry

@@ -33,158 +33,6 @@ _BUDGET = 1 << 20
 """Memory for one pattern's automaton; RE2 searches a larger one without it, more slowly."""
 
 
-def compile_regex(pattern: str, options: str) -> Any:
-    """Compile a pattern with RE2.
-
-    Raises:
-        QueryError: RE2 refuses the pattern.
-    """
-    settings = re2.Options()
-    settings.log_errors = False  # users' patterns do not belong in the log
-    settings.never_capture = True
-    settings.max_mem = _BUDGET
-    text = strip_comments(pattern) if "x" in options else pattern
-    flags = "".join(letter for letter in "ims" if letter in options)
-    try:
-        return re2.compile((f"(?{flags}){text}" if flags else text).encode(), settings)
-    except UnicodeEncodeError:
-        raise QueryError("is no text that can be encoded (a lone surrogate)") from None
-    except re2.error as error:
-        reason = error.args[0] if error.args else "not understood"
-        reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
-        raise QueryError(f"is no regular expression for RE2: {reason}") from None
-
-
-def searcher(pattern: str, options: str) -> ElementTest:
-    """Return the test whether an element is a string that contains a match of the pattern."""
-    search = compile_regex(pattern, options).search
-    wanted = literal(pattern, options)
-    if wanted is None:
-        return lambda value: value.__class__ is str and search(_bytes(value)) is not None
-    if wanted == pattern:
-        return lambda value: value.__class__ is str and wanted in value
-    return lambda value: value.__class__ is str and wanted in value and search(_bytes(value)) is not None
-
-
-def _bytes(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return text.encode(errors="surrogatepass")
-
-
-def literal(pattern: str, options: str) -> str | None:
-    """Return the longest literal text found that every match contains, or None.
-
-    A string without this text need not be searched. Groups and classes are skipped; alternatives and unusual syntax
-    give None.
-    """
-    if "i" in options or "(?" in pattern.replace("(?:", "").replace("(?P<", ""):
-        return None
-    text = strip_comments(pattern) if "x" in options else pattern
-    runs, run, at = [""], "", 0
-    while at < len(text):
-        letter, width = text[at], 1
-        if letter == "\\":
-            letter, width = text[at + 1 : at + 2], 2
-            if letter.isalnum() and letter not in "dDsSwWbBAznrtfv":
-                return None  # \\x41, \\pL, \\Q…: not worth parsing
-            fixed = not letter.isalnum()
-        elif letter == "[":
-            width, fixed = _class(text, at), False
-        elif letter == "(":
-            width, fixed = _group(text, at), False
-        elif letter == "|":
-            return None
-        else:
-            fixed = letter not in _SPECIAL
-        if not width:
-            return None
-        at += width
-        follows = text[at : at + 1]
-        if follows and follows in _QUANTIFIERS:
-            # "+" keeps the letter, but the next one need not stand beside it.
-            runs.append(run + letter if fixed and follows == "+" else run)
-            run = ""
-            while at < len(text) and text[at] in "*+?":
-                at += 1
-            if text[at : at + 1] == "{":
-                times = _TIMES.match(text, at)
-                if times is None:
-                    return None  # a literal brace
-                at = times.end()
-                while at < len(text) and text[at] in "*+?":
-                    at += 1
-        elif fixed:
-            run += letter
-        else:
-            runs.append(run)
-            run = ""
-    return max(*runs, run, key=len) or None
-
-
-def _class(text: str, at: int) -> int:
-    """Return the length of the character class that begins here; 0 if it does not end."""
-    end = at + 1
-    if text[end : end + 1] == "^":
-        end += 1
-    if text[end : end + 1] == "]":
-        end += 1
-    while end < len(text) and text[end] != "]":
-        if text.startswith("[:", end):
-            close = text.find(":]", end + 2)
-            end = close + 1 if close > 0 else end
-        end += 2 if text[end : end + 1] == "\\" else 1
-    return end + 1 - at if end < len(text) else 0
-
-
-def _group(text: str, at: int) -> int:
-    """Return the length of the group that begins here; 0 if it does not end."""
-    end, depth = at, 0
-    while end < len(text):
-        if text[end] == "\\":
-            if text[end + 1 : end + 2] == "Q":
-                return 0
-            end += 2
-            continue
-        if text[end] == "[":
-            width = _class(text, end)
-            if not width:
-                return 0
-            end += width
-            continue
-        depth += (text[end] == "(") - (text[end] == ")")
-        end += 1
-        if not depth:
-            return end - at
-    return 0
-
-
-def strip_comments(pattern: str) -> str:
-    """Return a pattern of option ``x`` without its blanks and comments."""
-    parts, at = [], 0
-    while at < len(pattern):
-        letter = pattern[at]
-        width = 1
-        if pattern.startswith("\\Q", at):
-            end = pattern.find("\\E", at)
-            width = (end + 2 if end >= 0 else len(pattern)) - at
-        elif letter == "\\":
-            width = 2
-        elif letter == "[":
-            width = _class(pattern, at) or len(pattern)
-        elif letter == "#":
-            end = pattern.find("\n", at)
-            at = len(pattern) if end < 0 else end + 1
-            continue
-        elif letter in " \t\n\r\f\v":
-            at += 1
-            continue
-        parts.append(pattern[at : at + width])
-        at += width
-    return "".join(parts)
-
-
 TYPES = {
     "double": 1,
     "string": 2,
@@ -468,3 +316,155 @@ class TopicFilter:
         if self._names is not None and topic not in self._names:
             return False
         return all(pattern.fullmatch(topic.encode()) is not None for pattern in self._patterns)
+
+
+def compile_regex(pattern: str, options: str) -> Any:
+    """Compile a pattern with RE2.
+
+    Raises:
+        QueryError: RE2 refuses the pattern.
+    """
+    settings = re2.Options()
+    settings.log_errors = False  # users' patterns do not belong in the log
+    settings.never_capture = True
+    settings.max_mem = _BUDGET
+    text = strip_comments(pattern) if "x" in options else pattern
+    flags = "".join(letter for letter in "ims" if letter in options)
+    try:
+        return re2.compile((f"(?{flags}){text}" if flags else text).encode(), settings)
+    except UnicodeEncodeError:
+        raise QueryError("is no text that can be encoded (a lone surrogate)") from None
+    except re2.error as error:
+        reason = error.args[0] if error.args else "not understood"
+        reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        raise QueryError(f"is no regular expression for RE2: {reason}") from None
+
+
+def searcher(pattern: str, options: str) -> ElementTest:
+    """Return the test whether an element is a string that contains a match of the pattern."""
+    search = compile_regex(pattern, options).search
+    wanted = literal(pattern, options)
+    if wanted is None:
+        return lambda value: value.__class__ is str and search(_bytes(value)) is not None
+    if wanted == pattern:
+        return lambda value: value.__class__ is str and wanted in value
+    return lambda value: value.__class__ is str and wanted in value and search(_bytes(value)) is not None
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return text.encode(errors="surrogatepass")
+
+
+def literal(pattern: str, options: str) -> str | None:
+    """Return the longest literal text found that every match contains, or None.
+
+    A string without this text need not be searched. Groups and classes are skipped; alternatives and unusual syntax
+    give None.
+    """
+    if "i" in options or "(?" in pattern.replace("(?:", "").replace("(?P<", ""):
+        return None
+    text = strip_comments(pattern) if "x" in options else pattern
+    runs, run, at = [""], "", 0
+    while at < len(text):
+        letter, width = text[at], 1
+        if letter == "\\":
+            letter, width = text[at + 1 : at + 2], 2
+            if letter.isalnum() and letter not in "dDsSwWbBAznrtfv":
+                return None  # \\x41, \\pL, \\Q…: not worth parsing
+            fixed = not letter.isalnum()
+        elif letter == "[":
+            width, fixed = _class(text, at), False
+        elif letter == "(":
+            width, fixed = _group(text, at), False
+        elif letter == "|":
+            return None
+        else:
+            fixed = letter not in _SPECIAL
+        if not width:
+            return None
+        at += width
+        follows = text[at : at + 1]
+        if follows and follows in _QUANTIFIERS:
+            # "+" keeps the letter, but the next one need not stand beside it.
+            runs.append(run + letter if fixed and follows == "+" else run)
+            run = ""
+            while at < len(text) and text[at] in "*+?":
+                at += 1
+            if text[at : at + 1] == "{":
+                times = _TIMES.match(text, at)
+                if times is None:
+                    return None  # a literal brace
+                at = times.end()
+                while at < len(text) and text[at] in "*+?":
+                    at += 1
+        elif fixed:
+            run += letter
+        else:
+            runs.append(run)
+            run = ""
+    return max(*runs, run, key=len) or None
+
+
+def _class(text: str, at: int) -> int:
+    """Return the length of the character class that begins here; 0 if it does not end."""
+    end = at + 1
+    if text[end : end + 1] == "^":
+        end += 1
+    if text[end : end + 1] == "]":
+        end += 1
+    while end < len(text) and text[end] != "]":
+        if text.startswith("[:", end):
+            close = text.find(":]", end + 2)
+            end = close + 1 if close > 0 else end
+        end += 2 if text[end : end + 1] == "\\" else 1
+    return end + 1 - at if end < len(text) else 0
+
+
+def _group(text: str, at: int) -> int:
+    """Return the length of the group that begins here; 0 if it does not end."""
+    end, depth = at, 0
+    while end < len(text):
+        if text[end] == "\\":
+            if text[end + 1 : end + 2] == "Q":
+                return 0
+            end += 2
+            continue
+        if text[end] == "[":
+            width = _class(text, end)
+            if not width:
+                return 0
+            end += width
+            continue
+        depth += (text[end] == "(") - (text[end] == ")")
+        end += 1
+        if not depth:
+            return end - at
+    return 0
+
+
+def strip_comments(pattern: str) -> str:
+    """Return a pattern of option ``x`` without its blanks and comments."""
+    parts, at = [], 0
+    while at < len(pattern):
+        letter = pattern[at]
+        width = 1
+        if pattern.startswith("\\Q", at):
+            end = pattern.find("\\E", at)
+            width = (end + 2 if end >= 0 else len(pattern)) - at
+        elif letter == "\\":
+            width = 2
+        elif letter == "[":
+            width = _class(pattern, at) or len(pattern)
+        elif letter == "#":
+            end = pattern.find("\n", at)
+            at = len(pattern) if end < 0 else end + 1
+            continue
+        elif letter in " \t\n\r\f\v":
+            at += 1
+            continue
+        parts.append(pattern[at : at + width])
+        at += width
+    return "".join(parts)

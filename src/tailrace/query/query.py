@@ -18,46 +18,6 @@ from tailrace.query.parse import UNLIMITED, Parser, QueryLimits, check_size
 from tailrace.query.path import Check, Path, Record, record_fields
 from tailrace.query.tree import Leaf, Node, canonical_query, has_operators, nodes
 
-MAX_HITS = 10
-"""Elements at a path that an explanation shows."""
-
-
-def explain(
-    source: dict[str, Any], matches: Callable[[dict[str, Any]], bool], find: Callable[[str], list[Any]]
-) -> Explanation:
-    """Explain a query: ``matches`` tests a part of it, ``find`` returns the elements at a path."""
-    inner = [explain(part, matches, find) for part in _conditions(source)]
-    path = next(iter(source)) if len(source) == 1 and not inner else "$and"
-    found = find(path)[:MAX_HITS] if _is_path(path) else []
-    return Explanation(source, matches(source), found, inner)
-
-
-def _conditions(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the conditions of a part; none if it is a single condition."""
-    if len(part) > 1:
-        yield from ({name: operand} for name, operand in part.items() if name != "$comment")
-        return
-    for name, operand in part.items():
-        if name in ("$and", "$or", "$nor"):
-            yield from operand
-        elif _is_path(name) and has_operators(operand) and len(operand.keys() - {"$options"}) > 1:
-            for operator, value in operand.items():
-                if operator == "$regex" and "$options" in operand:
-                    yield {name: {operator: value, "$options": operand["$options"]}}
-                elif operator != "$options":
-                    yield {name: {operator: value}}
-        elif _is_path(name) and has_operators(operand):
-            [(operator, value), *_] = operand.items()
-            if operator == "$not":
-                yield {name: value}
-            elif operator == "$all" and len(value) > 1:
-                yield from ({name: {"$all": [member]}} for member in value)
-
-
-def _is_path(name: str) -> bool:
-    return name not in ("$and", "$or", "$nor", "$expr", "$comment")
-
-
 DEFAULT_LIMITS = QueryLimits()
 
 _NOTHING: dict[str, Any] = {}
@@ -152,3 +112,43 @@ def compile_query(source: Any, limits: QueryLimits = DEFAULT_LIMITS, mongo: int 
         return Query(plain, Parser(limits, nulls=mongo == 9).document(plain), mongo)
     except RecursionError:  # the caller is deep in the stack itself
         raise QueryError("the query is nested too deeply for what is left of the stack") from None
+
+
+MAX_HITS = 10
+"""Elements at a path that an explanation shows."""
+
+
+def explain(
+    source: dict[str, Any], matches: Callable[[dict[str, Any]], bool], find: Callable[[str], list[Any]]
+) -> Explanation:
+    """Explain a query: ``matches`` tests a part of it, ``find`` returns the elements at a path."""
+    inner = [explain(part, matches, find) for part in _conditions(source)]
+    path = next(iter(source)) if len(source) == 1 and not inner else "$and"
+    found = find(path)[:MAX_HITS] if _is_path(path) else []
+    return Explanation(source, matches(source), found, inner)
+
+
+def _conditions(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the conditions of a part; none if it is a single condition."""
+    if len(part) > 1:
+        yield from ({name: operand} for name, operand in part.items() if name != "$comment")
+        return
+    for name, operand in part.items():
+        if name in ("$and", "$or", "$nor"):
+            yield from operand
+        elif _is_path(name) and has_operators(operand) and len(operand.keys() - {"$options"}) > 1:
+            for operator, value in operand.items():
+                if operator == "$regex" and "$options" in operand:
+                    yield {name: {operator: value, "$options": operand["$options"]}}
+                elif operator != "$options":
+                    yield {name: {operator: value}}
+        elif _is_path(name) and has_operators(operand):
+            [(operator, value), *_] = operand.items()
+            if operator == "$not":
+                yield {name: value}
+            elif operator == "$all" and len(value) > 1:
+                yield from ({name: {"$all": [member]}} for member in value)
+
+
+def _is_path(name: str) -> bool:
+    return name not in ("$and", "$or", "$nor", "$expr", "$comment")

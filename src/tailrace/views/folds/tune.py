@@ -48,6 +48,296 @@ PRECISION = 8
 MAX_DELAYS = 50_000
 """Distinct delays above which they are rounded."""
 
+logger = logging.getLogger(__name__)
+
+_COLUMNS = (
+    "topic",
+    "partition",
+    "offset",
+    "unix_millis(timestamp) AS time",
+    "CAST(NULL AS BINARY) AS key",
+    "value",
+    "CAST(NULL AS STRING) AS headers",
+)
+_INPUTS = "group binary, time long, partition int, offset long, size long, extracts binary"
+_COUNTED = "body binary"
+_TOTALS = b""
+"""Group of the rows that carry counts: ``time`` is the number of records, ``extracts`` the reason."""
+
+RECORD_COUNT = "records"
+
+
+class TuneResult(msgspec.Struct, frozen=True):
+    """The result of tuning."""
+
+    rule: Rule
+    since_ms: int
+    records: int
+    """Number of records read."""
+    left_out: dict[str, int]
+    """Reason -> number of records that the rule does not fold."""
+    figures: tuple[tuple[Windows, Figures], ...]
+    """Of each candidate, the shortest first."""
+    seconds: float
+
+
+class TuneTask(msgspec.Struct, frozen=True):
+    """The input of Spark's tasks."""
+
+    rule: Rule
+    windows: tuple[Windows, ...]
+    limits: RecordLimits
+    partitions: tuple[str, ...]
+    """Sorted, so that their numbers have the order of their names."""
+
+
+class OffsetRange(msgspec.Struct, frozen=True):
+    """Offsets of one partition: from ``first`` up to, not including, ``end``."""
+
+    topic: str
+    partition: int
+    first: int
+    end: int
+
+    @property
+    def label(self) -> str:
+        # Without its generation, which changes no order: names have no character between ":" and "@".
+        return str(Partition(self.topic, self.partition))
+
+
+def known_rules(settings: Settings) -> dict[str, Rule]:
+    """Return the rules as the pipeline applies them; the others as configured."""
+    shards = Shards(StoreOptions.of(settings.valkey))
+    try:
+        applied = {name: each.rule for name, each in applied_rules(shards).items()}
+    except (StoreUnavailable, StoreError):
+        applied = {}
+    finally:
+        shards.close()
+    return rules_of(settings) | applied
+
+
+def rule_named(rules: Mapping[str, Rule], name: str) -> Rule:
+    """Return a rule that reads topics.
+
+    Raises:
+        BadRequest: There is no such rule, or it reads no topics.
+    """
+    if name not in rules:
+        listed = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
+        raise BadRequest(f"there is no fold rule {name!r}: {listed}")
+    if not rules[name].topics:
+        raise BadRequest(f"the rule {name!r} reads no topics: publishers feed it, and Kafka has no past of it")
+    return rules[name]
+
+
+def tune(
+    settings: Settings,
+    name: str,
+    *,
+    since_ms: int,
+    quiets_ms: Sequence[int] = (),
+    spark: Any = None,
+    clock: Callable[[], int] = now_ms,
+    stopped: Callable[[], bool] = lambda: False,
+) -> TuneResult:
+    """Fold a rule's past with several windows.
+
+    Args:
+        quiets_ms: Quiet periods to try beside the configured one; by default some shorter and some longer ones.
+        spark: A session with Kafka's connector; by default one is started and stopped.
+
+    Raises:
+        BadRequest: There is no such rule, or the rule has nothing to fold since that time.
+        BrokerUnavailable, PipelineError: The job failed or was stopped.
+    """
+    started, rules = clock(), known_rules(settings)
+    rule = rule_named(rules, name)
+    past = _Past(settings, rule, outputs_of(rules))
+    windows = tuple(candidates(rule.windows, quiets_ms))
+    limits = RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
+    ranges = past.since(since_ms)
+    with spark_for(settings, spark) as session:
+        for attempt in range(ATTEMPTS):
+            work = TuneTask(rule, windows, limits, tuple(sorted(each.label for each in ranges)))
+            try:
+                rows = collect(session, _job(settings, session, work, ranges), stopped)
+                break
+            except PipelineError as error:
+                if attempt == ATTEMPTS - 1 or stopped() or not past.has_moved(ranges):
+                    raise
+                logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
+                ranges = past.since(since_ms)
+    figures, totals = _sum_up(rows, len(windows))
+    records = totals.pop(RECORD_COUNT, 0)
+    if not figures[0].inputs:
+        listed = ", ".join(f"{n:,} {why}" for why, n in sorted(totals.items()))
+        raise BadRequest(
+            f"rule {name!r} folds none of the {records:,} records since {iso_time(since_ms)} ({listed}): "
+            "try an earlier --since, or look at the rule's where and group"
+        )
+    pairs = tuple(zip(windows, figures, strict=True))
+    return TuneResult(rule, since_ms, records, dict(totals), pairs, (clock() - started) / 1000)
+
+
+class _Past:
+    """The offsets of a rule's events in Kafka."""
+
+    def __init__(self, settings: Settings, rule: Rule, outputs: frozenset[str]) -> None:
+        self._rule, self._outputs = rule, outputs
+        self._broker = Broker(settings)
+
+    def since(self, since_ms: int) -> list[OffsetRange]:
+        """Return each partition's range from its first record that is not older.
+
+        Raises:
+            BadRequest: There are no such records.
+        """
+        topics = [t for name, t in self._broker.topics().items() if reads_topic(self._rule, name, self._outputs)]
+        if not topics:
+            listed = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
+            raise BadRequest(f"Kafka has no topic that rule {self._rule.name!r} and kafka.topics mean: {listed}")
+        bounds = self._broker.bounds(topics)
+        found = self._broker.at_time(topics, since_ms)
+        ranges = [
+            OffsetRange(*place, max(first, found[place]), end)
+            for place, (first, end) in sorted(bounds.items())
+            if found.get(place, end) < end and first < end
+        ]
+        if not ranges:
+            named = ", ".join(sorted(topic.name for topic in topics))
+            raise BadRequest(f"Kafka has no records since {iso_time(since_ms)} in {named}: try an earlier --since")
+        return ranges
+
+    def has_moved(self, ranges: Sequence[OffsetRange]) -> bool:
+        """Return whether Kafka has dropped records of these ranges."""
+        bounds = self._broker.bounds(self._broker.topics().values())
+        return any(bounds.get((r.topic, r.partition), (r.first + 1, 0))[0] > r.first for r in ranges)
+
+
+def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[OffsetRange]) -> Any:
+    starts: dict[str, dict[str, int]] = {}
+    ends: dict[str, dict[str, int]] = {}
+    for each in ranges:
+        starts.setdefault(each.topic, {})[str(each.partition)] = each.first
+        ends.setdefault(each.topic, {})[str(each.partition)] = each.end
+    options = reader_options(settings, starts)
+    del options["subscribePattern"], options["maxOffsetsPerTrigger"]
+    asks_record = RuleReader(work.rule).asks_record
+    if not asks_record:
+        del options["includeHeaders"]
+    options |= {
+        "assign": json.dumps({topic: list(map(int, partitions)) for topic, partitions in starts.items()}),
+        "endingOffsets": json.dumps(ends),
+        "failOnDataLoss": "true",
+    }
+    most = tasks(settings, spark)
+    if work.rule.clock == "event":
+        # Arrival times need the whole partition in one task, in order; the records' own times do not.
+        options["minPartitions"] = str(most)
+
+    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from _read_inputs(work, batches)
+
+    def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from _count_folds(work, batches)
+
+    rows = spark.read.format("kafka").options(**options).load().selectExpr(*(COLUMNS if asks_record else _COLUMNS))
+    rows = rows.coalesce(most) if len(ranges) > most else rows
+    in_order = (
+        rows.mapInArrow(look, _INPUTS)
+        .repartition(most, "group")
+        .sortWithinPartitions("group", "time", "partition", "offset")
+    )
+    return in_order.mapInArrow(count, _COUNTED)
+
+
+def _sum_up(rows: Iterable[Any], candidates: int) -> tuple[list[Figures], Counter[str]]:
+    """Add up the figures of the tasks."""
+    figures, totals = [Figures() for _ in range(candidates)], Counter[str]()
+    for row in rows:
+        parts, counts = _decode(row.body)
+        totals.update(counts)
+        for mine, part in zip(figures, parts, strict=True):
+            mine.merge(part)
+    return figures, totals
+
+
+def _read_inputs(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the rule's inputs; at the end, the numbers of records and of those left out by reason."""
+    reader, arrival = RuleReader(work.rule), work.rule.clock == "arrival"
+    numbers = {label: n for n, label in enumerate(work.partitions)}
+    newest: dict[Partition, int] = {}
+    totals = Counter[str]()
+    for batch in batches:
+        for records in slices(batch, {}, work.limits):
+            totals[RECORD_COUNT] += len(records)
+            partition, times = records.partition, records.times
+            if arrival:
+                times = list(accumulate(times, max, initial=newest.get(partition, times[0])))[1:]
+                newest[partition] = times[-1]
+            number, rows = numbers[str(partition)], []
+            for i, value in enumerate(records.values):
+                if value is None or i in records.poison:
+                    totals["tombstone" if value is None else "poison"] += 1
+                    continue
+                found = reader.read(value, records.record(i) if reader.asks_record else None)
+                if isinstance(found, str):
+                    totals[found] += 1
+                    continue
+                # Both sides of the shuffle run the same Python; marshal has integers of any length.
+                body = marshal.dumps(tuple(found.extracts))
+                rows.append((found.group, times[i], number, records.offsets[i], found.size, body))
+            yield _batch(rows)
+    yield _batch([(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
+
+
+def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Fold the sorted events of groups with every candidate; yield the figures."""
+    trials = Trials(work.rule.collect, work.windows, marshal.loads)
+    totals = Counter[str]()
+    for batch in batches:
+        groups = batch.column(0)
+        times, partitions, offsets, sizes, extracts = (column.to_pylist() for column in batch.columns[1:])
+        for low, high in pairwise([0, *_changes(groups), len(groups)]):
+            if low == high:
+                continue
+            group = groups[low].as_py()
+            if group == _TOTALS:
+                for i in range(low, high):
+                    totals[extracts[i].decode()] += times[i]
+                continue
+            names = map(work.partitions.__getitem__, partitions[low:high])
+            rest = zip(names, offsets[low:high], extracts[low:high], strict=True)
+            trials.feed(group, times[low:high], sizes[low:high], rest)
+    yield pa.RecordBatch.from_arrays([pa.array([_encode((trials.end(), totals))], pa.binary())], names=["body"])
+
+
+def _changes(column: Any) -> list[int]:
+    """Return the rows whose value differs from the row before."""
+    n = len(column)
+    if n < 2:
+        return []
+    return [int(i) + 1 for i in pc.indices_nonzero(pc.not_equal(column.slice(1), column.slice(0, n - 1))).to_pylist()]
+
+
+_SCHEMA = pa.schema(
+    [
+        ("group", pa.binary()),
+        ("time", pa.int64()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
+        ("extracts", pa.binary()),
+    ]
+)
+
+
+def _batch(rows: Sequence[tuple[object, ...]]) -> pa.RecordBatch:
+    columns = list(zip(*rows, strict=True)) or [()] * len(_SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+
 
 def replay(folding: Folding, inputs: Iterable[Input]) -> Iterator[ClosedFold]:
     """Yield the folds of one group from its events in order."""
@@ -288,296 +578,5 @@ class Trials:
         self._inputs.drop(len(self._inputs.times))
 
 
-logger = logging.getLogger(__name__)
-
-_COLUMNS = (
-    "topic",
-    "partition",
-    "offset",
-    "unix_millis(timestamp) AS time",
-    "CAST(NULL AS BINARY) AS key",
-    "value",
-    "CAST(NULL AS STRING) AS headers",
-)
-_INPUTS = "group binary, time long, partition int, offset long, size long, extracts binary"
-_COUNTED = "body binary"
-_TOTALS = b""
-"""Group of the rows that carry counts: ``time`` is the number of records, ``extracts`` the reason."""
-
-RECORD_COUNT = "records"
-
-
-class TuneResult(msgspec.Struct, frozen=True):
-    """The result of tuning."""
-
-    rule: Rule
-    since_ms: int
-    records: int
-    """Number of records read."""
-    left_out: dict[str, int]
-    """Reason -> number of records that the rule does not fold."""
-    figures: tuple[tuple[Windows, Figures], ...]
-    """Of each candidate, the shortest first."""
-    seconds: float
-
-
-class TuneTask(msgspec.Struct, frozen=True):
-    """The input of Spark's tasks."""
-
-    rule: Rule
-    windows: tuple[Windows, ...]
-    limits: RecordLimits
-    partitions: tuple[str, ...]
-    """Sorted, so that their numbers have the order of their names."""
-
-
-class OffsetRange(msgspec.Struct, frozen=True):
-    """Offsets of one partition: from ``first`` up to, not including, ``end``."""
-
-    topic: str
-    partition: int
-    first: int
-    end: int
-
-    @property
-    def label(self) -> str:
-        # Without its generation, which changes no order: names have no character between ":" and "@".
-        return str(Partition(self.topic, self.partition))
-
-
-def known_rules(settings: Settings) -> dict[str, Rule]:
-    """Return the rules as the pipeline applies them; the others as configured."""
-    shards = Shards(StoreOptions.of(settings.valkey))
-    try:
-        applied = {name: each.rule for name, each in applied_rules(shards).items()}
-    except (StoreUnavailable, StoreError):
-        applied = {}
-    finally:
-        shards.close()
-    return rules_of(settings) | applied
-
-
-def rule_named(rules: Mapping[str, Rule], name: str) -> Rule:
-    """Return a rule that reads topics.
-
-    Raises:
-        BadRequest: There is no such rule, or it reads no topics.
-    """
-    if name not in rules:
-        listed = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
-        raise BadRequest(f"there is no fold rule {name!r}: {listed}")
-    if not rules[name].topics:
-        raise BadRequest(f"the rule {name!r} reads no topics: publishers feed it, and Kafka has no past of it")
-    return rules[name]
-
-
-def tune(
-    settings: Settings,
-    name: str,
-    *,
-    since_ms: int,
-    quiets_ms: Sequence[int] = (),
-    spark: Any = None,
-    clock: Callable[[], int] = now_ms,
-    stopped: Callable[[], bool] = lambda: False,
-) -> TuneResult:
-    """Fold a rule's past with several windows.
-
-    Args:
-        quiets_ms: Quiet periods to try beside the configured one; by default some shorter and some longer ones.
-        spark: A session with Kafka's connector; by default one is started and stopped.
-
-    Raises:
-        BadRequest: There is no such rule, or the rule has nothing to fold since that time.
-        BrokerUnavailable, PipelineError: The job failed or was stopped.
-    """
-    started, rules = clock(), known_rules(settings)
-    rule = rule_named(rules, name)
-    past = _Past(settings, rule, outputs_of(rules))
-    windows = tuple(candidates(rule.windows, quiets_ms))
-    limits = RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
-    ranges = past.since(since_ms)
-    with spark_for(settings, spark) as session:
-        for attempt in range(ATTEMPTS):
-            work = TuneTask(rule, windows, limits, tuple(sorted(each.label for each in ranges)))
-            try:
-                rows = collect(session, _job(settings, session, work, ranges), stopped)
-                break
-            except PipelineError as error:
-                if attempt == ATTEMPTS - 1 or stopped() or not past.has_moved(ranges):
-                    raise
-                logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
-                ranges = past.since(since_ms)
-    figures, totals = _sum_up(rows, len(windows))
-    records = totals.pop(RECORD_COUNT, 0)
-    if not figures[0].inputs:
-        listed = ", ".join(f"{n:,} {why}" for why, n in sorted(totals.items()))
-        raise BadRequest(
-            f"rule {name!r} folds none of the {records:,} records since {iso_time(since_ms)} ({listed}): "
-            "try an earlier --since, or look at the rule's where and group"
-        )
-    pairs = tuple(zip(windows, figures, strict=True))
-    return TuneResult(rule, since_ms, records, dict(totals), pairs, (clock() - started) / 1000)
-
-
-class _Past:
-    """The offsets of a rule's events in Kafka."""
-
-    def __init__(self, settings: Settings, rule: Rule, outputs: frozenset[str]) -> None:
-        self._rule, self._outputs = rule, outputs
-        self._broker = Broker(settings)
-
-    def since(self, since_ms: int) -> list[OffsetRange]:
-        """Return each partition's range from its first record that is not older.
-
-        Raises:
-            BadRequest: There are no such records.
-        """
-        topics = [t for name, t in self._broker.topics().items() if reads_topic(self._rule, name, self._outputs)]
-        if not topics:
-            listed = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
-            raise BadRequest(f"Kafka has no topic that rule {self._rule.name!r} and kafka.topics mean: {listed}")
-        bounds = self._broker.bounds(topics)
-        found = self._broker.at_time(topics, since_ms)
-        ranges = [
-            OffsetRange(*place, max(first, found[place]), end)
-            for place, (first, end) in sorted(bounds.items())
-            if found.get(place, end) < end and first < end
-        ]
-        if not ranges:
-            named = ", ".join(sorted(topic.name for topic in topics))
-            raise BadRequest(f"Kafka has no records since {iso_time(since_ms)} in {named}: try an earlier --since")
-        return ranges
-
-    def has_moved(self, ranges: Sequence[OffsetRange]) -> bool:
-        """Return whether Kafka has dropped records of these ranges."""
-        bounds = self._broker.bounds(self._broker.topics().values())
-        return any(bounds.get((r.topic, r.partition), (r.first + 1, 0))[0] > r.first for r in ranges)
-
-
-def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[OffsetRange]) -> Any:
-    starts: dict[str, dict[str, int]] = {}
-    ends: dict[str, dict[str, int]] = {}
-    for each in ranges:
-        starts.setdefault(each.topic, {})[str(each.partition)] = each.first
-        ends.setdefault(each.topic, {})[str(each.partition)] = each.end
-    options = reader_options(settings, starts)
-    del options["subscribePattern"], options["maxOffsetsPerTrigger"]
-    asks_record = RuleReader(work.rule).asks_record
-    if not asks_record:
-        del options["includeHeaders"]
-    options |= {
-        "assign": json.dumps({topic: list(map(int, partitions)) for topic, partitions in starts.items()}),
-        "endingOffsets": json.dumps(ends),
-        "failOnDataLoss": "true",
-    }
-    most = tasks(settings, spark)
-    if work.rule.clock == "event":
-        # Arrival times need the whole partition in one task, in order; the records' own times do not.
-        options["minPartitions"] = str(most)
-
-    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from _read_inputs(work, batches)
-
-    def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from _count_folds(work, batches)
-
-    rows = spark.read.format("kafka").options(**options).load().selectExpr(*(COLUMNS if asks_record else _COLUMNS))
-    rows = rows.coalesce(most) if len(ranges) > most else rows
-    in_order = (
-        rows.mapInArrow(look, _INPUTS)
-        .repartition(most, "group")
-        .sortWithinPartitions("group", "time", "partition", "offset")
-    )
-    return in_order.mapInArrow(count, _COUNTED)
-
-
-def _sum_up(rows: Iterable[Any], candidates: int) -> tuple[list[Figures], Counter[str]]:
-    """Add up the figures of the tasks."""
-    figures, totals = [Figures() for _ in range(candidates)], Counter[str]()
-    for row in rows:
-        parts, counts = _decode(row.body)
-        totals.update(counts)
-        for mine, part in zip(figures, parts, strict=True):
-            mine.merge(part)
-    return figures, totals
-
-
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[list[Figures], dict[str, int]]).decode
-
-
-def _read_inputs(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the rule's inputs; at the end, the numbers of records and of those left out by reason."""
-    reader, arrival = RuleReader(work.rule), work.rule.clock == "arrival"
-    numbers = {label: n for n, label in enumerate(work.partitions)}
-    newest: dict[Partition, int] = {}
-    totals = Counter[str]()
-    for batch in batches:
-        for records in slices(batch, {}, work.limits):
-            totals[RECORD_COUNT] += len(records)
-            partition, times = records.partition, records.times
-            if arrival:
-                times = list(accumulate(times, max, initial=newest.get(partition, times[0])))[1:]
-                newest[partition] = times[-1]
-            number, rows = numbers[str(partition)], []
-            for i, value in enumerate(records.values):
-                if value is None or i in records.poison:
-                    totals["tombstone" if value is None else "poison"] += 1
-                    continue
-                found = reader.read(value, records.record(i) if reader.asks_record else None)
-                if isinstance(found, str):
-                    totals[found] += 1
-                    continue
-                # Both sides of the shuffle run the same Python; marshal has integers of any length.
-                body = marshal.dumps(tuple(found.extracts))
-                rows.append((found.group, times[i], number, records.offsets[i], found.size, body))
-            yield _batch(rows)
-    yield _batch([(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
-
-
-def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Fold the sorted events of groups with every candidate; yield the figures."""
-    trials = Trials(work.rule.collect, work.windows, marshal.loads)
-    totals = Counter[str]()
-    for batch in batches:
-        groups = batch.column(0)
-        times, partitions, offsets, sizes, extracts = (column.to_pylist() for column in batch.columns[1:])
-        for low, high in pairwise([0, *_changes(groups), len(groups)]):
-            if low == high:
-                continue
-            group = groups[low].as_py()
-            if group == _TOTALS:
-                for i in range(low, high):
-                    totals[extracts[i].decode()] += times[i]
-                continue
-            names = map(work.partitions.__getitem__, partitions[low:high])
-            rest = zip(names, offsets[low:high], extracts[low:high], strict=True)
-            trials.feed(group, times[low:high], sizes[low:high], rest)
-    yield pa.RecordBatch.from_arrays([pa.array([_encode((trials.end(), totals))], pa.binary())], names=["body"])
-
-
-def _changes(column: Any) -> list[int]:
-    """Return the rows whose value differs from the row before."""
-    n = len(column)
-    if n < 2:
-        return []
-    return [int(i) + 1 for i in pc.indices_nonzero(pc.not_equal(column.slice(1), column.slice(0, n - 1))).to_pylist()]
-
-
-_SCHEMA = pa.schema(
-    [
-        ("group", pa.binary()),
-        ("time", pa.int64()),
-        ("partition", pa.int32()),
-        ("offset", pa.int64()),
-        ("size", pa.int64()),
-        ("extracts", pa.binary()),
-    ]
-)
-
-
-def _batch(rows: Sequence[tuple[object, ...]]) -> pa.RecordBatch:
-    columns = list(zip(*rows, strict=True)) or [()] * len(_SCHEMA)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)

@@ -1,15 +1,15 @@
--- Searches: their registry, which is in shard 0, and the payloads of what they found, which are in the shards of sources.
+-- Searches: their registry, in shard 0, and the matched records that are kept, in the home shards of partitions.
 
--- Popularity is counted in windows that do not overlap, and decays: what is a day old counts half.
+-- Popularity is counted in windows of ten minutes and decays: a count that is a day old has half its weight.
 local WINDOW = 600000
 local HALF_LIFE = 144
--- So long processes are told which of their connections lost a search: again and again, since an answer may be lost.
+-- For so long, heartbeats tell a process which of its connections lost a search; repeatedly, since an answer may be lost.
 local TOLD = 60000
--- Searches that one call ends at most.
+-- Most searches that one call ends.
 local ENDED = 100
 
--- Counts connections of a search in a window. Its use is the sum over all windows, each halved for every day since; kept as
--- its logarithm with the clock as the origin, which need not be touched as time goes by, and is always in the right order.
+-- Counts connections of a search in a window. The use of a search is the sum over all windows, each halved for every day
+-- since. It is stored as a logarithm relative to the clock, so that it needs no update as time passes and sorts correctly.
 local function popular(tag, id, n, window)
   local key, uses = tag .. ':popular:' .. text(window), tag .. ':uses'
   redis.call('HINCRBY', key, id, n)
@@ -23,7 +23,7 @@ local function popular(tag, id, n, window)
   redis.call('ZADD', uses, string.format('%.17g', use), id)
 end
 
--- Ends the life of a search; answers its name, or nothing. What it leaves, its logs, is dropped by whoever reads dropping.
+-- Ends the life of a search; returns its name, or nothing. Its logs are listed in dropping, for the watchdog to drop.
 local function end_life(tag, id)
   local known = redis.call('HGET', tag .. ':searches', id)
   redis.call('ZREM', tag .. ':idle', id)
@@ -44,7 +44,7 @@ local function end_life(tag, id)
   return life
 end
 
--- Answers the searches that nobody has followed for so long, the least used first; kept is what is promised to readers.
+-- Returns the searches without readers for longer than the promised time, kept, the least used first.
 local function past_promise(tag, kept)
   local found = redis.call('ZRANGEBYSCORE', tag .. ':idle', '-inf', text(milliseconds() - kept))
   local uses = {}
@@ -53,9 +53,9 @@ local function past_promise(tag, kept)
   return found
 end
 
--- register(id, search, ms, most, kept ms): a search with its life; one that is known keeps its life. Answers number, ms when it
--- began, and whether it is new; or full, if there are most and all of them are followed or promised. Whoever reads the registry
--- looks at its version first.
+-- register(id, search, ms, most, kept ms): returns the life of a search, a new one if it has none: its number, when it began,
+-- and whether it is new. Answers full if there are most searches and all of them have readers or are within the promised time.
+-- Readers of the registry read its version first.
 local function register(keys, args)
   local tag, id = keys[1], args[1]
   local known = redis.call('HGET', tag .. ':searches', id)
@@ -78,14 +78,14 @@ local function register(keys, args)
   return {number, args[3], 1}
 end
 
--- Whether a life is not over.
+-- Returns whether a life has not ended.
 local function is_alive(tag, life)
   local id, number = string.match(life, '^(.*)%.(%d+)$')
   local known = redis.call('HGET', tag .. ':searches', id)
   return known and string.match(known, '^%d+') == number
 end
 
--- pin(life, pins): where the live matches of a life begin; the first to say so is right. Nothing is kept for one that is over.
+-- pin(life, pins): pins the begin of a life's live matches; only the first call does. Nothing is stored for an ended life.
 local function pin(keys, args)
   local pins = keys[1] .. ':pins'
   if not is_alive(keys[1], args[1]) then return args[2] end
@@ -93,8 +93,7 @@ local function pin(keys, args)
   return redis.call('HGET', pins, args[1])
 end
 
--- extend(life, stretches seen, ms, stretch): a stretch of the past to be scanned, unless another was added meanwhile, or the
--- life is over.
+-- extend(life, stretches seen, ms, stretch): adds a stretch to scan, unless another was added meanwhile or the life has ended.
 local function extend(keys, args)
   local tag = keys[1]
   if not is_alive(tag, args[1]) then return {'over'} end
@@ -106,22 +105,22 @@ local function extend(keys, args)
   return {'ok', number}
 end
 
--- scanned(life, stretch): a stretch is done with. Nothing is kept for a life that is over.
+-- scanned(life, stretch): marks a stretch as scanned. Nothing is stored for an ended life.
 local function scanned(keys, args)
   redis.call('ZREM', keys[1] .. ':scanning', args[1] .. ' ' .. args[2])
   if is_alive(keys[1], args[1]) then redis.call('SADD', keys[1] .. ':scanned:' .. args[1], args[2]) end
   return 'ok'
 end
 
--- place(id, client, cursor): where a client that has a name is. Nothing is kept for a search that is forgotten.
+-- place(id, client, cursor): stores the cursor of a named client. Nothing is stored for a search that has ended.
 local function place(keys, args)
   if redis.call('HEXISTS', keys[1] .. ':searches', args[1]) == 0 then return 0 end
   redis.call('HSET', keys[1] .. ':positions:' .. args[1], args[2], args[3])
   return 1
 end
 
--- noted(view, driver epoch, life, stretch, bytes, (source, first, until, reason)…): a chunk was read for a stretch; and what Kafka
--- no longer had of it. A driver that was overtaken has come late to what another one read in time.
+-- noted(view, driver epoch, life, stretch, bytes, (partition, first, until, reason)…): records the bytes read for a stretch and
+-- the offsets that Kafka no longer had. Refuses a stale driver: its successor may have read these offsets in time.
 local function noted(keys, args)
   local tag, life, stretch = keys[1], args[3], args[4]
   local owner = fenced(tag, args[1], tonumber(args[2]))
@@ -134,8 +133,8 @@ local function noted(keys, args)
   return {'ok'}
 end
 
--- keep(shelf, most bytes, ms, last offset, records, run): what matched records say, once for all searches, for a while. The
--- oldest go when there are too many bytes; what does not lie behind the last is not kept: it is in Kafka.
+-- keep(shelf, most bytes, ms, last offset, records, run): keeps matched records, once for all searches, for a while. Drops the
+-- oldest runs beyond the bytes. Ignores a run that does not lie behind the last one: feeds read it from Kafka.
 local function keep(keys, args)
   local key, sizes = keys[1] .. ':kept:' .. args[1], keys[1] .. ':kept'
   local last = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
@@ -153,7 +152,7 @@ local function keep(keys, args)
   return 1
 end
 
--- Says that connections follow a search, or no longer do: it is idle from the moment on that none does.
+-- Changes the number of connections that follow a search; without any the search is idle.
 local function followed(tag, id, by)
   if redis.call('HINCRBY', tag .. ':followers', id, by) > 0 then
     redis.call('ZREM', tag .. ':idle', id)
@@ -165,9 +164,9 @@ local function followed(tag, id, by)
   end
 end
 
--- heartbeat(process, facts, begins): a service process is alive, by this server's clock. One that does not begin and is not
--- known was buried, and is refused for ever, since names are used once. Answers the window that it is, and the connections
--- whose search was ended since. Each connection is counted once in a window: by the first heartbeat there, or as it begins.
+-- heartbeat(process, facts, begins): records that a service process is alive, by this server's clock. A name that is unknown
+-- and does not begin was buried; it is refused for ever, since names are used once. Answers the current window and the
+-- connections whose search was ended. Each connection counts once per window: at the first heartbeat in it, or when it begins.
 local function heartbeat(keys, args)
   local tag, process, now = keys[1], args[1], milliseconds()
   local before = redis.call('ZSCORE', tag .. ':processes', process)
@@ -189,8 +188,8 @@ local function heartbeat(keys, args)
   return answer
 end
 
--- follow(process, connection, id, life, facts, window): a connection follows a life of a search, or whichever there is, for as
--- long as its process is alive. It was counted up to a window already, if it followed before under another name.
+-- follow(process, connection, id, life, facts, window): leases a life of a search, or the current one, to a connection for as
+-- long as its process is alive. The connection was counted up to window already, under an earlier name of its process.
 local function follow(keys, args)
   local tag, process, id, window = keys[1], args[1], args[3], math.floor(milliseconds() / WINDOW)
   if not redis.call('ZSCORE', tag .. ':processes', process) then return {'buried'} end
@@ -204,7 +203,7 @@ local function follow(keys, args)
   return {'ok', text(window)}
 end
 
--- unfollow(process, connection): it follows no more.
+-- unfollow(process, connection): releases the lease of a connection.
 local function unfollow(keys, args)
   local tag, process, window = keys[1], args[1], math.floor(milliseconds() / WINDOW)
   local lease = redis.call('HGET', tag .. ':leases:' .. process, args[2])
@@ -218,13 +217,13 @@ local function unfollow(keys, args)
   return 1
 end
 
--- Adds to the list that a table has under a name.
+-- Appends to the list under a name.
 local function add(lists, name, value)
   lists[name] = lists[name] or {}
   lists[name][#lists[name] + 1] = value
 end
 
--- bury(silent ms): ends the leases of processes that were silent for so long; answers their names.
+-- bury(silent ms): ends the leases of processes that were silent for so long; returns their names.
 local function bury(keys, args)
   local tag, now = keys[1], milliseconds()
   local dead = redis.call('ZRANGEBYSCORE', tag .. ':processes', '-inf', text(now - args[1]))
@@ -242,9 +241,8 @@ local function bury(keys, args)
   return dead
 end
 
--- forget(kept ms, kept at most ms, most): ends searches that nobody has followed for longer than is promised to readers: all
--- that are too old, and of the others so many that no more than most are left, the least used first. Answers their lives,
--- a hundred at most.
+-- forget(kept ms, kept at most ms, most): ends searches without readers for longer than the promised time, kept: all that are
+-- too old, and of the others the least used until no more than most are left. Returns their lives, at most a hundred.
 local function forget(keys, args)
   local tag, oldest, ended = keys[1], milliseconds() - args[2], {}
   local found = past_promise(tag, args[1])
@@ -261,8 +259,8 @@ local function forget(keys, args)
   return ended
 end
 
--- end(id, force): ends the life of a search now. Answers its life and how many connections followed it, which are told by their
--- heartbeats; refuses with followed, and how many, unless it is forced; or answers that it is unknown.
+-- end(id, force): ends the life of a search. Returns its life and the number of its connections, which learn it from their
+-- heartbeats. Unless forced, refuses a search that has connections: followed and their number. Answers unknown without one.
 local function end_now(keys, args)
   local tag, id = keys[1], args[1]
   if redis.call('HEXISTS', tag .. ':searches', id) == 0 then return {'unknown'} end
