@@ -34,6 +34,10 @@ class View(ABC):
         """True if the settings give this view something to write."""
         return self.name in settings.live_views
 
+    def is_configured(self, settings: Settings) -> bool:
+        """True if the pipeline may write this view, or may have written it."""
+        return self.name in settings.pipeline.views or self.is_used(settings)
+
     @abstractmethod
     def plan(self, settings: Settings) -> ViewPlan:
         """Return what Spark tasks must know of this view; its ``writer`` makes the writer."""
@@ -64,15 +68,25 @@ class View(ABC):
 
     # Upkeep.
 
+    is_copy = False
+    """True if the view holds a copy of Kafka's records, which upkeep audits and rebuilds."""
     piece_events: int | None = None
     """Most events of one packed piece; None = as many as fit into its bytes."""
 
+    def is_audited(self, settings: Settings) -> bool:
+        """True if upkeep audits this view at intervals."""
+        return self.is_copy and self.is_used(settings)
+
+    def keeps_logs(self, settings: Settings) -> bool:
+        """True if this view has logs, which upkeep packs and sweeps."""
+        return self.is_configured(settings) and self.buckets(settings) is not None
+
     def buckets(self, settings: Settings) -> BucketSettings | None:
-        """Return the settings of this view's buckets, which upkeep packs and sweeps; None if it keeps no logs."""
+        """Return the settings of this view's buckets; None if it keeps no logs."""
         return None
 
     def copy(self, settings: Settings) -> ViewCopy:
-        """Return this view's copy of Kafka's records, which upkeep audits and rebuilds.
+        """Return this view's copy of Kafka's records.
 
         Raises:
             BadRequest: The view holds no such copy.

@@ -268,22 +268,6 @@ class Settings(BaseSettings):
         used = {"folds": bool(self.folds.rules), "tags": self.tags.is_used, "sessions": self.sessions.is_used}
         return tuple(view for view in self.pipeline.views if used.get(view, True))
 
-    @property
-    def log_views(self) -> tuple[str, ...]:
-        """Views whose logs upkeep packs and sweeps: folds and sessions have none, nor have tags in Cassandra."""
-        without = {"folds", "sessions"} | ({"tags"} if self.tags.store == "cassandra" else set())
-        return tuple(view for view in self.pipeline.views if view not in without)
-
-    @property
-    def copied_views(self) -> tuple[str, ...]:
-        """Views that hold copies of Kafka's records, so that they can be audited against it and rebuilt from it."""
-        return tuple(view for view in self.pipeline.views if view in ("days", "tags"))
-
-    @property
-    def audited_views(self) -> tuple[str, ...]:
-        """Copied views that are written now, so that upkeep audits them."""
-        return tuple(view for view in self.copied_views if view in self.live_views)
-
     def origin(self, path: str) -> str:
         """Return the origin of the value at a dotted path: ``default``, ``file …``, ``env …`` or ``flag …``."""
         if path not in PATHS:

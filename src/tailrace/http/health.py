@@ -55,11 +55,10 @@ class UpkeepReports:
 
     def _schedule(self) -> dict[tuple[str, str], timedelta]:
         """Return how often each job runs over each view."""
-        settings = self._service.settings
-        upkeep, views = settings.upkeep, settings.log_views
+        upkeep, views = self._service.settings.upkeep, self._service.log_views
         found = {("pack", view): upkeep.pack_every for view in views}
         found |= {("sweep", view): upkeep.sweep_every for view in views}
-        found |= {("audit", view): upkeep.audit_every for view in settings.audited_views}
+        found |= {("audit", view): upkeep.audit_every for view in self._service.audited_views}
         for view, part in self._service.parts.items():
             found |= {(job, view): every for job, every in part.intervals().items()}
         return {key: every for key, every in found.items() if every is not None}

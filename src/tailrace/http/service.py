@@ -53,6 +53,8 @@ class Service:
         used = [view.name for view in views if view.is_used(settings)]
         self.views = tuple(dict.fromkeys((*settings.live_views, *used)))
         """Names of the views that are written."""
+        self.log_views = tuple(view.name for view in views if view.keeps_logs(settings))
+        self.audited_views = tuple(view.name for view in views if view.is_audited(settings))
         self.parts: dict[str, ViewService] = {
             view.name: part for view in views if (part := view.open(self)) is not None
         }

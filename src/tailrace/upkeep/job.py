@@ -140,15 +140,17 @@ class BucketSettings(Protocol):
 
 
 def find_view(settings: Settings, views: Iterable[View], name: str) -> View:
-    """Return the view of this name that the pipeline writes.
+    """Return the view of this name.
 
     Raises:
-        BadRequest: There is no such view.
+        BadRequest: The pipeline writes no such view.
     """
-    for view in views:
-        if view.name == name and name in settings.pipeline.views:
+    configured = [view for view in views if view.is_configured(settings)]
+    for view in configured:
+        if view.name == name:
             return view
-    raise _no_logs(settings, name)
+    logs = ", ".join(view.name for view in configured if view.keeps_logs(settings))
+    raise BadRequest(f"there is no view {name!r} that keeps streams; there is: {logs}")
 
 
 def buckets_of(settings: Settings, view: View) -> BucketSettings:
@@ -157,14 +159,10 @@ def buckets_of(settings: Settings, view: View) -> BucketSettings:
     Raises:
         BadRequest: The view keeps no logs.
     """
-    found = view.buckets(settings) if view.name in settings.log_views else None
+    found = view.buckets(settings) if view.keeps_logs(settings) else None
     if found is None:
-        raise _no_logs(settings, view.name)
+        raise BadRequest(f"the view {view.name!r} keeps no streams")
     return found
-
-
-def _no_logs(settings: Settings, name: str) -> BadRequest:
-    return BadRequest(f"there is no view {name!r} that keeps streams; there is: {', '.join(settings.log_views)}")
 
 
 class Throttle:

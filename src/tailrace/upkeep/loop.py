@@ -50,6 +50,8 @@ def jobs_of(settings: Settings, views: Iterable[View], spread: Spread) -> Jobs:
     upkeep = settings.upkeep
     throttle = Throttle(upkeep.buckets_per_hour, upkeep.bytes_per_second)
     by_name = {view.name: view for view in views}
+    logs = tuple(name for name, view in by_name.items() if view.keeps_logs(settings))
+    audited = tuple(name for name, view in by_name.items() if view.is_audited(settings))
 
     def sweep_once(view: str, stopped: Stopped) -> Facts:
         return run_job(settings, Sweeping(view, SweepRules.of(settings, by_name[view]), Scope(stopped=stopped)))
@@ -63,20 +65,20 @@ def jobs_of(settings: Settings, views: Iterable[View], spread: Spread) -> Jobs:
         return run_job(settings, Auditing(settings, by_name[view], stopped=stopped))
 
     return {
-        "sweep": ScheduledJob(upkeep.sweep_every, sweep_once, views=settings.log_views),
-        "pack": ScheduledJob(upkeep.pack_every, pack_once, yields=True, views=settings.log_views),
-        "audit": ScheduledJob(upkeep.audit_every, audit_once, _next_audit(settings), views=settings.audited_views),
+        "sweep": ScheduledJob(upkeep.sweep_every, sweep_once, views=logs),
+        "pack": ScheduledJob(upkeep.pack_every, pack_once, yields=True, views=logs),
+        "audit": ScheduledJob(upkeep.audit_every, audit_once, _next_audit(settings, audited), views=audited),
     }
 
 
-def _next_audit(settings: Settings) -> float:
+def _next_audit(settings: Settings, views: Iterable[str]) -> float:
     """Return in how many seconds an audit is due: a restart of upkeep is no reason for one."""
     every = settings.upkeep.audit_every
     if every is None:
         return 0.0
     shards = Shards(StoreOptions.of(settings.valkey))
     try:
-        ended = [last_end(shards, "audit", view) for view in settings.audited_views]
+        ended = [last_end(shards, "audit", view) for view in views]
     except TailraceError:
         ended = [None]
     finally:
@@ -172,7 +174,7 @@ def main(settings: Settings, views: Iterable[View]) -> int:
     views = tuple(views)
     with Spread(settings) as spread:
         jobs = jobs_of(settings, views, spread)
-        names = tuple(dict.fromkeys((*settings.log_views, *settings.audited_views)))
+        names = tuple(view.name for view in views if view.keeps_logs(settings) or view.is_audited(settings))
         intervals = [
             f"{name} {f'every {format_duration(job.every)}' if job.every else 'never'}" for name, job in jobs.items()
         ]

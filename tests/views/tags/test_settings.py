@@ -10,6 +10,7 @@ import pytest
 from tailrace.config.load import load as load_settings
 from tailrace.config.settings import Settings
 from tailrace.errors import ConfigError
+from tailrace.views.tags import VIEW
 
 
 def load(tmp_path: Path, text: str) -> Settings:
@@ -71,5 +72,7 @@ def test_tags_are_written_only_where_there_are_paths_or_rules(tmp_path: Path) ->
     assert "tags" not in load(tmp_path, "").live_views
     assert "tags" in load(tmp_path, '[tags]\npaths = ["tags"]').live_views
     assert "tags" in load(tmp_path, "[tags.rules]\nbig = {total = 1}").live_views
-    assert "tags" not in load(tmp_path, '[tags]\nstore = "cassandra"').log_views
-    assert "tags" in load(tmp_path, '[tags]\nstore = "cassandra"').copied_views
+    in_rows = load(tmp_path, '[tags]\nstore = "cassandra"\npaths = ["tags"]')
+    assert (VIEW.keeps_logs(in_rows), VIEW.is_audited(in_rows)) == (False, True)
+    in_logs = load(tmp_path, "")
+    assert (VIEW.keeps_logs(in_logs), VIEW.is_audited(in_logs)) == (True, False)

@@ -21,6 +21,7 @@ class DaysView(View):
     """The view of day streams."""
 
     name = "days"
+    is_copy = True
 
     def plan(self, settings: Settings) -> DaysPlan:
         """Return what tasks must know."""

@@ -23,6 +23,7 @@ class TagsView(View):
     """The view of tags."""
 
     name = "tags"
+    is_copy = True
 
     def plan(self, settings: Settings) -> TagsPlan:
         """Return the settings that tasks need."""
