@@ -66,7 +66,9 @@ class Past:
         any_time = {"message.timestamp.type": "CreateTime", "message.timestamp.after.max.ms": str(2**63 - 1)}
         kept = {**any_time, "retention.ms": "-1"}
         self.admin.create_topics([NewTopic(self.topic, partitions, 1, config=kept)])[self.topic].result(30)
-        self.producer = Producer({"bootstrap.servers": kafka, "log_level": 0, "linger.ms": 0})
+        self.producer = Producer(
+            {"bootstrap.servers": kafka, "log_level": 0, "linger.ms": 0, "enable.idempotence": True}
+        )
         self.writer = writer or self.begin()
         self.shards = self.writer.shards
         self.keys = self.shards.keys

@@ -30,7 +30,7 @@ from tailrace.testing.fixtures import end_spark
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
-from tailrace.upkeep.loop import Loop
+from tailrace.upkeep.loop import JobLoop
 from tailrace.upkeep.pack import PackPlan, Spread, divided
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions
@@ -366,7 +366,7 @@ def test_the_loop_goes_on_after_every_kind_of_error() -> None:
         raise error
 
     every = timedelta(milliseconds=10)
-    Loop({"bad": ScheduledJob(every, bad), "never": ScheduledJob(None, bad)}, ("days",), stopping).run()
+    JobLoop({"bad": ScheduledJob(every, bad), "never": ScheduledJob(None, bad)}, ("days",), stopping).run()
     assert runs == ["days"] * 5
 
 
@@ -389,7 +389,7 @@ def test_a_job_that_takes_long_gives_way_to_one_that_is_due() -> None:
         "short": ScheduledJob(timedelta(seconds=30), short),
         "long": ScheduledJob(timedelta(seconds=1), long, yields=True),
     }
-    loop = Loop(jobs, ("days",), stopping, clock=lambda: clock.now)
+    loop = JobLoop(jobs, ("days",), stopping, clock=lambda: clock.now)
     clock.now += 2
     loop.run()
     assert ran == ["long", "short"] * 4
@@ -418,7 +418,7 @@ def test_a_job_that_must_finish_to_have_done_anything_is_not_stopped_for_another
 
     every = timedelta(seconds=30)
     jobs = {"walk": ScheduledJob(every, walk), "pack": ScheduledJob(every, pack, yields=True)}
-    loop = Loop(jobs, ("days",), stopping, clock=lambda: clock.now)
+    loop = JobLoop(jobs, ("days",), stopping, clock=lambda: clock.now)
     clock.now += 20
     loop.run()
     assert ran == ["walk", "packed True"] * 3

@@ -70,13 +70,13 @@ class Finding(msgspec.Struct, frozen=True):
         return self.kind, self.name, self.day, self.source
 
 
-class Erasure(Protocol):
+class ErasedRange(Protocol):
     """The events of one source that were erased from a log."""
 
     def covers(self, place: str, offset: int, /) -> bool: ...
 
 
-Erasures: TypeAlias = Mapping[str, Erasure]
+Erasures: TypeAlias = Mapping[str, ErasedRange]
 """The erasures of one log, by source."""
 
 

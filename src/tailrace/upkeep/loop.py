@@ -87,7 +87,7 @@ def _next_audit(settings: Settings, views: Iterable[str]) -> float:
     return max(FIRST_S, every.total_seconds() - since)
 
 
-class Loop:
+class JobLoop:
     """Runs jobs when they are due, and calls ``rest`` when none is."""
 
     def __init__(
@@ -180,11 +180,12 @@ def main(settings: Settings, views: Iterable[View]) -> int:
         ]
         logger.info("upkeep of %s: %s", ", ".join(names), ", ".join(intervals))
         others = [(view.name, view.jobs(settings)) for view in views]
-        threads = [threading.Thread(target=Loop(own, (name,), stopping).run, name=name) for name, own in others if own]
+        loops = [(name, JobLoop(own, (name,), stopping)) for name, own in others if own]
+        threads = [threading.Thread(target=loop.run, name=name) for name, loop in loops]
         for thread in threads:
             thread.start()
         try:
-            Loop(jobs, names, stopping, spread.stop).run()
+            JobLoop(jobs, names, stopping, spread.stop).run()
         finally:
             stopping.set()
             for thread in threads:

@@ -15,7 +15,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.log.entry_id import parse_id
 from tailrace.upkeep.job import JobLease, Scope, Work
-from tailrace.upkeep.loop import Loop
+from tailrace.upkeep.loop import JobLoop
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session, StreamLimits
@@ -373,7 +373,7 @@ def test_the_jobs_of_sessions_run_beside_a_pack_and_leave_reports(site: Site) ->
     site.reached(10**9)
     flags = {"sessions.keep_entries": 5, "sessions.trim_every": "1s"}
     stopping = threading.Event()
-    loop = Loop(session_jobs(settings_of(site.options, **flags)), ("sessions",), stopping)
+    loop = JobLoop(session_jobs(settings_of(site.options, **flags)), ("sessions",), stopping)
     thread = threading.Thread(target=loop.run)
     with JobLease(site.shards, "a pack"):
         thread.start()
