@@ -18,6 +18,7 @@ from tailrace.demo.engine import Plan
 from tailrace.errors import TailraceError
 
 logger = logging.getLogger(__name__)
+
 LONGEST_RETRY_S = 10.0
 
 

@@ -30,6 +30,7 @@ from tailrace.valkey.marks import read_generation
 from tailrace.valkey.nodes import Nodes
 
 logger = logging.getLogger(__name__)
+
 DELIVERY_S = 10.0
 """Time that the broker has to acknowledge an event."""
 ADMIN_S = 5.0

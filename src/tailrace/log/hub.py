@@ -27,6 +27,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg
 
 logger = logging.getLogger(__name__)
+
 BLOCK_MS = 1000
 REFRESH_S = 5.0
 READ_ENTRIES = 50
@@ -40,7 +41,7 @@ class Hub:
         self._nodes = nodes
         self._logs = logs
         self._ring_bytes = ring_bytes
-        self._channels: dict[str, LiveEnd] = {}
+        self._live_ends: dict[str, LiveEnd] = {}
         self._touched: set[str] = set()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,22 +65,22 @@ class Hub:
     @property
     def followed(self) -> int:
         """Number of logs with readers."""
-        return len(self._channels)
+        return len(self._live_ends)
 
     @contextlib.asynccontextmanager
     async def follow(self, name: str, waiter: asyncio.Event) -> AsyncIterator[LiveEnd]:
         """Follow a log: ``waiter`` is set whenever its live end has something new."""
-        channel = self._channels.get(name)
-        if channel is None:
-            channel = self._channels[name] = LiveEnd(name)
+        live_end = self._live_ends.get(name)
+        if live_end is None:
+            live_end = self._live_ends[name] = LiveEnd(name)
             self._touch((name,))
-        channel.waiters.add(waiter)
+        live_end.waiters.add(waiter)
         try:
-            yield channel
+            yield live_end
         finally:
-            channel.waiters.discard(waiter)
-            if not channel.waiters and self._channels.get(name) is channel:
-                del self._channels[name]
+            live_end.waiters.discard(waiter)
+            if not live_end.waiters and self._live_ends.get(name) is live_end:
+                del self._live_ends[name]
 
     async def _listen(self, shards: list[int]) -> None:
         """Block on the tails of some shards and note the followed logs among the names."""
@@ -89,7 +90,7 @@ class Hub:
             try:
                 if not last_ids:
                     last_ids = await self._ends(shards, keys)
-                    self._touch(self._channels)
+                    self._touch(self._live_ends)
                 streams: list[Arg] = [*last_ids, *last_ids.values()]
                 command = ("XREAD", "COUNT", 1000, "BLOCK", BLOCK_MS, "STREAMS", *streams)
                 answer = await self._nodes.block(shards[0], self._logs.view, command, BLOCK_MS / 1000)
@@ -111,7 +112,7 @@ class Hub:
 
     def _touch(self, names: Iterable[str]) -> None:
         before = len(self._touched)
-        self._touched.update(name for name in names if name in self._channels)
+        self._touched.update(name for name in names if name in self._live_ends)
         if len(self._touched) > before:
             self._work.set()
 
@@ -120,61 +121,61 @@ class Hub:
         while True:
             await self._work.wait()
             self._work.clear()
-            channels = [self._channels[name] for name in self._touched if name in self._channels]
+            live_ends = [self._live_ends[name] for name in self._touched if name in self._live_ends]
             self._touched.clear()
             try:
-                await self._advance(channels)
+                await self._advance(live_ends)
             except Unavailable as error:
                 logger.warning("followed logs: %s", error)
-                self._touched.update(channel.name for channel in channels)
+                self._touched.update(live_end.name for live_end in live_ends)
                 await asyncio.sleep(0.5)
                 self._work.set()
             except Exception:
                 logger.exception("a followed log cannot be read; its readers get the error when they read it")
-                await self._advance_each(channels)
+                await self._advance_each(live_ends)
 
-    async def _advance(self, channels: list[LiveEnd]) -> None:
+    async def _advance(self, live_ends: list[LiveEnd]) -> None:
         """Bring live ends to the end of their logs; one whose log grew by much skips that part, which readers read."""
         unread: list[tuple[LiveEnd, Segment, int]] = []
         renewed: dict[LiveEnd, tuple[int, OrderKey]] = {}
-        for channel, log in zip(channels, await self._logs.logs_of([c.name for c in channels]), strict=True):
+        for live_end, log in zip(live_ends, await self._logs.logs_of([each.name for each in live_ends]), strict=True):
             segments = log.segments
-            epoch, head = channel.epoch, channel.head
+            epoch, head = live_end.epoch, live_end.head
             end = (segments[-1].index, segments[-1].last) if segments else (-1, 0)
             if segments and (segments[-1].epoch != epoch or end < head):
                 # A new live end, a new epoch, or a log that expired and began anew: begin at the end; readers further
                 # back read the store.
-                epoch, head = renewed[channel] = segments[-1].epoch, end
+                epoch, head = renewed[live_end] = segments[-1].epoch, end
             for segment in segments:
                 if segment.epoch == epoch and (segment.index, segment.last) > head:
-                    unread.append((channel, segment, head[1] if segment.index == head[0] else segment.first - 1))
+                    unread.append((live_end, segment, head[1] if segment.index == head[0] else segment.first - 1))
         answers = await self._logs.read_many([(c.name, segment, after) for c, segment, after in unread], READ_ENTRIES)
         # No await from here on: readers see a live end before or after the change, never in between.
-        for channel, (epoch, head) in renewed.items():
-            channel.era += head < channel.head
-            channel.restart(epoch, head)
-        limit = max(1 << 16, self._ring_bytes // max(1, len(self._channels)))
-        for (channel, segment, _), entries in zip(unread, answers, strict=True):
+        for live_end, (epoch, head) in renewed.items():
+            live_end.era += head < live_end.head
+            live_end.restart(epoch, head)
+        limit = max(1 << 16, self._ring_bytes // max(1, len(self._live_ends)))
+        for (live_end, segment, _), entries in zip(unread, answers, strict=True):
             if entries and entries[-1].last >= segment.last:
-                channel.add((SegmentEntry(segment, entry) for entry in entries), limit)
+                live_end.add((SegmentEntry(segment, entry) for entry in entries), limit)
             else:
-                channel.restart(channel.epoch, (segment.index, segment.last))
-        for channel in channels:
-            channel.wake()
+                live_end.restart(live_end.epoch, (segment.index, segment.last))
+        for live_end in live_ends:
+            live_end.wake()
 
-    async def _advance_each(self, channels: list[LiveEnd]) -> None:
+    async def _advance_each(self, live_ends: list[LiveEnd]) -> None:
         """Advance one by one, so that a damaged log stops its own readers alone."""
-        for channel in channels:
+        for live_end in live_ends:
             try:
-                await self._advance([channel])
+                await self._advance([live_end])
             except Exception:
-                channel.restart(0, (-1, 0))
-                channel.wake()
+                live_end.restart(0, (-1, 0))
+                live_end.wake()
 
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            self._touch(list(self._channels))
+            self._touch(list(self._live_ends))
 
 
 class LiveEnd:

@@ -32,6 +32,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
 
 logger = logging.getLogger(__name__)
+
 PACKED_BYTES = 1 << 20
 """Approximate bytes of packed pieces that one read returns, so that a reader's memory does not depend on their size."""
 PAGE = 1000
