@@ -166,13 +166,13 @@ def unpack(stored: bytes) -> Iterator[NumberedRun]:
 def digest(entries: Iterable[NumberedRun]) -> tuple[int, bytes]:
     """Return the count of events and a checksum over all columns."""
     columns: tuple[list[object], ...] = tuple([] for _ in range(8))
-    numbers, partitions, offsets, times, keys, headers, values, notes = columns
+    numbers, partitions, offsets, times, keys, headers, values, fields = columns
     none: list[object] = []
     for entry in entries:
         run = entry.run
         partition, own = (run.topic, run.partition_id, run.generation), run.headers
         if run.tag_columns is not None:
-            notes += run.tag_columns.rows(run.offsets, run.times)
+            fields += run.tag_columns.rows(run.offsets, run.times)
         if entry.first == entry.last:
             numbers.append(entry.first)
             partitions.append(partition)
@@ -229,7 +229,7 @@ def _join(group: list[NumberedRun]) -> NumberedRun:
     headers = [list(run.headers or ()) for run in runs]
     offsets = list(chain.from_iterable(run.offsets for run in runs))
     times = list(chain.from_iterable(run.times for run in runs))
-    notes = [run.tag_columns.rows(run.offsets, run.times) for run in runs if run.tag_columns is not None]
+    fields = [run.tag_columns.rows(run.offsets, run.times) for run in runs if run.tag_columns is not None]
     joined = Run.of(
         runs[0].partition,
         offsets,
@@ -237,7 +237,7 @@ def _join(group: list[NumberedRun]) -> NumberedRun:
         _narrow(list(chain.from_iterable(map(_each, runs)))),
         None if runs[0].headers is None else list(chain.from_iterable(headers)),
         list(chain.from_iterable(run.values for run in runs)),
-        TagColumns.of(list(chain.from_iterable(notes)), offsets, times) if notes else None,
+        TagColumns.of(list(chain.from_iterable(fields)), offsets, times) if fields else None,
     )
     return NumberedRun(group[0].first, group[-1].last, group[-1].newest_ms, joined, sum(entry.size for entry in group))
 

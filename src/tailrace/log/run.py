@@ -101,12 +101,12 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         shared = key_json(keys[0]) if len(keys) == 1 else None
         partition = self.partition
         head = _head(partition)
-        notes = self.tag_columns.rows(offsets, times) if self.tag_columns is not None else None
+        fields = self.tag_columns.rows(offsets, times) if self.tag_columns is not None else None
         for i in range(skip, len(values)):
             offset, time_ms = offsets[i], times[i]
             key = shared if shared is not None else key_json(keys[i])
-            if notes is not None:
-                more = b"," + tag_fields_json(notes[i], tag, make_timeuuid(notes[i].ms, offset, partition))
+            if fields is not None:
+                more = b"," + tag_fields_json(fields[i], tag, make_timeuuid(fields[i].ms, offset, partition))
             else:
                 more = b',"late":true,' if time_ms < start_ms else b","
             shown = headers_json(headers[i]) if headers is not None else b"{}"

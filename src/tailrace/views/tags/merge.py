@@ -161,7 +161,6 @@ class MergedTags(TagFeed):
     _lines: list[_Line]  # type: ignore[assignment]
 
     def __init__(self, *arguments: Any) -> None:
-        """Take the arguments of a ``TagFeed``."""
         super().__init__(*arguments)
         self._max_size = max(BATCH_BYTES, MAX_BYTES_AHEAD // len(self._request.names))
         self._complete: dict[Partition, int] = {}

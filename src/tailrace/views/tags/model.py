@@ -80,7 +80,6 @@ class Tagger:
         self._tags_of_value: dict[bytes, tuple[str, ...]] = {}
 
     def wants(self, topic: str) -> bool:
-        """Return True if events of a topic are tagged."""
         return topic in self._topics
 
     def read(self, key: bytes | None, value: bytes, offset: int, record: Record | None = None) -> TaggedEvent | str:
@@ -166,7 +165,6 @@ class SourceProgress(msgspec.Struct, frozen=True):
     partition: str = ""
 
     def stored(self) -> bytes:
-        """Return the stored form."""
         return f"{self.number} {self.seq} {self.ms} {self.partition}".encode()
 
     @classmethod

@@ -52,7 +52,6 @@ class ReaderIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, field: bytes) -> ReaderIdentity:
-        """Read a field of the stored hash."""
         name, mode, tags = field.decode().split(" ", 2)
         return cls(name, mode, msgspec.json.decode(tags, type=tuple[str, ...]))
 
@@ -82,12 +81,10 @@ class ReaderRegistry:
         self._nodes, self._key = nodes, nodes.keys.readers()
 
     async def find(self, reader: ReaderIdentity) -> ReaderPosition | None:
-        """Return the position of a reader."""
         stored = await self._nodes.read(0, "HGET", self._key, reader.field)
         return None if stored is None else _decode_position(stored)
 
     async def save(self, reader: ReaderIdentity, position: ReaderPosition) -> None:
-        """Store the position of a reader."""
         await self._nodes.read(0, "HSET", self._key, reader.field, _encode(position))
 
     async def all(self) -> dict[ReaderIdentity, ReaderPosition]:
@@ -96,7 +93,6 @@ class ReaderRegistry:
         return {ReaderIdentity.parse(field): _decode_position(stored[field]) for field in sorted(stored)}
 
     async def forget(self, readers: Iterable[ReaderIdentity]) -> None:
-        """Delete the positions of readers."""
         if fields := [reader.field for reader in readers]:
             await self._nodes.read(0, "HDEL", self._key, *fields)
 
@@ -136,7 +132,6 @@ class NamedFeed:
         return self._batches()
 
     async def aclose(self) -> None:
-        """Close the feed and store the position."""
         await self._feed.aclose()
         with suppress(TailraceError):
             await self._save(now=True)

@@ -119,7 +119,6 @@ class TagsSettings(Section):
 
     @property
     def span(self) -> timedelta:
-        """Length of a bucket."""
         return BUCKETS[self.bucket]
 
     @property

@@ -51,7 +51,6 @@ class TagOptions(msgspec.Struct, frozen=True):
 
 
 def tag_options(settings: Settings) -> TagOptions:
-    """Return the options from the configuration."""
     tags = settings.tags
     cassandra: CassandraOptions | None = None
     if tags.store == "cassandra":
@@ -126,7 +125,6 @@ class LevelReader:
         self._nodes = nodes
 
     def shard_of(self, tag: str) -> int:
-        """Return the shard of a tag."""
         return shard_of(tag, self._nodes.options.shards)
 
     async def read(self, shards: Iterable[int]) -> dict[int, Levels]:

@@ -49,11 +49,9 @@ class TagsPlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings) -> TagsPlan:
-        """Return the plan from the configuration."""
         return cls(tag_options(settings), round(settings.days.future_limit.total_seconds() * 1000))
 
     def writer(self, plan: Plan) -> Writer:
-        """Make the writer."""
         return TagsWriter(
             plan.store.shards,
             self.options,

@@ -84,16 +84,10 @@ class CassandraOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: CassandraSettings) -> CassandraOptions:
-        """Return the options from the configuration."""
+        same = ("hosts", "port", "keyspace", "user", "datacenter", "replication", "consistency")
         return cls(
-            hosts=tuple(settings.hosts),
-            port=settings.port,
-            keyspace=settings.keyspace,
-            user=settings.user,
+            **{name: getattr(settings, name) for name in same},
             password=settings.password.get_secret_value(),
-            datacenter=settings.datacenter,
-            replication=settings.replication,
-            consistency=settings.consistency,
             timeout_s=settings.timeout.total_seconds(),
         )
 
@@ -266,7 +260,6 @@ def check(options: CassandraOptions) -> None:
 
 
 def _schema() -> dict[str, str]:
-    """Return the statement that creates each table."""
     text = resources.files("tailrace.views.tags.rows").joinpath("schema.cql").read_text(encoding="utf-8")
     bare = "\n".join(line for line in text.splitlines() if not line.startswith("--"))
     statements = [part.strip() for part in bare.split(";") if part.strip()]

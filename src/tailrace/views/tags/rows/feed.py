@@ -120,7 +120,6 @@ class TagRowsFeed:
         return self._batches()
 
     async def aclose(self) -> None:
-        """End the feed."""
         self._ended = True
         for line in self._lines:
             await line.close()
@@ -164,7 +163,6 @@ class TagRowsFeed:
             self._announced = deque([self._read_ms])  # the clock was set back
 
     def _due_ms(self) -> int:
-        """Return the time of the next read."""
         pace, now_ms = self._pace, self._clock()
         if now_ms < self._read_ms:
             return now_ms  # the clock was set back
@@ -370,7 +368,6 @@ class TagLine:
             self._pages = self._rows.rows(self.tag, after, self._to)
 
     async def read(self) -> None:
-        """Read one page."""
         pages, self._pages = self._pages, None  # after a failure the next ``begin`` reads the page again
         assert pages is not None
         rows = await anext(pages, None)
@@ -392,7 +389,6 @@ class TagLine:
         return item
 
     async def close(self) -> None:
-        """Stop reading."""
         pages, self._pages = self._pages, None
         if pages is not None:
             await pages.aclose()
@@ -442,7 +438,6 @@ def _ranges(timeuuids: Sequence[UUID]) -> list[tuple[UUID, UUID]]:
 
 
 def shows_row(tag_filter: TagFilter, row: StoredRow) -> bool:
-    """Return True if a filter shows a row."""
     if tag_filter.shows_all:
         return True
     record = None

@@ -86,7 +86,6 @@ class HeldSource(Generic[R]):
         return min(self._rows) <= self.first
 
     def add(self, row: R, now_ms: int) -> None:
-        """Hold another event."""
         self._rows[row.tag_seq] = row, now_ms
 
     def next(self) -> R | None:

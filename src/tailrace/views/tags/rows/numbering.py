@@ -54,7 +54,6 @@ class NumberCheck:
         """Sources with a number that came once, after a higher one."""
 
     def take(self, source: str, number: int, ms: int, event: _Event) -> str:
-        """Note a row; return its verdict."""
         known = self._sources.get(source)
         if known is None:
             self._sources[source] = _Source(number, ms)
@@ -111,7 +110,6 @@ class NumberCheck:
         return sorted(self.late - repeated)
 
     def gaps(self) -> Iterator[MissingNumbers]:
-        """Yield the missing numbers."""
         yield from self._wide
         for source, known in self._sources.items():
             begin = None
@@ -123,7 +121,6 @@ class NumberCheck:
                     begin = None
 
     def ends(self) -> dict[str, int]:
-        """Return the highest number of every source."""
         return {source: known.last for source, known in self._sources.items()}
 
 

@@ -15,7 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
-from functools import lru_cache, total_ordering
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 from uuid import UUID
@@ -84,7 +84,6 @@ class RowReader:
         return self
 
     async def close(self) -> None:
-        """Close all connections."""
         self._opened = False
         await asyncio.to_thread(self._connection.close)
 
@@ -217,7 +216,6 @@ class _PageSize:
         self.now = min(most, first)
 
     def adapt(self, rows: Sequence[RowKey]) -> None:
-        """Adapt the number to the rows of a page."""
         size = sum(len(row.value or b"") for row in rows if isinstance(row, StoredRow))
         fitting = max(_MIN_PAGE, PAGE_BYTES * len(rows) // (size + 1))
         self.now = min(self.most, fitting, 4 * self.now)
@@ -296,7 +294,6 @@ class CassandraPartition(Generic[R]):
         return []
 
     def drop(self) -> None:
-        """Drop the requested page."""
         if self._next is not None and not self._next.cancel() and not self._next.cancelled():
             self._next.exception()  # retrieved, so that asyncio does not complain
 
@@ -372,23 +369,16 @@ async def _merged(partitions: Sequence[CassandraPartition[R]], size: int, down: 
         yield out
 
 
-@total_ordering
 class _SortKey:
-    """Sort key of a row in Cassandra's order, or in the reverse order."""
+    """Sort key of a row in Cassandra's order, or in the reverse order; all that a heap needs."""
 
     __slots__ = ("down", "key")
 
     def __init__(self, timeuuid: int, source: str, tag_seq: int, down: bool) -> None:
         self.key, self.down = (timeuuid, source, tag_seq), down
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SortKey) and self.key == other.key
-
     def __lt__(self, other: _SortKey) -> bool:
         return self.key > other.key if self.down else self.key < other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
 
 def _edge(bucket: Bucket, down: bool) -> int:

@@ -106,7 +106,6 @@ class Reading(Generic[R]):
         return bool(self._held) or not self._open_searched
 
     def position(self) -> TagPosition:
-        """Return the position to resume at."""
         return self._resume.position(self._held.values())
 
     # Reading on.
@@ -418,7 +417,6 @@ class PartitionLevels:
         """Partitions that are known to have no marks."""
 
     def renew(self, marks: Mapping[Partition, int], floors: Mapping[Partition, int]) -> None:
-        """Replace marks and floors."""
         self._marks, self.floors = marks, floors
 
     def changed_after(self, marks: Mapping[Partition, int], scanned: UUID, start: UUID) -> UUID:
@@ -447,18 +445,15 @@ class PartitionLevels:
         return None if lowest is None else last_of(lowest - 1)
 
     def is_marked(self, partition: Partition) -> bool:
-        """Return True if a partition has marks."""
         return partition in self.floors or (self._marks is not None and partition in self._marks)
 
     def is_committed(self, row: TagRow) -> bool:
-        """Return True if a row is committed."""
         mark = self._marks.get(row.partition) if self._marks else None
         if mark is not None:
             return row.offset <= mark
         return row.partition in self.unmarked and row.partition not in self.floors
 
     def unknown(self, rows: Iterable[TagRow]) -> set[Partition]:
-        """Return the partitions of rows that may have marks or not."""
         return {
             row.partition for row in rows if row.partition not in self.unmarked and not self.is_marked(row.partition)
         }
