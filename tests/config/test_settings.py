@@ -166,7 +166,7 @@ def test_every_problem_is_listed_with_path_origin_got_and_wanted(
         (
             "days.seal_when",
             {"a": {"$gtt": 1}},
-            "got {'a': {'$gtt': 1}}, wanted a query: $gtt at 'a': unknown operator; $gt is one",
+            "got {'a': {'$gtt': 1}}, wanted a query: $gtt at 'a': unknown operator; did you mean $gt?",
         ),
         (
             "days.seal_when",

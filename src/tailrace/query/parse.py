@@ -188,7 +188,7 @@ class Parser:
             self._refuse(name, None, f"needs a list of at least one query, not {_shown(operand)}")
         for query in operand:
             if not isinstance(query, dict):
-                self._refuse(name, None, f"is made of query documents; {describe(query)} is none")
+                self._refuse(name, None, f"needs query documents, not {describe(query)}")
         parts = [self.document(query, top) for query in operand]
         if name == "$and":
             return conjunction(parts)
@@ -204,7 +204,7 @@ class Parser:
         if dot and head not in _NESTED:
             self._refuse(name, None, f"{head} has no parts")
         if not top:
-            self._refuse(name, None, "is of the whole record: it is allowed at the top level of a query only")
+            self._refuse(name, None, "tests the whole record: it is allowed at the top level of a query only")
         return self._field(Path(name, self._nulls), operand)
 
     def _field(self, path: Path, operand: Any) -> Node:
@@ -240,7 +240,7 @@ class Parser:
     def _in(self, operator: str, path: Path | None, operand: Any) -> Node:
         members = self._members(operator, path, operand)
         if any(map(has_operators, members)):
-            self._refuse(operator, path, "has values for members: operators cannot be nested in it")
+            self._refuse(operator, path, "takes values: operators cannot be nested in it")
         found = equals(path, [self._operand(operator, path, member) for member in members])
         return found if operator == "$in" else negation(found)
 
@@ -249,7 +249,7 @@ class Parser:
         if members and all(isinstance(member, dict) and list(member) == ["$elemMatch"] for member in members):
             return conjunction(self._element("$elemMatch", path, member["$elemMatch"]) for member in members)
         if any(has_operators(member) and next(iter(member)) in (*_OPERATORS, "$regex") for member in members):
-            self._refuse(operator, path, "has values for members, or $elemMatch alone in every one of them")
+            self._refuse(operator, path, "takes values, or $elemMatch alone in each of them")
         if not members:
             return FALSE
         for _ in members:  # each is a test of its own
@@ -298,12 +298,12 @@ class Parser:
             self._refuse("$options", path, f"needs a string, not {describe(options)}")
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
-            self._refuse("$options", path, f"knows the letters {' '.join(OPTIONS)}, not {unknown[0]!r}")
+            self._refuse("$options", path, f"accepts the letters {' '.join(OPTIONS)}, not {unknown[0]!r}")
         self._regexes += 1
         if self._regexes > self._limits.regexes:
-            self._refuse("$regex", path, f"is there too often: {self._limits.regexes} in a query are allowed")
+            self._refuse("$regex", path, f"occurs too often: {self._limits.regexes} are allowed in a query")
         if len(pattern) > self._limits.regex_length:
-            self._refuse("$regex", path, f"has {len(pattern):,} letters; {self._limits.regex_length:,} are allowed")
+            self._refuse("$regex", path, f"has {len(pattern):,} characters; {self._limits.regex_length:,} are allowed")
         if "\0" in pattern:
             self._refuse("$regex", path, "may not contain a null character")
         try:
@@ -440,4 +440,4 @@ def _misplaced(operator: str) -> str:
 def _unknown(operator: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     near = get_close_matches(operator[:40].lower(), by_lower, 1, cutoff=0.7)
-    return f"unknown operator; {by_lower[near[0]]} is one" if near else "unknown operator"
+    return f"unknown operator; did you mean {by_lower[near[0]]}?" if near else "unknown operator"

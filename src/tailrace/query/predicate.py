@@ -333,11 +333,11 @@ def compile_regex(pattern: str, options: str) -> Any:
     try:
         return re2.compile((f"(?{flags}){text}" if flags else text).encode(), settings)
     except UnicodeEncodeError:
-        raise QueryError("is no text that can be encoded (a lone surrogate)") from None
+        raise QueryError("cannot be encoded (a lone surrogate)") from None
     except re2.error as error:
         reason = error.args[0] if error.args else "not understood"
         reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
-        raise QueryError(f"is no regular expression for RE2: {reason}") from None
+        raise QueryError(f"is not a regular expression of RE2: {reason}") from None
 
 
 def searcher(pattern: str, options: str) -> ElementTest:

@@ -178,8 +178,8 @@ class First(Collector):
     def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
         return [(dumped[0], partitions[dumped[1]], dumped[2]), dumped[3]] if dumped else []
 
-    def _wins(self, position: Position, known: Position) -> bool:
-        return position < known
+    def _wins(self, position: Position, current: Position) -> bool:
+        return position < current
 
 
 class LastValue(First):
@@ -187,8 +187,8 @@ class LastValue(First):
 
     kind = "last"
 
-    def _wins(self, position: Position, known: Position) -> bool:
-        return position > known
+    def _wins(self, position: Position, current: Position) -> bool:
+        return position > current
 
 
 class Min(Collector):
@@ -220,8 +220,8 @@ class Min(Collector):
     def result(self, state: Any) -> bytes:
         return state[0] if state else b"null"
 
-    def _wins(self, rank: Any, known: Any) -> bool:
-        return bool(rank < known)
+    def _wins(self, rank: Any, current: Any) -> bool:
+        return bool(rank < current)
 
 
 class Max(Min):
@@ -229,8 +229,8 @@ class Max(Min):
 
     kind = "max"
 
-    def _wins(self, rank: Any, known: Any) -> bool:
-        return bool(rank > known)
+    def _wins(self, rank: Any, current: Any) -> bool:
+        return bool(rank > current)
 
 
 class Sum(Collector):

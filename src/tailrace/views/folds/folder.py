@@ -114,7 +114,7 @@ class Folder:
             for event in events:
                 value = event if isinstance(event, bytes) else event.encode() if isinstance(event, str) else None
                 if value is not None and (why := poison(value, MAX_EVENT_BYTES, MAX_DEPTH)):
-                    raise BadRequest(f"an event that cannot be read ({why}): give JSON, or a value that becomes it")
+                    raise BadRequest(f"an event cannot be read ({why}): give JSON, or a value that becomes it")
                 found = self._reader.read(_encode(event) if value is None else value)
                 if isinstance(found, str):
                     continue
@@ -205,7 +205,7 @@ class Folder:
                 if self._marks[shard] >= mark:
                     return
             time.sleep(0.001 * attempt)
-        raise StoreError(f"the folds of {self.rule.name} keep changing under this publisher; add fewer events at once")
+        raise StoreError(f"the folds of {self.rule.name} keep changing meanwhile; add fewer events at once")
 
     def _try(self, shard: int, added: Sequence[tuple[int, RuleInput]], mark: int) -> bytes:
         """Return ``ok``, or ``conflict``, or the shard's mark if it is not the expected one."""

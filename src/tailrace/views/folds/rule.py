@@ -73,7 +73,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class RuleInput(NamedTuple):
-    """What a rule takes from an event: its group, a bound of its size, and the extracts of the collectors."""
+    """The input that a rule takes from an event: its group, a bound of its size, and the extracts of the collectors."""
 
     group: bytes
     """Canonical JSON array of the group's values."""

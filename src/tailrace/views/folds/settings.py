@@ -158,10 +158,10 @@ class RuleTable(Table[FoldSettings]):
             if fold.raw and fold.raw in {self.output(other) for other in self}:
                 yield (name, "raw"), fold.raw, "another topic than that of the folded events of any rule"
             if isinstance(fold.topics, tuple) and (unread := sorted(raw_topics & set(fold.topics))):
-                wanted = f"topics without {unread[0]!r}: another rule passes events on to it, and it is not read here"
+                wanted = f"topics without {unread[0]!r}: another rule forwards events to it"
                 yield (name, "topics"), list(fold.topics), wanted
             for topic in self._read_from(name, name):
-                wanted = f"topics without {topic!r}: the rule writes to it, and would fold what it gives out"
+                wanted = f"topics without {topic!r}: the rule writes to it, and would fold its own output"
                 yield (name, "topics"), list(fold.topics), wanted
 
     def _circles(self) -> Iterable[Problem]:

@@ -111,7 +111,7 @@ class Leases:
             await self.give_up(number)
             raise
         await self.give_up(number)
-        raise StoreUnavailable("this process is taken for dead again and again: do its heartbeats reach valkey?")
+        raise StoreUnavailable("the store keeps taking this process for dead: do its heartbeats reach valkey?")
 
     async def give_up(self, number: int) -> None:
         """Release a connection's lease."""
@@ -142,7 +142,7 @@ class Leases:
                     for number in answer[2:]:
                         self._end(int(number))
                     return
-                logger.warning("this process was taken for dead: it was silent for too long; its leases begin anew")
+                logger.warning("the store took this process for dead (silent for too long); its leases begin anew")
                 self.process, self._registered = _new_name(), False
             # Connections that were counted under the old name are not counted again.
             for lease in self._leases.values():

@@ -71,8 +71,8 @@ class Payloads:
             missing = [offset for offset in offsets if offset not in found]
             if not missing:
                 return found
-            known = self._memory.get(label, {})
-            wanted = {*missing, *(offset for offset in ahead() if offset not in known)}
+            frames = self._memory.get(label, {})
+            wanted = {*missing, *(offset for offset in ahead() if offset not in frames)}
             # A scan may have kept records of a newer topic with this name; the live pipeline reads topics by id.
             if not shelf.startswith("~") or await is_current(partition):
                 found |= await self._kept(partition, missing, wanted, shelf)
@@ -90,8 +90,8 @@ class Payloads:
         return found
 
     def _remembered(self, label: str, offsets: Sequence[int]) -> dict[int, bytes]:
-        known = self._memory.get(label)
-        return {} if known is None else {o: frame for o in offsets if (frame := known.get(o)) is not None}
+        frames = self._memory.get(label)
+        return {} if frames is None else {o: frame for o in offsets if (frame := frames.get(o)) is not None}
 
     async def _kept(
         self, partition: Partition, offsets: Sequence[int], wanted: set[int], shelf: str

@@ -152,13 +152,13 @@ class Scanner(threading.Thread):
         """Record the bytes read and the offsets that Kafka had dropped; before the marks move to the chunk's end."""
         offsets = sum(until - first for first, until in chunk.ranges.values())
         for due in chunk.dues:
-            taken = sum(until - first for first, until in due.ranges.values())
+            share = sum(until - first for first, until in due.ranges.values())
             gone = [
                 each
                 for partition, wanted in due.ranges.items()
                 for each in lost_offsets(partition, wanted, before[partition], after[partition])
             ]
-            record_chunk(self._shards, self._plan.epoch, due.life, due.stretch, read_bytes * taken // offsets, gone)
+            record_chunk(self._shards, self._plan.epoch, due.life, due.stretch, read_bytes * share // offsets, gone)
             for partition in due.ranges:
                 if before[partition] < after[partition] == GONE:
                     # The last records read may be of a newer topic with this name: drop those that were kept.
@@ -310,7 +310,7 @@ class _Task:
         for _ in range(MAX_REFUSALS):
             if self._append(due, records, shard, {name: rows}):
                 return
-        raise StoreError("marks keep moving under this scan: is another driver of the same epoch at work?")
+        raise StoreError("marks keep moving during this scan: is another driver of the same epoch at work?")
 
     def _append(self, due: DueRange, records: Slice, shard: int, names: Mapping[str, list[int]]) -> bool:
         """Append the matches behind the mark; return False if the mark has moved meanwhile."""

@@ -81,9 +81,9 @@ class SearchSet:
                     rows.append(i)
         return found
 
-    def _find_one(self, records: Slice, asked: tuple[int, Query]) -> dict[str, list[int]]:
+    def _find_one(self, records: Slice, numbered: tuple[int, Query]) -> dict[str, list[int]]:
         """Match a single search, without the cost of the index."""
-        number, query = asked
+        number, query = numbered
         matches, read, poison, asks_record = query.matches, self._read, records.poison, self._asks_record
         rows: list[int] = []
         for i, value in enumerate(records.values):
