@@ -91,6 +91,8 @@ braces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 FORMAT = 2
@@ -99,8 +101,28 @@ TRIMMED_NEWEST, TRIMMED_BY_US, LEDGER_WHOLE = "newest", "ours", "whole"
 """Fields of ``trimmed`` that are not numbers of sessions."""
 
 
+def _shard_key(word: str) -> Callable[[Keys, int], str]:
+    return lambda keys, shard: f"{keys.tag(shard)}:{word}"
+
+
+def _shard_key_of(word: str) -> Callable[[Keys, int, str], str]:
+    return lambda keys, shard, name: f"{keys.tag(shard)}:{word}:{name}"
+
+
+def _key(word: str) -> Callable[[Keys], str]:
+    return lambda keys: f"{keys.tag(0)}:{word}"
+
+
+def _key_of(word: str) -> Callable[[Keys, str], str]:
+    return lambda keys, name: f"{keys.tag(0)}:{word}:{name}"
+
+
+def _stream_key(word: str) -> Callable[[Keys, str], str]:
+    return lambda keys, stream: f"{keys.stream_tag(stream)}:{word}"
+
+
 class Keys(msgspec.Struct, frozen=True):
-    """The key names of one installation."""
+    """The key names of one installation: methods that take the shard, if any, and then a name, if any."""
 
     prefix: str = "tr"
 
@@ -108,20 +130,24 @@ class Keys(msgspec.Struct, frozen=True):
         """Return the tag of a shard, with which every key of the shard begins."""
         return f"{self.prefix}:{{{shard}}}"
 
-    def meta(self, shard: int) -> str:
-        return f"{self.tag(shard)}:meta"
+    # In every shard; those in the second group have one key for each view, rule, tag or shelf.
+    meta = _shard_key("meta")
+    tail = _shard_key("tail")
+    outbox = _shard_key("outbox")
+    frontier = _shard_key("frontier")
+    erased_tags = _shard_key("cleaned")
+    conflicts = _shard_key("conflicts")
+    kept_sizes = _shard_key("kept")
 
-    def marks(self, shard: int, view: str) -> str:
-        return f"{self.tag(shard)}:marks:{view}"
-
-    def times(self, shard: int, view: str) -> str:
-        return f"{self.tag(shard)}:times:{view}"
-
-    def counts(self, shard: int, view: str) -> str:
-        return f"{self.tag(shard)}:counts:{view}"
-
-    def names(self, shard: int, view: str) -> str:
-        return f"{self.tag(shard)}:names:{view}"
+    marks = _shard_key_of("marks")
+    times = _shard_key_of("times")
+    counts = _shard_key_of("counts")
+    names = _shard_key_of("names")
+    fold = _shard_key_of("fold")
+    due = _shard_key_of("due")
+    numbers = _shard_key_of("numbers")
+    erasures = _shard_key_of("cleaned")
+    kept = _shard_key_of("kept")
 
     def log(self, shard: int, view: str, name: str) -> str:
         return f"{self.tag(shard)}:log:{view}:{name}"
@@ -129,117 +155,40 @@ class Keys(msgspec.Struct, frozen=True):
     def segment(self, shard: int, view: str, index: int, name: str) -> str:
         return f"{self.tag(shard)}:seg:{view}:{index}:{name}"
 
-    def tail(self, shard: int) -> str:
-        return f"{self.tag(shard)}:tail"
-
-    def outbox(self, shard: int) -> str:
-        return f"{self.tag(shard)}:outbox"
-
-    def fold(self, shard: int, rule: str) -> str:
-        return f"{self.tag(shard)}:fold:{rule}"
-
-    def due(self, shard: int, rule: str) -> str:
-        return f"{self.tag(shard)}:due:{rule}"
-
-    def frontier(self, shard: int) -> str:
-        return f"{self.tag(shard)}:frontier"
-
-    def numbers(self, shard: int, tag: str) -> str:
-        return f"{self.tag(shard)}:numbers:{tag}"
-
-    def erasures(self, shard: int, tag: str) -> str:
-        return f"{self.tag(shard)}:cleaned:{tag}"
-
-    def erased_tags(self, shard: int) -> str:
-        return f"{self.tag(shard)}:cleaned"
-
-    def conflicts(self, shard: int) -> str:
-        return f"{self.tag(shard)}:conflicts"
-
-    def rules(self) -> str:
-        return f"{self.tag(0)}:rules"
-
-    def wanted(self) -> str:
-        return f"{self.tag(0)}:wanted"
-
-    def topics(self) -> str:
-        return f"{self.tag(0)}:topics"
-
-    def status(self, view: str) -> str:
-        return f"{self.tag(0)}:status:{view}"
-
     def staged(self, shard: int, token: int, view: str, index: int, name: str) -> str:
         return f"{self.tag(shard)}:staged:{token}:{view}:{index}:{name}"
 
-    def upkeep(self) -> str:
-        return f"{self.tag(0)}:upkeep"
+    # In shard 0; those in the second group have one key for each view, life or search.
+    rules = _key("rules")
+    wanted = _key("wanted")
+    topics = _key("topics")
+    upkeep = _key("upkeep")
+    gaps = _key("gaps")
+    searches = _key("searches")
+    searches_version = _key("searches:version")
+    past = _key("past")
+    pins = _key("pins")
+    scanning = _key("scanning")
+    idle = _key("idle")
+    uses = _key("uses")
+    dropping = _key("dropping")
+    dropped = _key("dropped")
+    processes = _key("processes")
+    followers = _key("followers")
+    readers = _key("readers")
 
-    def gaps(self) -> str:
-        return f"{self.tag(0)}:gaps"
-
-    def searches(self) -> str:
-        return f"{self.tag(0)}:searches"
-
-    def searches_version(self) -> str:
-        return f"{self.tag(0)}:searches:version"
-
-    def past(self) -> str:
-        return f"{self.tag(0)}:past"
-
-    def pins(self) -> str:
-        return f"{self.tag(0)}:pins"
-
-    def stretches(self, life: str) -> str:
-        return f"{self.tag(0)}:stretches:{life}"
-
-    def scanned(self, life: str) -> str:
-        return f"{self.tag(0)}:scanned:{life}"
-
-    def scanning(self) -> str:
-        return f"{self.tag(0)}:scanning"
-
-    def read(self, life: str) -> str:
-        return f"{self.tag(0)}:read:{life}"
-
-    def lost(self, life: str) -> str:
-        return f"{self.tag(0)}:lost:{life}"
-
-    def kept(self, shard: int, shelf: str) -> str:
-        return f"{self.tag(shard)}:kept:{shelf}"
-
-    def kept_sizes(self, shard: int) -> str:
-        return f"{self.tag(shard)}:kept"
-
-    def idle(self) -> str:
-        return f"{self.tag(0)}:idle"
-
-    def uses(self) -> str:
-        return f"{self.tag(0)}:uses"
+    status = _key_of("status")
+    stretches = _key_of("stretches")
+    scanned = _key_of("scanned")
+    read = _key_of("read")
+    lost = _key_of("lost")
+    connections = _key_of("connections")
+    positions = _key_of("positions")
 
     def popular(self, window: int) -> str:
         return f"{self.tag(0)}:popular:{window}"
 
-    def dropping(self) -> str:
-        return f"{self.tag(0)}:dropping"
-
-    def dropped(self) -> str:
-        return f"{self.tag(0)}:dropped"
-
-    def processes(self) -> str:
-        return f"{self.tag(0)}:processes"
-
-    def connections(self, search: str) -> str:
-        return f"{self.tag(0)}:connections:{search}"
-
-    def followers(self) -> str:
-        return f"{self.tag(0)}:followers"
-
-    def positions(self, search: str) -> str:
-        return f"{self.tag(0)}:positions:{search}"
-
-    def readers(self) -> str:
-        return f"{self.tag(0)}:readers"
-
+    # Telemetry sessions, and our keys beside their streams.
     def stream(self, stream: str) -> str:
         return f"stream:{stream}"
 
@@ -252,27 +201,18 @@ class Keys(msgspec.Struct, frozen=True):
     def session(self, template: str, identity: str) -> str:
         return template.replace("{identity}", identity)
 
-    def stream_tag(self, stream: str) -> str:
-        """Return the tag of a stream, with which all our keys beside it begin."""
-        return f"{self.prefix}:{{{self.stream(stream)}}}"
-
-    def stream_marks(self, stream: str) -> str:
-        return f"{self.stream_tag(stream)}:marks"
-
-    def stream_sessions(self, stream: str) -> str:
-        return f"{self.stream_tag(stream)}:sessions"
-
-    def claims(self, stream: str) -> str:
-        return f"{self.stream_tag(stream)}:claims"
-
-    def ledger(self, stream: str) -> str:
-        return f"{self.stream_tag(stream)}:ledger"
-
-    def trimmed(self, stream: str) -> str:
-        return f"{self.stream_tag(stream)}:trimmed"
-
     def sessions(self) -> str:
         return f"{self.prefix}:sessions"
 
     def config(self, identifier: str) -> str:
         return f"{self.prefix}:config:{identifier}"
+
+    def stream_tag(self, stream: str) -> str:
+        """Return the tag of a stream, with which all our keys beside it begin."""
+        return f"{self.prefix}:{{{self.stream(stream)}}}"
+
+    stream_marks = _stream_key("marks")
+    stream_sessions = _stream_key("sessions")
+    claims = _stream_key("claims")
+    ledger = _stream_key("ledger")
+    trimmed = _stream_key("trimmed")
