@@ -295,7 +295,7 @@ def test_a_mutated_query_is_compiled_or_refused_and_matches_anything_without_fai
         query = _mutated(rng, random_query(rng, doc))
         record = _record(_some_record(rng))
         valid += _never_fails(query, [doc, rng.choice(odd), {"a": copy.deepcopy(rng.choice(JUNK))}], record)
-    assert 2000 < valid < 10_000
+    assert 1000 < valid < 5_000
 
 
 def test_a_nest_of_any_depth_is_compiled_or_refused() -> None:
