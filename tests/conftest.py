@@ -12,8 +12,9 @@ import pytest
 
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.testing.service import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import NO_BROKER, Running, Serve, Streams
+from tests.http.parts import Serve, Streams
 from tests.upkeep.past import Past
 from tests.views.folds.holding import Holder
 from tests.writing import Writer
@@ -88,12 +89,14 @@ def serve(store: StoreOptions, tmp_path: Path) -> Iterator[Serve]:
     """Start a service with these settings on top."""
     with ExitStack() as stack:
 
-        def start(**flags: object) -> Running:
+        def start(**flags: object) -> ServiceThread:
             empty = tmp_path / "tailrace.toml"
             empty.touch()
             given: dict[str, object] = {"valkey.url": store.url, "valkey.prefix": store.prefix}
             given["kafka.bootstrap"] = NO_BROKER
-            running = Running(load(empty, given | {key.replace("__", "."): value for key, value in flags.items()}))
+            running = ServiceThread(
+                load(empty, given | {key.replace("__", "."): value for key, value in flags.items()})
+            )
             stack.callback(running.stop)
             return running
 
@@ -101,12 +104,12 @@ def serve(store: StoreOptions, tmp_path: Path) -> Iterator[Serve]:
 
 
 @pytest.fixture
-def service(serve: Serve) -> Running:
+def service(serve: Serve) -> ServiceThread:
     return serve()
 
 
 @pytest.fixture
-def client(service: Running) -> Iterator[httpx.Client]:
+def client(service: ServiceThread) -> Iterator[httpx.Client]:
     with service.client() as made:
         yield made
 

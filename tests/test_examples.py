@@ -25,11 +25,12 @@ import pytest
 from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 
 from tailrace.config.load import load
+from tailrace.testing.service import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.model import ClosedFold, Clump, Input
 from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record, stream_of
 from tailrace.views.folds.store import rules_of
-from tests.http.parts import NO_BROKER, Running, Streams
+from tests.http.parts import Streams
 from tests.writing import NOON
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -272,15 +273,15 @@ def cutting(port: int, keep: int) -> Iterator[Cutter]:
 
 
 @pytest.fixture
-def service(store: StoreOptions) -> Iterator[Running]:
+def service(store: StoreOptions) -> Iterator[ServiceThread]:
     given = {"valkey.url": store.url, "valkey.prefix": store.prefix, "kafka.bootstrap": NO_BROKER}
-    running = Running(load(EXAMPLES / "sync.toml", given | {"serve.retry": "5ms"}))
+    running = ServiceThread(load(EXAMPLES / "sync.toml", given | {"serve.retry": "5ms"}))
     yield running
     running.stop()
 
 
 def test_cut_off_again_and_again_and_killed_in_between_the_example_applies_every_fold_once(
-    store: StoreOptions, service: Running, tmp_path: Path
+    store: StoreOptions, service: ServiceThread, tmp_path: Path
 ) -> None:
     changes = bursts(rows=40, changes=5)
     folds = folds_of(changes)

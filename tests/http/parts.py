@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,9 @@ from urllib.parse import unquote
 
 import httpx
 
-from tailrace.config.settings import Settings
-from tailrace.http.app import create_app
-from tailrace.http.server import Server, listen
+from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views import VIEWS
 from tests.writing import Record, Writer
-
-NO_BROKER = "127.0.0.1:1"
 
 
 class Streams:
@@ -45,33 +39,7 @@ class Streams:
         self._writer.shards.close()
 
 
-class Running:
-    """A server in a thread of its own."""
-
-    def __init__(self, settings: Settings) -> None:
-        app = create_app(settings, VIEWS)
-        self.service = app.state.service
-        ping_s = settings.sessions.ping.total_seconds()
-        self.server = Server(app, self.service.drain, settings.serve.client_bytes, ping_s)
-        listener = listen("127.0.0.1", 0)
-        self.port: int = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
-        self._thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-
-    def client(self, **more: Any) -> httpx.Client:
-        # Nothing is encrypted here: no certificates are loaded, which takes longer than most tests.
-        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=False, **more)
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-
-Serve = Callable[..., Running]
+Serve = Callable[..., ServiceThread]
 
 
 def problem(response: httpx.Response, status: int, code: str) -> str:

@@ -8,38 +8,39 @@ import pytest
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import ConfigError
-from tests.http.parts import Running, Serve, problem
+from tailrace.testing.service import ServiceThread
+from tests.http.parts import Serve, problem
 
 USERS = {"anna|ben": "orders-.*", "ops-.*": ".*", "void": "none"}
 
 
 @pytest.fixture
-def running(serve: Serve, kafka: EmbeddedKafka) -> Running:
+def running(serve: Serve, kafka: EmbeddedKafka) -> ServiceThread:
     return serve(
         serve__user_header="X-User", serve__topics_by_user=USERS, kafka__bootstrap=kafka.address, kafka__topics=".*"
     )
 
 
-def as_user(running: Running, *names: str) -> httpx.Client:
+def as_user(running: ServiceThread, *names: str) -> httpx.Client:
     return running.client(headers=[("X-User", name) for name in names])
 
 
 @pytest.mark.parametrize("names", [(), ("",), ("anna", "ops-1"), ("carl",), ("xanna",), ("anna, ops-1",)])
-def test_who_is_not_named_once_or_has_no_topics_may_do_nothing(running: Running, names: tuple[str, ...]) -> None:
+def test_who_is_not_named_once_or_has_no_topics_may_do_nothing(running: ServiceThread, names: tuple[str, ...]) -> None:
     with as_user(running, *names) as client:
         for path in ("/v1/grep?topics=orders-eu", "/v1/streams", "/v1/streams/a/events", "/v1/folds"):
             problem(client.get(path), 403, "access.denied")
         problem(client.post("/v1/grep/explain", json={"q": {}}), 403, "access.denied")
 
 
-def test_a_topic_that_a_user_may_not_search_is_refused_by_its_name(running: Running) -> None:
+def test_a_topic_that_a_user_may_not_search_is_refused_by_its_name(running: ServiceThread) -> None:
     with as_user(running, "anna") as client:
         answer = client.get("/v1/grep", params={"topics": "orders-eu,payments"})
         assert "'payments'" in problem(answer, 403, "topic.forbidden")
         problem(client.post("/v1/grep", json={"topics": ["payments"]}), 403, "topic.forbidden")
 
 
-def test_who_may_search_some_topics_may_do_nothing_else(running: Running) -> None:
+def test_who_may_search_some_topics_may_do_nothing_else(running: ServiceThread) -> None:
     with as_user(running, "ben") as client:
         for method, path in (("GET", "/v1/streams"), ("HEAD", "/v1/streams"), ("POST", "/v1/topics/orders-eu")):
             assert client.request(method, path).status_code == 403
@@ -47,13 +48,13 @@ def test_who_may_search_some_topics_may_do_nothing_else(running: Running) -> Non
         assert client.get("/healthz").status_code == 200
 
 
-def test_who_may_search_all_topics_may_do_everything(running: Running) -> None:
+def test_who_may_search_all_topics_may_do_everything(running: ServiceThread) -> None:
     with as_user(running, "ops-1") as client:
         assert client.get("/v1/streams").status_code == 200
         assert client.get("/v1/folds").status_code == 200
 
 
-def test_what_a_search_is_understood_as_is_said_for_the_topics_of_who_asks(running: Running) -> None:
+def test_what_a_search_is_understood_as_is_said_for_the_topics_of_who_asks(running: ServiceThread) -> None:
     asked = {"q": {"a": 1}, "topics": ".*"}
     with as_user(running, "anna") as anna, as_user(running, "ben") as ben, as_user(running, "ops-1") as ops:
         first, second, whole = (each.post("/v1/grep/explain", json=asked).json()["id"] for each in (anna, ben, ops))

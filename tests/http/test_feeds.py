@@ -17,8 +17,9 @@ from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.http.service import LogService
 from tailrace.log.name import shard_of
+from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import Running, Serve, Streams
+from tests.http.parts import Serve, Streams
 
 
 @contextmanager
@@ -148,7 +149,7 @@ def test_a_value_leaves_as_it_was_produced(streams: Streams, client: httpx.Clien
     assert '"data":{"n": 12345678901234567890.10, "b": 1, "a": 2, "a": 3}}\n\n' in body
 
 
-def test_head_answers_like_get_without_a_stream(streams: Streams, service: Running, client: httpx.Client) -> None:
+def test_head_answers_like_get_without_a_stream(streams: Streams, service: ServiceThread, client: httpx.Client) -> None:
     streams.write("a", [1])
     response = client.head("/v1/streams/a/events")
     assert (response.status_code, response.content) == (200, b"")
@@ -219,7 +220,7 @@ def test_a_client_that_does_not_read_is_closed_and_others_go_on(streams: Streams
         assert last != b"0\r\n\r\n", "a feed that was cut must not look complete"
 
 
-def test_a_client_that_goes_away_ends_its_feed(streams: Streams, service: Running, client: httpx.Client) -> None:
+def test_a_client_that_goes_away_ends_its_feed(streams: Streams, service: ServiceThread, client: httpx.Client) -> None:
     streams.write("a", [1])
     with followed(client, "/v1/streams/a/events") as found:
         next(found)

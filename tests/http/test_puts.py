@@ -14,8 +14,9 @@ from confluent_kafka import Consumer, Message, TopicPartition
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import Running, Serve, problem
+from tests.http.parts import Serve, problem
 
 _topics = count()
 
@@ -153,7 +154,7 @@ def test_ids_carry_the_generation_of_a_topic_that_was_made_again(
         assert put[0]["id"].startswith(f"{topic}@3:"), "the pipeline will see another topic id than the one it knows"
 
 
-def test_a_broker_that_is_away_is_told_in_bounded_time(client: httpx.Client, service: Running) -> None:
+def test_a_broker_that_is_away_is_told_in_bounded_time(client: httpx.Client, service: ServiceThread) -> None:
     began = time.monotonic()
     refused = client.post("/v1/topics/any", content=b'{"value": 1}')
     problem(refused, 503, "broker.unavailable")

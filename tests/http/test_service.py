@@ -18,8 +18,9 @@ from valkey import Valkey
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.name import shard_of
+from tailrace.testing.service import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import NO_BROKER, Running, Serve, Streams, problem
+from tests.http.parts import Serve, Streams, problem
 
 YESTERDAY_MS = round(time.time() * 1000) - 86_400_000
 
@@ -299,7 +300,7 @@ def test_it_ends_with_code_0_on_sigterm_with_a_reader_attached(store: StoreOptio
         process.wait()
 
 
-def test_two_services_cannot_have_the_same_port(service: Running) -> None:
+def test_two_services_cannot_have_the_same_port(service: ServiceThread) -> None:
     code = "import tailrace.config.load as c, tailrace.http.app as a, tailrace.views as v; a.main(c.load(), v.VIEWS)"
     env = os.environ | {"TAILRACE_SERVE__PORT": str(service.port)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)

@@ -12,11 +12,12 @@ from tailrace.driver.hooks import Start, ViewDriver
 from tailrace.driver.report import Report
 from tailrace.driver.watermark import Timing
 from tailrace.kafka.broker import Broker
+from tailrace.testing.service import ServiceThread
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import leave, run_job
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import days
-from tests.http.parts import Running, Serve
+from tests.http.parts import Serve
 from tests.upkeep.rig import Keeper
 from tests.writing import DAY, NOON, Record, Writer
 
@@ -158,7 +159,7 @@ def test_a_later_run_hides_neither_the_last_success_nor_the_last_ratio(
 
 
 def test_what_expired_is_counted_in_the_report_of_the_driver(
-    service: Running, client: httpx.Client, store: StoreOptions
+    service: ServiceThread, client: httpx.Client, store: StoreOptions
 ) -> None:
     writer = Writer(store)
     writer.write([Record(i, b"a", time=NOON + i * DAY) for i in range(7)])

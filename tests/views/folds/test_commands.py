@@ -12,15 +12,16 @@ import pytest
 import tailrace
 from tailrace.errors import BadRequest, TailraceError
 from tailrace.log.event import iso_time
+from tailrace.testing.service import ServiceThread
 from tailrace.views.folds.cli import read_group
 from tests.command_line import on_a_terminal, rows, run
-from tests.http.parts import Running, Serve, Streams
+from tests.http.parts import Serve, Streams
 from tests.views.folds.holding import RULES, Holder, hold
 from tests.writing import NOON
 
 
 @pytest.fixture
-def service(serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Running:
+def service(serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ServiceThread:
     running = serve(folds__rules=RULES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TAILRACE_URL", running.url)
@@ -129,7 +130,7 @@ def test_what_begins_like_json_is_json_and_all_else_is_text() -> None:
 # Python.
 
 
-def test_python_has_the_same(service: Running, holder: Holder, streams: Streams) -> None:
+def test_python_has_the_same(service: ServiceThread, holder: Holder, streams: Streams) -> None:
     hold(holder)
     holder.add("rows", {"table": "t", "row": {"id": 12345678901234567890123}}, NOON)
     streams.write("folds/accounts", [1, 2, 3])
@@ -167,7 +168,7 @@ def test_python_has_the_same(service: Running, holder: Holder, streams: Streams)
 
 
 def test_many_pending_groups_are_read_to_their_end(
-    service: Running, holder: Holder, monkeypatch: pytest.MonkeyPatch
+    service: ServiceThread, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tailrace.client.connection.LARGEST_PAGE", 7)
     for n in range(20):

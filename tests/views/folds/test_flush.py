@@ -9,14 +9,15 @@ import httpx
 import pytest
 
 from tailrace.log.event import iso_time
+from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import Running, Serve, problem
+from tests.http.parts import Serve, problem
 from tests.views.folds.holding import RULES, SEED, Holder, flush, hold, rule_of
 from tests.writing import NOON
 
 
 @pytest.fixture
-def service(serve: Serve) -> Running:
+def service(serve: Serve) -> ServiceThread:
     return serve(folds__rules=RULES)
 
 
@@ -95,7 +96,7 @@ def test_pages_and_flushes_are_the_same_on_every_kind_of_store(serve: Serve, any
 
 
 def test_an_event_that_comes_between_reading_and_giving_out_is_in_the_fold(
-    service: Running, client: httpx.Client, holder: Holder, monkeypatch: pytest.MonkeyPatch
+    service: ServiceThread, client: httpx.Client, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(holder)
     nodes = service.service.nodes
@@ -116,7 +117,7 @@ def test_an_event_that_comes_between_reading_and_giving_out_is_in_the_fold(
 
 
 def test_every_event_is_in_exactly_one_fold_while_others_write_and_flush(
-    service: Running, client: httpx.Client, holder: Holder
+    service: ServiceThread, client: httpx.Client, holder: Holder
 ) -> None:
     total = 300
 

@@ -10,15 +10,16 @@ import msgspec
 import pytest
 
 from tailrace.log.event import iso_time
+from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.model import Windows
-from tests.http.parts import Running, Serve, Streams, problem
+from tests.http.parts import Serve, Streams, problem
 from tests.views.folds.holding import RULES, SEED, Holder, flush, hold, rule_of
 from tests.writing import NOON
 
 
 @pytest.fixture
-def service(serve: Serve) -> Running:
+def service(serve: Serve) -> ServiceThread:
     return serve(folds__rules=RULES)
 
 

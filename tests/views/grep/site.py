@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -29,6 +30,7 @@ from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame
+from tailrace.testing.service import ServiceProcess
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
@@ -70,6 +72,11 @@ class Site:
         prepare(self.shards)
         self._read: dict[Partition, int] = {}
         self.drive()
+
+    def service(self, folder: Path, name: str = "serve", **changes: object) -> ServiceProcess:
+        """Return a service over the site, as a process that is still to be started."""
+        at = {"kafka__bootstrap": self.kafka, "kafka__topics": rf"{self.name}\..*", "serve__retry": "200ms"}
+        return ServiceProcess(self.store, folder, name, **at, **changes)
 
     # What Kafka has.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from tailrace.log.event import iso_time
 from tests.views.grep.clients import grep_path
 from tests.views.grep.pages import Wire, in_browser
-from tests.views.grep.served import Served
 from tests.views.grep.site import Site, numbered
 from tests.writing import NOON
 
@@ -23,7 +22,7 @@ def test_an_event_source_goes_on_after_restarts_sees_each_event_once_and_stops_a
     topic = site.topic("a")
     numbered(site, topic, 0, 20)
     path = grep_path(topics=topic, q={"n": {"$mod": [2, 0]}}, limit=15)
-    with Served(site, tmp_path) as served, Wire(served.port) as wire, in_browser(wire.url, path, tmp_path) as page:
+    with site.service(tmp_path) as served, Wire(served.port) as wire, in_browser(wire.url, path, tmp_path) as page:
         with site.at_work():
             page.saw("caught-up")
         served.stop()
@@ -61,7 +60,7 @@ def test_ids_alone_move_an_event_source_that_was_never_shown_anything(site: Site
     numbered(site, topic, 20, 40)
     numbered(site, topic, 0, 20)  # late ones: they lie behind what is wanted
     path = grep_path(topics=topic, start=iso_time(NOON + 100_000))
-    with Served(site, tmp_path) as served, Wire(served.port) as wire, in_browser(wire.url, path, tmp_path) as page:
+    with site.service(tmp_path) as served, Wire(served.port) as wire, in_browser(wire.url, path, tmp_path) as page:
         page.saw("open")
         wire.carries(LONE_ID)
         served.kill()

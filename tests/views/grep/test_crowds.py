@@ -20,7 +20,6 @@ from tailrace.client.sse_reader import SseReader
 from tailrace.views.grep.model import Search, make_search
 from tests.views.grep.clients import Client, eventually, grep_path, request
 from tests.views.grep.rig import finds, random_search
-from tests.views.grep.served import Served
 from tests.views.grep.site import Site, assert_same, fill, numbered
 from tests.views.grep.taps import Tap, open_taps
 from tests.writing import NOON, Record
@@ -48,7 +47,7 @@ async def test_a_client_that_reads_a_byte_a_second_holds_up_nobody_and_is_closed
     padded(site, topic, 0, 800)
     loop = asyncio.get_running_loop()
     with ExitStack() as stack:
-        served = stack.enter_context(Served(site, tmp_path, serve__send_timeout="3s"))
+        served = stack.enter_context(site.service(tmp_path, serve__send_timeout="3s"))
         stack.enter_context(site.at_work())
         first = stack.enter_context(Client(served.port, **asked))
         await first.has(800)
@@ -92,7 +91,7 @@ async def test_every_subscriber_of_a_search_gets_every_event(
     numbered(site, topic, 0, 10)
     path = grep_path(topics=topic, q={"n": {"$gte": 5}}, start="start")
     with ExitStack() as stack:
-        served = stack.enter_context(Served(site, tmp_path, serve__connections=subscribers + 1))
+        served = stack.enter_context(site.service(tmp_path, serve__connections=subscribers + 1))
         stack.enter_context(site.at_work())
         process = Figures(served.pid)
         taps = await open_taps(stack, served.port, [path] * subscribers)
@@ -117,7 +116,7 @@ async def test_each_of_many_searches_finds_what_it_would_find_alone(
     topics = [site.topic(name, 2) for name in ("a", "b")]
     searches = distinct(site, topics, pytestconfig.getoption("--searches"))
     with ExitStack() as stack:
-        served = stack.enter_context(Served(site, tmp_path))
+        served = stack.enter_context(site.service(tmp_path))
         process = Figures(served.pid)
         paths = [grep_path(topics=t if isinstance(t := s.topics, str) else t[0], q=s.query) for s in searches]
         taps = await open_taps(stack, served.port, paths)

@@ -13,13 +13,13 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.event import iso_time
+from tailrace.testing.service import ServiceProcess
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import leases
 from tailrace.views.grep.leases import Watchdog
 from tailrace.views.grep.model import make_search
 from tailrace.views.grep.store import pending_stretches
 from tests.views.grep.clients import Client, eventually, is_event, read_all
-from tests.views.grep.served import Served
 from tests.views.grep.site import Site, assert_same, numbered
 from tests.writing import NOON
 
@@ -28,8 +28,8 @@ DAY_MS = 86_400_000
 
 
 @pytest.fixture
-def served(site: Site, tmp_path: Path) -> Iterator[Served]:
-    with Served(site, tmp_path) as process:
+def served(site: Site, tmp_path: Path) -> Iterator[ServiceProcess]:
+    with site.service(tmp_path) as process:
         yield process
 
 
@@ -57,7 +57,7 @@ async def test_clients_of_a_process_that_is_killed_go_on_at_another_and_only_its
     monkeypatch.setattr(leases, "SILENT_MS", SILENT_MS)
     watchdog = Watchdog(site.shards, DAY_MS)
     with ExitStack() as stack:
-        one, other = (stack.enter_context(Served(site, tmp_path, name)) for name in ("one", "other"))
+        one, other = (stack.enter_context(site.service(tmp_path, name)) for name in ("one", "other"))
         before = stack.enter_context(Client(other.port, start="start", **asked))
         movers = [stack.enter_context(Client(one.port, other.port, start="start", **asked)) for _ in range(3)]
         late = stack.enter_context(Client(one.port, other.port, start="end", **asked))
@@ -96,7 +96,7 @@ async def test_clients_of_a_process_that_is_killed_go_on_at_another_and_only_its
 
 
 async def test_a_recorded_stream_that_is_resumed_at_every_id_has_the_same_rest_each_time(
-    site: Site, served: Served
+    site: Site, served: ServiceProcess
 ) -> None:
     topic = site.topic("a", 2)
     search = make_search(topic, {})
@@ -128,7 +128,7 @@ async def test_a_recorded_stream_that_is_resumed_at_every_id_has_the_same_rest_e
 
 
 async def test_partitions_and_topics_that_are_added_while_a_search_is_followed_are_followed_too_from_its_start_on(
-    site: Site, served: Served
+    site: Site, served: ServiceProcess
 ) -> None:
     topic, since = site.topic("orders-1"), NOON + 5_000
     search = make_search(rf"{site.name}\.orders-.*", {"n": {"$gte": 2}})
@@ -172,7 +172,7 @@ async def test_a_topic_that_is_created_again_while_it_is_followed_never_shows_a_
     asked: dict[str, Any] = {"topics": rf"{site.name}\..*", "window": 1024}
     written: dict[str, dict[str, int]] = {}
     with ExitStack() as stack:
-        served = stack.enter_context(Served(site, tmp_path, grep__memory="1MiB"))
+        served = stack.enter_context(site.service(tmp_path, grep__memory="1MiB"))
         idle = stack.enter_context(Client(served.port, start="start", **asked))
         follower = stack.enter_context(Client(served.port, start="end", **asked))
         await follower.saw("caught-up")

@@ -15,6 +15,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooManySearches
 from tailrace.log.name import shard_of
+from tailrace.testing.service import ServiceThread
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.grep import leases as leasing
@@ -24,7 +25,7 @@ from tailrace.views.grep.routes import show_search
 from tailrace.views.grep.store import Searches, finish_stretch
 from tests import command_line
 from tests.command_line import run
-from tests.http.parts import Running, problem
+from tests.http.parts import problem
 from tests.views.grep.site import Following, Site, ids, numbered
 from tests.writing import NOON, Record, Writer
 
@@ -47,7 +48,7 @@ async def nodes(store: StoreOptions, shards: Shards) -> AsyncIterator[Nodes]:
 
 
 @pytest.fixture
-async def client(service: Running) -> AsyncIterator[httpx.AsyncClient]:
+async def client(service: ServiceThread) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=service.url, timeout=30, trust_env=False) as made:
         yield made
 
@@ -158,21 +159,21 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
 # As commands.
 
 
-def told(service: Running) -> dict[str, str]:
+def told(service: ServiceThread) -> dict[str, str]:
     """Where the service is, and nothing else."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
     return known | {"TAILRACE_URL": service.url}
 
 
-def tailrace(service: Running, *words: str) -> subprocess.CompletedProcess[str]:
+def tailrace(service: ServiceThread, *words: str) -> subprocess.CompletedProcess[str]:
     return run("searches", *words, env=told(service))
 
 
-def on_a_terminal(service: Running, *words: str) -> str:
+def on_a_terminal(service: ServiceThread, *words: str) -> str:
     return command_line.on_a_terminal("searches", *words, term="xterm", columns=240, env=told(service))
 
 
-async def test_the_commands_list_show_and_end(service: Running, nodes: Nodes) -> None:
+async def test_the_commands_list_show_and_end(service: ServiceThread, nodes: Nodes) -> None:
     searches, held = Searches(nodes), Leases(nodes)
     lives = sorted(
         [await searches.register(make_search("jobs", {"n": n}), NOON) for n in range(3)],

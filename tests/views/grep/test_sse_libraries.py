@@ -15,10 +15,10 @@ import sseclient
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import iso_time
+from tailrace.testing.service import ServiceProcess
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep.model import make_search
 from tests.views.grep.clients import grep_path
-from tests.views.grep.served import Served
 from tests.views.grep.site import Site, assert_same, numbered
 from tests.writing import NOON, Record
 
@@ -65,8 +65,8 @@ def site(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey) -> Site:
 
 
 @pytest.fixture(scope="module")
-def served(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Served(site, tmp_path_factory.mktemp("served")) as process:
+def served(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with site.service(tmp_path_factory.mktemp("served")) as process:
         yield process
 
 
@@ -77,7 +77,7 @@ def topic(site: Site, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: ServiceProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=60, trust_env=False) as made:
         yield made
 
@@ -104,7 +104,7 @@ def test_a_library_reads_events_as_they_were_written_and_what_is_said_of_the_fee
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_that_is_cut_off_anywhere_resumes_by_the_last_id_that_it_has(
-    site: Site, topic: str, served: Served, client: httpx.Client, library: Library
+    site: Site, topic: str, served: ServiceProcess, client: httpx.Client, library: Library
 ) -> None:
     since = NOON + 20_000
     search = make_search(topic, {"n": {"$mod": [3, 0]}})

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 import pytest
 
 from tailrace.api.answers import Control
 from tailrace.client.river import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
+from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.client import Burst
-from tests.http.parts import Running
 from tests.views.sessions.recorded import MS, T0, Track
-from tests.views.sessions.served import served
 from tests.views.sessions.test_feed import configured, expected, lap
 
 
@@ -26,8 +24,8 @@ def track(store: StoreOptions) -> Track:
 
 
 @pytest.fixture
-def service(store: StoreOptions, track: Track, tmp_path: Path) -> Iterator[Running]:
-    with served(store, tmp_path, sessions__key=track.plan.store.key, serve__retry="50ms") as running:
+def service(store: StoreOptions, track: Track) -> Iterator[ServiceThread]:
+    with served(store, sessions__key=track.plan.store.key, serve__retry="50ms") as running:
         yield running
 
 
@@ -39,7 +37,7 @@ def samples(bursts: list[Burst]) -> dict[str, list[tuple[int, object]]]:
     return found
 
 
-async def test_bursts_have_exact_times_converted_values_and_events(track: Track, service: Running) -> None:
+async def test_bursts_have_exact_times_converted_values_and_events(track: Track, service: ServiceThread) -> None:
     configured(track)
     async with connect(service.url) as river:
         bursts = [burst async for burst in river.session("lap", channels=["vCar", 2], follow=False)]
@@ -104,7 +102,7 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-async def test_a_session_goes_on_over_broken_connections(track: Track, service: Running) -> None:
+async def test_a_session_goes_on_over_broken_connections(track: Track, service: ServiceThread) -> None:
     track.write(track.open())
     told: list[Control] = []
     wire = Cuttable(service.port)

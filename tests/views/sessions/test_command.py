@@ -8,19 +8,17 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.cli import CELL_NS, Board, Gauge
 from tailrace.views.sessions.client import Burst, ChannelSeries, Value
 from tests.command_line import command, on_a_terminal, rows, run
-from tests.http.parts import Running
 from tests.views.sessions.recorded import T0, Track
-from tests.views.sessions.served import served
 from tests.views.sessions.test_feed import configured, expected, lap
 
 
@@ -30,10 +28,10 @@ def track(store: StoreOptions) -> Track:
 
 
 @pytest.fixture
-def service(store: StoreOptions, track: Track, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def service(store: StoreOptions, track: Track, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceThread]:
     for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
         monkeypatch.delenv(name)
-    with served(store, tmp_path, sessions__key=track.plan.store.key) as running:
+    with served(store, sessions__key=track.plan.store.key) as running:
         monkeypatch.setenv("TAILRACE_URL", running.url)
         yield running
 
@@ -47,14 +45,14 @@ def samples(found: list[dict[str, Any]]) -> list[tuple[int, Any]]:
     ]
 
 
-def test_on_a_terminal_a_session_is_a_table_with_sparklines(service: Running, track: Track) -> None:
+def test_on_a_terminal_a_session_is_a_table_with_sparklines(service: ServiceThread, track: Track) -> None:
     configured(track)
     shown = on_a_terminal("sessions", "watch", "lap", "-e")
     for word in ("lap  open", "vCar:Chassis", "km/h", "20.5", "too fast", "nGear:Chassis"):
         assert word in shown
 
 
-def test_ctrl_c_prints_the_command_that_resumes_exactly(service: Running, track: Track) -> None:
+def test_ctrl_c_prints_the_command_that_resumes_exactly(service: ServiceThread, track: Track) -> None:
     track.write(track.open())
     lap(track, 3)
     words = ("sessions", "watch", "lap", "-o", "start", "--pixel", "4ms", "-c", "1", "-n", "9")
@@ -78,7 +76,7 @@ def test_ctrl_c_prints_the_command_that_resumes_exactly(service: Running, track:
     assert samples(whole)[-1] == expected(49)[0]
 
 
-def test_sessions_are_listed_as_lines_and_what_is_wrong_is_said(service: Running, track: Track) -> None:
+def test_sessions_are_listed_as_lines_and_what_is_wrong_is_said(service: ServiceThread, track: Track) -> None:
     configured(track)
     track.write(track.open("other"), track.close("other"))
     assert [row["identity"] for row in rows(run("sessions", "ls", "--state", "open", "--prefix", "la"))] == ["lap"]

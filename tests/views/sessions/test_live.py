@@ -7,7 +7,6 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,12 +15,12 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import Running, problem
+from tests.http.parts import problem
 from tests.views.sessions.foreign import SECOND, Foreign, connected
 from tests.views.sessions.foreign import periodic as foreign_periodic
 from tests.views.sessions.recorded import MS, T0, Track
-from tests.views.sessions.served import served
 from tests.views.sessions.test_feed import configured, expected, lap
 
 
@@ -31,18 +30,18 @@ def track(store: StoreOptions) -> Track:
 
 
 @pytest.fixture
-def service(store: StoreOptions, track: Track, tmp_path: Path) -> Iterator[Running]:
-    with served(store, tmp_path, sessions__key=track.plan.store.key) as running:
+def service(store: StoreOptions, track: Track) -> Iterator[ServiceThread]:
+    with served(store, sessions__key=track.plan.store.key) as running:
         yield running
 
 
 @pytest.fixture
-def http(service: Running) -> Iterator[httpx.Client]:
+def http(service: ServiceThread) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
 
-def opened(service: Running, query: str = "", identity: str = "lap", **more: Any) -> connect:
+def opened(service: ServiceThread, query: str = "", identity: str = "lap", **more: Any) -> connect:
     url = f"{service.url.replace('http', 'ws')}/v1/sessions/{identity}/live?{query}"
     return connect(url, proxy=None, max_size=None, compression=None, **more)
 
@@ -159,7 +158,7 @@ def test_a_message_that_cannot_be_read_is_told_and_counted(track: Track, http: h
     assert counted() == before + 1
 
 
-async def test_messages_are_arrays_that_a_browser_can_use_as_they_are(track: Track, service: Running) -> None:
+async def test_messages_are_arrays_that_a_browser_can_use_as_they_are(track: Track, service: ServiceThread) -> None:
     configured(track)
     async with opened(service, "from=start") as connection:
         got = await heard(connection, "caught-up")
@@ -174,7 +173,7 @@ async def test_messages_are_arrays_that_a_browser_can_use_as_they_are(track: Tra
     assert got[-1]["position"] == got[-2]["position"]
 
 
-async def test_a_viewer_resumes_after_the_last_id(track: Track, service: Running) -> None:
+async def test_a_viewer_resumes_after_the_last_id(track: Track, service: ServiceThread) -> None:
     track.write(track.open())
     lap(track, 2)
     async with opened(service, "from=start&pixel=3ms") as connection:
@@ -194,7 +193,7 @@ async def test_a_viewer_resumes_after_the_last_id(track: Track, service: Running
     assert samples(whole)["1"][-1] == expected(39)[0]
 
 
-async def test_what_cannot_be_served_is_refused_before_the_upgrade(track: Track, service: Running) -> None:
+async def test_what_cannot_be_served_is_refused_before_the_upgrade(track: Track, service: ServiceThread) -> None:
     configured(track)
     for query, status in (("channels=wheel", 400), ("missing=fail&after=x", 400), ("nothing=1", 400), ("rate=x", 400)):
         with pytest.raises(InvalidStatus) as refused:
@@ -208,11 +207,9 @@ async def test_what_cannot_be_served_is_refused_before_the_upgrade(track: Track,
 
 
 @pytest.mark.parametrize("policy", ["drop", "close"])
-async def test_a_viewer_that_stops_reading_is_dropped_or_closed(
-    store: StoreOptions, tmp_path: Path, policy: str
-) -> None:
+async def test_a_viewer_that_stops_reading_is_dropped_or_closed(store: StoreOptions, policy: str) -> None:
     limits = {"sessions__client_bytes": 1 << 20, "sessions__slow": policy, "serve__client_bytes": 1 << 16}
-    with connected(store) as client, served(store, tmp_path, **limits) as service, socket.socket() as small:
+    with connected(store) as client, served(store, **limits) as service, socket.socket() as small:
         mine = Foreign(client, f"{store.prefix}-cars", f"{store.prefix}-lap").open()
         small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         small.connect(("127.0.0.1", service.port))
@@ -238,11 +235,9 @@ async def test_a_viewer_that_stops_reading_is_dropped_or_closed(
             assert rest[-1]["reason"] == "closed"
 
 
-async def test_a_service_that_stops_tells_its_viewers_to_come_back(
-    store: StoreOptions, track: Track, tmp_path: Path
-) -> None:
+async def test_a_service_that_stops_tells_its_viewers_to_come_back(store: StoreOptions, track: Track) -> None:
     track.write(track.open())
-    with served(store, tmp_path, sessions__key=track.plan.store.key) as service:
+    with served(store, sessions__key=track.plan.store.key) as service:
         async with opened(service) as connection:
             await heard(connection, "caught-up")
             await asyncio.to_thread(service.stop)

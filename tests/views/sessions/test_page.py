@@ -12,11 +12,11 @@ import pytest
 
 from tailrace import SessionWriter
 from tailrace.demo.cars import CONFIGURATION, IDENTIFIER, LAP
+from tailrace.testing.service import ServiceProcess, served
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.sessions.store import SessionStore
 from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.browser import Tab, browsing
-from tests.views.sessions.served import Mortal, served
 
 PATIENCE_S = 60.0
 STEP = 100_000_000
@@ -92,15 +92,15 @@ def is_live(shown: dict[str, Any]) -> bool:
 
 
 @pytest.fixture
-def service(store: StoreOptions, tmp_path: Path) -> Iterator[Mortal]:
-    found = Mortal(store, tmp_path, sessions__topics='["telemetry"]')
+def service(store: StoreOptions, tmp_path: Path) -> Iterator[ServiceProcess]:
+    found = ServiceProcess(store, tmp_path, sessions__topics='["telemetry"]')
     found.start()
     yield found
     found.kill()
 
 
 def test_a_page_shows_a_session_goes_on_after_a_crash_and_misses_and_repeats_nothing(
-    store: StoreOptions, service: Mortal, tmp_path: Path
+    store: StoreOptions, service: ServiceProcess, tmp_path: Path
 ) -> None:
     identity = f"a car/{store.prefix}"
     with driving(store, identity) as car:
@@ -135,7 +135,7 @@ def test_a_page_shows_a_session_goes_on_after_a_crash_and_misses_and_repeats_not
 
 
 def test_a_page_goes_on_with_a_session_that_is_opened_again(
-    store: StoreOptions, service: Mortal, tmp_path: Path
+    store: StoreOptions, service: ServiceProcess, tmp_path: Path
 ) -> None:
     identity = f"again-{store.prefix}"
     with driving(store, identity) as car, browsing(f"{service.url}/sessions/{identity}", tmp_path) as tab:
@@ -150,7 +150,7 @@ def test_a_page_goes_on_with_a_session_that_is_opened_again(
 
 
 def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
-    store: StoreOptions, service: Mortal, tmp_path: Path
+    store: StoreOptions, service: ServiceProcess, tmp_path: Path
 ) -> None:
     identity = f"trimmed-{store.prefix}"
     with browsing(f"{service.url}/sessions/{identity}", tmp_path) as tab:
@@ -173,7 +173,7 @@ def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
 
 def test_the_sessions_are_listed_in_a_page(store: StoreOptions, tmp_path: Path) -> None:
     identity = f"listed/{store.prefix}"
-    with driving(store, identity) as car, served(store, tmp_path) as service:
+    with driving(store, identity) as car, served(store) as service:
         car.go(1)
         with browsing(f"{service.url}/sessions", tmp_path) as tab:
             rows = 'JSON.stringify([...document.querySelectorAll("#rows tr")].map((row) => row.innerText.split("\\t")))'
@@ -193,8 +193,8 @@ def test_the_sessions_are_listed_in_a_page(store: StoreOptions, tmp_path: Path) 
     assert focused == f"/sessions/listed%2F{store.prefix}", "a list that is asked for again takes nobody's focus"
 
 
-def test_pages_are_whole_and_ask_for_nothing_from_elsewhere(store: StoreOptions, tmp_path: Path) -> None:
-    with served(store, tmp_path) as service, service.client() as client:
+def test_pages_are_whole_and_ask_for_nothing_from_elsewhere(store: StoreOptions) -> None:
+    with served(store) as service, service.client() as client:
         for path, kind in (
             ("/sessions", "text/html"),
             ("/sessions/any", "text/html"),

@@ -14,9 +14,10 @@ import pytest
 
 from tailrace import SessionWriter
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.rta import viewer as viewers
-from tests.http.parts import Running, problem
+from tests.http.parts import problem
 from tests.views.sessions.foreign import (
     T0,
     Foreign,
@@ -31,7 +32,6 @@ from tests.views.sessions.foreign import (
     timestamped,
 )
 from tests.views.sessions.rta_client import MEGABYTE, SUBPROTOCOL, RtaClient, request
-from tests.views.sessions.served import served
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def client(store: StoreOptions) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def service(valkey_server: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with served(StoreOptions(valkey_server.url, prefix="rta"), tmp_path_factory.mktemp("rta")) as running:
+def service(valkey_server: EmbeddedValkey) -> Iterator[ServiceThread]:
+    with served(StoreOptions(valkey_server.url, prefix="rta")) as running:
         yield running
 
 
@@ -58,7 +58,7 @@ def values(samples: dict[tuple[int, int], bytes]) -> dict[tuple[int, int], float
 # The handshake.
 
 
-def test_a_request_that_is_no_upgrade_is_answered_with_400(service: Running, session: Foreign) -> None:
+def test_a_request_that_is_no_upgrade_is_answered_with_400(service: ServiceThread, session: Foreign) -> None:
     with service.client() as http:
         answer = http.get(f"/rta/v2/sessions/{session.identity}/stream")
         assert SUBPROTOCOL in problem(answer, 400, "request.invalid")
@@ -68,20 +68,20 @@ def test_a_request_that_is_no_upgrade_is_answered_with_400(service: Running, ses
 
 
 def test_the_subprotocol_is_found_among_others_and_nothing_is_compressed_twice(
-    service: Running, session: Foreign
+    service: ServiceThread, session: Foreign
 ) -> None:
     with RtaClient(service.url, session.identity, subprotocols=["chat", SUBPROTOCOL]) as viewer:
         assert viewer.receive() is not None
 
 
-def test_an_unknown_session_is_closed_normally_without_a_message(service: Running) -> None:
+def test_an_unknown_session_is_closed_normally_without_a_message(service: ServiceThread) -> None:
     with RtaClient(service.url, "nobody") as viewer:
         assert viewer.to_the_end() == []
         assert viewer.closed is not None
         assert viewer.closed[0] == 1000
 
 
-def test_a_session_without_json_is_not_there_yet(service: Running, client: Any, store: StoreOptions) -> None:
+def test_a_session_without_json_is_not_there_yet(service: ServiceThread, client: Any, store: StoreOptions) -> None:
     later = Foreign(client, store.prefix, f"{store.prefix}-later")
     client.hset(later.key, mapping={"streamSessionId": 1, "streamName": store.prefix, "streamPosition": "0-0"})
     with RtaClient(service.url, later.identity) as viewer:
@@ -93,7 +93,7 @@ def test_a_session_without_json_is_not_there_yet(service: Running, client: Any, 
 
 
 @pytest.mark.parametrize("identity", ["a/b", "50 % & more?", "Größe #1", "..", "%2F"])
-def test_an_identity_may_be_any_text(service: Running, client: Any, store: StoreOptions, identity: str) -> None:
+def test_an_identity_may_be_any_text(service: ServiceThread, client: Any, store: StoreOptions, identity: str) -> None:
     made = Foreign(client, store.prefix, f"{identity}{store.prefix}").open()
     with RtaClient(service.url, made.identity) as viewer:
         viewer.receive()
@@ -103,7 +103,7 @@ def test_an_identity_may_be_any_text(service: Running, client: Any, store: Store
 # What comes, and in which order.
 
 
-def test_first_the_session_alone_then_its_range_then_updates_of_both(service: Running, session: Foreign) -> None:
+def test_first_the_session_alone_then_its_range_then_updates_of_both(service: ServiceThread, session: Foreign) -> None:
     session.send(periodic(1, T0, 10, [1.0]), event(1, T0, "x"), start=T0, end=T0 + 10)
     with RtaClient(service.url, session.identity) as viewer:
         first, second = viewer.receive(), viewer.receive()
@@ -119,14 +119,14 @@ def test_first_the_session_alone_then_its_range_then_updates_of_both(service: Ru
         assert {kind for got in viewer.bursts for kind in got.kinds} == {"session", "range"}
 
 
-def test_without_a_range_there_is_only_the_session(service: Running, session: Foreign) -> None:
+def test_without_a_range_there_is_only_the_session(service: ServiceThread, session: Foreign) -> None:
     with RtaClient(service.url, session.identity) as viewer:
         viewer.receive()
         assert viewer.quiet()
 
 
 def test_ranges_alone_come_about_ten_times_a_second_and_the_last_one_is_right(
-    service: Running, session: Foreign, client: Any
+    service: ServiceThread, session: Foreign, client: Any
 ) -> None:
     with RtaClient(service.url, session.identity) as viewer:
         viewer.receive()
@@ -139,7 +139,7 @@ def test_ranges_alone_come_about_ten_times_a_second_and_the_last_one_is_right(
         assert len(viewer.bursts) < 100
 
 
-def test_data_comes_only_after_a_subscription_which_only_widens(service: Running, session: Foreign) -> None:
+def test_data_comes_only_after_a_subscription_which_only_widens(service: ServiceThread, session: Foreign) -> None:
     def send(i: int) -> None:
         session.send(
             periodic(1, T0 + i, 1, [1.0]),
@@ -171,7 +171,7 @@ def test_data_comes_only_after_a_subscription_which_only_widens(service: Running
 
 
 def test_after_a_subscription_the_stream_is_read_back_and_nothing_comes_twice(
-    service: Running, session: Foreign, client: Any
+    service: ServiceThread, session: Foreign, client: Any
 ) -> None:
     other = Foreign(client, session.stream, f"{session.identity}-other").open()
     for i in range(40):
@@ -194,7 +194,7 @@ def test_after_a_subscription_the_stream_is_read_back_and_nothing_comes_twice(
 
 
 def test_trimming_while_the_stream_is_read_back_leaves_out_what_is_gone(
-    service: Running, session: Foreign, client: Any
+    service: ServiceThread, session: Foreign, client: Any
 ) -> None:
     chance = random.Random(3)
     ids = [session.append(periodic(1, T0 + i, 1, [chance.random()] * 4000)) for i in range(400)]
@@ -215,7 +215,9 @@ def test_trimming_while_the_stream_is_read_back_leaves_out_what_is_gone(
         assert got >= {*range(351, 400, 2), *range(400, 405)}
 
 
-def test_a_session_beside_others_in_its_stream_is_sent_alone(service: Running, session: Foreign, client: Any) -> None:
+def test_a_session_beside_others_in_its_stream_is_sent_alone(
+    service: ServiceThread, session: Foreign, client: Any
+) -> None:
     other = Foreign(client, session.stream, f"{session.identity}-other").open()
     with RtaClient(service.url, session.identity) as mine, RtaClient(service.url, other.identity) as theirs:
         for viewer in (mine, theirs):
@@ -234,7 +236,7 @@ def test_a_session_beside_others_in_its_stream_is_sent_alone(service: Running, s
 
 @pytest.mark.parametrize("state", ["closed", "truncated", "failed"])
 def test_a_session_that_ends_is_closed_normally_after_its_last_json(
-    service: Running, session: Foreign, state: str, monkeypatch: pytest.MonkeyPatch
+    service: ServiceThread, session: Foreign, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewers, "SETTLE_S", 0.1)
     session.send(periodic(1, T0, 1, [1.0]), start=T0, end=T0)
@@ -248,7 +250,7 @@ def test_a_session_that_ends_is_closed_normally_after_its_last_json(
         assert viewer.closed == (1000, "the session has ended")
 
 
-def test_who_comes_after_the_end_gets_what_is_still_there(service: Running, session: Foreign) -> None:
+def test_who_comes_after_the_end_gets_what_is_still_there(service: ServiceThread, session: Foreign) -> None:
     for i in range(20):
         session.send(periodic(1, T0 + i, 1, [1.0]), event(1, T0 + i, "x"), start=T0, end=T0 + i)
     session.close()
@@ -260,7 +262,7 @@ def test_who_comes_after_the_end_gets_what_is_still_there(service: Running, sess
         assert viewer.closed == (1000, "the session has ended")
 
 
-def test_an_abandoned_session_may_speak_again(service: Running, session: Foreign) -> None:
+def test_an_abandoned_session_may_speak_again(service: ServiceThread, session: Foreign) -> None:
     with RtaClient(service.url, session.identity) as viewer:
         viewer.receive()
         viewer.subscribe(everything=True)
@@ -284,7 +286,7 @@ def test_an_abandoned_session_may_speak_again(service: Running, session: Foreign
     ],
 )
 def test_what_is_no_request_closes_the_connection_with_a_reason(
-    service: Running, session: Foreign, frame: Any, code: int
+    service: ServiceThread, session: Foreign, frame: Any, code: int
 ) -> None:
     with RtaClient(service.url, session.identity) as viewer:
         viewer.ws.send(frame)
@@ -294,7 +296,7 @@ def test_what_is_no_request_closes_the_connection_with_a_reason(
         assert viewer.closed[1]
 
 
-def test_too_many_channels_by_and_by_close_it_too(service: Running, session: Foreign) -> None:
+def test_too_many_channels_by_and_by_close_it_too(service: ServiceThread, session: Foreign) -> None:
     with RtaClient(service.url, session.identity) as viewer:
         viewer.subscribe(channels=range(60_000))
         viewer.subscribe(channels=range(60_000, 110_000))
@@ -303,7 +305,7 @@ def test_too_many_channels_by_and_by_close_it_too(service: Running, session: For
         assert viewer.closed[0] == 1008
 
 
-def test_requests_of_later_versions_are_ignored(service: Running, session: Foreign) -> None:
+def test_requests_of_later_versions_are_ignored(service: ServiceThread, session: Foreign) -> None:
     with RtaClient(service.url, session.identity) as viewer:
         viewer.receive()
         for frame in (b"", b"\x0a\x03abc", b"\x1a\x02ab"):
@@ -317,7 +319,7 @@ def test_requests_of_later_versions_are_ignored(service: Running, session: Forei
 # The bytes.
 
 
-def test_who_subscribes_to_everything_gets_the_stored_bytes(service: Running, session: Foreign) -> None:
+def test_who_subscribes_to_everything_gets_the_stored_bytes(service: ServiceThread, session: Foreign) -> None:
     stored = [packed(periodic(i, T0, 1, [1.0] * 100), event(1, T0, "x"), time_range(T0, T0 + i)) for i in range(1, 6)]
     with RtaClient(service.url, session.identity) as viewer:
         viewer.subscribe(everything=True, events=True)
@@ -329,7 +331,7 @@ def test_who_subscribes_to_everything_gets_the_stored_bytes(service: Running, se
 
 
 def test_other_containers_are_packed_anew_and_what_cannot_be_read_is_left_out(
-    service: Running, session: Foreign
+    service: ServiceThread, session: Foreign
 ) -> None:
     data = burst(periodic(1, T0, 1, [1.0] * 50), time_range(T0, T0))
     large = burst(periodic(1, T0 + 5, 1, [1.0] * ((MEGABYTE - 60) // 8)))
@@ -362,7 +364,7 @@ def test_other_containers_are_packed_anew_and_what_cannot_be_read_is_left_out(
 # What our own writer writes.
 
 
-def test_a_session_of_the_writer_library_is_listed_and_followed(service: Running, store: StoreOptions) -> None:
+def test_a_session_of_the_writer_library_is_listed_and_followed(service: ServiceThread, store: StoreOptions) -> None:
     identity, config = f"{store.prefix}/own", {"car": {"channels": [{"id": 1, "name": "v", "type": "f64"}]}}
     with SessionWriter(store.url, stream=f"{store.prefix}-own", writer="w", prefix="rta") as writer:
         bound = {"configBindings": [{"identifier": f"{store.prefix}-cfg", "channelOffset": 0}], "details": {"lap": 1}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -12,20 +11,20 @@ import httpx
 import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.testing.service import served
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.rta.routes import iso
 from tests.http.parts import problem
 from tests.views.sessions.foreign import T0, Foreign, connected, event
-from tests.views.sessions.served import served
 
 PREFIX = "rest"
 
 
 @pytest.fixture(scope="module")
-def http(valkey_server: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def http(valkey_server: EmbeddedValkey) -> Iterator[httpx.Client]:
     options = StoreOptions(valkey_server.url, prefix=PREFIX)
-    with served(options, tmp_path_factory.mktemp("rest")) as running, running.client() as made:
+    with served(options) as running, running.client() as made:
         yield made
 
 
@@ -131,9 +130,9 @@ def test_a_configuration_is_served_as_it_was_published(http: httpx.Client, clien
     assert http.head("/rta/v2/configs/none").status_code == 404
 
 
-def test_another_template_of_the_key_is_another_place(store: StoreOptions, tmp_path: Path, client: Any) -> None:
+def test_another_template_of_the_key_is_another_place(store: StoreOptions, client: Any) -> None:
     made = Foreign(client, store.prefix, f"{store.prefix}a", key=f"rta/{store.prefix}a/session").open()
-    with served(store, tmp_path, sessions__key="rta/{identity}/session") as running, running.client() as http:
+    with served(store, sessions__key="rta/{identity}/session") as running, running.client() as http:
         assert http.get(f"/rta/v2/sessions/{made.identity}").json()["identity"] == made.identity
 
 

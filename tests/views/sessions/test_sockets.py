@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,11 +14,10 @@ from websockets.sync.client import connect
 
 from tailrace.errors import AccessDenied
 from tailrace.http.access import refuse_foreign
+from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import Running
 from tests.views.sessions.foreign import T0, Foreign, connected, time_range
 from tests.views.sessions.rta_client import SUBPROTOCOL, RtaClient, decode
-from tests.views.sessions.served import served
 
 
 @pytest.fixture
@@ -29,8 +27,8 @@ def session(store: StoreOptions) -> Iterator[Foreign]:
 
 
 @pytest.fixture
-def service(store: StoreOptions, tmp_path: Path) -> Iterator[Running]:
-    with served(store, tmp_path) as running:
+def service(store: StoreOptions) -> Iterator[ServiceThread]:
+    with served(store) as running:
         yield running
 
 
@@ -47,7 +45,7 @@ def refused(url: str, identity: str, **more: Any) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("offered", [None, ["chat"], ["mat.ocs.rta.stream"]])
 def test_a_websocket_without_the_subprotocol_is_answered_with_406(
-    service: Running, session: Foreign, caplog: pytest.LogCaptureFixture, offered: Any
+    service: ServiceThread, session: Foreign, caplog: pytest.LogCaptureFixture, offered: Any
 ) -> None:
     with caplog.at_level("WARNING"):
         status, said = refused(service.url, session.identity, subprotocols=offered)
@@ -59,7 +57,7 @@ def test_a_websocket_without_the_subprotocol_is_answered_with_406(
 
 
 @pytest.mark.parametrize("origin", ["https://elsewhere.example", "null", "http://127.0.0.1:1", "http://["])
-def test_a_page_of_somewhere_else_is_refused(service: Running, session: Foreign, origin: Any) -> None:
+def test_a_page_of_somewhere_else_is_refused(service: ServiceThread, session: Foreign, origin: Any) -> None:
     status, said = refused(service.url, session.identity, subprotocols=[SUBPROTOCOL], origin=origin)
     assert (status, said["code"]) == (403, "access.denied")
     assert "sessions.origins" in said["detail"]
@@ -88,16 +86,16 @@ def test_an_origin_is_ours_if_host_and_port_are(origins: list[str], host: str, a
         refuse_foreign(origins, host, ("https://known.example",))
 
 
-def test_our_own_pages_and_those_that_are_configured_may(store: StoreOptions, session: Foreign, tmp_path: Path) -> None:
-    with served(store, tmp_path, sessions__origins=["https://console.example"]) as running:
+def test_our_own_pages_and_those_that_are_configured_may(store: StoreOptions, session: Foreign) -> None:
+    with served(store, sessions__origins=["https://console.example"]) as running:
         for origin in (None, running.url, "https://console.example"):
             with RtaClient(running.url, session.identity, origin=origin) as viewer:
                 assert viewer.receive() is not None
 
 
-def test_users_who_may_not_do_everything_are_refused(store: StoreOptions, session: Foreign, tmp_path: Path) -> None:
+def test_users_who_may_not_do_everything_are_refused(store: StoreOptions, session: Foreign) -> None:
     users = {"anna": "orders", "ops": ".*"}
-    with served(store, tmp_path, serve__user_header="X-User", serve__topics_by_user=users) as running:
+    with served(store, serve__user_header="X-User", serve__topics_by_user=users) as running:
         for headers in ({}, {"X-User": "anna"}):
             given = {"subprotocols": [SUBPROTOCOL], "additional_headers": headers}
             assert refused(running.url, session.identity, **given)[0] == 403
@@ -108,9 +106,9 @@ def test_users_who_may_not_do_everything_are_refused(store: StoreOptions, sessio
 
 
 def test_where_nothing_is_served_and_where_there_is_no_room_a_websocket_is_told_so(
-    store: StoreOptions, session: Foreign, tmp_path: Path
+    store: StoreOptions, session: Foreign
 ) -> None:
-    with served(store, tmp_path, serve__connections=1) as running:
+    with served(store, serve__connections=1) as running:
         address = f"{running.url.replace('http', 'ws', 1)}/rta/v2/nothing"
         with pytest.raises(InvalidStatus) as caught, connect(address, proxy=None):
             pass

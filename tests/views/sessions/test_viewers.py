@@ -19,16 +19,15 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from tailrace.api.answers import Closing
+from tailrace.testing.service import ServiceProcess, ServiceThread, served
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.hub import StreamHub
 from tailrace.views.sessions.rta import viewer as viewers
 from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
 from tailrace.views.sessions.streams import LiveSessions, Located
-from tests.http.parts import Running
 from tests.views.sessions.foreign import T0, Foreign, connected, event, packed, periodic, session_json
 from tests.views.sessions.rta_client import SUBPROTOCOL, RtaClient, decode, request
-from tests.views.sessions.served import Mortal, served
 
 ALL = request(everything=True, events=True)
 
@@ -81,7 +80,7 @@ async def level(hub: StreamHub, session: Foreign) -> None:
             waiter.clear()
 
 
-def metric(running: Running, name: str) -> float:
+def metric(running: ServiceThread, name: str) -> float:
     with running.client() as http:
         [line] = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name} ")]
     return float(line.split(" ")[1])
@@ -293,7 +292,7 @@ def data(i: int) -> bytes:
     return periodic(1, T0 + i * 1000, 1, struct.unpack("<7000d", random.Random(i).randbytes(56_000)))
 
 
-def subscribed(running: Running, session: Foreign, **more: Any) -> RtaClient:
+def subscribed(running: ServiceThread, session: Foreign, **more: Any) -> RtaClient:
     viewer = RtaClient(running.url, session.identity, **more)
     viewer.subscribe(everything=True, events=True)
     session.append(event(1, T0, "here"))
@@ -310,9 +309,9 @@ def flood(session: Foreign, fast: RtaClient, count: int) -> None:
 
 
 def test_a_viewer_that_stops_reading_slows_nobody_and_is_told_what_it_missed(
-    store: StoreOptions, session: Foreign, tmp_path: Path
+    store: StoreOptions, session: Foreign
 ) -> None:
-    with served(store, tmp_path, sessions__client_bytes="1MiB") as running:
+    with served(store, sessions__client_bytes="1MiB") as running:
         slow = subscribed(running, session, max_queue=1, sock=narrow(running.port))
         with slow, subscribed(running, session) as fast:
             flood(session, fast, 150)
@@ -327,9 +326,9 @@ def test_a_viewer_that_stops_reading_slows_nobody_and_is_told_what_it_missed(
 
 
 def test_a_viewer_that_never_reads_again_is_dropped_with_all_that_waits_for_it(
-    store: StoreOptions, session: Foreign, tmp_path: Path
+    store: StoreOptions, session: Foreign
 ) -> None:
-    with served(store, tmp_path, serve__send_timeout="500ms") as running:
+    with served(store, serve__send_timeout="500ms") as running:
         slow = subscribed(running, session, max_queue=1, sock=narrow(running.port))
         with subscribed(running, session) as fast:
             flood(session, fast, 150)
@@ -341,19 +340,17 @@ def test_a_viewer_that_never_reads_again_is_dropped_with_all_that_waits_for_it(
             slow.until(lambda v: False)
 
 
-def test_a_service_that_ends_tells_its_viewers_to_come_back(
-    store: StoreOptions, session: Foreign, tmp_path: Path
-) -> None:
-    with served(store, tmp_path) as running:
+def test_a_service_that_ends_tells_its_viewers_to_come_back(store: StoreOptions, session: Foreign) -> None:
+    with served(store) as running:
         viewer = subscribed(running, session)
     viewer.to_the_end()
     assert viewer.closed is not None
     assert viewer.closed[0] == 1012
 
 
-def test_a_client_that_does_not_answer_pings_is_closed(store: StoreOptions, session: Foreign, tmp_path: Path) -> None:
+def test_a_client_that_does_not_answer_pings_is_closed(store: StoreOptions, session: Foreign) -> None:
     with (
-        served(store, tmp_path, sessions__ping="1s") as running,
+        served(store, sessions__ping="1s") as running,
         socket.create_connection(("127.0.0.1", running.port)) as raw,
     ):
         raw.settimeout(20)
@@ -372,7 +369,7 @@ def test_a_client_that_does_not_answer_pings_is_closed(store: StoreOptions, sess
 def test_a_viewer_of_a_service_that_is_killed_comes_back_and_misses_nothing(
     store: StoreOptions, session: Foreign, tmp_path: Path
 ) -> None:
-    service = Mortal(store, tmp_path)
+    service = ServiceProcess(store, tmp_path)
     service.start()
     try:
         viewer = RtaClient(service.url, session.identity)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import tailrace
 from tailrace.api.answers import Control
 from tailrace.errors import BadRequest, QueryError, StreamNotFound, TailraceError, UsageError
+from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
-from tests.http.parts import Running
-from tests.views.tags.served import served
 from tests.views.tags.tagged import Tagger, apart
 
 
 @pytest.fixture
-def service(store: StoreOptions, tmp_path: Path) -> Iterator[Running]:
-    with served(store, tmp_path) as running:
+def service(store: StoreOptions) -> Iterator[ServiceThread]:
+    with served(store, tags__paths=["tags"]) as running:
         yield running
 
 
-async def test_events_of_a_tag_are_read_and_resumed_from_every_cursor(service: Running, tagger: Tagger) -> None:
+async def test_events_of_a_tag_are_read_and_resumed_from_every_cursor(service: ServiceThread, tagger: Tagger) -> None:
     wanted = [tagger.write(f"cart-{i % 2}", ["gpu", "red"])[0] for i in range(8)]
     async with tailrace.connect(service.url) as river:
         events = [event async for event in river.tagged("gpu", follow=False)]
@@ -43,7 +41,7 @@ async def test_events_of_a_tag_are_read_and_resumed_from_every_cursor(service: R
             assert [each.id async for each in rest] == wanted[i + 1 :]
 
 
-async def test_several_tags_a_query_and_a_name(service: Running, tagger: Tagger, store: StoreOptions) -> None:
+async def test_several_tags_a_query_and_a_name(service: ServiceThread, tagger: Tagger, store: StoreOptions) -> None:
     first, second = apart(store)
     for i in range(9):
         tagger.write("p", [[first], [second], [first, second]][i % 3], total=i)
@@ -63,10 +61,10 @@ async def test_several_tags_a_query_and_a_name(service: Running, tagger: Tagger,
         assert (source.source, source.tag_seq, source.partition) == ("p", 6, "jobs:0")
 
 
-async def test_a_feed_goes_on_over_restarts_of_the_service(store: StoreOptions, tmp_path: Path, tagger: Tagger) -> None:
+async def test_a_feed_goes_on_over_restarts_of_the_service(store: StoreOptions, tagger: Tagger) -> None:
     tags = apart(store)
     controls: list[Control] = []
-    with served(store, tmp_path) as running:
+    with served(store, tags__paths=["tags"]) as running:
         port = running.port
         river = tailrace.connect(running.url, timeout=30)
         feed = river.tagged(*tags, start="start", on_control=controls.append)
@@ -85,7 +83,7 @@ async def test_a_feed_goes_on_over_restarts_of_the_service(store: StoreOptions, 
     await asyncio.to_thread(tagger.write, "p", tags, 5)
     cursor = feed.cursor
     await river.aclose()
-    with served(store, tmp_path) as running:
+    with served(store, tags__paths=["tags"]) as running:
         assert running.port != port
         async with tailrace.connect(running.url) as again:
             rest = [event.id async for event in again.tagged(*tags, after=cursor, follow=False)]
@@ -93,7 +91,7 @@ async def test_a_feed_goes_on_over_restarts_of_the_service(store: StoreOptions, 
     assert [control.kind for control in controls][:1] in ([], ["caught-up"])
 
 
-async def test_what_cannot_be_asked_is_refused(service: Running, store: StoreOptions, tmp_path: Path) -> None:
+async def test_what_cannot_be_asked_is_refused(service: ServiceThread, store: StoreOptions) -> None:
     async with tailrace.connect(service.url) as river:
         with pytest.raises(BadRequest, match="at least one tag"):
             river.tagged()
@@ -106,7 +104,7 @@ async def test_what_cannot_be_asked_is_refused(service: Running, store: StoreOpt
                 await anext(aiter(asked))
         with pytest.raises(StreamNotFound):
             await river.sources("none")
-    with served(store, tmp_path, **{"tags.paths": []}) as off:
+    with served(store) as off:
         async with tailrace.connect(off.url) as river:
             with pytest.raises(UsageError, match=r"tags\.rules") as refused:
                 await river.tags()

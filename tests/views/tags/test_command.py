@@ -11,23 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tests.command_line import command, on_a_terminal, rows, run, unset_everything
-from tests.http.parts import Running
-from tests.views.tags.served import served
 from tests.views.tags.tagged import Tagger, apart
 
 
 @pytest.fixture
-def service(store: StoreOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def service(store: StoreOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceThread]:
     unset_everything(monkeypatch)
-    with served(store, tmp_path) as running:
+    with served(store, tags__paths=["tags"]) as running:
         monkeypatch.setenv("TAILRACE_URL", running.url)
         yield running
 
 
 def test_in_a_pipe_each_event_is_printed_as_it_was_sent(
-    service: Running, tagger: Tagger, store: StoreOptions, tmp_path: Path
+    service: ServiceThread, tagger: Tagger, store: StoreOptions, tmp_path: Path
 ) -> None:
     first, second = apart(store)
     for i in range(9):
@@ -50,7 +49,7 @@ def test_in_a_pipe_each_event_is_printed_as_it_was_sent(
         assert [row["id"] for row in rows(run("tagged", first, second, "--client", "me", "-n", "6", "-e"))] == part
 
 
-def test_on_a_terminal_it_is_for_people(service: Running, tagger: Tagger) -> None:
+def test_on_a_terminal_it_is_for_people(service: ServiceThread, tagger: Tagger) -> None:
     tagger.write("cart-\x1b[31m7", ["gpu"], 2)
     shown = on_a_terminal("tagged", "gpu", "-e")
     assert "gpu cart-\\u001b[31m7 1 " in shown
@@ -61,7 +60,9 @@ def test_on_a_terminal_it_is_for_people(service: Running, tagger: Tagger) -> Non
     assert "billing" in on_a_terminal("tags", "readers")
 
 
-def test_ctrl_c_prints_the_command_that_resumes_exactly(service: Running, tagger: Tagger, store: StoreOptions) -> None:
+def test_ctrl_c_prints_the_command_that_resumes_exactly(
+    service: ServiceThread, tagger: Tagger, store: StoreOptions
+) -> None:
     first, second = apart(store)
     tagger.write("p", [first], 2)
     tagger.write("p", [second], 1)
@@ -80,7 +81,7 @@ def test_ctrl_c_prints_the_command_that_resumes_exactly(service: Running, tagger
     assert got == [each.id for each in tagger.sent[:6]]
 
 
-def test_tags_and_sources_are_listed_as_lines_in_a_pipe(service: Running, tagger: Tagger) -> None:
+def test_tags_and_sources_are_listed_as_lines_in_a_pipe(service: ServiceThread, tagger: Tagger) -> None:
     for i in range(5):
         tagger.write(f"p{i}", ["gpu", f"t{i}"], i + 1)
     assert {row["tag"]: row["events"] for row in rows(run("tags", "ls"))} == {
@@ -92,12 +93,12 @@ def test_tags_and_sources_are_listed_as_lines_in_a_pipe(service: Running, tagger
     assert found == {f"p{i}": i + 1 for i in range(5)}
 
 
-def test_what_is_wrong_is_said_on_standard_error(service: Running, store: StoreOptions, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_on_standard_error(service: ServiceThread, store: StoreOptions) -> None:
     refused = run("tagged", "gpu", "-e", "--query", "{total}")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "single quotes" in refused.stderr
     assert "(stream.not_found)" in run("tags", "sources", "none").stderr
     assert "(stream.not_found)" in run("tagged", "none", "--missing", "fail").stderr
     assert run("tagged").returncode == 2
-    with served(store, tmp_path, **{"tags.paths": []}) as off:
+    with served(store) as off:
         assert "(tags.off)" in run("tagged", "gpu", "--url", off.url).stderr

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import tailrace
 from tailrace.errors import UsageError
 from tailrace.log import feed as log
 from tailrace.log.event import iso_time
+from tailrace.testing.service import served
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
@@ -30,7 +30,6 @@ from tailrace.views.tags.store import VIEW, LevelReader, Levels
 from tests.log.rig import controls, now_ms
 from tests.views.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.views.tags.reading import events
-from tests.views.tags.served import served
 from tests.writing import Record, Writer, read_view
 
 
@@ -248,12 +247,10 @@ def test_L_13_the_table_of_tags_keeps_rows_as_long_as_is_said(rows_store: Cassan
         assert ttl == (0 if keep is None else keep.total_seconds())
 
 
-async def test_L_14_where_nothing_is_tagged_feeds_say_so_and_everything_else_works(
-    store: StoreOptions, tmp_path: Path
-) -> None:
+async def test_L_14_where_nothing_is_tagged_feeds_say_so_and_everything_else_works(store: StoreOptions) -> None:
     driver = Writer(store, ("intake", "days"))
     driver.write([Record(n, value=b'{"tags":["green"]}') for n in range(3)])
-    with served(store, tmp_path, **{"tags.paths": []}) as running:
+    with served(store) as running:
         async with tailrace.connect(running.url) as river:
             for follow in (True, False):
                 with pytest.raises(UsageError, match=r"nothing is tagged here: set tags\.paths") as refused:

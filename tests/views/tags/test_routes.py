@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from tailrace.log.event import iso_time
+from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tests.http.parts import Running, Serve, problem
+from tests.http.parts import Serve, problem
 from tests.views.tags.tagged import Tagger, apart
 from tests.writing import NOON
 
@@ -28,7 +29,7 @@ def tagger(store: StoreOptions) -> Iterator[Tagger]:
 
 
 @pytest.fixture
-def service(serve: Serve) -> Running:
+def service(serve: Serve) -> ServiceThread:
     return serve(tags__paths=["tags"])
 
 
