@@ -17,7 +17,7 @@ import pytest
 
 from tests.command_line import command, on_a_terminal, unset_everything
 from tests.command_line import run as tailrace
-from tests.scripted_service import Plan, ScriptedService, event, running
+from tests.scripted import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"
 

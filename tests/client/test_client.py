@@ -27,7 +27,7 @@ from tailrace.errors import (
     Unavailable,
     UsageError,
 )
-from tests.scripted_service import Plan, ScriptedService, event, running
+from tests.scripted import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"
 

@@ -21,7 +21,7 @@ from tailrace.config.settings import DEFAULTS, PATHS, Settings, variable
 from tailrace.config.units import format_duration, parse_duration
 from tailrace.config.values import KeepByName, Where
 from tailrace.errors import ConfigError
-from tests.asking import written_queries
+from tests.query.generators import written_queries
 
 SECRET = "hunter2-and-a-half"
 

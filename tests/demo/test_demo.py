@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tailrace.demo.jobs import bursts, example, stories
-from tests.scripted_service import running
+from tests.scripted import running
 
 AFTER: dict[str, set[str]] = {
     "": {"job.submitted"},

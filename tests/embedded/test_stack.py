@@ -20,7 +20,7 @@ from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
 from tailrace.embedded.supervisor import lock_folder
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
-from tests.scripted_service import running
+from tests.scripted import running
 
 
 def settings(folder: Path, port: int) -> Settings:

@@ -18,11 +18,8 @@ from typing import NamedTuple
 
 from tailrace.valkey.marks import read_marks
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tests.faults.laps import Laps
-from tests.faults.posts import Posts
+from tests.faults.loads import Laps, Posts, Searches, Tagged
 from tests.faults.rig import Installation, Load, Pipeline, Standing, wait_for
-from tests.faults.searched import Searches
-from tests.faults.tagged import Tagged
 
 
 class End(NamedTuple):

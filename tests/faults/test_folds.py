@@ -18,7 +18,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.views.folds.model import Windows
-from tests.faults.posts import PARTITIONS, QUIET_MS, Posts, folds_of
+from tests.faults.loads import PARTITIONS, QUIET_MS, Posts, folds_of
 from tests.faults.rig import Installation, Pipeline, wait_for
 from tests.views.folds.rig import expected
 from tests.writing import NOON

@@ -18,7 +18,7 @@ from tailrace.upkeep.job import leave, run_job
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import days
 from tests.http.parts import Serve
-from tests.upkeep.rig import Keeper
+from tests.upkeep.past import Keeper
 from tests.writing import DAY, NOON, Record, Writer
 
 

@@ -1,4 +1,4 @@
-"""A topic of a real Kafka and the view of it, written by the pipeline's own host: what audits compare."""
+"""Worlds of upkeep: a topic of a real Kafka and the view, tags or rows of its events, and whoever keeps them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from itertools import count
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 from confluent_kafka import Producer, TopicPartition
@@ -21,19 +23,109 @@ from tailrace.kafka.broker import Broker
 from tailrace.log.event import Partition
 from tailrace.log.name import name_of_key, shard_of
 from tailrace.log.segment import Log
-from tailrace.log.store import LogRegistry
+from tailrace.log.store import ExpiredCounts, LogRegistry, Staging
+from tailrace.log.timeuuid import ms_of
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.copy import RebuildPlan, RebuildStart, Restored, SpooledRecord, WantedNames, encode_body
 from tailrace.upkeep.history import History
-from tailrace.upkeep.job import find_view, run_job
+from tailrace.upkeep.job import LOGS, JobLease, find_view, look_once, run_job
+from tailrace.upkeep.packer import Packer, PackOutcome, due_segments
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.upkeep.restore import Restorer
-from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.valkey.marks import advance
+from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.view import View
 from tailrace.views import VIEWS
-from tests.upkeep.rig import Keeper
+from tailrace.views.tags.model import Tagger
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow, writer
+from tailrace.views.tags.rows.upkeep import RowErasing, Rows
+from tailrace.views.tags.store import tag_options
+from tailrace.views.tags.upkeep import LogErasing, erasing
+from tests.log.rig import Rig, rig
 from tests.writing import DAY, NOON, Record, Writer, read_view
+
+
+def now_ms() -> int:
+    return round(time.time() * 1000)
+
+
+class Keeper:
+    """Holds the lease while it is entered."""
+
+    def __init__(
+        self,
+        options: StoreOptions,
+        *,
+        owner: str = "one",
+        piece_bytes: int = 512 << 10,
+        clock: Callable[[], int] = now_ms,
+        reached: Callable[[str], None] = lambda _: None,
+        view: str = "days",
+    ) -> None:
+        self.shards = Shards(options).open()
+        prepare(self.shards)
+        self.registry = LogRegistry(self.shards, view)
+        self.lease = JobLease(self.shards, owner)
+        self._piece_bytes, self._clock, self._reached = piece_bytes, clock, reached
+
+    def __enter__(self) -> Keeper:
+        self.lease.__enter__()
+        self.staging = Staging(self.shards, self.registry.view, self.lease.token)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lease.__exit__(kind, error, trace)
+        self.shards.close()
+
+    def end_lease_early(self) -> None:
+        """As if the process had been paused for longer than its lease."""
+        self.shards.call(0, "lease", LOGS, "one", 0, self.lease.token)
+
+    def pack(self, after_ms: int = 0) -> PackOutcome:
+        packer = Packer(
+            self.registry,
+            self.staging,
+            piece_bytes=self._piece_bytes,
+            after_ms=after_ms,
+            clock=self._clock,
+            reached=self._reached,
+        )
+        dues = [
+            due
+            for found in self.registry.walk()
+            for due in due_segments(found.name, found.log, after_ms, self._clock())
+        ]
+        return packer.pack(dues)
+
+    def expire(self, name: str, keep_ms: int) -> ExpiredCounts:
+        return self.staging.expire([(name, keep_ms)], self._clock(), 60_000)[0]
+
+    def log(self, name: str) -> Log:
+        return self.registry.logs([name])[0].log
+
+    def unowned(self) -> list[bytes]:
+        """Keys of logs that no registry names and that do not end by themselves."""
+        keys, view = self.shards.keys, self.registry.view
+        owned: set[bytes] = set()
+        for found in self.registry.walk():
+            owned.add(keys.log(found.shard, view, found.name).encode())
+            owned |= {keys.segment(found.shard, view, s.index, found.name).encode() for s in found.log.segments}
+        stray: list[bytes] = []
+        for node in self.shards.primaries():
+            for key in node.scan_iter(f"{keys.prefix}:*"):
+                kind = key.partition(b"}:")[2].partition(b":")[0]
+                if (
+                    kind in (b"log", b"seg", b"staged")
+                    and key not in owned
+                    and int(node.execute_command("PTTL", key)) < 0
+                ):
+                    stray.append(key)
+        return stray
+
 
 _topics = count()
 
@@ -229,3 +321,135 @@ def by_name(records: Iterable[Record]) -> dict[str, list[str]]:
     for record in records:
         found.setdefault(name_of_key(record.key), []).append(record.id)
     return found
+
+
+MINUTE = 60_000
+HOUR = 60 * MINUTE
+
+
+class Seen(NamedTuple):
+    """An event as its tag has it."""
+
+    id: str
+    source: str
+    number: int
+    ms: int
+    tags: tuple[str, ...]
+
+
+class TagPast(Past):
+    """One topic, in Kafka and in tags; a source's events are all in one partition."""
+
+    view_name = "tags"
+
+    def begin(self) -> Writer:
+        """Begin a pipeline with the present settings; one that was there is overtaken."""
+        return Writer(self.store, views=("intake", "tags"), tags=tag_options(self.settings))
+
+    def restart(self, **changes: object) -> None:
+        """Change the settings of tags, and begin the pipeline anew."""
+        self.set("tags", **changes)
+        self.writer = self.begin()
+
+    def put(self, records: Sequence[Record], at_once: int = 10) -> Sequence[Record]:
+        """Write records to Kafka and to the tags, and let all shards know that they are applied, as the driver does."""
+        super().put(records, at_once)
+        ends = {Partition(self.topic, partition): end - 1 for partition, end in enumerate(self._ends) if end}
+        advance(self.shards, "tags", self.writer.epoch, ends)
+        return records
+
+    def named(self, name: str) -> list[tuple[Record, tuple[Any, ...]]]:
+        """Return the events of a tag by the present settings, each with what its body has of it."""
+        tagger, found = Tagger(tag_options(self.settings).tagging), list[tuple[Record, tuple[Any, ...]]]()
+        for r in self.produced:
+            event = tagger.read(r.key, r.value or b"", r.offset)
+            if not isinstance(event, str) and name in event.tags:
+                found.append((r, (event.source, event.seq, event.tags)))
+        return found
+
+    def event(self, pid: str, *tags: str, at: int = 0, **more: object) -> Record:
+        """Return the next event of a source, so many milliseconds after the first noon."""
+        value = json.dumps({"tags": tags, **more}).encode()
+        return self.record(pid, NOON + at, crc32(pid.encode()) % len(self._ends), value)
+
+    def history(self, pids: Sequence[str], *tags: str, hours: int = 3, each: int = 4, first: int = 0) -> list[Record]:
+        """Return events of several sources, hour by hour, in turns."""
+        return [
+            self.event(pid, *tags, at=hour * HOUR + i * MINUTE, n=i)
+            for hour in range(first, first + hours)
+            for i in range(each)
+            for pid in pids
+        ]
+
+    def events(self, tag: str) -> list[Seen]:
+        """Return what a tag has, in its order."""
+        named = self.registry.logs([tag])[0]
+        found: list[Seen] = []
+        for segment in named.log.segments:
+            for entry in self.registry.entries(tag, segment):
+                run = entry.run
+                assert run.tag_columns is not None
+                rows = run.tag_columns.rows(run.offsets, run.times)
+                for offset, note in zip(run.offsets, rows, strict=True):
+                    found.append(Seen(f"{run.partition}:{offset}", note.source, note.number, note.ms, note.tags))
+        return found
+
+    def numbers(self, tag: str) -> dict[str, list[int]]:
+        """Return the numbers of each source in a tag, in the tag's order."""
+        found: dict[str, list[int]] = {}
+        for each in self.events(tag):
+            found.setdefault(each.source, []).append(each.number)
+        return found
+
+    def cleanup(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> LogErasing:
+        work = LogErasing(self.settings, source, tag, **changes)
+        if dry_run:
+            look_once(self.settings, work)
+        else:
+            run_job(self.settings, work)
+        return work
+
+
+def tag_feeds(options: StoreOptions) -> AbstractAsyncContextManager[Rig]:
+    """Plain feeds over the logs of tags: what their cursors lead to."""
+    return rig(options, "tags")
+
+
+class RowPast(TagPast):
+    """One topic, in Kafka and in rows."""
+
+    def __init__(
+        self, kafka: str, store: StoreOptions, rows: CassandraOptions, spark: Any, partitions: int = 2, **flags: object
+    ) -> None:
+        self.options = rows
+        at = {"cassandra__port": rows.port, "cassandra__keyspace": rows.keyspace, "cassandra__timeout": "30s"}
+        given = {"tags__store": "cassandra", "tags__paths": ["tags"], **at, **flags}
+        super().__init__(kafka, store, spark, partitions, None, **given)
+
+    @property
+    def rows_writer(self) -> RowWriter:
+        return writer(self.options)
+
+    def rows(self, tag: str) -> list[StoredRow]:
+        """Return all rows of a tag, in order."""
+        with Rows(self.options) as rows:
+            return list(rows.rows(tag))
+
+    def events(self, tag: str) -> list[Seen]:
+        return [
+            Seen(f"{row.partition}:{row.offset}", row.source, row.tag_seq, ms_of(row.timeuuid), row.tags)
+            for row in self.rows(tag)
+        ]
+
+    def lose(self, *rows: RowKey) -> None:
+        """Delete rows behind everybody's back."""
+        self.rows_writer.delete(rows)
+
+    def clean_rows(self, source: str, tag: str | None = None, dry_run: bool = False, **changes: Any) -> RowErasing:
+        work = erasing(self.settings, source, tag, **changes)
+        assert isinstance(work, RowErasing)
+        if dry_run:
+            look_once(self.settings, work)
+        else:
+            run_job(self.settings, work)
+        return work

@@ -21,8 +21,7 @@ from tailrace.upkeep.examine import Tally, examine, fingerprint, read_logs
 from tailrace.upkeep.job import find_view
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views import VIEWS
-from tests.upkeep.past import Past
-from tests.upkeep.rig import Keeper
+from tests.upkeep.past import Keeper, Past
 from tests.writing import DAY, NOON, Record, Writer
 
 Make = Callable[..., Past]

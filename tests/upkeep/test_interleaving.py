@@ -16,7 +16,7 @@ from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.upkeep.packer import STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests.log.rig import Follower, rig
-from tests.upkeep.rig import Keeper
+from tests.upkeep.past import Keeper
 from tests.writing import DAY, NOON, Record, Writer
 
 NAMES = ("a", "b")

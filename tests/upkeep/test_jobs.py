@@ -36,7 +36,7 @@ from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import VIEWS
 from tests.faults.rig import wait_for
-from tests.upkeep.rig import Keeper
+from tests.upkeep.past import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
 MINUTE = 60_000

@@ -17,7 +17,7 @@ from tailrace.log.segment import PACKED
 from tailrace.upkeep.job import JobLease
 from tailrace.valkey.shards import StoreOptions
 from tests.log.rig import ids, rig
-from tests.upkeep.rig import Keeper
+from tests.upkeep.past import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
 

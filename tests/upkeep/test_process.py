@@ -26,7 +26,7 @@ from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests import forked
 from tests.faults.rig import wait_for
-from tests.upkeep.rig import Keeper, now_ms
+from tests.upkeep.past import Keeper, now_ms
 from tests.upkeep.test_jobs import reports, some_days
 from tests.writing import DAY, Record, Writer, read_view
 

@@ -16,7 +16,7 @@ from tailrace.log.segment import PACKED, Segment
 from tailrace.log.store import NewSegment, PackedPiece
 from tailrace.valkey.shards import StoreOptions
 from tests.log.rig import Follower, Rig, ids, rig
-from tests.upkeep.rig import Keeper
+from tests.upkeep.past import Keeper
 from tests.writing import DAY, NOON, Record, Writer
 
 

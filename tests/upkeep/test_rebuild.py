@@ -31,8 +31,7 @@ from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.log.rig import ids, rig
 from tests.meanwhile import meanwhile
-from tests.upkeep.past import Past, by_name
-from tests.upkeep.rig import Keeper
+from tests.upkeep.past import Keeper, Past, by_name
 from tests.writing import DAY, NOON, Record, Writer
 
 Make = Callable[..., Past]

@@ -22,7 +22,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.days import listing as largest
 from tailrace.views.days.listing import Largest
 from tests.http.parts import Streams, problem
-from tests.upkeep.rig import Keeper, now_ms
+from tests.upkeep.past import Keeper, now_ms
 from tests.writing import DAY, NOON, Record, Writer
 
 HOUR = DAY // 24

@@ -23,7 +23,7 @@ from tailrace.config.units import format_duration
 from tailrace.errors import ConfigError
 from tailrace.views.folds.collect import COLLECTORS
 from tailrace.views.folds.settings import COLLECT_KINDS, FoldSettings, RuleTable, parse_collect
-from tests.asking import written_queries
+from tests.query.generators import written_queries
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account_id"], "quiet": "3s"}
 

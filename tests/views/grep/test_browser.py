@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from tailrace.log.event import iso_time
-from tests.views.grep.clients import grep_path
-from tests.views.grep.pages import Wire, in_browser
+from tests.views.grep.clients import Wire, grep_path, in_browser
 from tests.views.grep.site import Site, numbered
 from tests.writing import NOON
 

@@ -16,8 +16,7 @@ import tailrace
 from tailrace.api.answers import Control, Event
 from tailrace.client import following
 from tailrace.errors import BadRequest, QueryError, TopicNotFound
-from tests.scripted_searches import LIFE, LONG, ScriptedSearches, searching
-from tests.scripted_service import Plan
+from tests.scripted import LIFE, LONG, Plan, ScriptedSearches, searching
 
 
 @pytest.fixture(scope="module")

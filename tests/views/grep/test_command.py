@@ -15,8 +15,7 @@ import pytest
 
 from tailrace.views.grep.cli import pattern_of
 from tests import command_line
-from tests.scripted_searches import LIFE, LONG, ScriptedSearches, searching
-from tests.scripted_service import Plan
+from tests.scripted import LIFE, LONG, Plan, ScriptedSearches, searching
 
 QUERY = '{"total": {"$gt": 100}}'
 

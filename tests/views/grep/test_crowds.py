@@ -18,10 +18,9 @@ import pytest
 
 from tailrace.client.sse_reader import SseReader
 from tailrace.views.grep.model import Search, make_search
-from tests.views.grep.clients import Client, eventually, grep_path, request
+from tests.views.grep.clients import Client, Tap, eventually, grep_path, open_taps, request
 from tests.views.grep.rig import finds, random_search
 from tests.views.grep.site import Site, assert_same, fill, numbered
-from tests.views.grep.taps import Tap, open_taps
 from tests.writing import NOON, Record
 
 PAD = "x" * 4_000

@@ -15,8 +15,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.settings import TagRules
 from tailrace.views.tags.upkeep import TagLogCopy
 from tests.log.rig import ids
-from tests.upkeep.rig import Keeper
-from tests.upkeep.tagged import MINUTE, Seen, TagPast, tag_feeds
+from tests.upkeep.past import MINUTE, Keeper, Seen, TagPast, tag_feeds
 
 PIDS = tuple("pqrstu")
 PATH_TAGS = ("red", "blue")

@@ -22,8 +22,7 @@ from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.rows.upkeep import STEPS
 from tailrace.views.tags.settings import TagRules
 from tests.meanwhile import meanwhile
-from tests.upkeep.tagged import HOUR, MINUTE
-from tests.views.tags.past import RowPast
+from tests.upkeep.past import HOUR, MINUTE, RowPast
 from tests.writing import NOON
 
 Make = Callable[..., RowPast]

@@ -28,8 +28,7 @@ from tailrace.views.tags.upkeep import STEPS, TagLogCopy
 from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import ids
 from tests.meanwhile import meanwhile
-from tests.upkeep.rig import Keeper
-from tests.upkeep.tagged import HOUR, MINUTE, Seen, TagPast, tag_feeds
+from tests.upkeep.past import HOUR, MINUTE, Keeper, Seen, TagPast, tag_feeds
 from tests.upkeep.test_process import run
 from tests.writing import NOON, Record, Writer
 

@@ -31,9 +31,7 @@ from tailrace.views.tags.settings import TagRules
 from tailrace.views.tags.store import VIEW
 from tailrace.views.tags.upkeep import erasing
 from tests.log.rig import now_ms
-from tests.upkeep.rig import Keeper
-from tests.upkeep.tagged import HOUR, Seen, TagPast
-from tests.views.tags.past import RowPast
+from tests.upkeep.past import HOUR, Keeper, RowPast, Seen, TagPast
 from tests.views.tags.stored import Stored
 
 Make = Callable[..., TagPast]
