@@ -513,10 +513,10 @@ def stray_keys(shards: Shards, view: str) -> Iterator[Finding]:
             found = _endless(shards, found)
             strays = [key for key in found if key.kind == "staged"]
             owned = [key for key in found if key.kind != "staged"]
-            for key, seen in zip(owned, read_logs(shards, view, [key.name for key in owned]), strict=True):
+            for key, log in zip(owned, read_logs(shards, view, [key.name for key in owned]), strict=True):
                 if key.kind == "log":
-                    strays += [] if seen.listed else [key]
-                elif key.index not in {str(i) for i in (*seen.broken, *(s.index for s in seen.log.segments))}:
+                    strays += [] if log.listed else [key]
+                elif key.index not in {str(i) for i in (*log.broken, *(s.index for s in log.log.segments))}:
                     strays.append(key)
             # Keys that are gone by now were expired or replaced after the scan had seen them.
             for key in _endless(shards, strays):

@@ -127,7 +127,7 @@ class Packer:
     def _pack_small(self, dues: Sequence[DueSegment]) -> PackOutcome:
         """Pack segments together: four round trips for all of them."""
         try:
-            held = self._registry.read_whole([(due.name, due.segment) for due in dues])
+            read = self._registry.read_whole([(due.name, due.segment) for due in dues])
         except StoreError as error:
             if type(error) is not StoreError:
                 raise
@@ -136,7 +136,7 @@ class Packer:
         self._reached("read")
         found: list[tuple[DueSegment, list[NumberedRun], list[PackedPiece]]] = []
         outcome = PackOutcome()
-        for due, entries in zip(dues, held, strict=True):
+        for due, entries in zip(dues, read, strict=True):
             why = _unlike(due, _count(entries), entries[-1].last if entries else 0)
             if why:
                 outcome += _leave(due, why)
@@ -155,7 +155,7 @@ class Packer:
                 continue
             packed.append((due, _packed(due, cut, sum(entry.size for entry in entries))))
         outcome += self._swap(packed)
-        self._throttle.take(0, sum(entry.size for entries in held for entry in entries))
+        self._throttle.take(0, sum(entry.size for entries in read for entry in entries))
         return outcome
 
     def _pack_large(self, due: DueSegment) -> PackOutcome:
@@ -212,13 +212,13 @@ def groups(
 ) -> Iterator[list[DueSegment]]:
     """Yield groups of segments with at most these counts of segments and, about, of stored bytes."""
     group: list[DueSegment] = []
-    held = 0
+    stored = 0
     for due in dues:
-        if group and (held + due.segment.bytes > size or len(group) == segments):
+        if group and (stored + due.segment.bytes > size or len(group) == segments):
             yield group
-            group, held = [], 0
+            group, stored = [], 0
         group.append(due)
-        held += due.segment.bytes
+        stored += due.segment.bytes
     if group:
         yield group
 

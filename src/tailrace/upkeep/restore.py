@@ -143,8 +143,8 @@ class _LogRestorer:
             has_retained, events, low, high = False, 0, 0, 0
             offsets: dict[Partition, tuple[int, int]] = {}
             carried: dict[Partition, int] = {}
-            for held in read_segment(self._shards, self._view, self._name, segment):
-                for run in (entry.run for entry in checker.take(held)):
+            for entry in read_segment(self._shards, self._view, self._name, segment):
+                for run in (each.run for each in checker.take(entry)):
                     partition = run.partition
                     first, last = self._bounds.get(partition, (1 << 62, None))
                     after = reached.get(partition, -1)
@@ -179,7 +179,7 @@ class _LogRestorer:
         newest_ms = 0
         for segment in (survey.segment for survey in self._surveys[part.begin : part.end] if survey.carried):
             entries = read_segment(self._shards, self._view, self._name, segment)
-            for run in (entry.run for held in entries for entry in held.runs):
+            for run in (each.run for entry in entries for each in entry.runs):
                 partition, label, times, keys = run.partition, str(run.partition), run.times, run.keys
                 retained = self._bounds.get(partition, (1 << 62, 0))[0]
                 rows = run.tag_columns.rows(run.offsets, times) if run.tag_columns is not None else None

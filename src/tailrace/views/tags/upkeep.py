@@ -89,38 +89,38 @@ class TagLogCopy(TagCopy, LogCopy):
 
     def check_numbers(self, shards: Shards, log: ExaminedLog, counted: dict[str, int]) -> Iterator[Finding]:
         sources = list(counted)
-        given: dict[str, int] = {}
+        issued: dict[str, int] = {}
         for at in range(0, len(sources), PAGE):
             part = sources[at : at + PAGE]
             (numbers,) = read_progress(shards, [(log.shard, log.name, part)])
-            given |= {
+            issued |= {
                 source: each.number
                 for source, each in zip(part, numbers, strict=True)
                 if each.number != counted[source]
             }
-        if any(number > counted[source] for source, number in given.items()):
+        if any(number > counted[source] for source, number in issued.items()):
             # The shard may have gone on since the log was read: its log has these events by now.
             newest = log.log.segments[-1].index
             for segment in read_logs(shards, self.view, [log.name])[0].log.segments:
                 if segment.index >= newest:
-                    _count_on(counted, given, read_segment(shards, self.view, log.name, segment))
-        wrong = ((source, number) for source, number in given.items() if counted[source] != number)
+                    _count_on(counted, issued, read_segment(shards, self.view, log.name, segment))
+        wrong = ((source, number) for source, number in issued.items() if counted[source] != number)
         for source, number in islice(wrong, MOST_ODD):
             detail = f"the last event has number {counted[source]}, and the shard has given out {number}"
             yield Finding("numbers", log.name, "", source, number, counted[source], detail)
 
 
-def _count_on(counted: dict[str, int], given: Mapping[str, int], entries: Iterable[ExaminedEntry]) -> None:
+def _count_on(counted: dict[str, int], issued: Mapping[str, int], entries: Iterable[ExaminedEntry]) -> None:
     """Continue counting, up to the numbers that were given out."""
     for _, _, fields in _tag_fields(entries):
-        if fields.source in given and counted[fields.source] < fields.number <= given[fields.source]:
+        if fields.source in issued and counted[fields.source] < fields.number <= issued[fields.source]:
             counted[fields.source] = fields.number
 
 
 def _tag_fields(entries: Iterable[ExaminedEntry]) -> Iterator[tuple[Partition, int, TagFields]]:
     """Yield partition, offset and fields of every event."""
-    for held in entries:
-        for run in (entry.run for entry in held.runs):
+    for entry in entries:
+        for run in (each.run for each in entry.runs):
             if run.tag_columns is not None:
                 for offset, fields in zip(run.offsets, run.tag_columns.rows(run.offsets, run.times), strict=True):
                     yield run.partition, offset, fields
@@ -294,9 +294,9 @@ class LogErasing(Erasing):
         """Find the source's events in a tag."""
         found = _SourceEvents({}, {})
         for segment in segments:
-            for held in read_segment(shards, VIEW, tag, segment):
-                found.unreadable += bool(held.damage)
-                for partition, offset, fields in _tag_fields([held]):
+            for entry in read_segment(shards, VIEW, tag, segment):
+                found.unreadable += bool(entry.damage)
+                for partition, offset, fields in _tag_fields([entry]):
                     if fields.source == self._source:
                         found.segments[segment.index] = found.segments.get(segment.index, 0) + 1
                         found.offsets[partition] = max(offset, found.offsets.get(partition, offset))
@@ -354,11 +354,11 @@ class LogErasing(Erasing):
         return NewSegment(left, segment.index, count)
 
     def _rest(self, shards: Shards, tag: str, segment: Segment, erased: Erasure) -> Iterator[NumberedRun]:
-        for held in read_segment(shards, VIEW, tag, segment):
-            if held.damage:
-                raise _Unreadable(held.damage)
-            for entry in held.runs:
-                yield from erase_from(entry, {self._source: erased})
+        for entry in read_segment(shards, VIEW, tag, segment):
+            if entry.damage:
+                raise _Unreadable(entry.damage)
+            for run in entry.runs:
+                yield from erase_from(run, {self._source: erased})
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -422,11 +422,11 @@ class Anchor:
     """The ``Numbering`` of one tag."""
 
     def __init__(self, shards: Shards, tag: str, latest_ms: int) -> None:
-        known = read_all_numbers(shards, shard_of(tag, shards.options.shards), tag)
-        self._known, self._latest_ms = known.keys(), latest_ms
-        self._top_ms = max((each.ms for each in known.values()), default=SourceProgress().ms)
+        progress = read_all_numbers(shards, shard_of(tag, shards.options.shards), tag)
+        self._numbered_sources, self._latest_ms = progress.keys(), latest_ms
+        self._top_ms = max((each.ms for each in progress.values()), default=SourceProgress().ms)
         """No event of the tag had a later timestamp when its numbers were read."""
-        self._numbers = {source: each.number for source, each in known.items()}
+        self._numbers = {source: each.number for source, each in progress.items()}
         self._stamps: dict[Partition, int] = {}
         self._ends = Ends(self._numbers, self._stamps)
         self._live: set[str] = set()
@@ -484,7 +484,7 @@ class Anchor:
     def numbered(self, events: Iterable[RestoredEvent]) -> Iterator[RestoredEvent]:
         for event in renumbered(events, self._ends, self._counts, self._front, self._latest_ms):
             fields = event.fields
-            if fields is not None and fields.source not in self._known:
+            if fields is not None and fields.source not in self._numbered_sources:
                 self._new[fields.source] = SourceProgress(fields.number, fields.seq, fields.ms, str(event.partition))
             yield event
 

@@ -223,7 +223,7 @@ def survey(plan: RebuildPlan, shards: Shards, rows: Rows, tag: str) -> Iterator[
     The last numbers of sources are read first: those that were given out by then have their rows.
     """
     shard = shard_of(tag, shards.options.shards)
-    given = {source: each.number for source, each in read_all_numbers(shards, shard, tag).items()}
+    issued = {source: each.number for source, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
     ceilings = {label.decode(): parse_mark_time(stored)[0] for label, stored in mapping(answer).items()}
     assert plan.start.marks is not None
@@ -242,8 +242,8 @@ def survey(plan: RebuildPlan, shards: Shards, rows: Rows, tag: str) -> Iterator[
             carried = row.time_ms, Body(row.key, row.headers, row.value or b"", row.source, row.seq, row.tags)
         existing = ExistingRow(row.source, row.tag_seq, row.timeuuid, row.bucket_ms, row_print(row), carried)
         yield tag, ROW, label, row.offset, None, ms, _encode(existing)
-    for source in given.keys() | live.keys():
-        end = numbering_end(given.get(source, 0), live.get(source))
+    for source in issued.keys() | live.keys():
+        end = numbering_end(issued.get(source, 0), live.get(source))
         yield tag, END, "", NOTHING, None, None, _encode((source, end))
     for label, ms in ceilings.items():
         yield tag, CEILING, "", NOTHING, None, None, _encode((label, ms))

@@ -107,7 +107,7 @@ def examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: in
         since_ms: Time before which rows may have expired.
     """
     shard = shard_of(tag, shards.options.shards)
-    given = {source: each.number for source, each in read_all_numbers(shards, shard, tag).items()}
+    issued = {source: each.number for source, each in read_all_numbers(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
     marks, bounds, erased = parse_marks(answer), work.extent.shards[shard], work.erased.get(tag, {})
     numbers, tally, repeats = NumberCheck(), Tally[tuple[str, int]](), 0
@@ -134,7 +134,7 @@ def examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: in
             tally.add((str(row.partition), row.time_ms // DAY_MS), *sums)
     findings = [
         *islice(_misnumbered(tag, numbers, since_ms), MOST_ODD),
-        *islice(_miscounted(shards, shard, tag, numbers.ends(), given, since_ms), MOST_ODD),
+        *islice(_miscounted(shards, shard, tag, numbers.ends(), issued, since_ms), MOST_ODD),
     ]
     days = len({bucket.start_ms // DAY_MS for bucket in rows.buckets(tag)})
     return Examined(tag, days, tally, findings, repeats)
@@ -168,15 +168,15 @@ def _misnumbered(tag: str, numbers: NumberCheck, since_ms: int) -> Iterator[Find
 
 
 def _miscounted(
-    shards: Shards, shard: int, tag: str, ends: dict[str, int], given: Mapping[str, int], since_ms: int
+    shards: Shards, shard: int, tag: str, ends: dict[str, int], issued: Mapping[str, int], since_ms: int
 ) -> Iterator[Finding]:
     """Yield sources whose last row has another number than the last that the shard has given out."""
-    wrong = [source for source, last in ends.items() if last != given.get(source, 0)]
+    wrong = [source for source, last in ends.items() if last != issued.get(source, 0)]
     for at in range(0, len(wrong), PAGE):
         part = wrong[at : at + PAGE]
         (numbers,) = read_progress(shards, [(shard, tag, part)])
         for source, now in zip(part, numbers, strict=True):
-            last, before = ends[source], given.get(source, 0)
+            last, before = ends[source], issued.get(source, 0)
             # The shard may have gone on since its numbers were read, and the rows with it.
             if before <= last <= now.number or (last < before and now.ms < since_ms):
                 continue
