@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.api.answers import Event
+    from tailrace.api.feeds import Burst, Event
     from tailrace.client.following import Feed
     from tailrace.client.river import River, connect
     from tailrace.errors import TailraceError
     from tailrace.views.folds.folder import Folder
-    from tailrace.views.sessions.client import Burst
     from tailrace.views.sessions.writer import SessionWriter
 
 __version__ = "0.1.0"
@@ -25,8 +24,8 @@ __version__ = "0.1.0"
 __all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "TailraceError", "__version__", "connect"]
 
 _HOMES = {
-    "Burst": "tailrace.views.sessions.client",
-    "Event": "tailrace.api.answers",
+    "Burst": "tailrace.api.feeds",
+    "Event": "tailrace.api.feeds",
     "Feed": "tailrace.client.following",
     "Folder": "tailrace.views.folds.folder",
     "River": "tailrace.client.river",

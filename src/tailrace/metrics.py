@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tailrace.api.answers import Searching
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Report = Mapping[str, Any]
 """Last report of a view's driver, or of an upkeep job, as stored."""
@@ -271,15 +273,6 @@ class FoldMetrics(FigureCollector):
         yield emitted
 
 
-class SearchFigures(NamedTuple):
-    """Figures of all searches."""
-
-    alive: int = 0
-    followers: int = 0
-    scanning: int = 0
-    processes: int = 0
-
-
 _OF_SEARCHES = {
     "alive": ("tailrace_searches", "Searches that the pipeline matches against every record"),
     "followers": ("tailrace_search_followers", "Connections that follow a search, of all service processes"),
@@ -291,7 +284,7 @@ _OF_SEARCHES = {
 class SearchMetrics(FigureCollector):
     """Metrics of searches."""
 
-    figures: SearchFigures | None
+    figures: Searching | None
 
     def collect(self) -> Iterator[Metric]:
         for field, (name, about) in _OF_SEARCHES.items():

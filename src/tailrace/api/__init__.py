@@ -10,6 +10,13 @@ from typing import Any
 
 from msgspec import Meta
 
+TIME = "2026-11-15T08:00:00.000Z"
+"""A time in UTC, for examples."""
+
+
+TEXT = "number-as-text"
+"""Format of a number that travels as text."""
+
 
 def note(text: str, *examples: Any, **limits: Any) -> Meta:
     """Describe a field for ``/openapi.json``; ``limits`` are those of ``msgspec.Meta``."""

@@ -1,4 +1,4 @@
-"""What the service answers: events and frames of feeds, rows of lists, status, problems.
+"""Answers of the service: rows of lists, status, problems.
 
 Fields have defaults where an older service does not send them.
 """
@@ -6,117 +6,15 @@ Fields have defaults where an older service does not send them.
 from __future__ import annotations
 
 import builtins
-from datetime import datetime
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from tailrace.api import note
+from tailrace.api import TIME, note
 
-_TIME = "2026-11-15T08:00:00.000Z"
 Next = Annotated[str | None, note("Ask with `after=` this for the next page; null on the last one.")]
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One record of Kafka in a feed."""
-
-    id: Annotated[str, note("The event's own id, the same in every view, every delivery and after a rebuild.")]
-    topic: str
-    partition: int
-    offset: int
-    time: Annotated[str, note("The record's time in UTC.", _TIME)]
-    key: Annotated[Any, note('The elements of the key; null without one; {"base64": …} if it is no text.')]
-    headers: Annotated[dict[str, Any], note("A repeated header is a list.")]
-    late: Annotated[bool, note("True if the record's own day is before the day it is in.")] = False
-    tag: Annotated[str | None, note("Only in feeds of tags: the requested tag that it is shown for.")] = None
-    tags: Annotated[list[str], note("Only in feeds of tags: all its tags.")] = []
-    source: Annotated[str | None, note("Only in feeds of tags: whose event it is.")] = None
-    seq: Annotated[int | None, note("Only in feeds of tags: its number in its source.")] = None
-    tag_seq: Annotated[
-        int | None, note("Only in feeds of tags: its number among the source's events with the tag: 1, 2, 3.")
-    ] = None
-    timeuuid: Annotated[str | None, note("Only in feeds of tags: its position in time in the tag.")] = None
-    payload: Annotated[msgspec.Raw, note("The record's value as it was produced: digits, key order, duplicates.")] = (
-        msgspec.field(name="data")
-    )
-    cursor: Annotated[
-        str, note("Resumes exactly after it. Only in lines of JSON; in an event stream it is the `id:` line.")
-    ] = ""
-
-    def __str__(self) -> str:
-        return self.id
-
-    def __repr__(self) -> str:
-        return f"Event({self.id!r}, time={self.time!r}, key={self.key!r})"
-
-    @property
-    def raw(self) -> bytes:
-        """The record's value: JSON as it was produced."""
-        return bytes(self.payload)
-
-    @cached_property
-    def data(self) -> Any:
-        """The record's value, decoded."""
-        return msgspec.json.decode(self.payload)
-
-    @property
-    def at(self) -> datetime:
-        """The record's time; fails for the few that no calendar has."""
-        return datetime.fromisoformat(self.time)
-
-
-class Control(msgspec.Struct, frozen=True):
-    """A frame about the feed itself."""
-
-    kind: str
-    """``caught-up``, ``gap``, ``progress``, ``problem`` or ``end``; a newer service may have more."""
-    data: dict[str, Any]
-    cursor: str | None = None
-
-
-class SeriesMessage(msgspec.Struct):
-    """Samples of one channel in a burst."""
-
-    channel: int
-    name: Annotated[str, note("Of the parameter, or of the channel if it has none.")]
-    start: Annotated[str, note("Nanoseconds since the epoch, too large for a double.")]
-    t: Annotated[list[int], note("Nanoseconds since `start`.")]
-    v: Annotated[list[Any], note("Numbers or texts; null where there is no number.")]
-    unit: str = ""
-
-
-class SessionEventMessage(msgspec.Struct):
-    """An event of a session in a burst."""
-
-    id: int
-    time: Annotated[str, note("Nanoseconds since the epoch.")]
-    app: str = ""
-    text: str = ""
-    values: list[Any] = []
-    code: str = ""
-    description: str = ""
-    priority: str = ""
-
-
-class BurstMessage(msgspec.Struct):
-    """A burst: samples and events of a session that came together."""
-
-    session: str
-    position: Annotated[str, note("Of the last entry in it, in the session's stream.")]
-    channels: list[SeriesMessage] = []
-    events: list[SessionEventMessage] = []
-    json: Annotated[dict[str, Any] | None, note("Session JSON, if it changed.")] = None
-    range: Annotated[tuple[str, str] | None, note("Nanoseconds, if it changed.")] = None
-    cursor: Annotated[str, note("Only in lines of JSON; in an event stream it is the `id:` line.")] = ""
-
-
-class Closing(msgspec.Struct, frozen=True):
-    """The end of a WebSocket: a code of RFC 6455, and a reason."""
-
-    code: int
-    reason: str
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -163,7 +61,7 @@ class Stream(Answer, frozen=True):
     expired: Annotated[bool, note("True if it had older days, which were dropped.")] = False
     first_day: Annotated[str, Meta(examples=["2026-11-15"])] = ""
     last_day: str = ""
-    last_time: Annotated[str, note("The latest time of all its events.", _TIME)] = ""
+    last_time: Annotated[str, note("The latest time of all its events.", TIME)] = ""
     memory: Annotated[int | None, note("What its keys take in the server; only with `memory=true`.")] = None
 
     def __str__(self) -> str:
@@ -273,7 +171,7 @@ class PendingGroup(Answer, frozen=True, dict=True):
     ] = msgspec.field(name="group")
     folds: Annotated[int, note("Folds that it becomes if no more events come.")] = 0
     count: Annotated[int, note("Events in them.")] = 0
-    first: Annotated[str, note("The time of the first event.", _TIME)] = ""
+    first: Annotated[str, note("The time of the first event.", TIME)] = ""
     last: Annotated[str, note("The time of the last event.")] = ""
     due: Annotated[str, note("When the first of them is emitted, at the earliest.")] = ""
     bytes: Annotated[int, note("What they take, as `max_bytes` counts it.")] = 0
@@ -339,7 +237,7 @@ class Scanned(Answer, frozen=True):
     """A stretch of the past that a search scans."""
 
     number: Annotated[int, note("The part of the search's life, as cursors name it.")]
-    since: Annotated[str | None, note("From when on; null for the start.", _TIME)]
+    since: Annotated[str | None, note("From when on; null for the start.", TIME)]
     records: Annotated[int, note("Offsets that are scanned.")]
     of: Annotated[int, note("Offsets in all.")]
     percent: float
@@ -355,7 +253,7 @@ class SearchStatus(Answer, frozen=True, kw_only=True):
     within: Annotated[str, note("A regular expression of those topics that its readers may search; empty for all.")]
     query: Annotated[dict[str, Any], note("With the key filter inside, under `$key`.")]
     life: Annotated[int, note("The number that its cursors begin with.")]
-    since: Annotated[str, note("When this life began.", _TIME)]
+    since: Annotated[str, note("When this life began.", TIME)]
     followers: Annotated[int, note("Connections that follow it now.")]
     popularity: Annotated[int, note("Different connections in these ten minutes, or in the ten before if more.")]
     use: Annotated[float, note("Connections of all windows, halved for every day since; the least go first.")]
@@ -404,7 +302,7 @@ class Tag(Answer, frozen=True):
     events: Annotated[int | None, note("Null where they are not counted: in Cassandra.")] = None
     bytes: Annotated[int | None, note("Stored, compressed; null where it is not counted.")] = None
     buckets: Annotated[int, note("Buckets that have events.")] = 0
-    first_bucket: Annotated[str, note("When the first of them begins.", _TIME)] = ""
+    first_bucket: Annotated[str, note("When the first of them begins.", TIME)] = ""
     last_time: Annotated[str, note("The latest time of its events; in Cassandra the end of its last bucket.")] = ""
 
     def __str__(self) -> str:
@@ -424,7 +322,7 @@ class TaggedSource(Answer, frozen=True):
     source: str
     tag_seq: Annotated[int, note("The number of its last event in the tag; that many it has had.")] = 0
     seq: Annotated[int, note("The number that this event has in the source itself.")] = 0
-    time: Annotated[str, note("The time of its timeuuid.", _TIME)] = ""
+    time: Annotated[str, note("The time of its timeuuid.", TIME)] = ""
     partition: Annotated[str, note("Where it came from.", "orders:0")] = ""
 
     def __str__(self) -> str:
@@ -446,7 +344,7 @@ class NamedReader(Answer, frozen=True):
     tags: list[str]
     mode: str
     last_event: Annotated[str | None, note("The time of its last event; null before the first one.")]
-    last_seen: Annotated[str, note("When it was last there.", _TIME)]
+    last_seen: Annotated[str, note("When it was last there.", TIME)]
     lag_s: Annotated[float, note("How old its last event is; 0 when there is nothing behind it.")]
     warning: Annotated[str | None, note("What to do, if it may miss events that are dropped soon.")]
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tailrace import errors
-from tailrace.api.answers import Control, Event
+from tailrace.api.feeds import Control, Event
 from tailrace.client.sse_reader import SseFrame
 from tailrace.errors import BadRequest, TailraceError, Unavailable, UsageError
 

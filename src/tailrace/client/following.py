@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import httpx
 
-from tailrace.api.answers import Control, Event
+from tailrace.api.feeds import Control, Event
 from tailrace.client.answers import error_of, failure, read_control, read_event
 from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.errors import TailraceError, Unavailable, UsageError

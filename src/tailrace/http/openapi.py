@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from tailrace.api import answers
-from tailrace.api.answers import Answer, Event, Problem
+from tailrace.api import TEXT, answers, feeds
+from tailrace.api.answers import Answer, Problem
+from tailrace.api.feeds import Event
 from tailrace.api.requests import Parameters
 
 ABOUT = """\
@@ -40,7 +41,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def reference(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the schema of a struct of ``tailrace.api.answers``."""
+    """Return the schema of an answer or a frame of ``tailrace.api``."""
     return {"$ref": _REFERENCE.format(name=kind.__name__)}
 
 
@@ -147,8 +148,10 @@ def describe(app: FastAPI) -> None:
 
 
 def _components() -> dict[str, Any]:
-    shapes = [each for each in vars(answers).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    known = [*vars(answers).values(), *vars(feeds).values()]
+    shapes = [each for each in known if isinstance(each, type) and issubclass(each, msgspec.Struct)]
     found: dict[str, Any] = msgspec.json.schema_components(shapes, ref_template=_REFERENCE)[1]
+    _write_texts(found)
     for shape in shapes:
         if issubclass(shape, Answer):  # their defaults are for answers of older services
             schema = found[shape.__name__]
@@ -156,3 +159,11 @@ def _components() -> dict[str, Any]:
             for about in schema["properties"].values():
                 about.pop("default", None)
     return found
+
+
+def _write_texts(schema: Any) -> None:
+    """Give numbers that travel as text their type."""
+    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _write_texts(each)
+    if isinstance(schema, dict) and schema.get("format") == TEXT:
+        schema["type"] = "string"

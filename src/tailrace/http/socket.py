@@ -16,7 +16,7 @@ from typing import Protocol
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from tailrace.api.answers import Closing
+from tailrace.api.feeds import Closing
 from tailrace.errors import TailraceError
 from tailrace.http.access import refuse_foreign, refuse_partial
 from tailrace.http.service import Service

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tailrace
-from tailrace.api.answers import Control, Event
+from tailrace.api.feeds import Control, Event
 from tailrace.client import following
 from tailrace.errors import BadRequest, QueryError, TopicNotFound
 from tests.scripted import LIFE, LONG, Plan, ScriptedSearches, searching

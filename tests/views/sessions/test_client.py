@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from tailrace.api.answers import Control
+from tailrace.api.feeds import Burst, Control
 from tailrace.client.river import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
 from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.sessions.client import Burst
 from tests.views.sessions.recorded import MS, T0, Track
 from tests.views.sessions.test_feed import configured, expected, lap
 

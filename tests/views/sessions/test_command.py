@@ -7,19 +7,26 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tailrace.api.feeds import Burst, ChannelSeries, Value
 from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.cli import CELL_NS, Board, Gauge
-from tailrace.views.sessions.client import Burst, ChannelSeries, Value
 from tests.command_line import command, on_a_terminal, rows, run
 from tests.views.sessions.recorded import T0, Track
 from tests.views.sessions.test_feed import configured, expected, lap
+
+
+def series(channel: int, name: str, samples: Sequence[tuple[int, Value]], unit: str = "") -> ChannelSeries:
+    """Return samples as a burst has them."""
+    start = samples[0][0]
+    times, values = [time - start for time, _ in samples], [value for _, value in samples]
+    return ChannelSeries(channel=channel, name=name, unit=unit, start=start, t=times, v=values)
 
 
 @pytest.fixture
@@ -87,8 +94,8 @@ def test_sessions_are_listed_as_lines_and_what_is_wrong_is_said(service: Service
 
 def test_a_gauge_has_the_last_value_extremes_rate_and_bars() -> None:
     gauge = Gauge("vCar", "km/h")
-    gauge.add(ChannelSeries(channel=1, name="vCar", samples=[(T0 + i * 100_000_000, float(i % 4)) for i in range(21)]))
-    gauge.add(ChannelSeries(channel=1, name="vCar", samples=[(T0 + 2_100_000_000, None)]))
+    gauge.add(series(channel=1, name="vCar", samples=[(T0 + i * 100_000_000, float(i % 4)) for i in range(21)]))
+    gauge.add(series(channel=1, name="vCar", samples=[(T0 + 2_100_000_000, None)]))
     assert (gauge.last, gauge.least, gauge.greatest, gauge.rate) == (None, 0.0, 3.0, 10.0)
     assert Gauge("new", "").bars() == ""
 
@@ -96,13 +103,9 @@ def test_a_gauge_has_the_last_value_extremes_rate_and_bars() -> None:
 def test_bars_are_over_time_as_it_was_between_samples_and_empty_where_there_is_no_number() -> None:
     begin = T0 // CELL_NS * CELL_NS
     fast, slow = Gauge("fast", ""), Gauge("slow", "")
-    fast.add(
-        ChannelSeries(channel=1, name="fast", samples=[(begin + i * CELL_NS // 10, float(i // 10)) for i in range(80)])
-    )
+    fast.add(series(channel=1, name="fast", samples=[(begin + i * CELL_NS // 10, float(i // 10)) for i in range(80)]))
     slow.add(
-        ChannelSeries(
-            channel=2, name="slow", samples=[(begin, 1.0), (begin + 3 * CELL_NS, 2.0), (begin + 5 * CELL_NS, None)]
-        )
+        series(channel=2, name="slow", samples=[(begin, 1.0), (begin + 3 * CELL_NS, 2.0), (begin + 5 * CELL_NS, None)])
     )
     assert fast.newest == begin + 79 * CELL_NS // 10
     assert fast.bars(8) == "▁▂▃▄▅▆▇█"
@@ -113,8 +116,8 @@ def test_bars_are_over_time_as_it_was_between_samples_and_empty_where_there_is_n
 
 def test_bars_of_any_numbers_can_be_drawn() -> None:
     gauge = Gauge("odd", "")
-    gauge.add(ChannelSeries(channel=1, name="odd", samples=[(i * CELL_NS, (-1) ** i * 1.7e308) for i in range(3)]))
-    gauge.add(ChannelSeries(channel=1, name="odd", samples=[(3 * CELL_NS, 1.7e308), (3 * CELL_NS + 1, 1.7e308)]))
+    gauge.add(series(channel=1, name="odd", samples=[(i * CELL_NS, (-1) ** i * 1.7e308) for i in range(3)]))
+    gauge.add(series(channel=1, name="odd", samples=[(3 * CELL_NS, 1.7e308), (3 * CELL_NS + 1, 1.7e308)]))
     assert gauge.bars(4) == "▁▁▁ "
     assert gauge.bars(40, T0) == "", "billions of cells later"
 
@@ -123,7 +126,7 @@ def test_a_board_leaves_out_columns_and_channels_that_there_is_no_room_for() -> 
     board = Board("lap", clock=lambda: T0 + 1_500_000_000)
     assert "lap  waiting for the session" in drawn(board, 120, 50)
     samples: list[tuple[int, Value]] = [(T0 - CELL_NS, 1.25), (T0, 20.5)]
-    channels = [ChannelSeries(channel=n, name=f"channel{n}:Car", unit="km/h", samples=samples) for n in range(30)]
+    channels = [series(channel=n, name=f"channel{n}:Car", unit="km/h", samples=samples) for n in range(30)]
     board.add(Burst(session="lap", position="1-0", channels=channels, json={"state": "open"}))
     wide, narrow = drawn(board, 120, 50), drawn(board, 48, 14)
     assert "lap  open  1.5 s behind" in wide

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from tailrace.api.answers import Closing
+from tailrace.api.feeds import Closing
 from tailrace.testing.service import ServiceProcess, ServiceThread, served
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions

@@ -48,7 +48,7 @@ from tailrace.kafka.broker import client_properties
 from tailrace.kafka.topics import BrokerTopics
 from tailrace.log.event import home_of, iso_time
 from tailrace.log.store import Logs
-from tailrace.metrics import SearchFigures, SearchMetrics
+from tailrace.metrics import SearchMetrics
 from tailrace.query import QueryLimits
 from tailrace.valkey.shards import Command, mapping
 from tailrace.views.grep.feed import GrepFeeds
@@ -108,11 +108,11 @@ class GrepService(LogService):
         """The feeds of searches; StoreUnavailable until Valkey has answered once."""
         return connected(self._feeds)
 
-    async def figures(self) -> SearchFigures:
+    async def figures(self) -> Searching:
         return await self.searches.figures()
 
     async def status(self) -> dict[str, Any]:
-        return {"searches": Searching(*await self.searches.figures())}
+        return {"searches": await self.searches.figures()}
 
 
 async def _grep(service: Here) -> GrepService:

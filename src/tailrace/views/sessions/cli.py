@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-    from tailrace.api.answers import Control
+    from tailrace.api.feeds import Burst, ChannelSeries, Control, Value
     from tailrace.client.following import Feed
     from tailrace.client.river import River
-    from tailrace.views.sessions.client import Burst, ChannelSeries, Value
 
 sessions = typer.Typer(help="Telemetry sessions.", no_args_is_help=True)
 
@@ -117,7 +116,8 @@ class SessionPrinter(Printer):
     async def screen(self, feed: Feed) -> None:
         from rich.live import Live
 
-        from tailrace.views.sessions.client import Burst, BurstFeed
+        from tailrace.api.feeds import Burst
+        from tailrace.views.sessions.client import BurstFeed
 
         board = Board(self.names[0])
         with Live(board, refresh_per_second=8, transient=False) as live, _logging_to(board):

@@ -15,7 +15,8 @@ from typing import Any, Self, Unpack
 
 import msgspec
 
-from tailrace.api.answers import BurstMessage, Control, SeriesMessage, SessionEventMessage, SessionRow, SessionRows
+from tailrace.api.answers import SessionRow, SessionRows
+from tailrace.api.feeds import Burst, Control
 from tailrace.api.requests import SessionFeedParameters
 from tailrace.client.connection import Connection
 from tailrace.client.following import Feed, FeedKeywords
@@ -25,80 +26,19 @@ from tailrace.errors import BadRequest
 
 LARGEST_LIST = 1_000
 
-Value = float | int | str | list[float] | None
-"""A number, a text, three numbers of one sample, or None for a value that is no number."""
-
-
-class ChannelSeries(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples of one channel, as one of its parameters shows it."""
-
-    channel: int
-    name: str
-    unit: str = ""
-    samples: list[tuple[int, Value]] = []
-    """Time in nanoseconds since the epoch, and value."""
-
-
-class SessionEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a session."""
-
-    id: int
-    time: int
-    app: str = ""
-    text: str = ""
-    values: list[Any] = []
-    code: str = ""
-    description: str = ""
-    priority: str = ""
-
-
-class Burst(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples and events that came together."""
-
-    session: str
-    position: str
-    """Of its last entry in the session's stream."""
-    cursor: str = ""
-    """Resumes exactly after it."""
-    channels: list[ChannelSeries] = []
-    events: list[SessionEvent] = []
-    json: dict[str, Any] | None = None
-    """Session JSON, if it changed."""
-    range: tuple[int, int] | None = None
-    """Nanoseconds, if it changed."""
-
-
-_decode = msgspec.json.Decoder(BurstMessage).decode
+_decode = msgspec.json.Decoder(Burst, strict=False).decode
 
 
 def decode_burst(frame: SseFrame) -> Burst:
     """Read a burst's frame."""
     try:
-        found = _decode(frame.data or b"null")
-        return Burst(
-            session=found.session,
-            position=found.position,
-            cursor=frame.id or "",
-            channels=[_series(each) for each in found.channels],
-            events=[_event(each) for each in found.events],
-            json=found.json,
-            range=None if found.range is None else (int(found.range[0]), int(found.range[1])),
-        )
-    except (msgspec.DecodeError, ValueError) as error:
+        burst = _decode(frame.data or b"null")
+    except msgspec.DecodeError as error:
         raise BadRequest(
             f"the frame after cursor {frame.id} is no burst ({error}): is this a Tailrace service?"
         ) from None
-
-
-def _series(found: SeriesMessage) -> ChannelSeries:
-    start = int(found.start)
-    samples = [(start + t, v) for t, v in zip(found.t, found.v, strict=True)]
-    return ChannelSeries(channel=found.channel, name=found.name, unit=found.unit, samples=samples)
-
-
-def _event(found: SessionEventMessage) -> SessionEvent:
-    fields = msgspec.structs.asdict(found)
-    return SessionEvent(**{**fields, "time": int(found.time)})
+    msgspec.structs.force_setattr(burst, "cursor", frame.id or "")
+    return burst
 
 
 class BurstFeed:

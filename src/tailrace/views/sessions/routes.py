@@ -24,15 +24,8 @@ from fastapi.responses import HTMLResponse
 from pydantic import AfterValidator
 from starlette.websockets import WebSocket
 
-from tailrace.api.answers import (
-    BurstMessage,
-    Closing,
-    SessionBuffer,
-    SessionConfig,
-    SessionDetails,
-    SessionRow,
-    SessionRows,
-)
+from tailrace.api.answers import SessionBuffer, SessionConfig, SessionDetails, SessionRow, SessionRows
+from tailrace.api.feeds import Burst, Closing
 from tailrace.api.requests import MAX_SESSIONS, Parameters, SessionFeedParameters, SessionsParameters
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
 from tailrace.http.openapi import feed, reference, text
@@ -102,7 +95,7 @@ async def _sessions(service: Here) -> SessionsService:
 SessionsHere = Annotated[SessionsService, Depends(_sessions)]
 PAGE = text("text/html")
 SESSION_FEED = feed(
-    reference(BurstMessage),
+    reference(Burst),
     'id: 42.1789200000000-3\ndata: {"session":"lap-7","position":"1789200000000-3",'
     '"range":["1789200000000000000","1789200000005000000"],"channels":[{"channel":1,"name":"vCar:Chassis",'
     '"unit":"km/h","start":"1789200000000000000","t":[0,5000000],"v":[88.5,null]}],"events":[]}\n\n',

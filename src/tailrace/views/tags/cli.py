@@ -28,7 +28,7 @@ from tailrace.cli.output import ask, is_plain, print_rows, print_structs, print_
 from tailrace.cli.upkeep import run_once, run_rebuild, step_aside
 
 if TYPE_CHECKING:
-    from tailrace.api.answers import Event
+    from tailrace.api.feeds import Event
     from tailrace.client.following import Feed
     from tailrace.client.river import River
 
