@@ -14,8 +14,9 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, free_port, tail
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.testing.installation import Pipeline, wait_for
 from tailrace.testing.spark import QUICK_JAVA
-from tests.faults.rig import Installation, Load, Pipeline, wait_for
+from tests.faults.rig import Load, LoadedInstallation
 
 
 def _spark(folder: Path, name: str, *arguments: str) -> Process:
@@ -54,7 +55,7 @@ def master(tmp_path: Path) -> Iterator[str]:
 def test_the_pipeline_runs_on_a_master_with_two_workers(
     master: str, kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path: Path
 ) -> None:
-    installation = Installation(kafka, valkey_server.url, tmp_path)
+    installation = LoadedInstallation(kafka, valkey_server.url, tmp_path)
     conf = {
         "spark.driver.extraJavaOptions": QUICK_JAVA,
         "spark.executor.extraJavaOptions": QUICK_JAVA,

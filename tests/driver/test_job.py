@@ -12,18 +12,19 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import Partition
+from tailrace.testing.installation import Pipeline, wait_for
 from tailrace.valkey.marks import conserved, lowest, read_marks
-from tests.faults.rig import Installation, Load, Pipeline, wait_for
+from tests.faults.rig import Load, LoadedInstallation
 
 
 class Rig:
     """A running pipeline and the names of what it reads."""
 
-    def __init__(self, installation: Installation, pipeline: Pipeline) -> None:
+    def __init__(self, installation: LoadedInstallation, pipeline: Pipeline) -> None:
         self.installation, self.pipeline = installation, pipeline
 
     def producer(self, **properties: Any) -> Producer:
-        return Producer({"bootstrap.servers": self.installation.kafka.address, "log_level": 0, **properties})
+        return Producer({"bootstrap.servers": self.installation.kafka, "log_level": 0, **properties})
 
     def stream(self, name: str, count: int) -> list[str]:
         """Wait for so many events of a stream."""
@@ -36,7 +37,7 @@ def _if_long(events: list[str], count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rig(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    installation = Installation(kafka, valkey_server.url, tmp_path_factory.mktemp("job"))
+    installation = LoadedInstallation(kafka, valkey_server.url, tmp_path_factory.mktemp("job"))
     with Pipeline(installation, arguments=("--views", "days")) as pipeline:
         yield Rig(installation, pipeline)
 
@@ -71,10 +72,10 @@ def test_topics_that_do_not_match_and_dead_letters_are_not_read(rig: Rig) -> Non
     assert "not-read" not in installation.view()
 
 
-def _first(installation: Installation, topic: str) -> Any:
+def _first(installation: LoadedInstallation, topic: str) -> Any:
     consumer = Consumer(
         {
-            "bootstrap.servers": installation.kafka.address,
+            "bootstrap.servers": installation.kafka,
             "group.id": "test",
             "isolation.level": "read_committed",
             "log_level": 0,
@@ -120,7 +121,7 @@ def test_null_keys_tombstones_and_headers_are_normal_and_the_books_balance(rig: 
     assert frame["data"] == {"n": 12345678901234567890123}
 
 
-def _frames(installation: Installation, name: str) -> list[Any]:
+def _frames(installation: LoadedInstallation, name: str) -> list[Any]:
     import asyncio
 
     from tests.log.rig import rig as feeds

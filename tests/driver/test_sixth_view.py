@@ -16,7 +16,8 @@ from confluent_kafka import Producer
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, free_port, tail
 from tailrace.embedded.valkey import EmbeddedValkey
-from tests.faults.rig import Installation, wait_for
+from tailrace.testing.installation import wait_for
+from tests.faults.rig import LoadedInstallation
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 class Counting:
     """The example's pipeline and service, as processes."""
 
-    def __init__(self, installation: Installation) -> None:
+    def __init__(self, installation: LoadedInstallation) -> None:
         self.installation = installation
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         paths = os.pathsep.join([str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
@@ -74,14 +75,14 @@ class Counting:
 
 @pytest.fixture
 def counting(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path: Path) -> Iterator[Counting]:
-    with closing(Counting(Installation(kafka, valkey_server.url, tmp_path))) as made:
+    with closing(Counting(LoadedInstallation(kafka, valkey_server.url, tmp_path))) as made:
         yield made
 
 
 def test_a_sixth_view_counts_each_record_once_though_its_driver_is_killed(counting: Counting) -> None:
     installation = counting.installation
     topic = installation.topic("jobs", 3)
-    producer = Producer({"bootstrap.servers": installation.kafka.address, "log_level": 0})
+    producer = Producer({"bootstrap.servers": installation.kafka, "log_level": 0})
 
     def produce(count: int) -> None:
         for i in range(count):

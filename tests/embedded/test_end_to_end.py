@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tailrace.embedded.process import free_port
-from tests.faults.rig import lives, wait_for
+from tailrace.testing.installation import lives, wait_for
 
 SETS = 40
 

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from tailrace.testing.installation import Pipeline, wait_for
 from tailrace.valkey.marks import read_marks
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.faults.loads import Laps, Posts, Searches, Tagged
-from tests.faults.rig import Installation, Load, Pipeline, Standing, wait_for
+from tests.faults.rig import Load, LoadedInstallation, Standing
 
 
 class End(NamedTuple):
@@ -34,7 +35,7 @@ class End(NamedTuple):
 class Life:
     """The loads of one installation, and its drivers. Use as ``with``: the last driver stays until its end."""
 
-    def __init__(self, installation: Installation, rows: CassandraOptions | None) -> None:
+    def __init__(self, installation: LoadedInstallation, rows: CassandraOptions | None) -> None:
         self.installation = installation
         topic = installation.topic("killed")
         self.searches = Searches(installation, topic)

@@ -21,6 +21,7 @@ from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.request import EventFrame
 from tailrace.log.timeuuid import first_of, last_of
+from tailrace.testing.installation import wait_for
 from tailrace.valkey.marks import conserved, read_marks
 from tailrace.views import VIEWS
 from tailrace.views.grep.model import Search, make_search
@@ -31,7 +32,7 @@ from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import state_of
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
 from tailrace.views.tags.rows.reader import RowReader
-from tests.faults.rig import Installation, Load, assert_ordered, wait_for
+from tests.faults.rig import Load, LoadedInstallation, assert_ordered
 from tests.views.folds.rig import Fold, FoldRig
 from tests.views.grep.rig import finds
 from tests.views.grep.site import consume
@@ -47,7 +48,7 @@ SAMPLES = 20
 class Laps:
     """Two cars in each partition, each a session that goes on until ``finish``. Use as ``with``."""
 
-    def __init__(self, installation: Installation) -> None:
+    def __init__(self, installation: LoadedInstallation) -> None:
         self.topic = installation.topic("laps", LAP_PARTITIONS)
         self.settings = {
             "sessions__topics": json.dumps([self.topic]),
@@ -61,7 +62,7 @@ class Laps:
         self._installation = installation
         self._producer = Producer(
             {
-                "bootstrap.servers": installation.kafka.address,
+                "bootstrap.servers": installation.kafka,
                 "enable.idempotence": True,
                 "linger.ms": 5,
                 "log_level": 0,
@@ -155,7 +156,7 @@ QUIET_MS = 2_000
 class Posts:
     """A topic of posts, a rule of an installation that folds them, and what came of it."""
 
-    def __init__(self, installation: Installation, name: str = "posts", topic: str = "", **rule: Any) -> None:
+    def __init__(self, installation: LoadedInstallation, name: str = "posts", topic: str = "", **rule: Any) -> None:
         self.installation, self.name = installation, name
         # Posts of long ago stay, too.
         kept = {"message.timestamp.type": "CreateTime", "retention.ms": "-1"}
@@ -165,7 +166,7 @@ class Posts:
         told = {"topics": [self.topic], "group": "account_id", "collect": {"posts": "set id"}, "output": self.output}
         self.rule = told | {"quiet": f"{QUIET_MS}ms"} | rule
         self.sent: list[Record] = []
-        self._producer = Producer({"bootstrap.servers": installation.kafka.address, "log_level": 0})
+        self._producer = Producer({"bootstrap.servers": installation.kafka, "log_level": 0})
         self._offsets = [0] * PARTITIONS
 
     @contextmanager
@@ -209,7 +210,7 @@ class Posts:
         """Return all folded events that are in Kafka."""
         consumer = Consumer(
             {
-                "bootstrap.servers": self.installation.kafka.address,
+                "bootstrap.servers": self.installation.kafka,
                 "group.id": self.output,
                 "isolation.level": "read_committed",
                 "log_level": 0,
@@ -273,7 +274,7 @@ PAST = 20_000
 class Searcher:
     """A reader in a thread of its own that resumes by its cursor whenever its feed fails. Use as ``with``."""
 
-    def __init__(self, installation: Installation, search: Search) -> None:
+    def __init__(self, installation: LoadedInstallation, search: Search) -> None:
         self.search, self.events = search, list[str]()
         self._installation = installation
         self._cursor: str | None = None
@@ -291,7 +292,7 @@ class Searcher:
 
     async def _run(self) -> None:
         store, kafka = self._installation.store, self._installation.kafka
-        flags = {"valkey.url": store.url, "valkey.prefix": store.prefix, "kafka.bootstrap": kafka.address}
+        flags = {"valkey.url": store.url, "valkey.prefix": store.prefix, "kafka.bootstrap": kafka}
         service = Service(load(flags=flags | {"kafka.topics": rf"{self._installation.prefix}\..*"}), VIEWS)
         async with service.running():
             reading = asyncio.create_task(self._read(service))
@@ -323,12 +324,12 @@ class Searcher:
 class Searches:
     """A topic whose past nobody names and tags, and those who search it. Use as ``with``."""
 
-    def __init__(self, installation: Installation, topic: str) -> None:
+    def __init__(self, installation: LoadedInstallation, topic: str) -> None:
         self._installation, self._topic = installation, topic
         self._searchers: list[Searcher] = []
         self._written: set[bytes] = set()
         self._following = ExitStack()
-        producer = Producer({"bootstrap.servers": installation.kafka.address, "log_level": 0, "linger.ms": 20})
+        producer = Producer({"bootstrap.servers": installation.kafka, "log_level": 0, "linger.ms": 20})
         for n in range(PAST):
             producer.produce(topic, b'{"past":%d}' % n, partition=n % PARTITIONS)
         assert producer.flush(60) == 0
@@ -356,7 +357,7 @@ class Searches:
 
     def check(self) -> None:
         """Compare what each has received with what the topic has: each match once, in order, and nothing else."""
-        kafka = self._installation.kafka.address
+        kafka = self._installation.kafka
         records = [record for p in range(PARTITIONS) for record in consume(kafka, self._topic, p)]
         for searcher in self._searchers:
             wanted = [record.id for record in records if finds(searcher.search, record)]
@@ -384,7 +385,7 @@ Events = list[dict[str, Any]]
 class Tagged:
     """Events of a topic in three tags, whose rows rest in Cassandra if there is one."""
 
-    def __init__(self, installation: Installation, topic: str, rows: CassandraOptions | None) -> None:
+    def __init__(self, installation: LoadedInstallation, topic: str, rows: CassandraOptions | None) -> None:
         self._installation, self._rows = installation, rows
         self.settings = {
             "tags__rules": json.dumps(RULES),
@@ -441,7 +442,7 @@ def _numbered(events: Events) -> None:
         numbers[pid], offsets[pid] = event["tag_seq"], event["offset"]
 
 
-async def _in_valkey(installation: Installation) -> dict[str, Events]:
+async def _in_valkey(installation: LoadedInstallation) -> dict[str, Events]:
     found = await read_tags(installation.store)
     return {tag: [{**event, "n": event["data"]["n"]} for event in events] for tag, events in found.items()}
 

@@ -13,7 +13,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tests.faults.life import Life
-from tests.faults.rig import Installation, Load
+from tests.faults.rig import Load, LoadedInstallation
 
 ENDS = (
     "killed at any moment",
@@ -39,7 +39,7 @@ def life(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Life]:
     """An installation after many drivers; the last one is there."""
-    installation = Installation(kafka, valkey_server.url, tmp_path_factory.mktemp("driver"))
+    installation = LoadedInstallation(kafka, valkey_server.url, tmp_path_factory.mktemp("driver"))
     with Life(installation, None) as life:
         life.go_through(ENDS, request.config.getoption("--faults"))
         yield life

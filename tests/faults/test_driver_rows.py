@@ -12,7 +12,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.faults import test_driver
 from tests.faults.life import Life
-from tests.faults.rig import Installation
+from tests.faults.rig import LoadedInstallation
 
 ENDS = "killed between rows and mark", "killed between hash and stream"
 
@@ -28,7 +28,7 @@ def life(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Life]:
     """An installation after several drivers; the last one is there."""
-    installation = Installation(kafka, valkey_server.url, tmp_path_factory.mktemp("driver"))
+    installation = LoadedInstallation(kafka, valkey_server.url, tmp_path_factory.mktemp("driver"))
     rows = CassandraOptions(port=cassandra_server.port, keyspace=installation.prefix)
     with Life(installation, rows) as life:
         life.go_through(ENDS, request.config.getoption("--faults") // 4)

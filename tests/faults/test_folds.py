@@ -17,9 +17,10 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.testing.installation import Pipeline, wait_for
 from tailrace.views.folds.model import Windows
 from tests.faults.loads import PARTITIONS, QUIET_MS, Posts, folds_of
-from tests.faults.rig import Installation, Pipeline, wait_for
+from tests.faults.rig import LoadedInstallation
 from tests.views.folds.rig import expected
 from tests.writing import NOON
 
@@ -48,7 +49,7 @@ class Story(NamedTuple):
 
 @pytest.fixture(scope="module")
 def story(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    installation = Installation(kafka, valkey_server.url, tmp_path_factory.mktemp("folds"))
+    installation = LoadedInstallation(kafka, valkey_server.url, tmp_path_factory.mktemp("folds"))
     event_time = {"clock": "event", "quiet": "1s"}
     away, live = Posts(installation, "away"), Posts(installation, "live", **event_time)
     held = Posts(installation, "held", quiet="1h")
@@ -64,7 +65,7 @@ def story(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path_factory:
     _post_bursts(away, begin)
     held.rule = held.rule | {"collect": {"n": "count id"}}
     folder = tmp_path_factory.mktemp("again")
-    again = Posts(Installation(kafka, valkey_server.url, folder), "live", live.topic, **event_time)
+    again = Posts(LoadedInstallation(kafka, valkey_server.url, folder), "live", live.topic, **event_time)
     again.sent = live.sent
     folding_again = _pipeline("again", again).start(wait=False)
     try:

@@ -11,8 +11,9 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.testing.installation import wait_for
 from tests.faults.follower import Follower
-from tests.faults.rig import Installation, Load, Standing, wait_for
+from tests.faults.rig import Load, LoadedInstallation, Standing
 
 FOLLOWED = "q/set-1"
 
@@ -37,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
 def standing(
     broker: EmbeddedKafka, store: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Standing]:
-    with Standing(Installation(broker, store.url, tmp_path_factory.mktemp("parts"))) as standing:
+    with Standing(LoadedInstallation(broker, store.url, tmp_path_factory.mktemp("parts"))) as standing:
         yield standing
 
 

@@ -279,7 +279,7 @@ def test_it_ends_with_code_0_on_sigterm_with_a_reader_attached(store: StoreOptio
     process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while True:
                 try:
                     client.get("/healthz")

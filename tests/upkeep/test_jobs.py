@@ -27,6 +27,7 @@ from tailrace.errors import (
 from tailrace.log.segment import PACKED
 from tailrace.log.store import LogRegistry
 from tailrace.testing.fixtures import end_spark
+from tailrace.testing.installation import wait_for
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
@@ -35,7 +36,6 @@ from tailrace.upkeep.pack import PackPlan, Spread, divided
 from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import VIEWS
-from tests.faults.rig import wait_for
 from tests.upkeep.past import Keeper
 from tests.writing import DAY, NOON, Record, Writer, read_view
 

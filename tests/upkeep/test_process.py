@@ -20,12 +20,12 @@ import pytest
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.segment import PACKED
+from tailrace.testing.installation import wait_for
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests import forked
-from tests.faults.rig import wait_for
 from tests.upkeep.past import Keeper, now_ms
 from tests.upkeep.test_jobs import reports, some_days
 from tests.writing import DAY, Record, Writer, read_view

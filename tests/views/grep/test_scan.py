@@ -16,11 +16,11 @@ from tailrace.errors import StaleDriver
 from tailrace.http.service import now_ms
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
+from tailrace.testing.installation import wait_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import scan as module
 from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
 from tailrace.views.grep.store import pending_stretches
-from tests.faults.rig import wait_for
 from tests.views.grep.rig import random_records, random_search, read_log
 from tests.views.grep.site import Site, assert_same, ids
 from tests.writing import NOON, Record
