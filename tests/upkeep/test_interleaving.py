@@ -156,6 +156,7 @@ class Interleaving(RuleBasedStateMachine):
                 assert keeper.unowned() == []
 
 
+@pytest.mark.parametrize("any_store", ["single", "cluster"], indirect=True)
 @pytest.mark.parametrize("examples", [8])
 def test_any_interleaving_shows_every_reader_every_event_once(any_store: StoreOptions, examples: int) -> None:
     machine = type("Machine", (Interleaving,), {"options": any_store})

@@ -116,11 +116,11 @@ def test_folds_are_the_same_however_records_are_split_and_partitions_interleaved
     assert counts["emitted:accounts"] == len(rig.folds())
 
 
-def test_nothing_is_left_of_groups_that_have_settled(any_store: StoreOptions, pytestconfig: pytest.Config) -> None:
-    rig, groups = FoldRig(any_store), pytestconfig.getoption("--groups")
+def test_nothing_is_left_of_groups_that_have_settled(store: StoreOptions, pytestconfig: pytest.Config) -> None:
+    rig, groups = FoldRig(store), pytestconfig.getoption("--groups")
     for begin in range(0, groups, 10_000):
         rig.writer.write([post(i, f"account_{i}", i) for i in range(begin, min(groups, begin + 10_000))])
-    assert len([key for key in rig.left() if ":fold:" in key]) == any_store.shards
+    assert len([key for key in rig.left() if ":fold:" in key]) == store.shards
     rig.settle(10**9)
     assert read_counts(rig.shards, "folds")["emitted:accounts"] == groups
     quiet_s = RULE.windows.quiet_ms / 1000
