@@ -241,28 +241,20 @@ def _folding(combine: Callable[[Number, Number], Number], neutral: int) -> Calla
     return compute
 
 
-def _of_one(compute: Callable[[Number], Number]) -> Callable[[Any], Number | None]:
-    def guarded(operand: Any) -> Number | None:
-        return None if operand is None else _finished(compute, _number(operand))
+def _strict(compute: Callable[..., Number]) -> Callable[..., Number | None]:
+    """Return the operator that computes numbers; null if an operand is null, infinity on overflow."""
 
-    return guarded
-
-
-def _of_two(compute: Callable[[Number, Number], Number]) -> Callable[[Any, Any], Number | None]:
-    def guarded(left: Any, right: Any) -> Number | None:
-        if left is None or right is None:
+    def guarded(*operands: Any) -> Number | None:
+        if any(operand is None for operand in operands):
             return None
-        return _finished(compute, _number(left), _number(right))
+        numbers = [_number(operand) for operand in operands]
+        try:
+            result = compute(*numbers)
+        except OverflowError:
+            return math.inf
+        return _machine_number(result) if isinstance(result, int) else result
 
     return guarded
-
-
-def _finished(compute: Callable[..., Number], *numbers: Number) -> Number:
-    try:
-        found = compute(*numbers)
-    except OverflowError:
-        return math.inf
-    return _machine_number(found) if isinstance(found, int) else found
 
 
 def _absolute(number: Number) -> Number:
@@ -343,21 +335,21 @@ def _rounded(rounding: str) -> Callable[..., Number | None]:
 
 
 ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
-    "$abs": (1, 1, _of_one(_absolute)),
+    "$abs": (1, 1, _strict(_absolute)),
     "$add": (0, ANY_NUMBER, _folding(lambda left, right: left + right, 0)),
-    "$ceil": (1, 1, _of_one(_to_whole(math.ceil))),
-    "$divide": (2, 2, _of_two(_divide)),
-    "$exp": (1, 1, _of_one(math.exp)),
-    "$floor": (1, 1, _of_one(_to_whole(math.floor))),
-    "$ln": (1, 1, _of_one(_positive(math.log))),
-    "$log": (2, 2, _of_two(_logarithm)),
-    "$log10": (1, 1, _of_one(_positive(math.log10))),
-    "$mod": (2, 2, _of_two(_mod)),
+    "$ceil": (1, 1, _strict(_to_whole(math.ceil))),
+    "$divide": (2, 2, _strict(_divide)),
+    "$exp": (1, 1, _strict(math.exp)),
+    "$floor": (1, 1, _strict(_to_whole(math.floor))),
+    "$ln": (1, 1, _strict(_positive(math.log))),
+    "$log": (2, 2, _strict(_logarithm)),
+    "$log10": (1, 1, _strict(_positive(math.log10))),
+    "$mod": (2, 2, _strict(_mod)),
     "$multiply": (0, ANY_NUMBER, _folding(lambda left, right: left * right, 1)),
-    "$pow": (2, 2, _of_two(_power)),
+    "$pow": (2, 2, _strict(_power)),
     "$round": (1, 2, _rounded(ROUND_HALF_EVEN)),
-    "$sqrt": (1, 1, _of_one(_root)),
-    "$subtract": (2, 2, _of_two(lambda left, right: left - right)),
+    "$sqrt": (1, 1, _strict(_root)),
+    "$subtract": (2, 2, _strict(lambda left, right: left - right)),
     "$trunc": (1, 2, _rounded(ROUND_DOWN)),
 }
 """Operator -> least and most operands, and the function that computes it."""

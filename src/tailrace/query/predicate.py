@@ -33,29 +33,12 @@ _BUDGET = 1 << 20
 """Memory for one pattern's automaton; RE2 searches a larger one without it, more slowly."""
 
 
-TYPES = {
-    "double": 1,
-    "string": 2,
-    "object": 3,
-    "array": 4,
-    "binData": 5,
-    "undefined": 6,
-    "objectId": 7,
-    "bool": 8,
-    "date": 9,
-    "null": 10,
-    "regex": 11,
-    "dbPointer": 12,
-    "javascript": 13,
-    "symbol": 14,
-    "javascriptWithScope": 15,
-    "int": 16,
-    "timestamp": 17,
-    "long": 18,
-    "decimal": 19,
-    "minKey": -1,
-    "maxKey": 127,
-}
+_ALIASES = (
+    "double string object array binData undefined objectId bool date null regex dbPointer javascript symbol "
+    "javascriptWithScope int timestamp long decimal"
+)
+
+TYPES = {name: code for code, name in enumerate(_ALIASES.split(), 1)} | {"minKey": -1, "maxKey": 127}
 """BSON's types by alias. JSON has seven of them; a query may name the others, which never match."""
 
 NUMBERS = frozenset(TYPES[name] for name in ("double", "int", "long", "decimal"))

@@ -80,36 +80,24 @@ class Input(NamedTuple):
         return self.time, self.partition, self.offset
 
 
-class Clump:
+class Clump(msgspec.Struct, eq=False):
     """Events that are certain to be in one fold.
 
     A clump of one event has ``extracts``; a larger one has ``states``, one per collector, and ``packed``.
     """
 
-    __slots__ = ("count", "extracts", "head", "last", "latest", "opened", "packed", "size", "states")
-
-    def __init__(
-        self,
-        opened: Time,
-        last: Time,
-        head: Position,
-        latest: int,
-        count: int,
-        size: int,
-        packed: dict[str, list[int]],
-        states: list[Any],
-        extracts: Sequence[Any] | None = None,
-    ) -> None:
-        self.opened, self.last = opened, last
-        self.head = head
-        """Position of its first event, which identifies the fold."""
-        self.latest = latest
-        """Time of its last event; ``last`` is later if that event came late."""
-        self.count, self.size = count, size
-        self.packed = packed
-        """Partition -> offsets as ``add_offset`` packs them."""
-        self.states: list[Any] = states
-        self.extracts = extracts
+    opened: Time
+    last: Time
+    head: Position
+    """Position of its first event, which identifies the fold."""
+    latest: int
+    """Time of its last event; ``last`` is later if that event came late."""
+    count: int
+    size: int
+    packed: dict[str, list[int]]
+    """Partition -> offsets as ``add_offset`` packs them."""
+    states: list[Any]
+    extracts: Sequence[Any] | None = None
 
     @property
     def inputs(self) -> dict[str, list[int]]:
