@@ -12,8 +12,9 @@ import httpx
 import msgspec
 
 from tailrace.api.requests import FeedParameters
-from tailrace.client.answers import error_of
+from tailrace.client.answers import error_of, read_event
 from tailrace.client.following import Feed, FeedKeywords
+from tailrace.client.sse_reader import SseFrame
 from tailrace.errors import BadRequest, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:7070"
@@ -35,7 +36,7 @@ class Connection:
             raise BadRequest(f"{url!r} is not the address of a service: write it as {DEFAULT_URL}")
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._feeds: WeakSet[Feed] = WeakSet()
+        self._feeds: WeakSet[Feed[Any]] = WeakSet()
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -75,14 +76,22 @@ class Connection:
         return response.content
 
     def _feed(
-        self, path: str, kind: type[FeedParameters], options: FeedKeywords, *, long_in_body: bool = False, **more: Any
-    ) -> Feed:
+        self,
+        path: str,
+        kind: type[FeedParameters],
+        options: FeedKeywords,
+        *,
+        decode: Callable[[SseFrame], Any] = read_event,
+        long_in_body: bool = False,
+        **more: Any,
+    ) -> Feed[Any]:
         """Make a feed.
 
         Args:
             path: its URL.
             kind: its parameters.
             options: those that every feed has.
+            decode: reads a frame with an event.
             long_in_body: the URL takes parameters that are long in a body, with ``q`` as JSON.
             more: those that its view adds.
         """
@@ -95,7 +104,7 @@ class Connection:
         body = None
         if long_in_body and len(str(httpx.QueryParams(query))) > LONGEST_ADDRESS:
             body, query = msgspec.json.encode({**query, "q": msgspec.Raw(query["q"].encode())}), {}
-        feed = Feed(self, path, query, body=body, cursor=parameters.after, on_control=on_control)
+        feed = Feed(self, path, query, decode=decode, body=body, cursor=parameters.after, on_control=on_control)
         self._feeds.add(feed)
         return feed
 

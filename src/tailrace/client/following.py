@@ -13,17 +13,25 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict
 
 import httpx
 
 from tailrace.api.feeds import Control, Event
-from tailrace.client.answers import error_of, failure, read_control, read_event
+from tailrace.client.answers import error_of, failure, read_control
 from tailrace.client.sse_reader import SseFrame, SseReader
 from tailrace.errors import TailraceError, Unavailable, UsageError
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
     from tailrace.client.connection import Connection
+
+    T = TypeVar("T", default=Event)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 logger = logging.getLogger("tailrace.client")  # the one that commands show
 
@@ -51,8 +59,8 @@ class FeedKeywords(TypedDict, total=False):
     on_control: Callable[[Control], None] | None
 
 
-class Feed:
-    """The events of one request: an asynchronous iterable, and a context manager that closes it.
+class Feed(Generic[T]):
+    """The events, or bursts, of one request: an asynchronous iterable, and a context manager that closes it.
 
     Iterating again after a ``break`` goes on where it stopped. One task at a time may iterate.
     """
@@ -63,6 +71,7 @@ class Feed:
         path: str,
         query: Mapping[str, Any],
         *,
+        decode: Callable[[SseFrame], T],
         body: bytes | None = None,
         cursor: str | None = None,
         on_control: Callable[[Control], None] | None = None,
@@ -72,6 +81,7 @@ class Feed:
         self.total: int | None = None
         """Number of events, as the service said at the end; None before."""
         self.on_control = on_control
+        self._decode = decode
         self._connection, self._path, self._query, self._body = connection, path, query, body
         self._reached: str | None = None  # cursor of the last frame read, which may be ahead of ``cursor``
         self._waiting: deque[SseFrame] = deque()
@@ -99,19 +109,19 @@ class Feed:
             self._reached = self.cursor
         await self._disconnect()
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __aiter__(self) -> AsyncIterator[T]:
         return self._events()
 
-    async def _events(self) -> AsyncIterator[Event]:
+    async def _events(self) -> AsyncIterator[T]:
         async for item in self.frames():
-            if isinstance(item, Event):
+            if not isinstance(item, Control):
                 yield item
 
-    async def frames(self) -> AsyncIterator[Event | Control]:
+    async def frames(self) -> AsyncIterator[T | Control]:
         """Yield events and control frames alike."""
         while frame := await self._next():
             if frame.event == "message":
-                yield read_event(frame)
+                yield self._decode(frame)
             else:
                 yield self._control(frame)
 

@@ -106,22 +106,20 @@ class SessionPrinter(Printer):
     pixel: str | None
     raw: bool
 
-    def open(self, river: River) -> Feed:
+    def open(self, river: River) -> Feed[Any]:
         (identity,) = self.names
-        session = river.session(
+        return river.session(
             identity, channels=self.channels, pixel=self.pixel, rate=self.rate, raw=self.raw, **self.keywords()
         )
-        return session.feed
 
-    async def screen(self, feed: Feed) -> None:
+    async def screen(self, feed: Feed[Any]) -> None:
         from rich.live import Live
 
         from tailrace.api.feeds import Burst
-        from tailrace.views.sessions.client import BurstFeed
 
         board = Board(self.names[0])
         with Live(board, refresh_per_second=8, transient=False) as live, _logging_to(board):
-            async for item in BurstFeed(feed).frames():
+            async for item in feed.frames():
                 if isinstance(item, Burst):
                     board.add(item)
                     self.printed += 1

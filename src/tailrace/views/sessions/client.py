@@ -9,14 +9,13 @@ A time is an integer of nanoseconds all the way. Like every feed, a session goes
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
-from typing import Any, Self, Unpack
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import msgspec
 
 from tailrace.api.answers import SessionRow, SessionRows
-from tailrace.api.feeds import Burst, Control
+from tailrace.api.feeds import Burst
 from tailrace.api.requests import SessionFeedParameters
 from tailrace.client.connection import Connection
 from tailrace.client.following import Feed, FeedKeywords
@@ -29,7 +28,7 @@ LARGEST_LIST = 1_000
 _decode = msgspec.json.Decoder(Burst, strict=False).decode
 
 
-def decode_burst(frame: SseFrame) -> Burst:
+def read_burst(frame: SseFrame) -> Burst:
     """Read a burst's frame."""
     try:
         burst = _decode(frame.data or b"null")
@@ -39,50 +38,6 @@ def decode_burst(frame: SseFrame) -> Burst:
         ) from None
     msgspec.structs.force_setattr(burst, "cursor", frame.id or "")
     return burst
-
-
-class BurstFeed:
-    """The bursts of one session: an asynchronous iterable, and a context manager that closes it.
-
-    Iterating again after a ``break`` goes on where it stopped. One task at a time may iterate.
-    """
-
-    def __init__(self, feed: Feed) -> None:
-        self.feed = feed
-        """The feed that carries them; its lines are the bursts as the service sent them."""
-
-    @property
-    def cursor(self) -> str | None:
-        """Position after the last burst handed out: resume there with ``after=``."""
-        return self.feed.cursor
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Let the connection go."""
-        await self.feed.aclose()
-
-    def __aiter__(self) -> AsyncIterator[Burst]:
-        return self._bursts()
-
-    async def _bursts(self) -> AsyncIterator[Burst]:
-        async for item in self.frames():
-            if isinstance(item, Burst):
-                yield item
-
-    async def frames(self) -> AsyncIterator[Burst | Control]:
-        """Yield bursts and control frames alike."""
-        while frame := await self.feed._next():
-            if frame.event == "message":
-                yield decode_burst(frame)
-            else:
-                yield self.feed._control(frame)
 
 
 class SessionsClient(Connection):
@@ -97,7 +52,7 @@ class SessionsClient(Connection):
         rate: float | None = None,
         raw: bool = False,
         **options: Unpack[FeedKeywords],
-    ) -> BurstFeed:
+    ) -> Feed[Burst]:
         """Follow a telemetry session.
 
         Args:
@@ -115,8 +70,8 @@ class SessionsClient(Connection):
         if any("," in name for name in names):
             raise BadRequest("a name of a channel with a comma in it cannot be asked for: use a pattern")
         path, wanted = f"/v1/sessions/{as_segment(identity)}/events", ",".join(names) or None
-        feed = self._feed(path, SessionFeedParameters, options, channels=wanted, pixel=pixel, rate=rate, raw=raw)
-        return BurstFeed(feed)
+        more: dict[str, Any] = {"channels": wanted, "pixel": pixel, "rate": rate, "raw": raw}
+        return self._feed(path, SessionFeedParameters, options, decode=read_burst, **more)
 
     async def sessions(
         self, prefix: str | None = None, limit: int | None = None, *, state: str | None = None
