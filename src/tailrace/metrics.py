@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tailrace.api.answers import Searching
+from tailrace.api.answers import SearchFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Report = Mapping[str, Any]
@@ -284,7 +284,7 @@ _OF_SEARCHES = {
 class SearchMetrics(FigureCollector):
     """Metrics of searches."""
 
-    figures: Searching | None
+    figures: SearchFigures | None
 
     def collect(self) -> Iterator[Metric]:
         for field, (name, about) in _OF_SEARCHES.items():

@@ -44,7 +44,7 @@ class Coordinates(Answer, frozen=True, gc=False):
         return self.id
 
 
-class Put(Answer, frozen=True):
+class PutResult(Answer, frozen=True):
     """The events of a put, in the order of the request."""
 
     events: list[Coordinates]
@@ -114,7 +114,7 @@ class FoldWindows(Answer, frozen=True):
     lateness: str = "0s"
 
 
-class Folded(Answer, frozen=True):
+class FoldTotals(Answer, frozen=True):
     """How much a rule has folded since its windows last changed."""
 
     time: Annotated[str, note("When they changed.")]
@@ -146,7 +146,7 @@ class FoldRule(Answer, frozen=True):
         int, note("Folds that would have been one with the fold before, had `quiet` been twice as long.")
     ] = 0
     reasons: Annotated[dict[str, int], note("Emitted folds, by reason.", {"quiet": 12})] = {}
-    since: Annotated[Folded | None, note("Null while no pipeline has applied the rule.")] = None
+    since: Annotated[FoldTotals | None, note("Null while no pipeline has applied the rule.")] = None
     frontier_ms: Annotated[
         int | None,
         note("The time, in milliseconds, at which folds were last settled. It stands while nothing is pending."),
@@ -186,7 +186,7 @@ class PendingGroup(Answer, frozen=True, dict=True):
         return found
 
 
-class Pending(Answer, frozen=True):
+class PendingPage(Answer, frozen=True):
     """A page of groups, the first due first."""
 
     name: str
@@ -194,7 +194,7 @@ class Pending(Answer, frozen=True):
     next: Next = None
 
 
-class GivenOut(Answer, frozen=True):
+class EmittedFolds(Answer, frozen=True):
     """The folds that a flush or a delete emitted."""
 
     folds: Annotated[list[str], note("The ids of the folded events.", ["accounts:posts:0:42"])] = []
@@ -217,23 +217,23 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: list[Explanation] = []
 
 
-class Tried(Answer, frozen=True):
+class SampleResult(Answer, frozen=True):
     """One sample, as a search sees it."""
 
     matched: bool
     explanation: Explanation
 
 
-class Explained(Answer, frozen=True):
+class SearchExplanation(Answer, frozen=True):
     """A search as the service understands it, and its samples."""
 
     id: Annotated[str, note("The same for all searches that mean the same.")]
     topics: Annotated[str | list[str], note("A regular expression, or names.")] = ""
     canonical: Annotated[dict[str, Any], note("The canonical form: equal for queries that match the same.")] = {}
-    samples: list[Tried] = []
+    samples: list[SampleResult] = []
 
 
-class Scanned(Answer, frozen=True):
+class StretchStatus(Answer, frozen=True):
     """A stretch of the past that a search scans."""
 
     number: Annotated[int, note("The part of the search's life, as cursors name it.")]
@@ -260,7 +260,7 @@ class SearchStatus(Answer, frozen=True, kw_only=True):
     last_used: Annotated[str | None, note("When the last reader went; null while one is there.")]
     matches: Annotated[int, note("In its live log.")]
     bytes: Annotated[int, note("What these take, stored.")]
-    stretches: Annotated[list[Scanned], note("The stretches of the past, in the order of the requests.")]
+    stretches: Annotated[list[StretchStatus], note("The stretches of the past, in the order of the requests.")]
 
 
 class SearchesPage(Answer, frozen=True):
@@ -287,7 +287,7 @@ class SearchDetails(SearchStatus, frozen=True, kw_only=True):
     connections: list[Follower]
 
 
-class EndedSearch(Answer, frozen=True):
+class SearchEnd(Answer, frozen=True):
     """A search that was ended."""
 
     id: str
@@ -467,7 +467,7 @@ class FoldStatus(Answer, frozen=True):
     ratio: Annotated[float | None, note("1 - emitted / input; null before the first event.")]
 
 
-class Searching(Answer, frozen=True):
+class SearchFigures(Answer, frozen=True):
     """Searches at a glance."""
 
     alive: Annotated[int, note("Searches that the pipeline asks of every record.")]
@@ -484,4 +484,4 @@ class Status(Answer, frozen=True):
     views: Annotated[dict[str, dict[str, Any]], note("The last report of each view's driver.")]
     upkeep: Annotated[list[JobStatus], note("The last run of each upkeep job; empty while valkey does not answer.")]
     folds: Annotated[list[FoldStatus], note("The rules of folds; empty while valkey does not answer.")] = []
-    searches: Annotated[Searching | None, note("Searches; null while valkey does not answer.")] = None
+    searches: Annotated[SearchFigures | None, note("Searches; null while valkey does not answer.")] = None

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from tailrace.api.answers import Coordinates, Day, Days, Put, Stream, Streams
+from tailrace.api.answers import Coordinates, Day, Days, PutResult, Stream, Streams
 from tailrace.api.requests import StreamsFeedParameters
 from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
 from tailrace.client.following import Feed, FeedKeywords
@@ -70,12 +70,12 @@ class River(FoldsClient, GrepClient, TagsClient, SessionsClient):
         async for event in _each(events):
             line = msgspec.json.encode(event)
             if lines and (len(lines) >= batch or size + len(line) > BATCH_BYTES):
-                written += msgspec.json.decode(await self.put_lines(topic, lines), type=Put).events
+                written += msgspec.json.decode(await self.put_lines(topic, lines), type=PutResult).events
                 lines, size = [], 0
             lines.append(line)
             size += len(line) + 1
         if lines:
-            written += msgspec.json.decode(await self.put_lines(topic, lines), type=Put).events
+            written += msgspec.json.decode(await self.put_lines(topic, lines), type=PutResult).events
         return written
 
     async def put_lines(self, topic: str, lines: Iterable[bytes]) -> bytes:

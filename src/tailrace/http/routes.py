@@ -10,7 +10,7 @@ import msgspec
 from fastapi import Depends, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from tailrace.api.answers import Put, Readiness, Status
+from tailrace.api.answers import PutResult, Readiness, Status
 from tailrace.api.requests import Parameters, PutEvent
 from tailrace.http.health import Health
 from tailrace.http.openapi import Responses, answer, body, schema, text
@@ -50,7 +50,7 @@ Asked = Annotated[Health, Depends(_health)]
 
 
 @topics.post("/v1/topics/{topic}", 400, 404, 413, 422, 503, body=PUT_BODY)
-async def put_events(request: Request, service: Here, topic: Topic, parameters: Parameters) -> Put:
+async def put_events(request: Request, service: Here, topic: Topic, parameters: Parameters) -> PutResult:
     """Write events to a topic; answers when the broker has acknowledged all of them.
 
     A new topic is created with LogAppendTime, or with CreateTime when events carry a `time`.
@@ -60,7 +60,7 @@ async def put_events(request: Request, service: Here, topic: Topic, parameters: 
         written = await service.topics.put(topic, await read_events(service, content))
     service.metrics.put_events.inc(len(written))
     service.metrics.put_seconds.observe(time.perf_counter() - began)
-    return Put(written)
+    return PutResult(written)
 
 
 @operations.get("/v1/status", 503)

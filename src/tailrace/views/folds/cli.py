@@ -32,7 +32,7 @@ from tailrace.cli.output import (
 from tailrace.errors import BadRequest, RuleNotFound
 
 if TYPE_CHECKING:
-    from tailrace.api.answers import GivenOut
+    from tailrace.api.answers import EmittedFolds
     from tailrace.config.settings import Settings
     from tailrace.views.folds.client import Group
 
@@ -143,7 +143,7 @@ def read_group(text: str) -> Group:
     return msgspec.Raw(text)
 
 
-def _print_done(done: GivenOut, verb: str, *, json: bool) -> None:
+def _print_done(done: EmittedFolds, verb: str, *, json: bool) -> None:
     if is_plain(json):
         print_lines([done])
         return

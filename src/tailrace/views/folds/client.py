@@ -7,7 +7,15 @@ from typing import TypeAlias, Unpack
 
 import msgspec
 
-from tailrace.api.answers import FoldRule, FoldRules, FoldWindows, GivenOut, Pending, PendingGroup, WindowsChange
+from tailrace.api.answers import (
+    EmittedFolds,
+    FoldRule,
+    FoldRules,
+    FoldWindows,
+    PendingGroup,
+    PendingPage,
+    WindowsChange,
+)
 from tailrace.api.requests import FeedParameters
 from tailrace.client.connection import LONGEST_SEARCH, Connection
 from tailrace.client.following import Feed, FeedKeywords
@@ -31,17 +39,17 @@ class FoldsClient(Connection):
     async def pending(self, rule: str, limit: int | None = None) -> list[PendingGroup]:
         """List the groups of a rule that hold folds, the first due first; so many at most."""
         path = f"/v1/folds/{as_segment(rule)}/pending"
-        return await self._listed(path, {}, limit, lambda page: msgspec.json.decode(page, type=Pending).groups)
+        return await self._listed(path, {}, limit, lambda page: msgspec.json.decode(page, type=PendingPage).groups)
 
-    async def flush(self, rule: str, group: Group) -> GivenOut:
+    async def flush(self, rule: str, group: Group) -> EmittedFolds:
         """Close the folds of a group now, and emit them."""
         return await self._emit(rule, "flush", _body(group))
 
-    async def flush_all(self, rule: str) -> GivenOut:
+    async def flush_all(self, rule: str) -> EmittedFolds:
         """Close the folds of all groups now, and emit them."""
         return await self._emit(rule, "flush", {"all": True})
 
-    async def delete(self, rule: str, group: Group) -> GivenOut:
+    async def delete(self, rule: str, group: Group) -> EmittedFolds:
         """Drop the folds of a group: they are emitted with the reason ``deleted``."""
         return await self._emit(rule, "delete", _body(group))
 
@@ -58,10 +66,10 @@ class FoldsClient(Connection):
         """Give a rule the windows of its configuration again."""
         return await self._windows(rule, {"reset": True})
 
-    async def _emit(self, rule: str, what: str, body: Mapping[str, object]) -> GivenOut:
+    async def _emit(self, rule: str, what: str, body: Mapping[str, object]) -> EmittedFolds:
         path = f"/v1/folds/{as_segment(rule)}/{what}"
         answer = await self.call("POST", path, patience=LONGEST_SEARCH, content=msgspec.json.encode(body))
-        return msgspec.json.decode(answer, type=GivenOut)
+        return msgspec.json.decode(answer, type=EmittedFolds)
 
     async def _windows(self, rule: str, body: Mapping[str, object]) -> FoldWindows:
         path = f"/v1/folds/{as_segment(rule)}/windows"

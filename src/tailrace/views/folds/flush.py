@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from tailrace.api.answers import GivenOut
+from tailrace.api.answers import EmittedFolds
 from tailrace.api.requests import GroupBody
 from tailrace.errors import BadRequest, GroupNotFound, Overloaded, StoreUnavailable
 from tailrace.valkey.shards import function, mapping
@@ -36,7 +36,7 @@ _decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reason) -> GivenOut:
+async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reason) -> EmittedFolds:
     """Emit the folds of the group that the body names, or of all groups.
 
     Raises:
@@ -51,7 +51,7 @@ async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reaso
     found = await flush.one(group)
     if found is None:
         raise GroupNotFound(name, group.decode())
-    return GivenOut(folds=found, groups=1)
+    return EmittedFolds(folds=found, groups=1)
 
 
 def read_group(body: bytes, rule: Rule) -> bytes | None:
@@ -97,7 +97,7 @@ class _Flush:
             await asyncio.sleep(PAUSE_S)
         raise Overloaded(f"the group {group.decode()} of rule {self._name!r} changes all the time: try again")
 
-    async def everything(self) -> GivenOut:
+    async def everything(self) -> EmittedFolds:
         """Emit every group that exists during the whole request."""
         ids: list[str] = []
         groups = 0
@@ -117,7 +117,7 @@ class _Flush:
                         groups += emitted is not None
                 if not cursor:
                     break
-        return GivenOut(folds=ids, groups=groups)
+        return EmittedFolds(folds=ids, groups=groups)
 
     def _change(self, rule: Rule, group: bytes, stored: StoredGroup, watermark_ms: int) -> GroupChange:
         """Return the change that emits all of a group, at the watermark or at its last event if that is later.

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Request, Response
 from pydantic import AfterValidator
 
-from tailrace.api.answers import FoldRules, GivenOut, Pending, WindowsChange
+from tailrace.api.answers import EmittedFolds, FoldRules, PendingPage, WindowsChange
 from tailrace.api.requests import FeedParameters, GroupBody, PageParameters, Parameters, WindowsBody
 from tailrace.http.openapi import FEED, json_body
 from tailrace.http.puts import body_of
@@ -57,13 +57,13 @@ async def follow_folds(
 
 
 @routes.get("/v1/folds/{name}/pending", 400, 404, 503)
-async def pending_groups(folds: FoldsHere, name: RuleName, parameters: PageParameters) -> Pending:
+async def pending_groups(folds: FoldsHere, name: RuleName, parameters: PageParameters) -> PendingPage:
     """List the groups of a rule that hold folds, the first due first."""
     return await list_pending(folds, name, parameters.after, parameters.limit)
 
 
 @routes.post("/v1/folds/{name}/flush", 400, 404, 413, 503, body=GROUP_BODY)
-async def flush_folds(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> GivenOut:
+async def flush_folds(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> EmittedFolds:
     """Close the folds of a group, or of all groups, now; they are emitted with the reason `flush`.
 
     What was due anyway keeps its own reason.
@@ -73,7 +73,7 @@ async def flush_folds(request: Request, folds: FoldsHere, name: RuleName, parame
 
 
 @routes.post("/v1/folds/{name}/delete", 400, 404, 413, 503, body=GROUP_BODY)
-async def delete_folds(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> GivenOut:
+async def delete_folds(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> EmittedFolds:
     """Drop the folds of a group, or of all groups; they are emitted with the reason `deleted`."""
     async with body_of(folds.service, request) as body:
         return await emit_groups(folds, name, body, "deleted")

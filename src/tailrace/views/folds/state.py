@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tailrace.api.answers import Folded, FoldRule, FoldStatus, FoldWindows, Pending, PendingGroup, WindowsChange
+from tailrace.api.answers import FoldRule, FoldStatus, FoldTotals, FoldWindows, PendingGroup, PendingPage, WindowsChange
 from tailrace.config.units import format_duration, format_size
 from tailrace.errors import BadRequest, CursorError, RuleNotFound, WindowsRefused
 from tailrace.http.service import Service, ViewService
@@ -206,10 +206,10 @@ def describe_rule(state: RuleState) -> FoldRule:
     )
 
 
-def _since(counts: Counts, applied: AppliedRule) -> Folded:
+def _since(counts: Counts, applied: AppliedRule) -> FoldTotals:
     before = applied.counts
     inputs, emitted = counts.input - before.get("input", 0), counts.emitted - before.get("emitted", 0)
-    return Folded(
+    return FoldTotals(
         time=iso_time(applied.since_ms),
         input=inputs,
         emitted=emitted,
@@ -241,7 +241,7 @@ class PendingPosition(NamedTuple):
             raise CursorError(f"{text[:80]!r} is not `next` of a page of pending groups") from None
 
 
-async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -> Pending:
+async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -> PendingPage:
     """Return a page of groups; their values keep their digits."""
     rule = await applied_rule(folds, name)
     last = PendingPosition.parse(after) if after else None
@@ -257,7 +257,7 @@ async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -
         for (position, _), answer in zip(some, answers, strict=True):
             if answer is not None:
                 rows.append(_row(rule, folding, position, decode_group(answer)))
-    return Pending(name, rows, str(page[-1][0]) if len(due) > limit else None)
+    return PendingPage(name, rows, str(page[-1][0]) if len(due) > limit else None)
 
 
 async def _due(

@@ -8,7 +8,7 @@ from typing import Unpack
 
 import msgspec
 
-from tailrace.api.answers import Explained
+from tailrace.api.answers import SearchExplanation
 from tailrace.api.requests import WINDOW_BYTES, GrepParameters
 from tailrace.client.connection import Connection
 from tailrace.client.following import Feed, FeedKeywords
@@ -69,7 +69,7 @@ class GrepClient(Connection):
         *,
         topics: str | Sequence[str] = "",
         key: str | Sequence[object] | None = None,
-    ) -> Explained:
+    ) -> SearchExplanation:
         """Try a search on samples: how it is understood, and which part of it each sample passes or fails.
 
         A sample is an event of a feed or a bare value.
@@ -77,7 +77,7 @@ class GrepClient(Connection):
         body = {"topics": topics_text(topics), "q": msgspec.Raw(document_of(query).encode()), "samples": list(samples)}
         body |= {} if key is None else {"key": key_text(key)}
         answer = await self.call("POST", "/v1/grep/explain", content=msgspec.json.encode(body))
-        return msgspec.json.decode(answer, type=Explained)
+        return msgspec.json.decode(answer, type=SearchExplanation)
 
 
 def topics_text(topics: str | Sequence[str]) -> str:

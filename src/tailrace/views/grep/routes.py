@@ -16,15 +16,15 @@ from fastapi import Depends, Path, Request, Response
 from pydantic import AfterValidator
 
 from tailrace.api.answers import (
-    EndedSearch,
-    Explained,
     Follower,
-    Scanned,
+    SampleResult,
     SearchDetails,
+    SearchEnd,
     SearchesPage,
-    Searching,
+    SearchExplanation,
+    SearchFigures,
     SearchStatus,
-    Tried,
+    StretchStatus,
 )
 from tailrace.api.requests import (
     EndParameters,
@@ -108,7 +108,7 @@ class GrepService(LogService):
         """The feeds of searches; StoreUnavailable until Valkey has answered once."""
         return connected(self._feeds)
 
-    async def figures(self) -> Searching:
+    async def figures(self) -> SearchFigures:
         return await self.searches.figures()
 
     async def status(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _follow(
 
 
 @routes.post("/v1/grep/explain", 400, 413, 503, body=EXPLAIN_BODY, narrowed=True)
-async def explain_search(request: Request, grep: GrepHere, parameters: Parameters) -> Explained:
+async def explain_search(request: Request, grep: GrepHere, parameters: Parameters) -> SearchExplanation:
     """Try a search on samples: which of them it finds, and which part of the query each passes or fails."""
     async with body_of(grep.service, request) as body:
         within = topics_of(grep.settings, request)
@@ -182,16 +182,16 @@ async def one_search(grep: GrepHere, id: SearchId, parameters: SearchParameters)
 
 
 @routes.route("DELETE", "/v1/grep/searches/{id}", 400, 404, 409, 503)
-async def end_one_search(grep: GrepHere, id: SearchId, parameters: EndParameters) -> EndedSearch:
+async def end_one_search(grep: GrepHere, id: SearchId, parameters: EndParameters) -> SearchEnd:
     """End a search and its scans, and forget what it found; refused while somebody follows it, unless forced.
 
     Those who followed it get a `problem` with the code `search.ended`. Whoever asks for it again begins it anew.
     """
     life, connections = await grep.searches.end(id, parameters.force)
-    return EndedSearch(id, int(life.rpartition(".")[2]), connections)
+    return SearchEnd(id, int(life.rpartition(".")[2]), connections)
 
 
-def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> Explained:
+def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> SearchExplanation:
     """Try a search on samples, over topics that match ``within``.
 
     A sample is a frame of a feed, with ``data`` and its other members, or a bare value.
@@ -199,13 +199,13 @@ def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> Explain
     search = make_search(body.topics, body.q, body.key, limits)
     search = search.narrowed(within) if within else search
     compiled = search.compiled()
-    samples: list[Tried] = []
+    samples: list[SampleResult] = []
     for sample in body.samples:
         frame = isinstance(sample, dict) and "data" in sample and ("topic" in sample or "key" in sample)
         found = compiled.explain(sample["data"] if frame else sample, sample if frame else None)
-        samples.append(Tried(found.matched, found))
+        samples.append(SampleResult(found.matched, found))
     topics = search.topics if isinstance(search.topics, str) else list(search.topics)
-    return Explained(id=search.id, topics=topics, canonical=compiled.canonical, samples=samples)
+    return SearchExplanation(id=search.id, topics=topics, canonical=compiled.canonical, samples=samples)
 
 
 async def list_searches(grep: GrepService, after: str, limit: int) -> SearchesPage:
@@ -271,7 +271,7 @@ async def _read_searches(grep: GrepService, ids: Sequence[str]) -> list[SearchSt
 
 async def _scanned(
     grep: GrepService, lives: Sequence[SearchLife], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
-) -> dict[tuple[str, int], Scanned]:
+) -> dict[tuple[str, int], StretchStatus]:
     """Return the progress of each stretch of each life."""
     keys, logs = grep.nodes.keys, grep.logs
     wanted = [
@@ -286,10 +286,10 @@ async def _scanned(
             commands.append((shard, marks_command(keys, shard, stretch)))
     marks = iter(await grep.nodes.read_all(commands))
     found = await logs.logs_of([stretch.name(life) for life, stretch, _ in wanted])
-    answer: dict[tuple[str, int], Scanned] = {}
+    answer: dict[tuple[str, int], StretchStatus] = {}
     for (life, stretch, is_done), log in zip(wanted, found, strict=True):
         records = stretch.records if is_done else stretch.passed(decode_marks(stretch.ranges, next(marks)))
-        answer[life.name, stretch.number] = Scanned(
+        answer[life.name, stretch.number] = StretchStatus(
             number=stretch.number,
             since=iso_time(stretch.since_ms) if stretch.since_ms else None,
             records=records,

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.api.answers import Searching
+from tailrace.api.answers import SearchFigures
 from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.marks import NOTHING
@@ -146,7 +146,7 @@ class Searches:
         stored = await self._nodes.read(0, "HGET", self._keys.past(), number)
         return None if stored is None else stored.decode()
 
-    async def figures(self) -> Searching:
+    async def figures(self) -> SearchFigures:
         """Return the numbers of searches, followers, scans and processes."""
         keys = self._keys
         commands: list[tuple[Arg, ...]] = [
@@ -156,7 +156,7 @@ class Searches:
             ("ZCARD", keys.processes()),
         ]
         alive, followers, scanned, processes = await self._nodes.read_all([(0, command) for command in commands])
-        return Searching(alive, sum(map(int, followers)), scanned, processes)
+        return SearchFigures(alive, sum(map(int, followers)), scanned, processes)
 
     async def position(self, search: str, client: str) -> str | None:
         """Return the stored cursor of a named client."""
