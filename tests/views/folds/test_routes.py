@@ -274,5 +274,7 @@ def test_the_service_describes_folds(client: httpx.Client) -> None:
     windows = document["paths"]["/v1/folds/{name}/windows"]["post"]
     assert "422" in windows["responses"]
     assert "quiet" in windows["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert {"FoldRule", "FoldRules", "EmittedFolds", "PendingPage", "WindowsChange"} <= document["components"]["schemas"].keys()
+    assert {"FoldRule", "FoldRules", "EmittedFolds", "PendingPage", "WindowsChange"} <= document["components"][
+        "schemas"
+    ].keys()
     assert "GET /v1/folds" in client.get("/").json()["routes"]
