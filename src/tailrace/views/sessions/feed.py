@@ -30,7 +30,7 @@ from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.reader import LostStretch
 from tailrace.views.sessions.request import Line, Selection, SessionRequest
 from tailrace.views.sessions.samples import LineSeries, SampleFrame, as_json
-from tailrace.views.sessions.start import Beginning, begin_life, resume_in_kafka
+from tailrace.views.sessions.start import Beginning, begin_life, recover_lost
 from tailrace.views.sessions.streams import Located
 from tailrace.views.sessions.telemetry import CLOSED
 from tailrace.views.sessions.thinning import Thinner, between
@@ -204,7 +204,7 @@ class SessionFeed:
 
     async def _resumes(self, life: SessionLife, lost: LostStretch) -> bool:
         """Read a lost stretch elsewhere, if possible; joined samples have gone out by now, or come again."""
-        begin = await resume_in_kafka(life, self._cursor(), lost)
+        begin = await recover_lost(life, self._cursor(), lost)
         if begin is None:
             return False
         self._joined = _Joined()

@@ -60,8 +60,8 @@ async def begin_life(life: SessionLife, start: SessionStart) -> Beginning:
     return begin
 
 
-async def resume_in_kafka(life: SessionLife, cursor: SessionCursor, lost: LostStretch) -> Beginning | None:
-    """Set a life that trimming has overtaken to Kafka, as if the feed resumed now with its cursor.
+async def recover_lost(life: SessionLife, cursor: SessionCursor, lost: LostStretch) -> Beginning | None:
+    """Set a life that trimming has overtaken to the records in Kafka, as if the feed resumed now with its cursor.
 
     None if the lost stretch has to be reported: it is not in Kafka, or at unknown offsets.
     """
