@@ -124,7 +124,7 @@ MOST_ROW = 8 << 20
 """Largest event in a row of Cassandra: half of the largest request that Cassandra takes."""
 
 
-class Pipeline(Section):
+class PipelineSettings(Section):
     """The pass over the records."""
 
     views: Views = ("days", "folds", "matches", "tags", "sessions")
@@ -218,7 +218,7 @@ class Settings(BaseSettings):
     valkey: Valkey = Valkey()
     cassandra: CassandraSettings = CassandraSettings()
     spark: Spark = Spark()
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSettings = PipelineSettings()
     days: DaysSettings = DaysSettings()
     folds: FoldsSettings = FoldsSettings()
     grep: GrepSettings = GrepSettings()

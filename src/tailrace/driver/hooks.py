@@ -55,7 +55,7 @@ class Start(NamedTuple):
     """The driver epoch."""
 
 
-class Run(NamedTuple):
+class DriverRun(NamedTuple):
     """One run of the query."""
 
     start: Start
@@ -99,7 +99,7 @@ class ViewDriver:
         """Return what the tasks must know."""
         return self._plan
 
-    def loops(self, run: Run) -> Sequence[Loop]:
+    def loops(self, run: DriverRun) -> Sequence[Loop]:
         """Return the threads of this view, not yet started."""
         return ()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.settings import Settings
-from tailrace.driver.hooks import Loop, Run, Start, ViewDriver
+from tailrace.driver.hooks import DriverRun, Loop, Start, ViewDriver
 from tailrace.driver.one_pass import COUNTED, INTAKE, IntakePlan, one_pass
 from tailrace.driver.plan import Plan, make_plan
 from tailrace.driver.publisher import Publisher
@@ -182,7 +182,7 @@ class Driver:
                 publisher = self._publisher(shards)
                 wake = publisher.wake
                 loops.append(publisher)
-            run = Run(start, self._spark, query, plan, timing, generations, wake)
+            run = DriverRun(start, self._spark, query, plan, timing, generations, wake)
             for view in views:
                 loops += view.loops(run)
             for loop in loops:
@@ -202,7 +202,7 @@ class Driver:
     def _watch(
         self,
         stopping: threading.Event,
-        run: Run,
+        run: DriverRun,
         views: Sequence[ViewDriver],
         loops: Sequence[Loop],
         report: Report,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.hooks import Bounds, Loop, Run, Start, Times, ViewDriver, begin_at_end
+from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDriver, begin_at_end
 from tailrace.driver.watermark import CompletedBatch
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
 from tailrace.valkey.marks import read_counts, read_times
@@ -92,7 +92,7 @@ class FoldsDriver(ViewDriver):
         """Return the rules that are in force."""
         return FoldsPlan(tuple(self._rules.values()))
 
-    def loops(self, run: Run) -> Sequence[Loop]:
+    def loops(self, run: DriverRun) -> Sequence[Loop]:
         """Return the emitter."""
         own = run.connect()
         return [
@@ -116,7 +116,7 @@ def retire(start: Start) -> None:
     enforce(start.shards, {}, round(time.time() * 1000))
 
 
-def watermarks(shards: Shards, rules: Mapping[str, Rule], run: Run) -> Callable[[Sequence[Rule]], dict[str, int]]:
+def watermarks(shards: Shards, rules: Mapping[str, Rule], run: DriverRun) -> Callable[[Sequence[Rule]], dict[str, int]]:
     """Return the function that returns the watermark of each rule, as far as it is known."""
     outputs = outputs_of(rules)
 

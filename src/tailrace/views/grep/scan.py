@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.hooks import Bounds, Loop, Run, Start, Times, ViewDriver, begin_at_end
+from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDriver, begin_at_end
 from tailrace.driver.one_pass import MAX_REFUSALS
 from tailrace.driver.plan import Plan
 from tailrace.driver.ranges import RangeReader, shared_out
@@ -344,7 +344,7 @@ class GrepDriver(ViewDriver):
         if not start.shards.run_all([(0, ("HLEN", start.shards.keys.searches()))])[0]:
             begin_at_end(start, self.name, generations, bounds)
 
-    def loops(self, run: Run) -> Sequence[Loop]:
+    def loops(self, run: DriverRun) -> Sequence[Loop]:
         """Return the scanner."""
         return [Scanner(run.start.settings, run.spark, run.plan, run.connect())]
 
