@@ -7,8 +7,10 @@ STAMPS := $(VENV)/.stamps
 PEERS  := .venv-peers
 NODE   := bench/peers/node
 ARGS   ?=
+# Tests wait for servers much of the time: more workers than cores end sooner.
+WORKERS ?= 3
 # Files are given to workers whole, since tests of a file share what they start, and in the order of tests/conftest.py.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-fast check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
