@@ -59,7 +59,7 @@ class View(ABC):
         return None
 
     def open(self, service: Service) -> ViewService | None:
-        """Return what the requests of this view share."""
+        """Return the part of the service that the requests of this view share."""
         return None
 
     def commands(self, app: typer.Typer) -> None:

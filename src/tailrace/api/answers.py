@@ -105,7 +105,7 @@ class Days(Answer, frozen=True):
 
 
 class FoldWindows(Answer, frozen=True):
-    """How long a rule's folds wait, and how large they may become; written as in the settings."""
+    """Windows of a rule: the time and size of its folds, written as in the settings."""
 
     quiet: Annotated[str, Meta(examples=["5s"])] = ""
     max_wait: Annotated[str, Meta(examples=["50s"])] = ""
@@ -115,7 +115,7 @@ class FoldWindows(Answer, frozen=True):
 
 
 class FoldTotals(Answer, frozen=True):
-    """How much a rule has folded since its windows last changed."""
+    """Totals of a rule since its windows last changed."""
 
     time: Annotated[str, note("When they changed.")]
     input: int = 0

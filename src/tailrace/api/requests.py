@@ -1,4 +1,4 @@
-"""What a request may say: query parameters and bodies, as the client writes them and the service reads them.
+"""Requests: query parameters and bodies, as the client writes them and the service reads them.
 
 ``FeedParameters`` is what every feed takes; a view adds its own fields in a subclass.
 """
@@ -56,7 +56,7 @@ class FeedParameters(Parameters, frozen=True, kw_only=True):
 
     @property
     def beginning(self) -> str | None:
-        """Where to begin, as ``from`` or ``since`` says."""
+        """The value of ``from`` or ``since``."""
         if self.start is not None and self.since is not None:
             raise BadRequest("from and since are the same parameter: give one of them")
         return self.since if self.start is None else self.start

@@ -1,1 +1,1 @@
-"""What Python programs call: a ``River`` over one connection, and feeds that outlive disconnects."""
+"""The client for Python programs: a ``River`` over one connection, and feeds that outlive disconnects."""

@@ -95,9 +95,9 @@ class Connection:
             long_in_body: the URL takes parameters that are long in a body, with ``q`` as JSON.
             more: those that its view adds.
         """
-        given: dict[str, Any] = {**options, **more}
-        on_control = given.pop("on_control", None)
-        parameters = kind(**given)
+        fields: dict[str, Any] = {**options, **more}
+        on_control = fields.pop("on_control", None)
+        parameters = kind(**fields)
         if parameters.after is not None and parameters.start is not None:
             raise BadRequest("give either after= (a cursor) or start=, not both")
         query = {name: value for name, value in msgspec.to_builtins(parameters).items() if value is not None}

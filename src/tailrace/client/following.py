@@ -217,8 +217,8 @@ class Feed(Generic[T]):
             if not error.retryable and response.status_code < 500:
                 await self._disconnect()
                 raise error
-            if (asked := response.headers.get("retry-after", "")).isdigit():
-                self._retry = float(asked)
+            if (wait := response.headers.get("retry-after", "")).isdigit():
+                self._retry = float(wait)
             await self._lost(error)
             return
         kind = response.headers.get("content-type", "")

@@ -111,7 +111,7 @@ class Health:
         return Readiness(ready=all(part.state == "up" for part in parts), parts=parts)
 
     async def status(self) -> Status:
-        """Return what is known of the whole installation."""
+        """Return the status of the whole installation."""
         service = self._service
         (parts, reports), jobs, *members = await asyncio.gather(
             self._inspect(),
@@ -137,9 +137,9 @@ class Health:
             _or_nothing(self._upkeep.runs(), list[JobRun]()),
             *(_or_nothing(part.figures(), None) for part in shown),
         )
-        for part, known in zip(shown, figures, strict=True):
+        for part, values in zip(shown, figures, strict=True):
             assert part.collector is not None
-            part.collector.figures = known
+            part.collector.figures = values
         return self._service.metrics.text(self._views, reports, runs)
 
     @property

@@ -148,8 +148,8 @@ def describe(app: FastAPI) -> None:
 
 
 def _components() -> dict[str, Any]:
-    known = [*vars(answers).values(), *vars(feeds).values()]
-    shapes = [each for each in known if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    names = [*vars(answers).values(), *vars(feeds).values()]
+    shapes = [each for each in names if isinstance(each, type) and issubclass(each, msgspec.Struct)]
     found: dict[str, Any] = msgspec.json.schema_components(shapes, ref_template=_REFERENCE)[1]
     _write_texts(found)
     for shape in shapes:

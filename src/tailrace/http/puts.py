@@ -106,8 +106,8 @@ def _texts(body: bytes) -> Iterator[tuple[str, bytes]]:
 def read_event(text: bytes, max_bytes: int, max_depth: int) -> NewEvent:
     """Read one event, or raise EventRefused with the reason."""
     try:
-        given = _decode(text)
-        key = None if isinstance(given.key, msgspec.UnsetType) else _key(bytes(given.key).strip())
+        event = _decode(text)
+        key = None if isinstance(event.key, msgspec.UnsetType) else _key(bytes(event.key).strip())
     except msgspec.ValidationError as error:
         raise EventRefused(str(error).replace("`", "'")) from None
     except msgspec.DecodeError as error:
@@ -116,11 +116,11 @@ def read_event(text: bytes, max_bytes: int, max_depth: int) -> NewEvent:
         raise EventRefused(f"it {_POISON['too-deep']}") from None
     except UnicodeError:
         raise EventRefused("it is not UTF-8") from None
-    value = bytes(given.value).strip()
+    value = bytes(event.value).strip()
     if reason := poison(value, max_bytes, max_depth):
         raise EventRefused(f"its value {_POISON.get(reason, 'is ' + reason)}")
-    headers = [(name, None if v is None else v.encode()) for name, v in (given.headers or {}).items()]
-    return NewEvent(value, key, headers or None, _time_ms(given.time))
+    headers = [(name, None if v is None else v.encode()) for name, v in (event.headers or {}).items()]
+    return NewEvent(value, key, headers or None, _time_ms(event.time))
 
 
 def _key(text: bytes) -> bytes | None:

@@ -21,7 +21,7 @@ from tailrace.views.days.listing import Largest, days_of, page_of
 
 
 class DaysService(LogService):
-    """What requests of day streams share: the hub, and the walks over all streams."""
+    """State that requests of day streams share: the hub, and the walks over all streams."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, Logs(service.nodes, "days"))

@@ -47,7 +47,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class FoldsService(ViewService):
-    """What requests of folds share: the rules as they are configured. The pipeline may apply other windows."""
+    """State that requests of folds share: the rules as they are configured. The pipeline may apply other windows."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)

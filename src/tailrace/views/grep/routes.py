@@ -76,7 +76,7 @@ _decode_request = msgspec.json.Decoder(LeaseRequest).decode
 
 
 class GrepService(LogService):
-    """What requests of searches share: the searches that are alive, the leases of their readers, records of Kafka."""
+    """State that requests of searches share: searches that are alive, leases of their readers, records of Kafka."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, Logs(service.nodes, VIEW, PIECE_RUNS))
@@ -141,9 +141,9 @@ async def search_by_body(
 ) -> Response:
     """Search topics as `GET /v1/grep` does, with the same parameters in a JSON body; `q` is the query itself."""
     async with body_of(grep.service, request) as body:
-        asked = read_body(GrepBody, body)
-        key = msgspec.json.encode(asked.key).decode() if isinstance(asked.key, list) else asked.key
-        return _follow(request, grep, asked, asked.q, key, last_event_id)
+        search = read_body(GrepBody, body)
+        key = msgspec.json.encode(search.key).decode() if isinstance(search.key, list) else search.key
+        return _follow(request, grep, search, search.q, key, last_event_id)
 
 
 def _follow(
@@ -316,12 +316,12 @@ async def _connections(grep: GrepService, search: str, limit: int) -> list[Follo
 
 def _connection(place: bytes, facts: bytes) -> Follower:
     process, _, number = place.decode().rpartition(" ")
-    asked = _decode_request(facts)
+    request = _decode_request(facts)
     return Follower(
         process=process,
         number=int(number),
-        since=iso_time(asked.since_ms),
-        start=asked.start,
-        window=asked.window,
-        client=asked.client or None,
+        since=iso_time(request.since_ms),
+        start=request.start,
+        window=request.window,
+        client=request.client or None,
     )

@@ -58,7 +58,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class SessionsService(ViewService):
-    """What requests of sessions share. Others may write sessions under our keys, so they are always served."""
+    """State that requests of sessions share. Others may write sessions under our keys, so they are always served."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)

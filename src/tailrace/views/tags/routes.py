@@ -38,7 +38,7 @@ WATCH_EVERY_S = 60.0
 
 
 class TagsService(LogService):
-    """What requests of tags share: the store of their events, and the readers that have a name."""
+    """State that requests of tags share: the store of their events, and the readers that have a name."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, Logs(service.nodes, VIEW))
