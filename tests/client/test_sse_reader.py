@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.client import sse_reader
-from tailrace.client.sse_reader import SseFrame, SseReader
+from tailrace.client import answers as sse_reader
+from tailrace.client.answers import SseFrame, SseReader
 from tailrace.errors import TooLarge
 
 TEXT = st.text(st.characters(blacklist_characters="\r\n\0", blacklist_categories=["Cs"]), max_size=12)

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tailrace.client.sse_reader import SseFrame, SseReader
+from tailrace.client.answers import SseFrame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.http.service import LogService
 from tailrace.log.name import shard_of

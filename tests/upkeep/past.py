@@ -30,9 +30,9 @@ from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.copy import RebuildPlan, RebuildStart, Restored, SpooledRecord, WantedNames, encode_body
 from tailrace.upkeep.history import History
 from tailrace.upkeep.job import LOGS, JobLease, find_view, look_once, run_job
+from tailrace.upkeep.log_copy import Restorer
 from tailrace.upkeep.packer import Packer, PackOutcome, due_segments
 from tailrace.upkeep.rebuild import Rebuilding
-from tailrace.upkeep.restore import Restorer
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.view import View

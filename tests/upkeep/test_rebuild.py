@@ -25,8 +25,8 @@ from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.copy import RebuildPlan
+from tailrace.upkeep.log_copy import STEPS, Restorer
 from tailrace.upkeep.replacement import Buckets, RestoredEvent, merged, replaced
-from tailrace.upkeep.restore import STEPS, Restorer
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.log.rig import ids, rig

@@ -12,9 +12,8 @@ import httpx
 import msgspec
 
 from tailrace.api.requests import FeedParameters
-from tailrace.client.answers import error_of, read_event
+from tailrace.client.answers import SseFrame, error_of, read_event
 from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.sse_reader import SseFrame
 from tailrace.errors import BadRequest, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:7070"

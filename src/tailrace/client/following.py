@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict
 import httpx
 
 from tailrace.api.feeds import Control, Event
-from tailrace.client.answers import error_of, failure, read_control
-from tailrace.client.sse_reader import SseFrame, SseReader
+from tailrace.client.answers import SseFrame, SseReader, error_of, failure, read_control
 from tailrace.errors import TailraceError, Unavailable, UsageError
 
 if TYPE_CHECKING:

@@ -1,40 +1,328 @@
-"""A view's copy of Kafka's records in logs of Valkey.
+"""A view's copy of Kafka's records in logs of Valkey: how it is compared, and how its logs are restored.
 
 For a rebuild every shard begins a new epoch first, so that no segment of an earlier one is written again. Then one
-Spark job reads Kafka up to the marks of that moment, gathers the records of each name, and restores log after log.
+Spark job reads Kafka up to the marks of that moment, gathers the records of each name, and restores log after log:
+reads the rest of a log, stages the right events aside, checks them, and replaces its segments.
+
+Everything is streamed: of a log, no more than one piece and the offsets that its segments begin and end with are in
+memory. Invariant: up to the one atomic step that replaces its segments a log is as it was, and staged pieces expire by
+themselves. A second restore finds the log restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar
+from struct import Struct as Layout
+from tempfile import TemporaryFile
+from typing import IO, Any, ClassVar
 from zlib import crc32
 
 import msgspec
 import pyarrow as pa
 
+from tailrace.driver.slice import Writer
 from tailrace.log.event import Partition
-from tailrace.log.segment import DAY_MS
-from tailrace.log.store import LogRegistry, Staging
+from tailrace.log.pack import digest
+from tailrace.log.run import NumberedRun
+from tailrace.log.segment import DAY_MS, Segment, bucket_start
+from tailrace.log.store import LogRegistry, PackedPiece, Staging
 from tailrace.upkeep import failpoint
 from tailrace.upkeep.copy import (
+    BROKEN,
+    FEWER,
+    MOVED,
+    REBUILT,
+    SAME,
     Assignment,
     Body,
+    Numbering,
     RebuildPlan,
     RebuildStart,
     Restored,
     SpooledRecord,
     ViewCopy,
+    decode_body,
     difference,
     encode_body,
     may_have_dropped,
 )
-from tailrace.upkeep.examine import Examined, ExaminedLog, Finding, examine, read_logs, walk_logs
+from tailrace.upkeep.examine import (
+    Checker,
+    Examined,
+    ExaminedLog,
+    Finding,
+    examine,
+    is_erased,
+    prints,
+    read_logs,
+    read_segment,
+    walk_logs,
+)
 from tailrace.upkeep.history import replay
-from tailrace.upkeep.restore import Restorer
+from tailrace.upkeep.job import milliseconds
+from tailrace.upkeep.replacement import (
+    Buckets,
+    ReplacedPart,
+    RestoredEvent,
+    SegmentDraft,
+    Survey,
+    faulty_part,
+    merged,
+    one_day,
+    record_bounds,
+    replaced,
+    whole_log,
+)
+from tailrace.upkeep.sweep import over
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import Shards
+
+STEPS = ("reopened", "rebuilt-staged", "rebuilt-checked", "replaced")
+"""The failpoints of a rebuild, in order."""
+
+
+class Restorer:
+    """Restores logs of one view in one task."""
+
+    def __init__(self, plan: RebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint.reached) -> None:
+        self._plan, self._shards, self._reached = plan, shards, reached
+        self._writer = plan.work.writer()
+
+    def restore(self, name: str, records: Iterable[SpooledRecord]) -> Restored:
+        """Restore a log, given Kafka's records of it in the order of their running-maximum times."""
+        plan = self._plan
+        # The last numbers of sources are read before the log: events that come in between are found there.
+        numbering = plan.work.copy.numbering(self._shards, name, plan.now_ms)
+        log = read_logs(self._shards, plan.work.view, [name])[0]
+        if log.is_broken:
+            return Restored(name, BROKEN)
+        if done := [s for s in log.log.segments if s.epoch == plan.start.epochs[log.shard]]:
+            return Restored(name, REBUILT, sum(s.events for s in done), 0, len(done))
+        return _LogRestorer(plan, self._shards, self._writer, log, numbering, self._reached).restore(records)
+
+
+class _LogRestorer:
+    """Restores one log."""
+
+    def __init__(
+        self,
+        plan: RebuildPlan,
+        shards: Shards,
+        writer: Writer,
+        log: ExaminedLog,
+        numbering: Numbering | None,
+        reached: Callable[[str], None],
+    ) -> None:
+        self._plan, self._shards, self._log, self._numbering, self._reached = plan, shards, log, numbering, reached
+        self._name, self._view, self._epoch = log.name, plan.work.view, plan.start.epochs[log.shard]
+        self._span_ms, self._latest_ms = writer.span_ms, plan.now_ms + writer.future_ms
+        self._staging = Staging(shards, self._view, plan.token)
+        self._bounds, self._erased = plan.work.extent.shards[log.shard], plan.work.erased.get(log.name)
+        self._behind = next((s for s in log.log.segments if s.epoch > self._epoch), None)
+        keep = plan.work.copy.buckets.keep_of(log.name)
+        keep_ms = None if keep is None else milliseconds(keep)
+        self._horizon_ms = log.horizon(keep_ms, plan.now_ms)
+        old = self._old()
+        self._due = 0 if keep_ms is None else min(len(over(log.log, keep_ms, plan.now_ms)), len(old))
+        self._surveys = self._survey(old)
+
+    def restore(self, records: Iterable[SpooledRecord]) -> Restored:
+        """Replace the part of the log that needs it."""
+        surveys, behind, day_ms, numbering = self._surveys, self._behind, self._plan.day_ms, self._numbering
+        part = faulty_part(surveys, self._due, behind) if day_ms is None else one_day(surveys, day_ms, behind)
+        if numbering is None:
+            return self._write(part, self._events(part, records))
+        with Spool(records) as spool:
+            for segment in self._log.log.segments:
+                if segment.epoch > self._epoch:
+                    numbering.pass_live(read_segment(self._shards, self._view, self._name, segment))
+            if not numbering.fits(self._events(part, spool)):
+                part = whole_log(surveys, behind)
+                numbering.begin_anew(self._events(part, spool))
+            return self._write(part, numbering.numbered(self._events(part, spool)))
+
+    # The log as it is.
+
+    def _old(self) -> list[Segment]:
+        """Return the segments that are never written again, also those whose rows can only be guessed."""
+        old = [s for s in self._log.log.segments if s.epoch < self._epoch]
+        for index in self._log.broken:
+            if self._behind is None or index < self._behind.index:
+                near = min(old, key=lambda s: (s.index > index, abs(s.index - index)), default=None)
+                start_ms, span_ms, newest_ms = (
+                    (near.start_ms, near.span_ms, near.newest_ms) if near else (0, self._span_ms, 0)
+                )
+                bare = Segment(index, start_ms, span_ms, 0, 1, 0, 0, 0, newest_ms)
+                entries = list(read_segment(self._shards, self._view, self._name, bare, entries=False))
+                events, last = sum(each.events for each in entries), entries[-1].last if entries else 0
+                old.append(msgspec.structs.replace(bare, last=last, events=events))
+        return sorted(old, key=lambda segment: segment.index)
+
+    def _survey(self, segments: Sequence[Segment]) -> list[Survey]:
+        checker, found, numbering = Checker(self._name), list[Survey](), self._numbering
+        reached: dict[Partition, int] = {}
+        in_front = True
+        for i, segment in enumerate(segments):
+            checker.begin(segment)
+            if numbering is not None:
+                numbering.begin(in_front)
+            has_retained, events, low, high = False, 0, 0, 0
+            offsets: dict[Partition, tuple[int, int]] = {}
+            carried: dict[Partition, int] = {}
+            for entry in read_segment(self._shards, self._view, self._name, segment):
+                for run in (each.run for each in checker.take(entry)):
+                    partition = run.partition
+                    first, last = self._bounds.get(partition, (1 << 62, None))
+                    after = reached.get(partition, -1)
+                    if numbering is not None:
+                        numbering.see(run, after, last, first)
+                    for offset, _, *sums in prints(run, after + 1, last, numbered=True, erased=self._erased):
+                        events, low, high = events + 1, low + sums[0], high + sums[1]
+                        offsets[partition] = offsets.get(partition, (offset, 0))[0], offset
+                        reached[partition] = offset
+                        if offset >= first:
+                            has_retained = True
+                        else:
+                            carried[partition] = carried.get(partition, 0) + 1
+            sound = checker.end() and segment.epoch > 0
+            in_front = in_front and (i < self._due or (sound and not has_retained))
+            found.append(Survey(segment, sound, has_retained, events, low, high, offsets, carried))
+        return found
+
+    # The log as it is to be.
+
+    def _events(self, part: ReplacedPart, records: Iterable[SpooledRecord]) -> Iterator[RestoredEvent]:
+        """Yield the right events of the replaced part, in order."""
+        counts: dict[Partition, int] = {}
+        for survey in self._surveys[part.begin : part.end]:
+            for partition, n in survey.carried.items():
+                counts[partition] = counts.get(partition, 0) + n
+        return merged(self._carried(part), self._admitted(part, records), counts)
+
+    def _carried(self, part: ReplacedPart) -> Iterator[RestoredEvent]:
+        """Yield the events of the replaced part that Kafka no longer has."""
+        reached = {s: high for survey in self._surveys[: part.begin] for s, (_, high) in survey.bounds.items()}
+        newest_ms = 0
+        for segment in (survey.segment for survey in self._surveys[part.begin : part.end] if survey.carried):
+            entries = read_segment(self._shards, self._view, self._name, segment)
+            for run in (each.run for entry in entries for each in entry.runs):
+                partition, label, times, keys = run.partition, str(run.partition), run.times, run.keys
+                retained = self._bounds.get(partition, (1 << 62, 0))[0]
+                rows = run.tag_columns.rows(run.offsets, times) if run.tag_columns is not None else None
+                for i, offset in enumerate(run.offsets):
+                    fields = rows[i] if rows is not None else None
+                    if offset <= reached.get(partition, -1) or is_erased(self._erased, fields, label, offset):
+                        continue
+                    reached[partition] = offset
+                    if offset >= retained:
+                        continue
+                    newest_ms = max(newest_ms, times[i] if fields is None else fields.ms)
+                    key = keys[0] if len(keys) == 1 else keys[i]
+                    content = key, run.headers[i] if run.headers is not None else [], run.values[i]
+                    bucket = segment.start_ms, segment.span_ms
+                    yield RestoredEvent(partition, offset, times[i], *content, newest_ms, *bucket, fields)
+
+    def _admitted(self, part: ReplacedPart, records: Iterable[SpooledRecord]) -> Iterator[RestoredEvent]:
+        """Yield the records that belong into the replaced part."""
+        bounds = record_bounds(self._surveys, part, self._horizon_ms, self._plan.day_ms)
+        span = self._span_ms
+        for r in records:
+            start = bucket_start(r.newest_ms, span)
+            if not bounds.admit(r.partition, r.offset, start, span):
+                continue
+            body, fields = decode_body(r.body), None
+            if self._numbering is not None:
+                fields = self._numbering.fields_of(r, body)
+                start = bucket_start(max(r.newest_ms, fields.ms), span)
+            content = body.key, body.headers, body.value
+            yield RestoredEvent(r.partition, r.offset, r.time_ms, *content, r.newest_ms, start, span, fields)
+
+    def _buckets(self, part: ReplacedPart) -> Buckets:
+        """Return the buckets that new segments may have.
+
+        Applied events went to no later bucket than the last replaced one; and a log that has dropped its oldest buckets
+        gets none of them back for late events.
+        """
+        surveys, day_ms, span = self._surveys, self._plan.day_ms, self._span_ms
+        inside = [s.segment for s in surveys[part.begin : part.end] if s.segment.epoch]
+        after = surveys[part.end].segment if part.end < len(surveys) else self._behind
+        highest = bucket_start(self._latest_ms, span), span
+        if last := inside[-1] if inside else after:
+            highest = last.start_ms, last.span_ms
+        lowest = bucket_start(self._horizon_ms, span), span
+        if surveys and self._horizon_ms == surveys[0].segment.start_ms:
+            lowest = self._horizon_ms, surveys[0].segment.span_ms
+        if day_ms is not None:
+            lowest = (inside[0].start_ms, inside[0].span_ms) if inside else (day_ms, span)
+        return Buckets(surveys[part.begin - 1].segment if part.begin else None, part.room, lowest, highest)
+
+    # The change.
+
+    def _write(self, part: ReplacedPart, events: Iterator[RestoredEvent]) -> Restored:
+        """Stage the right events of the replaced part, and put them in its place."""
+        surveys, plan = self._surveys, self._plan
+        inside, front = surveys[part.begin : part.end], [s.segment for s in surveys[: part.begin]]
+        newest_ms = front[-1].newest_ms if front else 0
+        stage = None if plan.dry_run else self._stage
+        draft = SegmentDraft(self._name, self._buckets(part), newest_ms, self._latest_ms, plan.piece_bytes, stage)
+        verdict = draft.write(events, part.room != 0) or self._decide(inside, draft)
+        if not verdict:
+            if self._numbering is not None:
+                self._staging.restore_numbers(self._name, self._numbering.first_numbers())
+            gone = [survey.segment for survey in inside]
+            new = draft.segments(self._epoch, part.top, replaced(front, gone, self._log.log.expired))
+            self._reached("rebuilt-checked")
+            answer = self._staging.replace(self._name, gone, new, plan.remember_ms)
+            self._reached("replaced")
+            verdict = REBUILT if answer == "ok" else MOVED
+        if verdict != REBUILT:
+            self._staging.discard(self._name, range(len(draft.parts)))
+        before = sum(survey.events for survey in inside)
+        return Restored(self._name, verdict, draft.events, before, len(draft.parts), len(inside))
+
+    def _decide(self, inside: Sequence[Survey], draft: SegmentDraft) -> str:
+        """Return the verdict if the log is not to be replaced; nothing if it is."""
+        sums = [sum(column) for column in zip(*((s.events, s.low, s.high) for s in inside), strict=True)] or [0, 0, 0]
+        listed = self._log.listed or not self._log.log.segments
+        if sums == [draft.events, draft.low, draft.high] and listed and all(s.sound for s in inside):
+            return SAME
+        if self._plan.day_ms is not None and draft.events < sums[0]:
+            return FEWER
+        return REBUILT if self._plan.dry_run else ""
+
+    def _stage(self, piece: PackedPiece, entries: Sequence[NumberedRun]) -> bool:
+        """Stage a piece; return whether the store has it as it was written."""
+        self._staging.stage([piece])
+        self._reached("rebuilt-staged")
+        return digest(self._staging.read_staged([piece])[0]) == digest(entries)
+
+
+class Spool:
+    """Kafka's records of one log in a temporary file: they come once, and are read more than once."""
+
+    _head = Layout("<I")
+
+    def __init__(self, records: Iterable[SpooledRecord]) -> None:
+        self._file: IO[bytes] = TemporaryFile(buffering=1 << 20)  # noqa: SIM115 it is closed with us
+        encode = msgspec.msgpack.Encoder().encode
+        for record in records:
+            stored = encode(record)
+            self._file.write(self._head.pack(len(stored)) + stored)
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[SpooledRecord]:
+        """Yield the records from the first one on. One iteration at a time."""
+        decode = msgspec.msgpack.Decoder(SpooledRecord).decode
+        self._file.seek(0)
+        while head := self._file.read(self._head.size):
+            yield decode(self._file.read(*self._head.unpack(head)))
+
 
 RECORDS = "name string, source string, offset long, time long, body binary"
 NEXT_RECORDS = 3

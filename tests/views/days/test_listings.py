@@ -19,8 +19,8 @@ from tailrace.log.store import Logs
 from tailrace.valkey.keys import FORMAT
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.days import listing as largest
-from tailrace.views.days.listing import Largest
+from tailrace.views.days import routes as largest
+from tailrace.views.days.routes import Largest
 from tests.http.parts import Streams, problem
 from tests.upkeep.past import Keeper, now_ms
 from tests.writing import DAY, NOON, Record, Writer

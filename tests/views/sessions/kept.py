@@ -12,9 +12,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.kafka.broker import client_properties
+from tailrace.kafka.broker import BrokerTopics, client_properties
 from tailrace.kafka.consume import Records
-from tailrace.kafka.topics import BrokerTopics
 from tailrace.log.entry_id import EntryId, parse_id
 from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions, mapping

@@ -15,7 +15,7 @@ from tailrace.log.request import EventFrame, Moved
 from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags import merge as tag_merge
+from tailrace.views.tags import feed as tag_merge
 from tests.log.rig import Follower, controls, ids
 from tests.views.tags.reading import events, reading, request_of
 from tests.views.tags.tagged import Tagger, apart, strangers

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tailrace.errors import SearchEnded
-from tailrace.kafka.broker import Topic
-from tailrace.kafka.topics import BrokerTopics
+from tailrace.kafka.broker import BrokerTopics, Topic
 from tailrace.log.cursor import Position
 from tailrace.log.feed import before_time
 from tailrace.log.hub import Hub

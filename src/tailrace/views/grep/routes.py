@@ -44,8 +44,7 @@ from tailrace.http.request import Here, LastEventId, decoded, limits_of, read_bo
 from tailrace.http.routing import Routes
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.sse import answer_feed
-from tailrace.kafka.broker import client_properties
-from tailrace.kafka.topics import BrokerTopics
+from tailrace.kafka.broker import BrokerTopics, client_properties
 from tailrace.log.event import home_of, iso_time
 from tailrace.log.store import Logs
 from tailrace.metrics import SearchMetrics

@@ -17,10 +17,10 @@ import msgspec
 from tailrace.api.answers import SessionRow, SessionRows
 from tailrace.api.feeds import Burst
 from tailrace.api.requests import SessionFeedParameters
+from tailrace.client.answers import SseFrame
 from tailrace.client.connection import Connection
 from tailrace.client.following import Feed, FeedKeywords
 from tailrace.client.request_encoding import as_segment
-from tailrace.client.sse_reader import SseFrame
 from tailrace.errors import BadRequest
 
 LARGEST_LIST = 1_000
