@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
@@ -20,6 +21,10 @@ from tests.views.folds.holding import Holder
 from tests.writing import Writer
 
 pytest_plugins = ["tailrace.testing.fixtures"]
+
+# A busy machine is no failure: no example has a deadline, and none is too slow to be made.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, free_port, tail
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.testing.installation import Pipeline, wait_for
+from tailrace.testing.installation import PipelineProcess, wait_for
 from tailrace.testing.spark import QUICK_JAVA
 from tests.faults.rig import Load, LoadedInstallation
 
@@ -65,7 +65,7 @@ def test_the_pipeline_runs_on_a_master_with_two_workers(
     }
     topic = installation.topic("jobs", 4)
     load = Load(installation, topic, partitions=4).send(2_000)
-    with Pipeline(installation, spark__master=master, spark__conf=json.dumps(conf)):
+    with PipelineProcess(installation, spark__master=master, spark__conf=json.dumps(conf)):
         installation.wait_stored(2_000)
         load.send(500)
         installation.check()

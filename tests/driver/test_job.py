@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import Partition
-from tailrace.testing.installation import Pipeline, wait_for
+from tailrace.testing.installation import PipelineProcess, wait_for
 from tailrace.valkey.marks import conserved, lowest, read_marks
 from tests.faults.rig import Load, LoadedInstallation
 
@@ -20,7 +20,7 @@ from tests.faults.rig import Load, LoadedInstallation
 class Rig:
     """A running pipeline and the names of what it reads."""
 
-    def __init__(self, installation: LoadedInstallation, pipeline: Pipeline) -> None:
+    def __init__(self, installation: LoadedInstallation, pipeline: PipelineProcess) -> None:
         self.installation, self.pipeline = installation, pipeline
 
     def producer(self, **properties: Any) -> Producer:
@@ -38,7 +38,7 @@ def _if_long(events: list[str], count: int) -> list[str]:
 @pytest.fixture(scope="module")
 def rig(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     installation = LoadedInstallation(kafka, valkey_server.url, tmp_path_factory.mktemp("job"))
-    with Pipeline(installation, arguments=("--views", "days")) as pipeline:
+    with PipelineProcess(installation, arguments=("--views", "days")) as pipeline:
         yield Rig(installation, pipeline)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from tailrace.testing.installation import Pipeline, wait_for
+from tailrace.testing.installation import PipelineProcess, wait_for
 from tailrace.valkey.marks import read_marks
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.faults.loads import Laps, Posts, Searches, Tagged
@@ -88,25 +88,25 @@ class Life:
         return self.installation.counts().get("stored", 0)
 
 
-def _at_any_moment(life: Life, driver: Pipeline) -> bool:
+def _at_any_moment(life: Life, driver: PipelineProcess) -> bool:
     time.sleep(random.uniform(0, 1.5))
     driver.kill()
     return True
 
 
-def _between_two_shards(life: Life, driver: Pipeline) -> bool:
+def _between_two_shards(life: Life, driver: PipelineProcess) -> bool:
     return _kill_when(driver, life.uneven)
 
 
-def _between_rows_and_mark(life: Life, driver: Pipeline) -> bool:
+def _between_rows_and_mark(life: Life, driver: PipelineProcess) -> bool:
     return _kill_when(driver, life.tagged.rows_are_ahead)
 
 
-def _between_hash_and_stream(life: Life, driver: Pipeline) -> bool:
+def _between_hash_and_stream(life: Life, driver: PipelineProcess) -> bool:
     return _kill_when(driver, life.laps.hash_is_ahead, patience_s=10)
 
 
-def _in_a_scan(life: Life, driver: Pipeline) -> bool:
+def _in_a_scan(life: Life, driver: PipelineProcess) -> bool:
     life.searches.another()
 
     def half_scanned() -> bool:
@@ -117,17 +117,17 @@ def _in_a_scan(life: Life, driver: Pipeline) -> bool:
     return _kill_when(driver, half_scanned)
 
 
-def _without_its_jvm(life: Life, driver: Pipeline) -> bool:
+def _without_its_jvm(life: Life, driver: PipelineProcess) -> bool:
     driver.jvm().kill()
     return True
 
 
-def _overtaken(life: Life, driver: Pipeline) -> bool:
+def _overtaken(life: Life, driver: PipelineProcess) -> bool:
     life.standing.another()
     return True
 
 
-def _back_from_the_dead(life: Life, driver: Pipeline) -> bool:
+def _back_from_the_dead(life: Life, driver: PipelineProcess) -> bool:
     stopped = [driver.pid, *(process.pid for process in driver.family())]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -137,7 +137,7 @@ def _back_from_the_dead(life: Life, driver: Pipeline) -> bool:
     return True
 
 
-WAYS: dict[str, Callable[[Life, Pipeline], bool]] = {
+WAYS: dict[str, Callable[[Life, PipelineProcess], bool]] = {
     "killed at any moment": _at_any_moment,
     "killed between two shards": _between_two_shards,
     "killed between rows and mark": _between_rows_and_mark,
@@ -149,7 +149,7 @@ WAYS: dict[str, Callable[[Life, Pipeline], bool]] = {
 }
 
 
-def _kill_when(driver: Pipeline, condition: Callable[[], bool], patience_s: float = 30.0) -> bool:
+def _kill_when(driver: PipelineProcess, condition: Callable[[], bool], patience_s: float = 30.0) -> bool:
     """Kill a driver and all that it started while a condition holds; return whether it did in the end."""
     deadline = time.monotonic() + patience_s
     met = False

@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, Producer
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.name import shard_of
-from tailrace.testing.installation import Installation, Pipeline, wait_for
+from tailrace.testing.installation import Installation, PipelineProcess, wait_for
 from tailrace.valkey.marks import conserved
 from tests.writing import read_view
 
@@ -89,7 +89,7 @@ class Standing:
     def __init__(self, installation: LoadedInstallation, **changes: str) -> None:
         self.installation = installation
         self._changes = changes
-        self._started: list[Pipeline] = []
+        self._started: list[PipelineProcess] = []
 
     def __enter__(self) -> Standing:
         return self
@@ -98,15 +98,15 @@ class Standing:
         for pipeline in self._started:
             pipeline.__exit__()
 
-    def pipeline(self, *, wait: bool = True) -> Pipeline:
+    def pipeline(self, *, wait: bool = True) -> PipelineProcess:
         """Return the pipeline that runs; start one if the last test has ended it."""
         if self._started and self._started[-1].exit_code is None:
             return self._started[-1]
         return self.another(wait=wait)
 
-    def another(self, *, wait: bool = True) -> Pipeline:
+    def another(self, *, wait: bool = True) -> PipelineProcess:
         """Start one more."""
-        pipeline = Pipeline(self.installation, f"pipeline-{len(self._started):03d}", **self._changes)
+        pipeline = PipelineProcess(self.installation, f"pipeline-{len(self._started):03d}", **self._changes)
         self._started.append(pipeline)
         return pipeline.start(wait=wait)
 

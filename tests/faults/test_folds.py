@@ -17,7 +17,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.testing.installation import Pipeline, wait_for
+from tailrace.testing.installation import PipelineProcess, wait_for
 from tailrace.views.folds.model import Windows
 from tests.faults.loads import PARTITIONS, QUIET_MS, Posts, folds_of
 from tests.faults.rig import LoadedInstallation
@@ -77,11 +77,11 @@ def story(kafka: EmbeddedKafka, valkey_server: EmbeddedValkey, tmp_path_factory:
     return Story(away, of_away, live, of_live, of_history, too_early, after_change, of_held)
 
 
-def _pipeline(name: str, *posts: Posts) -> Pipeline:
+def _pipeline(name: str, *posts: Posts) -> PipelineProcess:
     """Return a pipeline for the topics of posts, with their rules."""
     rules, topics = {each.name: each.rule for each in posts}, [each.topic for each in posts]
     settings = {"folds__rules": json.dumps(rules), "kafka__topics": json.dumps(topics), "folds__begin": "start"}
-    return Pipeline(posts[0].installation, f"pipeline-{name}", **settings)
+    return PipelineProcess(posts[0].installation, f"pipeline-{name}", **settings)
 
 
 def _post_with_pauses(posts: Posts) -> None:
@@ -104,7 +104,7 @@ def _post_bursts(posts: Posts, begin: int) -> None:
     posts.flush()
 
 
-def _change_windows(posts: Posts, pipeline: Pipeline) -> Sequence[Published]:
+def _change_windows(posts: Posts, pipeline: PipelineProcess) -> Sequence[Published]:
     """Ask for other windows and for the old ones again; return what was published before and after the first."""
     shards = posts.installation.shards()
     posts.send("account_1")

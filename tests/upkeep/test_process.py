@@ -150,7 +150,7 @@ def upkeep(options: StoreOptions, log: Path, **changes: str) -> Iterator[subproc
     try:
         yield process
         process.send_signal(signal.SIGTERM)
-        assert process.wait(3) == 0
+        assert process.wait(15) == 0
     finally:
         process.kill()
         process.wait()

@@ -102,7 +102,7 @@ class Installation:
         return "\n".join(tail(file, lines) for file in sorted(self.folder.glob("pipeline*.log"))[-2:])
 
 
-class Pipeline:
+class PipelineProcess:
     """One ``tailrace run``, started, killed and started again."""
 
     def __init__(
@@ -117,14 +117,14 @@ class Pipeline:
         self._installation = installation
         self._process: Process | None = None
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> PipelineProcess:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
 
-    def start(self, *, wait: bool = True) -> Pipeline:
+    def start(self, *, wait: bool = True) -> PipelineProcess:
         """Start the process; wait until its query has reported."""
         before = self._installation.status().get("epoch", 0)
         self._process = Process(self._part)
