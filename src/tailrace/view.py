@@ -2,7 +2,7 @@
 
 ``tailrace.views`` lists the views. Nothing else names one: the hosts go through the list that they are given and call
 these hooks. A view imports what a hook needs inside the hook, so that the command line starts quickly and works without
-Spark, Kafka or a web framework installed. Every hook but ``writer`` has a default that does nothing.
+Spark, Kafka or a web framework installed. Every hook but ``plan`` has a default.
 """
 
 from __future__ import annotations
