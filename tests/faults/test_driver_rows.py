@@ -14,7 +14,7 @@ from tests.faults import test_driver
 from tests.faults.life import Life
 from tests.faults.rig import LoadedInstallation
 
-ENDS = "killed between rows and mark", "killed between hash and stream"
+ENDS = "killed at any moment", "killed between rows and mark", "killed between hash and stream"
 
 pytestmark = pytest.mark.timeout(3600)
 
