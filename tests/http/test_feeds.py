@@ -248,6 +248,9 @@ def test_more_feeds_than_may_be_are_refused_and_told_when_to_come_back(serve: Se
         assert (refused.status_code, refused.json()["code"]) == (503, "service.overloaded")
         assert refused.headers["retry-after"] == "2"
         assert client.get("/healthz").status_code == 200
+    with service.client() as client:
+        while "tailrace_feeds_open 0.0" not in client.get("/metrics").text:
+            time.sleep(0.05)  # the service has yet to notice that the first reader has gone
     with service.client() as client, followed(client, "/v1/streams/a/events") as found:
         next(found)
 

@@ -150,7 +150,8 @@ def kafka(servers: SharedServers, quick_spark: None) -> EmbeddedKafka:
 @pytest.fixture(scope="session")
 def cassandra_server(servers: SharedServers) -> EmbeddedCassandra:
     def start(folder: Path) -> Sequence[EmbeddedCassandra]:
-        node = EmbeddedCassandra(folder)
+        # Hundreds of tests leave a keyspace each, and the node keeps their tables in its heap.
+        node = EmbeddedCassandra(folder, memory="1536m")
         node.start(180)
         return [node]
 
