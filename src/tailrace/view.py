@@ -1,4 +1,4 @@
-"""What a view is: the one value by which the driver, the service, the command line and upkeep know it.
+"""The type of a view: the one value by which the driver, the service, the command line and upkeep know it.
 
 ``tailrace.views`` lists the views. Nothing else names one: the hosts go through the list that they are given and call
 these hooks. A view imports what a hook needs inside the hook, so that the command line starts quickly and works without

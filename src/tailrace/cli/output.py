@@ -1,4 +1,4 @@
-"""How commands ask the service and print: JSON lines for programs, tables for people, messages to standard error.
+"""Asking the service and printing its answers: JSON lines for programs, tables for people, messages to standard error.
 
 Text from events, names and errors reaches a terminal only through ``visible``. Everything heavy is imported where it is
 used: this module is loaded by every start of ``tailrace``.

@@ -1,4 +1,4 @@
-"""What a view does in the driver: its hooks, in the order in which the driver calls them.
+"""The hooks of a view in the driver, in the order in which the driver calls them.
 
 The driver makes one ``ViewDriver`` per view for each start of the query: ``prepare``, ``begin``, ``marks``, ``plan``,
 then the query starts, then ``loops``. While the query runs it calls ``tick``, ``status`` and ``restart_reason`` once a

@@ -196,7 +196,7 @@ class Host:
 
 
 class _Known(msgspec.Struct):
-    """How far a partition is applied, as far as this process knows: shard by shard."""
+    """Marks and times of a partition, shard by shard, as far as this process knows."""
 
     marks: list[int]
     times: list[tuple[int, int]]

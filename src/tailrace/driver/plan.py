@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ViewPlan(Protocol):
-    """What the tasks must know of one view: a frozen value that can be pickled."""
+    """The part of a plan that belongs to one view: a frozen value that can be pickled."""
 
     @property
     def name(self) -> str:
@@ -29,7 +29,7 @@ class ViewPlan(Protocol):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the tasks of one start must know."""
+    """Everything that the tasks of one start must know."""
 
     store: StoreOptions
     run_ids: dict[str, str]

@@ -28,7 +28,7 @@ SHOWN_GAPS = 20
 
 
 class Report:
-    """What one run of the query has to report."""
+    """The report of one run of the query, stored once a second."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ _decode_headers = msgspec.json.Decoder(list[_Header]).decode
 
 
 class RecordLimits(msgspec.Struct, frozen=True):
-    """What a record may be before it is poison."""
+    """Limits of a record; one beyond them is poison."""
 
     max_bytes: int = 1 << 20
     max_depth: int = 200
@@ -166,7 +166,7 @@ def _all_text(column: Any) -> bool:
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What one shard writes for a contiguous range of offsets, all of it or nothing."""
+    """The items that one shard writes for a contiguous range of offsets, all of them or none."""
 
     shard: int
     end: int
@@ -180,7 +180,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class AppliedMarks(NamedTuple):
-    """How far each shard has come with a partition."""
+    """Marks of one partition in each shard."""
 
     marks: Sequence[int]
     times: Sequence[tuple[int, int]]

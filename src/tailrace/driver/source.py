@@ -1,4 +1,4 @@
-"""What Spark reads, from where, and with which settings.
+"""The source of the query: topics, starting offsets, and the settings of Spark.
 
 Invariant: a start names every partition that matches, at the lowest mark of all views, clipped to what Kafka still has;
 what was clipped is reported as a gap. One partition is read by one task, in order, committed records only. Settings of

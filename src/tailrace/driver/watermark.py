@@ -28,7 +28,7 @@ KEPT = 64
 
 
 class Listing(msgspec.Struct, frozen=True, order=True):
-    """Where partitions ended: the offset after the last record, asked for after the clock was read."""
+    """Ends of partitions (the offset after the last record), asked for after the clock was read."""
 
     clock_ms: int
     ends: dict[Partition, int]
@@ -212,7 +212,7 @@ class Timing:
 
 
 class CompletedBatch(msgspec.Struct, frozen=True):
-    """What Spark reports of a batch that is done."""
+    """The progress report of a batch that Spark has completed."""
 
     facts: dict[str, Any] = {}
     ends: dict[Partition, int] = {}

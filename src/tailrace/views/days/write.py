@@ -30,7 +30,7 @@ CACHED_NAMES = 200_000
 
 
 class DaysPlan(msgspec.Struct, frozen=True):
-    """What tasks must know to write day streams."""
+    """The part of a plan that tasks need to write day streams."""
 
     name_paths: tuple[str, ...] | None = None
     """Paths in the value that make the name; None = the record's key."""

@@ -306,7 +306,7 @@ class Emitter(threading.Thread):
         return max(self._tick_s, min(self._longest_pause_s, (soonest - now_ms) / 1000))
 
     def _begin(self) -> None:
-        """Where time is that of the events, go on from where it was: it would have to come there again by itself."""
+        """Resume the watermark of rules that go by event time: events would have to bring it there again."""
         if self._began:
             return
         _, stored = self._store.read([])
