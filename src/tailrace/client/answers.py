@@ -7,7 +7,8 @@ nothing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -88,20 +89,31 @@ class SseReader:
         return SseFrame(id_, event or "message", data)
 
 
+T = TypeVar("T", bound=msgspec.Struct)
+
 _decode_event = msgspec.json.Decoder(Event).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def read_event(frame: SseFrame) -> Event:
     """Read an event's frame."""
+    return read_frame(frame, _decode_event, "not an event")
+
+
+def read_frame(frame: SseFrame, decode: Callable[[bytes], T], wrong: str) -> T:
+    """Decode the data of a frame into a struct and set its ``cursor``.
+
+    Raises:
+        BadRequest: The data is ``wrong``, as the message says.
+    """
     try:
-        event = _decode_event(frame.data or b"null")
+        found = decode(frame.data or b"null")
     except msgspec.DecodeError as error:
         raise BadRequest(
-            f"the frame after cursor {frame.id} is not an event ({error}): is this a Tailrace service?"
+            f"the frame after cursor {frame.id} is {wrong} ({error}): is this a Tailrace service?"
         ) from None
-    msgspec.structs.force_setattr(event, "cursor", frame.id or "")
-    return event
+    msgspec.structs.force_setattr(found, "cursor", frame.id or "")
+    return found
 
 
 def read_control(frame: SseFrame) -> Control:

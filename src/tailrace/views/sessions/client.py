@@ -17,7 +17,7 @@ import msgspec
 from tailrace.api.answers import SessionRow, SessionRows
 from tailrace.api.feeds import Burst
 from tailrace.api.requests import SessionFeedParameters
-from tailrace.client.answers import SseFrame
+from tailrace.client.answers import SseFrame, read_frame
 from tailrace.client.connection import Connection
 from tailrace.client.following import Feed, FeedKeywords
 from tailrace.client.request_encoding import as_segment
@@ -30,14 +30,7 @@ _decode = msgspec.json.Decoder(Burst, strict=False).decode
 
 def read_burst(frame: SseFrame) -> Burst:
     """Read a burst's frame."""
-    try:
-        burst = _decode(frame.data or b"null")
-    except msgspec.DecodeError as error:
-        raise BadRequest(
-            f"the frame after cursor {frame.id} is no burst ({error}): is this a Tailrace service?"
-        ) from None
-    msgspec.structs.force_setattr(burst, "cursor", frame.id or "")
-    return burst
+    return read_frame(frame, _decode, "no burst")
 
 
 class SessionsClient(Connection):
