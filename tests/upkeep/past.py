@@ -27,11 +27,10 @@ from tailrace.log.store import ExpiredCounts, LogRegistry, Staging
 from tailrace.log.timeuuid import ms_of
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep.audit import Audit, Auditing
-from tailrace.upkeep.copy import RebuildPlan, RebuildStart, Restored, SpooledRecord, WantedNames, encode_body
-from tailrace.upkeep.history import History
+from tailrace.upkeep.copy import History, RebuildPlan, RebuildStart, Restored, SpooledRecord, WantedNames, encode_body
 from tailrace.upkeep.job import LOGS, JobLease, find_view, look_once, run_job
 from tailrace.upkeep.log_copy import Restorer
-from tailrace.upkeep.packer import Packer, PackOutcome, due_segments
+from tailrace.upkeep.pack import Packer, PackOutcome, PackRules, due_segments
 from tailrace.upkeep.rebuild import Rebuilding
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
@@ -86,19 +85,10 @@ class Keeper:
         self.shards.call(0, "lease", LOGS, "one", 0, self.lease.token)
 
     def pack(self, after_ms: int = 0) -> PackOutcome:
-        packer = Packer(
-            self.registry,
-            self.staging,
-            piece_bytes=self._piece_bytes,
-            after_ms=after_ms,
-            clock=self._clock,
-            reached=self._reached,
-        )
-        dues = [
-            due
-            for found in self.registry.walk()
-            for due in due_segments(found.name, found.log, after_ms, self._clock())
-        ]
+        view, now, rules = self.registry.view, self._clock(), PackRules(after_ms, self._piece_bytes)
+        walk = self.registry.walk()
+        dues = [due for found in walk for due in due_segments(found.name, found.log, after_ms, now)]
+        packer = Packer(self.shards, view, self.lease.token, rules, now, reached=self._reached)
         return packer.pack(dues)
 
     def expire(self, name: str, keep_ms: int) -> ExpiredCounts:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tailrace.log.request import ControlFrame, EventFrame
-from tailrace.upkeep.packer import STEPS
+from tailrace.upkeep.pack import STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests.log.rig import Follower, rig
 from tests.upkeep.past import Keeper

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,8 +33,8 @@ from tailrace.testing.spark import QUICK_JAVA
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
 from tailrace.upkeep.loop import JobLoop
-from tailrace.upkeep.pack import PackPlan, Spread, divided
-from tailrace.upkeep.packer import GROUP_SEGMENTS, due_segments
+from tailrace.upkeep.pack import GROUP_SEGMENTS, PackPlan, Share, divided, due_segments, pack_share
+from tailrace.upkeep.spark import Spread
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import VIEWS
 from tests.upkeep.past import Keeper
@@ -117,11 +118,15 @@ def test_errors_of_tasks_come_back_as_what_they_were(store: StoreOptions, spread
         rules = pack.PackRules(0, 512 << 10)
         plan = PackPlan(store, dict(keeper.shards.run_ids), keeper.lease.token, "days", rules, now_ms())
         assert spread.start()
+
+        def packed(plan: PackPlan) -> list[Share]:
+            return spread.map(partial(pack_share, plan), divided(dues, spread.parts), lambda: False)
+
         late = msgspec.structs.replace(plan, token=plan.token - 1)
-        assert {type(share.error) for share in spread.pack(late, dues, lambda: False)} == {StaleUpkeep}
+        assert {type(share.error) for share in packed(late)} == {StaleUpkeep}
         restarted = msgspec.structs.replace(plan, run_ids=dict.fromkeys(plan.run_ids, "another"))
-        assert {type(share.error) for share in spread.pack(restarted, dues, lambda: False)} == {StoreChanged}
-        shares = spread.pack(plan, dues, lambda: False)
+        assert {type(share.error) for share in packed(restarted)} == {StoreChanged}
+        shares = packed(plan)
         assert [share.error for share in shares] == [None, None]
         assert sum(share.outcome.segments for share in shares) == 60
 

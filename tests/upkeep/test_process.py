@@ -22,8 +22,8 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.segment import PACKED
 from tailrace.testing.installation import wait_for
 from tailrace.testing.spark import QUICK_JAVA
-from tailrace.upkeep import failpoint
-from tailrace.upkeep.packer import GROUP_SEGMENTS, STEPS
+from tailrace.upkeep.job import FAILPOINT
+from tailrace.upkeep.pack import GROUP_SEGMENTS, STEPS
 from tailrace.valkey.shards import StoreOptions
 from tests import forked
 from tests.upkeep.past import Keeper, now_ms
@@ -43,9 +43,9 @@ def environment(options: StoreOptions, **changes: str) -> dict[str, str]:
         "spark__conf": json.dumps({"spark.driver.extraJavaOptions": QUICK_JAVA}),
         "spark__driver_memory": "512m",
     } | changes
-    settings = {f"TAILRACE_{name.upper()}": value for name, value in given.items() if name != failpoint.VARIABLE}
+    settings = {f"TAILRACE_{name.upper()}": value for name, value in given.items() if name != FAILPOINT}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
-    step = {failpoint.VARIABLE: given[failpoint.VARIABLE]} if failpoint.VARIABLE in given else {}
+    step = {FAILPOINT: given[FAILPOINT]} if FAILPOINT in given else {}
     return kept | {"TAILRACE_CONFIG": os.devnull} | settings | step
 
 
@@ -88,7 +88,7 @@ def assert_whole(options: StoreOptions, view: dict[str, list[str]]) -> None:
 def test_killed_at_every_step_and_run_again_it_has_packed_everything_once(any_store: StoreOptions) -> None:
     view = written(any_store, some_days(names=100))
     for step in STEPS:
-        ended = run(any_store, "pack", **{failpoint.VARIABLE: step})
+        ended = run(any_store, "pack", **{FAILPOINT: step})
         assert ended.returncode == -signal.SIGKILL, ended.stderr
         assert asyncio.run(read_view(any_store)) == view
     assert packed(any_store)["segments"] == 300 - GROUP_SEGMENTS, "what was swapped before the last kill stays"
@@ -100,7 +100,7 @@ def test_killed_between_the_pieces_of_a_large_segment_it_loses_nothing(store: St
     records = [Record(i, b"a", b'{"x":"%s"}' % chance.randbytes(20_000).hex().encode()) for i in range(40)]
     view = written(store, records)
     for step in ("staged", "swapped"):
-        assert run(store, "pack", **{failpoint.VARIABLE: step}).returncode == -signal.SIGKILL
+        assert run(store, "pack", **{FAILPOINT: step}).returncode == -signal.SIGKILL
         assert asyncio.run(read_view(store)) == view
     assert packed(store)["segments"] == 0
     assert_whole(store, view)

@@ -37,7 +37,7 @@ def _replace(keeper: Keeper, day: int) -> None:
         number += n
     stored = pack(entries)
     newest = entries[-1].newest_ms
-    keeper.staging.stage([PackedPiece("a", old.index, number, number, newest, stored, True, len(stored))])
+    keeper.staging.stage([PackedPiece("a", old.index, number, number, newest, stored, True)])
     replaced = ((old.epoch, old.first, old.last), *old.replaced)
     new = Segment(
         old.index, old.start_ms, old.span_ms, epoch, 1, number, number, len(stored), newest, 1, PACKED, replaced

@@ -23,10 +23,10 @@ from tailrace.log.cursor import Position
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.segment import PACKED, Log, Segment, locate
-from tailrace.upkeep import failpoint
-from tailrace.upkeep.copy import RebuildPlan
+from tailrace.upkeep.copy import RebuildPlan, RestoredEvent
+from tailrace.upkeep.job import FAILPOINT
 from tailrace.upkeep.log_copy import STEPS, Restorer
-from tailrace.upkeep.replacement import Buckets, RestoredEvent, merged, replaced
+from tailrace.upkeep.rebuild import Buckets, merged, replaced
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions
 from tests.log.rig import ids, rig
@@ -383,7 +383,7 @@ def test_large_buckets_of_any_length_are_written_piece_by_piece(past: Make, stor
 
 
 def _restore_in_a_process(orders: RebuildPlan, records: Any, step: str) -> None:
-    os.environ[failpoint.VARIABLE] = step
+    os.environ[FAILPOINT] = step
     Restorer(orders, Shards(orders.work.plan.store, dict(orders.work.plan.run_ids))).restore("a", iter(records))
 
 

@@ -65,8 +65,8 @@ def pack(
     settings = stack.settings()
     with needs("stores"):
         from tailrace.upkeep.job import Scope, find_view, matcher
-        from tailrace.upkeep.pack import Packing, PackRules, Spread
-        from tailrace.upkeep.packer import FAULTS
+        from tailrace.upkeep.pack import FAULTS, Packing, PackRules
+        from tailrace.upkeep.spark import Spread
     step_aside()
     with Spread(settings) as spread, progress_bar(f"packing {view}") as progress:
         scope = Scope(matcher(name), progress=progress)

@@ -327,7 +327,6 @@ class PackedPiece(msgspec.Struct, frozen=True):
     newest_ms: int
     stored: bytes
     is_first: bool
-    size: int
 
     @property
     def id(self) -> str:

@@ -18,9 +18,8 @@ import pyarrow as pa
 
 from tailrace.config.settings import Settings
 from tailrace.log.segment import DAY_MS
-from tailrace.upkeep.copy import Assignment, ViewCopy, WantedNames, may_have_dropped
+from tailrace.upkeep.copy import Assignment, History, ViewCopy, WantedNames, may_have_dropped, replay
 from tailrace.upkeep.examine import Finding, Tally, fingerprint, stray_keys
-from tailrace.upkeep.history import History, replay
 from tailrace.upkeep.job import JobLease, milliseconds, now_ms
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import Shards

@@ -23,11 +23,8 @@ import pyarrow as pa
 
 from tailrace.driver.slice import Writer
 from tailrace.log.event import Partition
-from tailrace.log.pack import digest
-from tailrace.log.run import NumberedRun
 from tailrace.log.segment import DAY_MS, Segment, bucket_start
-from tailrace.log.store import LogRegistry, PackedPiece, Staging
-from tailrace.upkeep import failpoint
+from tailrace.log.store import LogRegistry, Staging
 from tailrace.upkeep.copy import (
     BROKEN,
     FEWER,
@@ -40,12 +37,14 @@ from tailrace.upkeep.copy import (
     RebuildPlan,
     RebuildStart,
     Restored,
+    RestoredEvent,
     SpooledRecord,
     ViewCopy,
     decode_body,
     difference,
     encode_body,
     may_have_dropped,
+    replay,
 )
 from tailrace.upkeep.examine import (
     Checker,
@@ -59,12 +58,10 @@ from tailrace.upkeep.examine import (
     read_segment,
     walk_logs,
 )
-from tailrace.upkeep.history import replay
-from tailrace.upkeep.job import milliseconds
-from tailrace.upkeep.replacement import (
+from tailrace.upkeep.job import failpoint, milliseconds
+from tailrace.upkeep.rebuild import (
     Buckets,
     ReplacedPart,
-    RestoredEvent,
     SegmentDraft,
     Survey,
     faulty_part,
@@ -85,7 +82,7 @@ STEPS = ("reopened", "rebuilt-staged", "rebuilt-checked", "replaced")
 class Restorer:
     """Restores logs of one view in one task."""
 
-    def __init__(self, plan: RebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint.reached) -> None:
+    def __init__(self, plan: RebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint) -> None:
         self._plan, self._shards, self._reached = plan, shards, reached
         self._writer = plan.work.writer()
 
@@ -264,8 +261,15 @@ class _LogRestorer:
         surveys, plan = self._surveys, self._plan
         inside, front = surveys[part.begin : part.end], [s.segment for s in surveys[: part.begin]]
         newest_ms = front[-1].newest_ms if front else 0
-        stage = None if plan.dry_run else self._stage
-        draft = SegmentDraft(self._name, self._buckets(part), newest_ms, self._latest_ms, plan.piece_bytes, stage)
+        draft = SegmentDraft(
+            self._name,
+            self._buckets(part),
+            newest_ms,
+            self._latest_ms,
+            plan.piece_bytes,
+            None if plan.dry_run else self._staging,
+            lambda: self._reached("rebuilt-staged"),
+        )
         verdict = draft.write(events, part.room != 0) or self._decide(inside, draft)
         if not verdict:
             if self._numbering is not None:
@@ -290,12 +294,6 @@ class _LogRestorer:
         if self._plan.day_ms is not None and draft.events < sums[0]:
             return FEWER
         return REBUILT if self._plan.dry_run else ""
-
-    def _stage(self, piece: PackedPiece, entries: Sequence[NumberedRun]) -> bool:
-        """Stage a piece; return whether the store has it as it was written."""
-        self._staging.stage([piece])
-        self._reached("rebuilt-staged")
-        return digest(self._staging.read_staged([piece])[0]) == digest(entries)
 
 
 class Spool:
@@ -377,7 +375,7 @@ class LogCopy(ViewCopy):
         if token is None:
             return RebuildStart(None, (_ANY_EPOCH,) * shards.options.shards)
         opened = Staging(shards, self.view, token).reopen(now_ms // 1000)
-        failpoint.reached("reopened")
+        failpoint("reopened")
         return RebuildStart(tuple(marks for _, marks in opened), tuple(epoch for epoch, _ in opened))
 
     def rebuild(self, spark: Any, plan: RebuildPlan, records: Any) -> Any:

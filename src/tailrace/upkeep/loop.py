@@ -31,8 +31,8 @@ from tailrace.upkeep.job import (
     now_ms,
     run_job,
 )
-from tailrace.upkeep.pack import Packing, PackRules, Spread
-from tailrace.upkeep.spark import step_back
+from tailrace.upkeep.pack import Packing, PackRules
+from tailrace.upkeep.spark import Spread, step_back
 from tailrace.upkeep.sweep import Sweeping, SweepRules
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.view import View

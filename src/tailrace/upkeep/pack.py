@@ -1,49 +1,55 @@
-"""The job that packs a view: finds the segments that are due, and packs them, here or on Spark's executors.
+"""Packing: rewrites the closed segments of a view into few large pieces, checks these, and swaps them in.
+
+For each segment: read its runs, stage the pieces, read them back, compare count and checksum of every event with the
+runs, and only then swap, which one atomic function does together with removing the runs and raising the floor.
+Invariant: at every moment a reader finds either all runs or all pieces, with the same events; a death at any step
+leaves the log as it was or packed, and staged pieces expire by themselves.
 
 One walk over the registries counts the work, and decides whether it is worth a Spark session; a second one does it, a
-batch at a time, so memory does not grow with the view. Invariant: nothing is remembered between runs. A packed segment
-is no longer due, so the next run continues one that was killed.
-
-Each Spark task packs its share with the same packer as the process itself, over connections that its Python worker
-keeps from task to task. Invariant: a task that ends in any way, even twice, leaves every log as it was or packed. A
-failure comes back as a value, beside the work done before it, so nothing has to be read out of Spark's own messages.
+batch at a time, so memory does not grow with the view. Nothing is remembered between runs: a packed segment is no
+longer due, so the next run continues one that was killed. Each Spark task packs its share with the same packer as the
+process itself, over connections that its Python worker keeps from task to task. A failure comes back as a value, beside
+the work done before it, so nothing has to be read out of Spark's own messages.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.errors import PipelineError, TailraceError
-from tailrace.log.segment import DAY_MS
-from tailrace.log.store import PAGE, LogRegistry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, milliseconds
-from tailrace.upkeep.packer import (
-    GROUP_BYTES,
-    GROUP_SEGMENTS,
-    UNLIMITED,
-    DueSegment,
-    Packer,
-    PackOutcome,
-    due_segments,
-    groups,
-)
-from tailrace.upkeep.spark import LOOK_S, begin_session, end_session, reason_of, step_back, supervise
+from tailrace.errors import StoreError, TailraceError
+from tailrace.log.pack import digest, pack, pieces
+from tailrace.log.run import NumberedRun, encode
+from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment
+from tailrace.log.store import PAGE, LogRegistry, PackedPiece, StagedSegment, Staging
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, failpoint, milliseconds
+from tailrace.upkeep.spark import Spread, step_back
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.view import View
 
 logger = logging.getLogger(__name__)
 
-EXECUTORS_S = 60.0
-"""Limit of the wait for a cluster's first executor."""
+GROUP_BYTES = 2 << 20
+GROUP_SEGMENTS = 256
+"""Limits of a group of small segments that are packed together; a larger segment is streamed on its own."""
 BATCH_SEGMENTS = 4_000
 BATCH_BYTES = 64 << 20
 """Limits of one Spark job, in segments and stored bytes; a run can be stopped between two jobs."""
+UNLIMITED = 1 << 62
+STEPS = ("read", "staged", "checked", "swapped")
+"""The failpoints, in order."""
+FAULTS = {
+    "differs": "what was staged differs from what was read",
+    "incomplete": "it holds less than its registry says",
+    "unreadable": "a stored run cannot be read",
+}
+"""Reasons to leave a segment that stay until it is rebuilt; the others are gone at the next run."""
 
 
 class PackRules(msgspec.Struct, frozen=True):
@@ -71,6 +77,265 @@ class PackRules(msgspec.Struct, frozen=True):
         if self.bytes_per_second:
             size = min(size, round(60 * self.bytes_per_second))
         return segments, size
+
+    def cut(self, entries: Iterable[NumberedRun]) -> Iterator[list[NumberedRun]]:
+        """Group the entries of a segment into pieces."""
+        return pieces(entries, self.piece_bytes, self.piece_events)
+
+
+class DueSegment(msgspec.Struct, frozen=True):
+    """A segment to be packed."""
+
+    name: str
+    segment: Segment
+
+
+class PackOutcome(msgspec.Struct, frozen=True):
+    """Totals of packed segments, and counts of segments that were left, by reason."""
+
+    segments: int = 0
+    events: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    raw_bytes: int = 0
+    left: dict[str, int] = {}
+
+    def __add__(self, other: PackOutcome) -> PackOutcome:
+        left = {why: self.left.get(why, 0) + other.left.get(why, 0) for why in self.left | other.left}
+        return PackOutcome(
+            self.segments + other.segments,
+            self.events + other.events,
+            self.bytes_before + other.bytes_before,
+            self.bytes_after + other.bytes_after,
+            self.raw_bytes + other.raw_bytes,
+            left,
+        )
+
+
+def due_segments(name: str, log: Log, after_ms: int, now_ms: int) -> Iterator[DueSegment]:
+    """Yield the segments of a log that are due: not packed, and sealed or ended long enough ago."""
+    for segment in log.segments:
+        if segment.state == SEALED or (segment.state != PACKED and segment.end_ms + after_ms <= now_ms):
+            yield DueSegment(name, segment)
+
+
+def groups(
+    dues: Iterable[DueSegment], segments: int = GROUP_SEGMENTS, size: int = GROUP_BYTES
+) -> Iterator[list[DueSegment]]:
+    """Yield groups of segments with at most these counts of segments and, about, of stored bytes."""
+    group: list[DueSegment] = []
+    stored = 0
+    for due in dues:
+        if group and (stored + due.segment.bytes > size or len(group) == segments):
+            yield group
+            group, stored = [], 0
+        group.append(due)
+        stored += due.segment.bytes
+    if group:
+        yield group
+
+
+def divided(dues: Sequence[DueSegment], parts: int) -> list[list[DueSegment]]:
+    """Divide segments into at most ``parts`` shares of about the same size, each in order."""
+    shares: list[tuple[int, list[DueSegment]]] = [(0, []) for _ in range(parts)]
+    for group in groups(dues, max(1, min(GROUP_SEGMENTS, len(dues) // parts))):
+        least = min(range(parts), key=lambda i: shares[i][0])
+        size, share = shares[least]
+        shares[least] = size + sum(due.segment.bytes for due in group) + len(group), share + group
+    return [share for _, share in shares if share]
+
+
+class SegmentStage:
+    """Stages one segment piece by piece; each is read back and compared before the next, so memory is that of one.
+
+    Args:
+        staging: Where to write; None = nowhere, for a dry run, which only counts.
+        index: Index of the segment among those that are staged for its log.
+        staged: Called when a piece is written, and not yet compared.
+    """
+
+    def __init__(
+        self, staging: Staging | None, name: str, index: int, staged: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name, self.index = name, index
+        self._staging, self._staged = staging, staged
+        self.first = self.last = self.events = self.newest_ms = 0
+        self.pieces = self.bytes = self.raw_bytes = 0
+
+    def write(self, entries: Sequence[NumberedRun]) -> bool:
+        """Stage the next piece; return whether the store has it as it was written."""
+        end = entries[-1]
+        self.first = self.first or entries[0].first
+        self.last, self.newest_ms = end.last, end.newest_ms
+        self.events += _count(entries)
+        self.raw_bytes += _size(entries)
+        self.pieces += 1
+        if self._staging is None:
+            return True
+        piece = _piece(self.name, self.index, entries, self.pieces == 1)
+        self.bytes += len(piece.stored)
+        self._staging.stage([piece])
+        self._staged()
+        return digest(self._staging.read_staged([piece])[0]) == digest(entries)
+
+
+class _Unreadable(Exception):
+    """A stored run of a segment cannot be read."""
+
+
+class Packer:
+    """Packs segments of one view under one lease.
+
+    Args:
+        throttle: The pace.
+        check: Called between groups, between the pieces of a large segment and while the throttle sleeps; an error that
+            it raises ends the packing.
+        reached: Called at each failpoint.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        view: str,
+        token: int,
+        rules: PackRules,
+        now_ms: int,
+        throttle: Throttle | None = None,
+        check: Callable[[], None] = lambda: None,
+        reached: Callable[[str], None] = failpoint,
+    ) -> None:
+        self._registry, self._staging = LogRegistry(shards, view), Staging(shards, view, token)
+        self._rules, self._now_ms, self._throttle = rules, now_ms, throttle or Throttle()
+        self._reached, self._check = reached, check
+
+    def pack(self, dues: Iterable[DueSegment]) -> PackOutcome:
+        """Pack segments; one that cannot be packed now is left and counted with the reason."""
+        total = PackOutcome()
+        for group in groups(dues):
+            self._next()
+            with _uncollected():
+                total += self._pack_small(group) if len(group) > 1 else self._pack_large(group[0])
+            self._throttle.take(len(group), 0)
+        return total
+
+    def _next(self) -> None:
+        self._throttle.wait(self._check)
+        self._check()
+
+    def _pack_small(self, dues: Sequence[DueSegment]) -> PackOutcome:
+        """Pack segments together: four round trips for all of them."""
+        try:
+            read = self._registry.read_whole([(due.name, due.segment) for due in dues])
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            # One of them cannot be read: each is packed by itself, so that the others are.
+            return sum((self._pack_large(due) for due in dues), PackOutcome())
+        self._reached("read")
+        found: list[tuple[DueSegment, list[NumberedRun], list[PackedPiece]]] = []
+        outcome = PackOutcome()
+        for due, entries in zip(dues, read, strict=True):
+            if why := _unlike(due, _count(entries), entries[-1].last if entries else 0):
+                outcome += _leave(due, why)
+                continue
+            parts = enumerate(self._rules.cut(entries))
+            found.append((due, entries, [_piece(due.name, due.segment.index, part, i == 0) for i, part in parts]))
+        flat = [piece for _, _, cut in found for piece in cut]
+        self._staging.stage(flat)
+        self._reached("staged")
+        back = iter(self._staging.read_staged(flat))
+        packed: list[StagedSegment] = []
+        for due, entries, cut in found:
+            stored = [entry for _ in cut for entry in next(back)]
+            if digest(stored) != digest(entries):
+                outcome += _leave(due, "differs")
+                continue
+            size = sum(len(piece.stored) for piece in cut)
+            packed.append(StagedSegment(due.name, due.segment, len(cut), size, _size(entries)))
+        outcome += self._swap(packed)
+        self._throttle.take(0, sum(map(_size, read)))
+        return outcome
+
+    def _pack_large(self, due: DueSegment) -> PackOutcome:
+        """Pack one segment piece by piece."""
+        stage = SegmentStage(self._staging, due.name, due.segment.index, lambda: self._reached("staged"))
+        try:
+            for part in self._rules.cut(self._entries(due)):
+                self._next()
+                self._reached("read")
+                if not stage.write(part):
+                    return _leave(due, "differs")
+                self._throttle.take(0, _size(part))
+        except _Unreadable:
+            return _leave(due, "unreadable")
+        if why := _unlike(due, stage.events, stage.last):
+            return _leave(due, why)
+        return self._swap([StagedSegment(due.name, due.segment, stage.pieces, stage.bytes, stage.raw_bytes)])
+
+    def _entries(self, due: DueSegment) -> Iterator[NumberedRun]:
+        try:
+            yield from self._registry.entries(due.name, due.segment)
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            logger.error("stream %r, segment %d: %s", due.name, due.segment.index, error)
+            raise _Unreadable from None
+
+    def _swap(self, packed: Sequence[StagedSegment]) -> PackOutcome:
+        self._reached("checked")
+        outcome = PackOutcome()
+        for p, answer in zip(packed, self._staging.swap(packed, self._rules.after_ms, self._now_ms), strict=True):
+            if answer == "ok":
+                outcome += PackOutcome(1, p.segment.events, p.segment.bytes, p.bytes, p.raw_bytes)
+            else:
+                outcome += _leave(DueSegment(p.name, p.segment), answer)
+        self._reached("swapped")
+        return outcome
+
+
+def _count(entries: Sequence[NumberedRun]) -> int:
+    return sum(len(entry.run) for entry in entries)
+
+
+def _size(entries: Sequence[NumberedRun]) -> int:
+    return sum(entry.size for entry in entries)
+
+
+def _piece(name: str, index: int, entries: Sequence[NumberedRun], is_first: bool) -> PackedPiece:
+    stored = pack(entries)
+    if len(entries) == 1 and len(plain := encode(entries[0].run)) < len(stored):
+        stored = plain  # a single small run is smallest as it is
+    return PackedPiece(name, index, entries[-1].last, _count(entries), entries[-1].newest_ms, stored, is_first)
+
+
+def _unlike(due: DueSegment, events: int, last: int) -> str:
+    """Return the reason if the runs are not those of the registry: an open segment may have grown."""
+    if last > due.segment.last:
+        return "moved"
+    return "" if events == due.segment.events and last == due.segment.last else "incomplete"
+
+
+def _leave(due: DueSegment, why: str) -> PackOutcome:
+    if why in FAULTS:
+        logger.error(
+            "stream %r, segment %d is left as it is: %s; `tailrace audit` says more, `tailrace rebuild` restores it",
+            due.name,
+            due.segment.index,
+            FAULTS[why],
+        )
+    return PackOutcome(left={why: 1})
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Turn off the garbage collector: it would scan thousands of lists, none of them garbage."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 class DueTotals(msgspec.Struct, frozen=True):
@@ -107,8 +372,7 @@ class Packing:
         spread: Spread | None = None,
         throttle: Throttle | None = None,
     ) -> None:
-        self.view, self.whole, self._rules, self._spread = view, scope.whole, rules, spread
-        self._scope, self._stopped = scope, scope.stopped
+        self.view, self.whole, self._rules, self._spread, self._scope = view, scope.whole, rules, spread, scope
         self._now_ms = scope.clock()
         self._throttle = throttle or Throttle(rules.per_hour, rules.bytes_per_second)
         self.found = DueTotals()
@@ -117,16 +381,8 @@ class Packing:
 
     def facts(self) -> dict[str, object]:
         """Return the figures for reports."""
-        o = self.outcome
-        return {
-            "segments": o.segments,
-            "days": self.found.days,
-            "events": o.events,
-            "bytes_before": o.bytes_before,
-            "bytes_after": o.bytes_after,
-            "raw_bytes": o.raw_bytes,
-            "left": o.left,
-        }
+        o = msgspec.structs.asdict(self.outcome)
+        return {"segments": o.pop("segments"), "days": self.found.days, **o}
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Count the segments that are due, and change nothing."""
@@ -150,7 +406,7 @@ class Packing:
             if not self.found.segments:
                 return
             spark = self._spread if self._spread is not None and self.found.bytes >= self._rules.spark_from else None
-            if spark is not None and spark.start(self._stopped):
+            if spark is not None and spark.start(self._scope.stopped):
                 self._pack_there(shards, lease, spark)
             else:
                 self._pack_here(shards, lease)
@@ -160,17 +416,18 @@ class Packing:
 
     def _due(self, shards: Shards) -> Iterator[DueSegment]:
         for number, found in enumerate(LogRegistry(shards, self.view).walk(self._scope.wanted), 1):
-            if number % PAGE == 0 and self._stopped():
+            if number % PAGE == 0 and self._scope.stopped():
                 raise _Stopped
             yield from due_segments(found.name, found.log, self._rules.after_ms, self._now_ms)
 
-    def _pack_here(self, shards: Shards, lease: JobLease) -> None:
-        def check() -> None:
-            lease.check()
-            if self._stopped():
-                raise _Stopped
+    def _check(self, lease: JobLease) -> None:
+        lease.check()
+        if self._scope.stopped():
+            raise _Stopped
 
-        packer = _packer(shards, self.view, lease.token, self._rules, self._now_ms, self._throttle, check)
+    def _pack_here(self, shards: Shards, lease: JobLease) -> None:
+        check = partial(self._check, lease)
+        packer = Packer(shards, self.view, lease.token, self._rules, self._now_ms, self._throttle, check)
         for group in groups(self._due(shards), *self._rules.at_once(GROUP_SEGMENTS, GROUP_BYTES)):
             self._add(group, [packer.pack(group)])
 
@@ -180,10 +437,8 @@ class Packing:
         plan = PackPlan(shards.options, dict(shards.run_ids), lease.token, self.view, rules, self._now_ms)
         segments, size = self._rules.at_once(BATCH_SEGMENTS, BATCH_BYTES)
         for batch in groups(self._due(shards), max(segments, spark.parts), size):
-            lease.check()
-            if self._stopped():
-                raise _Stopped
-            shares = spark.pack(plan, batch, self._stopped)
+            self._check(lease)
+            shares: list[Share] = spark.map(partial(pack_share, plan), divided(batch, spark.parts), self._scope.stopped)
             if not shares:
                 raise _Stopped
             self._add(batch, [share.outcome for share in shares])
@@ -195,27 +450,6 @@ class Packing:
         self.outcome = sum(outcomes, self.outcome)
         self._bytes_done += sum(due.segment.bytes for due in dues)
         self._scope.progress(min(self._bytes_done, self.found.bytes), self.found.bytes)
-
-
-def _packer(
-    shards: Shards,
-    view: str,
-    token: int,
-    rules: PackRules,
-    now_ms: int,
-    throttle: Throttle,
-    check: Callable[[], None] = lambda: None,
-) -> Packer:
-    return Packer(
-        LogRegistry(shards, view),
-        Staging(shards, view, token),
-        piece_bytes=rules.piece_bytes,
-        piece_events=rules.piece_events,
-        after_ms=rules.after_ms,
-        clock=lambda: now_ms,
-        throttle=throttle,
-        check=check,
-    )
 
 
 class PackPlan(msgspec.Struct, frozen=True):
@@ -247,7 +481,7 @@ class _Worker:
         self.plan = plan
         self._shards = Shards(plan.store, dict(plan.run_ids))
         self.throttle = Throttle(plan.rules.per_hour, plan.rules.bytes_per_second)
-        self.packer = _packer(self._shards, plan.view, plan.token, plan.rules, plan.now_ms, self.throttle)
+        self.packer = Packer(self._shards, plan.view, plan.token, plan.rules, plan.now_ms, self.throttle)
 
     @classmethod
     def of(cls, plan: PackPlan) -> _Worker:
@@ -277,85 +511,3 @@ def pack_share(plan: PackPlan, dues: Sequence[DueSegment]) -> Share:
         _Worker.end()
         return Share(outcome, error)
     return Share(outcome)
-
-
-class Spread:
-    """A Spark session that starts when work is to be spread, and ends with ``stop`` or at the end of ``with``.
-
-    Belongs to one thread.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._spark: Any = None
-        self.parts = 1
-        """Number of tasks that work side by side."""
-
-    def __enter__(self) -> Spread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Start the session; return whether there is one, and log the reason if not."""
-        if self._spark is not None:
-            return True
-        try:
-            self._spark = begin_session(self._settings)
-            context = self._spark.sparkContext
-            if not self._settings.spark.master.startswith("local"):
-                self._wait(lambda c: c.parallelize([0], 1).count(), stopped, EXECUTORS_S)
-            self.parts = max(1, int(context.defaultParallelism))
-        except Exception as error:
-            reason = reason_of(error)
-            self.stop()
-            logger.warning("Spark cannot be used (%s): working in this process instead", reason)
-            return False
-        return True
-
-    def pack(self, plan: PackPlan, dues: Sequence[DueSegment], stopped: Callable[[], bool]) -> list[Share]:
-        """Pack segments on the executors; give up running tasks when ``stopped`` says so.
-
-        Raises:
-            PipelineError: Spark itself failed; the work of tasks until then stays.
-        """
-        shares = divided(dues, self.parts)
-        work = partial(pack_share, plan)
-        found: list[Share] = self._wait(lambda c: c.parallelize(shares, len(shares)).map(work).collect(), stopped)
-        return found
-
-    def stop(self) -> None:
-        """End the session, if there is one."""
-        spark, self._spark = self._spark, None
-        end_session(spark)
-
-    def _wait(self, work: Callable[[Any], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
-        """Do something with Spark's context; nothing comes back if it was stopped."""
-        context, waited = self._spark.sparkContext, 0.0
-
-        def is_over() -> bool:
-            nonlocal waited
-            waited += LOOK_S
-            return stopped() or waited > most_s
-
-        try:
-            return supervise(context, partial(work, context), is_over)
-        except Exception as error:
-            if waited > most_s:
-                raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
-            if stopped():
-                return []
-            reason = reason_of(error)
-            self.stop()
-            raise PipelineError(f"a Spark job of upkeep failed: {reason}") from None
-
-
-def divided(dues: Sequence[DueSegment], parts: int) -> list[list[DueSegment]]:
-    """Divide segments into at most ``parts`` shares of about the same size, each in order."""
-    shares: list[tuple[int, list[DueSegment]]] = [(0, []) for _ in range(parts)]
-    for group in groups(dues, max(1, min(GROUP_SEGMENTS, len(dues) // parts))):
-        least = min(range(parts), key=lambda i: shares[i][0])
-        size, share = shares[least]
-        shares[least] = size + sum(due.segment.bytes for due in group) + len(group), share + group
-    return [share for _, share in shares if share]

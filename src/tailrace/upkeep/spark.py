@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ NICE = 10
 LOOK_S = 0.2
 ATTEMPTS = 3
 """How often a job is begun in all when Kafka drops the records that it reads."""
+EXECUTORS_S = 60.0
+"""Limit of the wait for a cluster's first executor."""
 
 
 def step_back() -> None:
@@ -153,3 +156,72 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False)
         if stopped():
             raise PipelineError("the job was given up before its end") from None
         raise PipelineError(f"a Spark job of upkeep failed: {reason_of(error)}") from error
+
+
+class Spread:
+    """A Spark session that starts when work is to be spread, and ends with ``stop`` or at the end of ``with``.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._spark: Any = None
+        self.parts = 1
+        """Number of tasks that work side by side."""
+
+    def __enter__(self) -> Spread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Start the session; return whether there is one, and log the reason if not."""
+        if self._spark is not None:
+            return True
+        try:
+            self._spark = begin_session(self._settings)
+            if not self._settings.spark.master.startswith("local"):
+                self._wait(lambda c: c.parallelize([0], 1).count(), stopped, EXECUTORS_S)
+            self.parts = max(1, int(self._spark.sparkContext.defaultParallelism))
+        except Exception as error:
+            reason = reason_of(error)
+            self.stop()
+            logger.warning("Spark cannot be used (%s): working in this process instead", reason)
+            return False
+        return True
+
+    def map(self, work: Callable[[Any], Any], shares: Sequence[Any], stopped: Callable[[], bool]) -> list[Any]:
+        """Do the work of each share in a task of its own; give up running tasks when ``stopped`` says so.
+
+        Raises:
+            PipelineError: Spark itself failed; the work of tasks until then stays.
+        """
+        found: list[Any] = self._wait(lambda c: c.parallelize(shares, len(shares)).map(work).collect(), stopped)
+        return found
+
+    def stop(self) -> None:
+        """End the session, if there is one."""
+        spark, self._spark = self._spark, None
+        end_session(spark)
+
+    def _wait(self, work: Callable[[Any], Any], stopped: Callable[[], bool], most_s: float = float("inf")) -> Any:
+        """Do something with Spark's context; nothing comes back if it was stopped."""
+        context, waited = self._spark.sparkContext, 0.0
+
+        def is_over() -> bool:
+            nonlocal waited
+            waited += LOOK_S
+            return stopped() or waited > most_s
+
+        try:
+            return supervise(context, partial(work, context), is_over)
+        except Exception as error:
+            if waited > most_s:
+                raise PipelineError(f"no executor came within {most_s:.0f} s: are there free cores?") from None
+            if stopped():
+                return []
+            reason = reason_of(error)
+            self.stop()
+            raise PipelineError(f"a Spark job of upkeep failed: {reason}") from None

@@ -23,8 +23,8 @@ from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.audit import Auditing
 from tailrace.upkeep.job import now_ms, run_job
 from tailrace.upkeep.loop import jobs_of
-from tailrace.upkeep.pack import Spread
 from tailrace.upkeep.rebuild import Rebuilding
+from tailrace.upkeep.spark import Spread
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.grep.feed import GrepFeeds
 from tailrace.views.grep.model import Search, SearchLife, make_search

@@ -13,7 +13,8 @@ from tailrace.log.cursor import Position
 from tailrace.log.event import Partition
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import PACKED, Log, Segment, locate
-from tailrace.upkeep.replacement import RestoredEvent, replaced
+from tailrace.upkeep.copy import RestoredEvent
+from tailrace.upkeep.rebuild import replaced
 from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, widen_neighbour
 from tailrace.views.tags.upkeep import Ends, counted, renumbered
 

@@ -17,9 +17,9 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.log.run import decode, encode
-from tailrace.upkeep import failpoint, pack, sweep
+from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.examine import examine, read_logs
-from tailrace.upkeep.job import run_job
+from tailrace.upkeep.job import FAILPOINT, run_job
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.settings import TagRules
@@ -349,7 +349,7 @@ def test_the_command_says_what_it_would_take_out_and_one_that_is_killed_is_compl
     assert (code, blue["tag"], blue["events"], red["tag"], red["events"]) == (0, "blue", 2, "red", 4)
     assert (summary["dry_run"], summary["events"], summary["tags"]) == (True, 6, 2)
     assert "tag 'red': 4 event(s) of 'q' would be erased" in said
-    code, told, _ = clean("--no-dry-run", "--tag", "red", **{failpoint.VARIABLE: "thinned"})
+    code, told, _ = clean("--no-dry-run", "--tag", "red", **{FAILPOINT: "thinned"})
     assert (code, told) == (-signal.SIGKILL, [])
     code, (red, _), said = clean("--no-dry-run", "--tag", "red", "--wait", "10")
     assert (code, red["verdict"], red["events"]) == (0, "cleaned", 3), said

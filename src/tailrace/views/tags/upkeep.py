@@ -28,16 +28,15 @@ from tailrace.errors import BadRequest, StoreError
 from tailrace.log.columns import TagFields
 from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
-from tailrace.log.pack import digest, pack, pieces
+from tailrace.log.pack import pieces
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
-from tailrace.log.store import NewSegment, PackedPiece, Staging
-from tailrace.upkeep import failpoint
-from tailrace.upkeep.copy import Body, SpooledRecord, ViewCopy
+from tailrace.log.store import NewSegment, Staging
+from tailrace.upkeep.copy import Body, RestoredEvent, SpooledRecord, ViewCopy
 from tailrace.upkeep.examine import MOST_ODD, PAGE, ExaminedEntry, ExaminedLog, Finding, read_logs, read_segment
-from tailrace.upkeep.job import BucketSettings, JobLease, buckets_of, milliseconds, now_ms
+from tailrace.upkeep.job import BucketSettings, JobLease, buckets_of, failpoint, milliseconds, now_ms
 from tailrace.upkeep.log_copy import LogCopy
-from tailrace.upkeep.replacement import RestoredEvent
+from tailrace.upkeep.pack import SegmentStage
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views import tags
 from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, timeuuid_ms, widen_neighbour
@@ -258,7 +257,7 @@ class LogErasing(Erasing):
         tag: str | None = None,
         *,
         clock: Callable[[], int] = now_ms,
-        reached: Callable[[str], None] = failpoint.reached,
+        reached: Callable[[str], None] = failpoint,
     ) -> None:
         buckets_of(settings, tags.VIEW)
         super().__init__(source, tag, reached)
@@ -338,20 +337,15 @@ class LogErasing(Erasing):
         self, shards: Shards, staging: Staging, tag: str, segment: Segment, erased: Erasure
     ) -> NewSegment | None:
         """Stage the rest of a segment; None if there is none."""
-        first = last = events = size = raw = count = 0
+        stage = SegmentStage(staging, tag, segment.index)
         for part in pieces(self._rest(shards, tag, segment, erased), self._piece_bytes):
-            stored, end = pack(part), part[-1]
-            n = sum(len(entry.run) for entry in part)
-            piece = PackedPiece(tag, segment.index, end.last, n, end.newest_ms, stored, count == 0, len(stored))
-            staging.stage([piece])
-            if digest(staging.read_staged([piece])[0]) != digest(part):
+            if not stage.write(part):
                 raise StoreError(f"what was staged for {tag!r} is not what was written: is the store sound?")
-            first, last, count = first or part[0].first, end.last, count + 1
-            events, size, raw = events + n, size + len(stored), raw + sum(entry.size for entry in part)
-        if not count:
+        if not stage.pieces:
             return None
-        left = msgspec.structs.replace(shrink_segment(segment, first, last, events), bytes=size, raw_bytes=raw)
-        return NewSegment(left, segment.index, count)
+        left = shrink_segment(segment, stage.first, stage.last, stage.events)
+        left = msgspec.structs.replace(left, bytes=stage.bytes, raw_bytes=stage.raw_bytes)
+        return NewSegment(left, segment.index, stage.pieces)
 
     def _rest(self, shards: Shards, tag: str, segment: Segment, erased: Erasure) -> Iterator[NumberedRun]:
         for entry in read_segment(shards, VIEW, tag, segment):

@@ -23,7 +23,6 @@ from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid, ms_of
-from tailrace.upkeep import failpoint
 from tailrace.upkeep.copy import (
     REBUILT,
     SAME,
@@ -36,7 +35,7 @@ from tailrace.upkeep.copy import (
     difference,
 )
 from tailrace.upkeep.examine import Erasures, Examined, Finding, fingerprint
-from tailrace.upkeep.job import LOGS, milliseconds
+from tailrace.upkeep.job import LOGS, failpoint, milliseconds
 from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, outcome_batch, route
 from tailrace.upkeep.spark import ATTEMPTS
 from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
@@ -270,7 +269,7 @@ class RowRestorer:
         plan: RebuildPlan,
         options: TagOptions,
         shards: Shards,
-        reached: Callable[[str], None] = failpoint.reached,
+        reached: Callable[[str], None] = failpoint,
     ) -> None:
         self._plan, self._shards, self._reached = plan, shards, reached
         self._span_ms = options.span_ms

@@ -26,10 +26,9 @@ from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.log.store import Staging
 from tailrace.log.timeuuid import first_of, last_of, ms_of
-from tailrace.upkeep import failpoint
 from tailrace.upkeep.copy import Assignment
 from tailrace.upkeep.examine import MOST_ODD, PAGE, Erasures, Examined, Finding, Tally, fingerprint
-from tailrace.upkeep.job import JobLease
+from tailrace.upkeep.job import JobLease, failpoint
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Command, Shards
 from tailrace.views.tags.rows.cassandra import CassandraOptions
@@ -205,7 +204,7 @@ class RowErasing(Erasing):
         source: str,
         tag: str | None = None,
         *,
-        reached: Callable[[str], None] = failpoint.reached,
+        reached: Callable[[str], None] = failpoint,
     ) -> None:
         options = tag_options(settings).cassandra
         assert options is not None
