@@ -12,6 +12,9 @@ WORKERS ?= 3
 # Files are given to workers whole, since tests of a file share what they start, and in the order of tests/conftest.py.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Without compiled files every process of the tests, and there are hundreds, would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-fast check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
 	bench-grep bench-tags bench-sessions protos clean lock java
@@ -27,8 +30,8 @@ run: setup ## Run everything on this machine with sample data, until Ctrl-C (ARG
 test: setup ## Run the tests, on a real broker, a real Valkey and a real Spark (ARGS="-k days")
 	$(BIN)/pytest -q $(PARALLEL) $(ARGS)
 
-test-fast: setup ## Run the tests that start no JVM: no Kafka, no Cassandra, no Spark
-	$(BIN)/pytest -q $(PARALLEL) -m "not jvm" $(ARGS)
+test-fast: setup ## Run the tests that start no JVM (Kafka, Cassandra, Spark), with a quarter of the random examples
+	$(BIN)/pytest -q $(PARALLEL) -m "not jvm" --examples=0.25 $(ARGS)
 
 check: $(STAMPS)/project ## Check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

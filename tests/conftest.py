@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.testing.service import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
+from tests.examples import use_share
 from tests.http.parts import Serve, Streams
 from tests.upkeep.past import Past
 from tests.views.folds.holding import Holder
@@ -22,16 +22,17 @@ from tests.writing import Writer
 
 pytest_plugins = ["tailrace.testing.fixtures"]
 
-# A busy machine is no failure: no example has a deadline, and none is too slow to be made.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", type=int, default=6, help="how often a driver is ended; in each way once at least")
     parser.addoption("--groups", type=int, default=3_000, help="groups of folds that must leave nothing behind")
     parser.addoption("--subscribers", type=int, default=500, help="clients that follow one search at once")
+    parser.addoption("--examples", type=float, default=1.0, help="part of its random examples that a property is shown")
     parser.addoption("--searches", type=int, default=100, help="searches that are followed at once")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    use_share(config.getoption("--examples"))
 
 
 JVM = {"kafka", "cassandra_server", "own_cassandra", "own_kafka", "quick_spark", "spark", "spread"}

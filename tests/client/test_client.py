@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tailrace
@@ -27,6 +27,7 @@ from tailrace.errors import (
     Unavailable,
     UsageError,
 )
+from tests.examples import examples
 from tests.scripted import Plan, ScriptedService, event, running
 
 NAME = "queue/jobset"
@@ -63,7 +64,7 @@ BREAKS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40)
 @given(breaks=st.lists(BREAKS, max_size=6), total=st.integers(0, 12), limit=st.none() | st.integers(1, 15))
 def test_a_feed_that_is_cut_anywhere_yields_every_event_once_and_in_order(
     service: ScriptedService, breaks: list[Plan], total: int, limit: int | None

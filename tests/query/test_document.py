@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.query.value import document_reader
+from tests.examples import examples
 
 _names = st.sampled_from(["a", "b", "ab", "", "$a", "a.b", "é", 'a"', "a\\", "\x7f"]) | st.text(
     st.characters(exclude_categories=["Cs"]), max_size=3
@@ -25,7 +26,7 @@ def _restricted(document: Any, fields: frozenset[str]) -> Any:
     return {name: document[name] for name in document if name in fields} if isinstance(document, dict) else document
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.dictionaries(_names, _values, max_size=6) | _values, st.frozensets(_names, max_size=20), st.booleans())
 def test_a_document_of_some_fields_is_the_whole_one_without_the_others(
     document: Any, fields: frozenset[str], escaped: bool

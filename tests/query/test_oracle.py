@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import QueryError
 from tailrace.query import FilterSet, Query, Record, compile_query
+from tests.examples import examples, scaled
 from tests.query.generators import (
     JUNK,
     KEYS,
@@ -33,7 +34,7 @@ from tests.query.oracle import holds
 
 CASES = Path(__file__).parents[2].parent / "shared" / "cases" / "mongo_match.jsonl"
 
-_slow = settings(max_examples=200, deadline=None)
+_slow = examples(200)
 
 
 def _record(record: dict[str, Any] | None) -> Record | None:
@@ -83,7 +84,7 @@ def test_about_half_of_the_random_pairs_match() -> None:
 @pytest.mark.parametrize("mongo", [8, 9])
 def test_the_matcher_agrees_with_the_oracle_on_many_random_pairs(mongo: int) -> None:
     rng = random.Random(20 + mongo)
-    for _ in range(10_000):
+    for _ in range(scaled(10_000)):
         query, docs = _pair(rng)
         record = _some_record(rng)
         compiled = compile_query(query, mongo=mongo)
@@ -117,7 +118,7 @@ def _compiled_again(query: Any, compiled: Query) -> Query:
 
 def test_the_canonical_form_matches_the_same_documents_and_is_its_own_canonical_form() -> None:
     rng = random.Random(31)
-    for _ in range(4000):
+    for _ in range(scaled(4000)):
         query, docs = _pair(rng)
         record = _record(_some_record(rng))
         compiled = compile_query(query)
@@ -130,7 +131,7 @@ def test_the_canonical_form_matches_the_same_documents_and_is_its_own_canonical_
 
 def test_a_query_written_otherwise_has_the_same_digest_and_matches_the_same_documents() -> None:
     rng = random.Random(32)
-    for _ in range(4000):
+    for _ in range(scaled(4000)):
         query, docs = _pair(rng)
         other = shuffled(rng, query)
         one, two = compile_query(query), compile_query(other)
@@ -144,7 +145,7 @@ def test_queries_with_the_same_digest_match_the_same_documents() -> None:
     rng = random.Random(33)
     docs = [random_document(rng) for _ in range(60)]
     known: dict[str, tuple[dict[str, Any], list[bool]]] = {}
-    for _ in range(4000):
+    for _ in range(scaled(4000)):
         query = random_query(rng, rng.choice(docs), depth=1)
         answers = [holds(query, doc) for doc in docs]
         first, expected = known.setdefault(compile_query(query).digest, (query, answers))
@@ -161,7 +162,7 @@ def test_a_filter_set_matches_as_its_queries_do_one_by_one_while_they_come_and_g
     first = [random_query(rng, rng.choice(pool)) for _ in range(300)]
     filters = FilterSet(first)
     live: dict[int, tuple[dict[str, Any], Query]] = {n: (query, compile_query(query)) for n, query in enumerate(first)}
-    for turn in range(400):
+    for turn in range(scaled(400)):
         doc = rng.choice(pool) if turn % 2 else random_document(rng)
         record = _record(random_record(rng)) if with_record else None
         found = list(filters.match(doc, record))
@@ -213,7 +214,7 @@ def test_a_query_needs_no_field_of_a_document_but_those_that_it_names() -> None:
 
 def test_an_explanation_says_what_the_query_says() -> None:
     rng = random.Random(52)
-    for _ in range(4000):
+    for _ in range(scaled(4000)):
         query, docs = _pair(rng)
         record = _record(_some_record(rng))
         compiled = compile_query(query)
@@ -274,7 +275,7 @@ def _never_fails(query: Any, docs: list[Any], record: Record | None) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(query=json_values(), doc=json_values())
 def test_any_json_value_is_compiled_or_refused(query: Any, doc: Any) -> None:
     _never_fails(query, [doc, {"a": doc}], None)

@@ -8,11 +8,12 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.query import value as values
 from tailrace.query.value import canonical, field_reader, follow, items, members, parse_number, split_path
+from tests.examples import examples
 
 _numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-3, 3)
 _text = st.text(max_size=4) | st.sampled_from(["", "1", "true", "null", '"', "\\", "/", "\x7f", "\u2028", "\U0001f600"])
@@ -82,7 +83,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(_json, st.data())
 def test_the_same_value_has_one_form_however_it_is_written(document: Any, data: st.DataObject) -> None:
     writer = _Writer(data.draw)
@@ -90,7 +91,7 @@ def test_the_same_value_has_one_form_however_it_is_written(document: Any, data: 
     assert canonical(one) == canonical(other)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(_json, _json)
 @example(1, True)
 @example(0, False)
@@ -106,7 +107,7 @@ def test_values_have_the_same_form_only_if_they_are_the_same(one: Any, other: An
     assert (forms[0] == forms[1]) == _same(*map(_parsed, texts))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(_json)
 def test_a_form_is_json_for_the_same_value_and_its_own_form(document: Any) -> None:
     text = json.dumps(document)
@@ -161,7 +162,7 @@ def test_a_full_memory_of_forms_is_emptied(monkeypatch: pytest.MonkeyPatch) -> N
 _names = _text.filter(lambda name: "." not in name)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(_json, st.lists(_names, max_size=3), st.booleans())
 def test_a_path_leads_where_a_parser_would_find_it(document: Any, path: list[str], escaped: bool) -> None:
     found = document
@@ -171,7 +172,7 @@ def test_a_path_leads_where_a_parser_would_find_it(document: Any, path: list[str
     assert (... if raw is None else json.loads(raw)) == found
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(_json, st.lists(_text, max_size=4, unique=True), st.booleans())
 def test_members_that_are_named_are_found_or_none(document: Any, names: list[str], escaped: bool) -> None:
     value = json.dumps(document, ensure_ascii=escaped, indent=1).encode()
@@ -222,7 +223,7 @@ def test_elements_are_those_of_arrays() -> None:
     assert items(b'{"a":1}') == items(b"1") == items(b"") == []
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(_json)
 def test_only_a_number_is_a_number(document: Any) -> None:
     found = parse_number(json.dumps(document).encode())

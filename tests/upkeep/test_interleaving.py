@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.upkeep.pack import STEPS
 from tailrace.valkey.shards import StoreOptions
+from tests.examples import scaled
 from tests.log.rig import Follower, rig
 from tests.upkeep.past import Keeper
 from tests.writing import DAY, NOON, Record, Writer
@@ -157,15 +158,9 @@ class Interleaving(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("any_store", ["single", "cluster"], indirect=True)
-@pytest.mark.parametrize("examples", [8])
-def test_any_interleaving_shows_every_reader_every_event_once(any_store: StoreOptions, examples: int) -> None:
+def test_any_interleaving_shows_every_reader_every_event_once(any_store: StoreOptions) -> None:
     machine = type("Machine", (Interleaving,), {"options": any_store})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=25,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=settings(max_examples=scaled(8), stateful_step_count=25, suppress_health_check=list(HealthCheck)),
     )

@@ -9,13 +9,14 @@ import threading
 from itertools import count
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import StaleDriver, StoreMismatch
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, conserved, lowest, read_counts, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
+from tests.examples import examples
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
 _fresh = count()
@@ -86,7 +87,7 @@ _steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 @given(steps=_steps, seed=st.integers(0, 1 << 16), names=st.integers(1, 12), runs=st.integers(1, 9))
 def test_any_overlapping_ranges_from_any_tasks_give_what_one_application_gives(
     any_store: StoreOptions, steps: list[tuple[int, tuple[int, ...], float, int]], seed: int, names: int, runs: int

@@ -10,10 +10,11 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collector, Position
+from tests.examples import examples
 
 SOURCES = ("a:0", "a:1", "b@2:0")
 NUMBERS = {source: i for i, source in enumerate(SOURCES)}
@@ -71,7 +72,7 @@ def _gathered(kind: str, *raws: bytes | None) -> Any:
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(_events(_json | _numbers), st.data())
 def test_parts_that_are_merged_in_any_order_give_the_same_bytes(
     kind: str, events: list[tuple[Position, bytes | None]], data: st.DataObject
@@ -101,7 +102,7 @@ def test_parts_that_are_merged_in_any_order_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("kind", COLLECTORS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(_events(_json))
 def test_a_state_comes_back_from_the_store_as_it_was(kind: str, events: list[tuple[Position, bytes | None]]) -> None:
     collector = COLLECTORS[kind]
@@ -113,7 +114,7 @@ def test_a_state_comes_back_from_the_store_as_it_was(kind: str, events: list[tup
     assert collector.result(collector.load(dumped, SOURCES)) == result
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(_numbers, max_size=30))
 def test_a_sum_is_exact_for_integers_and_rounded_once_for_others(numbers: list[int | float]) -> None:
     collector = COLLECTORS["sum"]
@@ -209,7 +210,7 @@ def test_numbers_come_before_text_and_all_else_is_ignored() -> None:
     assert _gathered("max") is None
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(_numbers, min_size=1, max_size=12))
 def test_the_smallest_and_the_largest_number_are_found(numbers: list[int | float]) -> None:
     raws = [json.dumps(n).encode() for n in numbers]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collect
@@ -24,6 +24,7 @@ from tailrace.views.folds.model import (
     unpack_offsets,
 )
 from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record
+from tests.examples import examples
 
 RULE = Rule(
     name="r",
@@ -223,7 +224,7 @@ _one_source = (
 )
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(_readings)
 def test_batches_sources_and_a_lagging_frontier_do_not_change_the_folds(reading: Reading) -> None:
     windows, history, turns = reading
@@ -233,7 +234,7 @@ def test_batches_sources_and_a_lagging_frontier_do_not_change_the_folds(reading:
     assert _shown(held.folds) == _shown(_in_order(windows, [(x.time, x) for x in events]))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     _windows().flatmap(lambda w: st.tuples(st.just(w), _history(w, sources=2, size=12))),
     st.data(),
@@ -257,7 +258,7 @@ def test_events_may_come_in_any_order_that_the_frontier_allows(
     assert _shown(held.folds) == _shown(_in_order(windows, [(x.time, x) for x in events]))
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(_readings)
 def test_every_event_is_in_one_fold_and_no_fold_leaves_early_or_overlaps_another(reading: Reading) -> None:
     windows, history, turns = reading
@@ -275,7 +276,7 @@ def test_every_event_is_in_one_fold_and_no_fold_leaves_early_or_overlaps_another
     assert all(due <= opened for (_, due), (opened, _) in pairwise(spans))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.integers(2, 50), st.integers(1, 20), st.integers(1, 7), st.integers(0, 30))
 def test_events_for_ever_every_half_quiet_cannot_starve_a_fold(quiet: int, times: int, n: int, lag: int) -> None:
     windows = Windows(quiet, quiet * times)
@@ -300,7 +301,7 @@ _EARLY_NEIGHBOURS: Reading = (
 """The last two events are of one moment; the first of them fills the fold of the three before."""
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @example(_EARLY_NEIGHBOURS)
 @given(_one_source)
 def test_a_full_fold_has_exactly_that_many_events_and_the_next_starts_afresh(reading: Reading) -> None:
@@ -311,7 +312,7 @@ def test_a_full_fold_has_exactly_that_many_events_and_the_next_starts_afresh(rea
     assert _shown(held.folds) == _shown(_in_order(windows, [(x.time, x) for x in events]))
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(_readings, st.integers(1, 4), st.sampled_from([60, 200, 100_000]))
 def test_no_fold_is_larger_than_allowed_whatever_the_order(reading: Reading, max_count: int, max_bytes: int) -> None:
     windows, history, turns = reading
@@ -334,7 +335,7 @@ def test_no_fold_is_larger_than_allowed_whatever_the_order(reading: Reading, max
         assert fold.due >= clump.last >= clump.opened
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(_readings, st.data())
 def test_a_late_event_counts_as_one_at_the_frontier(reading: Reading, data: st.DataObject) -> None:
     windows, history, _ = reading
@@ -371,7 +372,7 @@ def test_a_late_event_of_a_fold_that_has_left_opens_one_at_the_frontier() -> Non
     assert [(f.clump.opened, f.due, f.reason) for f in held.folds] == [(50, 60, "quiet"), (70, 80, "quiet")]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(_readings, st.integers(0, 200))
 def test_a_flush_gives_out_all_there_is(reading: Reading, frontier: int) -> None:
     windows, history, turns = reading
@@ -384,7 +385,7 @@ def test_a_flush_gives_out_all_there_is(reading: Reading, frontier: int) -> None
     assert all((fold.reason == "flush") == (fold.due > frontier) for fold in flushed)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(_readings, st.lists(st.tuples(_windows(), st.sampled_from([1, 3, 10_000])), min_size=1, max_size=3), st.data())
 def test_windows_may_change_while_folds_are_open(
     reading: Reading, later: list[tuple[Windows, int]], data: st.DataObject

@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.store import FoldStore
+from tests.examples import examples
 from tests.views.folds.rig import RULE, Fold, FoldRig, emitter, expected, post
 from tests.writing import NOON, Record
 
@@ -85,7 +86,7 @@ def test_a_rule_folds_only_what_its_query_matches(store: StoreOptions, where: di
     assert read_counts(rig.shards, "folds")["skipped:filtered"] == 10 - len(taken)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25)
 @given(seed=st.integers(0, 1 << 30), data=st.data())
 def test_folds_are_the_same_however_records_are_split_and_partitions_interleaved(
     store: StoreOptions, seed: int, data: st.DataObject

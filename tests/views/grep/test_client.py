@@ -9,13 +9,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tailrace
 from tailrace.api.feeds import Control, Event
 from tailrace.client import following
 from tailrace.errors import BadRequest, QueryError, TopicNotFound
+from tests.examples import examples
 from tests.scripted import LIFE, LONG, Plan, ScriptedSearches, searching
 
 
@@ -54,7 +55,7 @@ BREAKS = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(
     breaks=st.lists(BREAKS, max_size=5),
     total=st.integers(0, 12),

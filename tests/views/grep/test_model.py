@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.api.requests import GrepParameters
@@ -17,6 +17,7 @@ from tailrace.views.grep.history import PROGRESS_MS, ScanProgress
 from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
 from tailrace.views.grep.request import GrepRequest, SearchCursor, make_grep_request
 from tailrace.views.grep.scan import next_chunk
+from tests.examples import examples
 from tests.query.generators import queries, shuffled
 
 NOW = 1_789_200_000_000
@@ -143,7 +144,7 @@ def _asked_for(draw: st.DrawFn) -> list[tuple[Stretch, dict[str, int]]]:
     return found
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(_asked_for(), st.integers(1, 40))
 def test_chunks_cover_what_is_left_of_every_stretch_once_and_in_order(
     asked_for: list[tuple[Stretch, dict[str, int]]], most: int

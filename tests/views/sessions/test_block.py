@@ -10,7 +10,7 @@ from contextlib import suppress
 import lz4.block
 import lz4.frame
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.errors import BadBurst
@@ -65,7 +65,6 @@ _messages = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(_messages, min_size=1, max_size=8))
 def test_any_burst_is_found_in_any_container(messages: list[bytes]) -> None:
     for burst in bursts(messages):
@@ -75,7 +74,6 @@ def test_any_burst_is_found_in_any_container(messages: list[bytes]) -> None:
                 assert unpack(block, container) == burst
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 400))
 @example(b"", 0)
 @example(b"\x00", 0)

@@ -7,7 +7,7 @@ from math import gcd
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tailrace.errors import BadBurst, TooLarge
@@ -27,6 +27,7 @@ from tailrace.views.sessions.burst import (
 )
 from tailrace.views.sessions.channel import BadSample
 from tailrace.views.sessions.rta import PeriodicData, StreamData, StreamSubscription, TimestampedData
+from tests.examples import examples
 
 NOW = 1_620_129_055_123_456_789
 OVERHEAD = 64
@@ -58,7 +59,6 @@ _series = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(_series, _widths, _targets, st.integers(0, 2**32 - 1))
 @example([-(2**63), 2**63 - 1, -(2**63)], 1, TARGET, 0)
 @example([NOW] * 300, 1, 100, 1)
@@ -86,7 +86,6 @@ def test_samples_with_times_come_out_in_order_with_exactly_their_times(
         assert went_back or full
 
 
-@settings(deadline=None)
 @given(st.integers(0, 400), st.integers(1, 10**12), _widths, _targets, st.integers(-(2**61), 2**61))
 def test_periodic_samples_come_out_in_order_with_exactly_their_times(
     count: int, interval: int, width: int, target: int, start: int
@@ -102,7 +101,6 @@ def test_periodic_samples_come_out_in_order_with_exactly_their_times(
         assert len(message) <= max(min(target, MAX_BURST), OVERHEAD + width)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3000), max_size=40), st.integers(1, 4000))
 def test_bursts_hold_all_messages_in_order_and_are_of_about_the_size_that_is_wanted(
     sizes: list[int], target: int
@@ -117,7 +115,7 @@ def test_bursts_hold_all_messages_in_order_and_are_of_about_the_size_that_is_wan
         assert len(before) + len(next(bursts([first]))) > target
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.integers(1, 3_000_000), st.sampled_from([1, 2, 4, 8, 12]), st.sampled_from([1 << 10, TARGET, 1 << 20]))
 @example(3 << 20, 1, 1 << 20)
 def test_a_record_of_any_size_becomes_bursts_that_are_never_over_1_mib(size: int, width: int, target: int) -> None:
@@ -251,7 +249,6 @@ _asked = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(_asked, max_size=5))
 def test_subscriptions_only_ever_widen(requests: list[StreamSubscription]) -> None:
     wanted = NOTHING

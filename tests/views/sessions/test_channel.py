@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.views.sessions.channel import WIDTHS, BadSample, Channel, pack_values, unpack_values
@@ -18,7 +18,6 @@ LIMITS = {"u8": (0, 255), "s8": (-128, 127), "u16": (0, 2**16 - 1), "s16": (-(2*
 LIMITS |= {"u32": (0, 2**32 - 1), "s32": (-(2**31), 2**31 - 1)}
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(LIMITS)), st.booleans(), st.data())
 def test_integers_are_the_bytes_that_struct_makes_of_them_and_come_back(
     type_: str, big: bool, data: st.DataObject
@@ -33,7 +32,6 @@ def test_integers_are_the_bytes_that_struct_makes_of_them_and_come_back(
     assert pack_values(type_, np.array(values, np.int64), big) == buffer
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats() | st.integers(-(2**53), 2**53) | st.none(), max_size=20), st.booleans())
 def test_floats_come_back_and_none_is_not_a_number(values: list[float | None], big: bool) -> None:
     plain = [math.nan if value is None else float(value) for value in values]
@@ -43,7 +41,6 @@ def test_floats_come_back_and_none_is_not_a_number(values: list[float | None], b
     assert len(buffer) == 8 * len(values)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(width=32), max_size=20))
 def test_floats_of_32_bits_come_back(values: list[float]) -> None:
     buffer = pack_values("f32", values)

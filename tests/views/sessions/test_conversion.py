@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tailrace.views.sessions.configuration import (
@@ -39,7 +39,6 @@ def test_with_nothing_said_numbers_are_what_they_were() -> None:
 _small = st.integers(-1000, 1000)
 
 
-@settings(deadline=None)
 @given(st.tuples(_small, _small, _small, _small, _small, _small), st.lists(st.integers(-1000, 1000), min_size=1))
 def test_a_rational_is_the_exact_quotient_rounded_once(coefficients: tuple[int, ...], raw: list[int]) -> None:
     c1, c2, c3, c4, c5, c6 = coefficients
@@ -138,7 +137,6 @@ def test_floats_are_neither_shifted_nor_masked() -> None:
     assert _converted(Conversion(shift=3, mask=1), [2.5, -7.0], "f4") == [2.5, -7.0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**16 - 1), min_size=1), st.integers(0, 15), st.integers(1, 2**16 - 1))
 def test_all_steps_are_taken_once_in_their_order(raw: list[int], shift: int, mask: int) -> None:
     conversion = Conversion(Rational((0, 3, 1, 0, 0, 2)), shift, mask, offset=10.0)

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.api.requests import SessionFeedParameters
@@ -17,6 +17,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import start as session_start
 from tailrace.views.sessions.cursor import SessionCursor, StreamPosition
 from tailrace.views.sessions.request import make_session_request
+from tests.examples import examples
 from tests.views.sessions.foreign import Foreign, connected
 from tests.views.sessions.foreign import periodic as foreign_periodic
 from tests.views.sessions.recorded import MS, T0, Track
@@ -217,7 +218,7 @@ async def test_a_limit_counts_what_was_sent_before_a_resume(store: StoreOptions)
         assert make_session_request("lap", SessionFeedParameters(), now_ms=0, last_event_id=rest[-1].cursor) is None
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12)
 @given(seed=st.integers(0, 1 << 32))
 async def test_from_every_cursor_exactly_the_rest_comes(store: StoreOptions, seed: int) -> None:
     chance = random.Random(seed)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.views.sessions.burst import parse as parse_burst
 from tailrace.views.sessions.burst import unpack
 from tailrace.views.sessions.recording import STORED, Catalogue, PendingWrites, Recorder
 from tailrace.views.sessions.telemetry import OpenSession, parse
+from tests.examples import examples
 
 MS = 1_000_000
 T0 = 1_789_214_400_000 * MS
@@ -108,7 +109,7 @@ _parts = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(_parts, st.booleans()), max_size=25))
 def test_however_records_are_divided_into_writes_the_samples_are_the_same(
     records: list[tuple[tuple[str, int, int, int], bool]],

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.driver.slice import RecordLimits
@@ -21,6 +21,7 @@ from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import SessionChange, SessionStore, Verdict, Write, state_of
 from tailrace.views.sessions.write import VIEW
+from tests.examples import examples
 from tests.views.sessions.mortal import Died, dying
 from tests.views.sessions.recorded import MS, T0, Track, doubles
 from tests.writing import Record
@@ -139,7 +140,7 @@ _JSON = st.recursive(
 _FIELDS = st.lists(st.tuples(st.sampled_from(_NAMES.split(" ")), _JSON), max_size=3)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(given_=st.lists(st.tuples(_WORDS, _FIELDS, st.booleans()), min_size=1, max_size=20))
 def test_whatever_records_are_each_of_them_is_stored_skipped_or_dead(store: StoreOptions, given_: Any) -> None:
     track = Track(msgspec.structs.replace(store, prefix=f"{store.prefix}r{next(_fresh)}"))

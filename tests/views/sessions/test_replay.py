@@ -8,11 +8,12 @@ from itertools import count, groupby
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions, mapping
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
+from tests.examples import examples
 
 _fresh = count()
 _encode = msgspec.json.encode
@@ -184,7 +185,7 @@ class Stream:
                 ]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(seed=st.integers(0, 2**32))
 def test_tasks_that_race_and_die_anywhere_write_every_record_once(store: StoreOptions, seed: int) -> None:
     chance = random.Random(seed)

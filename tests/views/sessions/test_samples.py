@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import BadBurst
@@ -44,7 +44,6 @@ def _decoded(messages: list[bytes], channels: Channels = CHANNELS) -> Decoded:
     return samples_of(burst, channels)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(range(len(TYPES))), st.integers(1, 300), st.sampled_from([100, 1000, 1 << 16]), st.data())
 def test_what_was_put_in_comes_out_with_exactly_its_times(
     at: int, count: int, target: int, data: st.DataObject
@@ -179,7 +178,6 @@ def test_times_beyond_what_a_double_holds_stay_exact() -> None:
     assert series.times.tolist() == [2**62 + 1, 2**62 + 2, 2**62 + 3]
 
 
-@settings(deadline=None)
 @given(
     st.builds(
         TimestampedData,

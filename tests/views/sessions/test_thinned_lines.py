@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.views.sessions.cursor import StreamPosition
 from tailrace.views.sessions.thinning import Series, State, Thinning, between, step, thinned
+from tests.examples import examples
 
 EPOCH = 1_789_200_000_000_000_000
 KINDS = ("f8", "f4", "i2", "u1", "O")
@@ -111,7 +112,7 @@ def samples_in(series: Iterable[Series[str]]) -> Given:
 THINNINGS = st.builds(Thinning, st.sampled_from(["extremes", "first"]), st.integers(1, 40))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(entries(), THINNINGS)
 def test_what_goes_out_and_what_is_held_is_what_a_loop_over_samples_finds(
     given_: list[tuple[int | None, list[Series[str]]]], thinning: Thinning
@@ -125,7 +126,7 @@ def test_what_goes_out_and_what_is_held_is_what_a_loop_over_samples_finds(
         assert told(state.held) == plain(wanted.held.items())
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(entries(), THINNINGS)
 def test_an_entry_that_is_thinned_alone_has_one_series_of_each_line_that_has_samples(
     given_: list[tuple[int | None, list[Series[str]]]], thinning: Thinning
@@ -136,7 +137,7 @@ def test_an_entry_that_is_thinned_alone_has_one_series_of_each_line_that_has_sam
         assert told(thinned(series, thinning)) == plain(wanted)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(entries(), st.none() | st.integers(-40, 100), st.none() | st.integers(-40, 100))
 def test_the_samples_between_two_times_are_those_of_each_series(
     given_: list[tuple[int | None, list[Series[str]]]], since: int | None, until: int | None

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError
@@ -24,6 +24,7 @@ from tailrace.views.sessions.cursor import (
     parse_session_until,
 )
 from tailrace.views.sessions.thinning import Series, Thinner, Thinning, parse_thinning, thinned
+from tests.examples import examples
 
 EPOCH = 1_789_200_000_000_000_000
 """A time that no double can hold to the nanosecond."""
@@ -89,7 +90,7 @@ def run(
     return out
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(sessions(), st.sampled_from(["extremes", "first"]), st.integers(1, 40))
 def test_what_went_out_before_a_cursor_and_after_it_is_what_goes_out_without_a_stop(
     entries: list[Brought], keeps: Any, cell: int
@@ -107,7 +108,7 @@ def test_what_went_out_before_a_cursor_and_after_it_is_what_goes_out_without_a_s
         assert flat([*out, *rest, *second.flush()]) == everything
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(sessions(), st.integers(1, 40))
 def test_a_cursor_of_a_thinned_feed_loses_nothing_for_one_that_is_not_thinned(
     entries: list[Brought], cell: int
@@ -130,7 +131,7 @@ def test_a_cursor_of_a_thinned_feed_loses_nothing_for_one_that_is_not_thinned(
         run(first, [e for e in entries if e.place <= last], last, held)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(sessions(), st.sampled_from(["extremes", "first"]), st.integers(1, 40))
 def test_what_is_thinned_entry_by_entry_before_comes_out_the_same(
     entries: list[Brought], keeps: Any, cell: int
@@ -144,7 +145,7 @@ def test_what_is_thinned_entry_by_entry_before_comes_out_the_same(
     assert flat([*out, *one.flush()]) == flat([*before, *other.flush()])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(sessions(), st.integers(1, 40))
 def test_every_cell_that_has_numbers_shows_its_least_and_greatest(entries: list[Brought], cell: int) -> None:
     thinner: Thinner[str] = Thinner(Thinning("extremes", cell))

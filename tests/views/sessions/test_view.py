@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.write import VIEW, held_back
+from tests.examples import examples
 from tests.views.sessions.histories import History
 from tests.views.sessions.mortal import STEPS, Died, dying
 from tests.views.sessions.recorded import MS, T0, Track, doubles
@@ -57,7 +58,7 @@ def test_a_session_begins_with_its_json_alone_and_ends_with_it(any_store: StoreO
 # Any split, any replay, any death.
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(seed=st.integers(0, 1 << 32))
 def test_any_split_and_replay_writes_every_sample_once_in_order(store: StoreOptions, seed: int) -> None:
     chance = random.Random(seed)
@@ -70,7 +71,7 @@ def test_any_split_and_replay_writes_every_sample_once_in_order(store: StoreOpti
     history.check()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(seed=st.integers(0, 1 << 32))
 def test_tasks_that_die_between_any_two_steps_lose_and_repeat_nothing(store: StoreOptions, seed: int) -> None:
     chance = random.Random(seed)

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
@@ -14,6 +14,7 @@ from tailrace.log.timeuuid import make_timeuuid
 from tailrace.views.tags.rows.cursor import BEGIN, TagCursor, TagPosition, hashed
 from tailrace.views.tags.rows.gaps import GapTimeouts, ReadSettings
 from tailrace.views.tags.rows.reading import DeliveredRow, Reading
+from tests.examples import examples
 from tests.views.tags.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
 
 START = TagPosition(BEGIN)
@@ -135,7 +136,7 @@ def _in_order(rows: list[Row]) -> None:
         numbers[each.source] = each.tag_seq
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(_histories(), _reads, st.booleans())
 def test_every_row_is_delivered_once_in_the_order_of_its_source_whatever_the_writers_do(
     ops: list[Any], reads: ReadSettings, with_others: bool
@@ -147,7 +148,7 @@ def test_every_row_is_delivered_once_in_the_order_of_its_source_whatever_the_wri
     _check(before + reader.rows, store)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(_histories(), _reads, st.booleans())
 def test_a_reader_that_begins_at_any_cursor_gets_exactly_the_rest_also_what_was_written_late(
     ops: list[Any], reads: ReadSettings, with_others: bool
@@ -169,7 +170,7 @@ def test_a_reader_that_begins_at_any_cursor_gets_exactly_the_rest_also_what_was_
 _visible = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 6)), unique=True, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(_visible, st.lists(st.integers(0, 3), max_size=12), st.sampled_from([4, 30]), st.integers(0, 1))
 def test_what_somebody_else_writes_in_any_order_comes_once_in_its_source_s_order_also_after_a_restart(
     arrivals: list[tuple[str, int]], between: list[int], room: int, skew: int

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import msgspec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.driver.slice import AppliedMarks, slices
@@ -21,6 +21,7 @@ from tailrace.views.tags.rows.reader import RowReader
 from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.store import TagOptions, raise_floors
 from tailrace.views.tags.write import TagsWriter
+from tests.examples import examples
 from tests.views.tags.test_view import HOUR, VIEWS, tagged
 from tests.writing import NOON, Record, Writer, batch
 
@@ -84,7 +85,7 @@ def _history(chance: random.Random, n: int, prefix: str) -> list[Record]:
     return found
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12)
 @given(seed=st.integers(0, 1 << 32))
 async def test_tasks_that_die_between_rows_and_mark_leave_the_rows_of_a_run_without_them(
     store: StoreOptions, rows_store: CassandraOptions, seed: int

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
@@ -20,6 +20,7 @@ from tailrace.valkey.nodes import Nodes
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.store import TagOptions, raise_floors, read_conflicts
+from tests.examples import examples
 from tests.writing import NOON, Record, Writer
 
 OPTIONS = TagOptions(tagging=Tagging(paths=("tags",), rules={"even": {"n": {"$mod": [2, 0]}}}))
@@ -93,7 +94,7 @@ def _history(chance: random.Random, n: int) -> list[Record]:
     return found
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(seed=st.integers(0, 1 << 32))
 async def test_any_split_and_replay_writes_every_tag_once_in_order_without_a_gap(
     store: StoreOptions, seed: int
