@@ -34,8 +34,7 @@ from bench.meter import cpu_seconds, report
 from bench.servers import plans_of, servers
 from tailrace.config.load import load
 from tailrace.driver.one_pass import COUNTED, one_pass
-from tailrace.driver.plan import make_plan
-from tailrace.driver.slice import COLUMNS
+from tailrace.driver.slice import COLUMNS, make_plan
 from tailrace.driver.source import reader_options, session, tasks
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka

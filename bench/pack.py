@@ -33,7 +33,7 @@ from bench.meter import cpu_seconds, percentile, report
 from bench.servers import plans_of
 from tailrace.config.load import load
 from tailrace.driver.one_pass import Host
-from tailrace.driver.plan import make_plan
+from tailrace.driver.slice import make_plan
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.store import LogRegistry
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare

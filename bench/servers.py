@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tailrace.config.settings import Settings
 from tailrace.driver.one_pass import IntakePlan
-from tailrace.driver.plan import ViewPlan
+from tailrace.driver.slice import ViewPlan
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey

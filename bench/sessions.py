@@ -37,7 +37,7 @@ from bench.servers import plans_of, servers
 from bench.viewers import watch
 from tailrace.config.load import load
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import make_plan
+from tailrace.driver.slice import make_plan
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare

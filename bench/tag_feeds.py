@@ -29,8 +29,7 @@ from tailrace.log.segment import bucket_start
 from tailrace.log.store import Logs
 from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import read_counts
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tailrace.views import VIEWS
 from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.request import make_tag_request

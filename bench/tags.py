@@ -41,7 +41,7 @@ from bench.meter import cpu_seconds, report
 from bench.servers import cassandra, plans_of, servers
 from bench.tag_feeds import catch_up, given, start_from_nothing, visible
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import make_plan
+from tailrace.driver.slice import make_plan
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey

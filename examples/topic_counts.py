@@ -26,14 +26,13 @@ from tailrace.http.sse import FeedResponse, choose
 from tailrace.log.event import home_of
 from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.log.segment import DAY_MS
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Arg
+from tailrace.valkey.shards import Arg, Nodes
 from tailrace.view import View
 from tailrace.views import VIEWS
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Settings
-    from tailrace.driver.plan import Plan
+    from tailrace.driver.slice import Plan
 
 NAME = "counts"
 POLL_S = 0.1

@@ -9,12 +9,10 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.driver.one_pass import Host, IntakePlan
-from tailrace.driver.plan import Plan, ViewPlan
-from tailrace.driver.slice import RecordLimits
+from tailrace.driver.slice import Plan, RecordLimits, ViewPlan
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
+from tailrace.valkey.shards import Nodes, Shards, StoreOptions, enlist, prepare
 from tailrace.views.days.write import DaysPlan
 from tailrace.views.folds.rule import Rule
 from tailrace.views.folds.write import FoldsPlan

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tailrace.config.settings import Settings
     from tailrace.driver.hooks import Start, ViewDriver
-    from tailrace.driver.plan import ViewPlan
+    from tailrace.driver.slice import ViewPlan
     from tailrace.http.service import Service, ViewService
     from tailrace.upkeep.copy import ViewCopy
     from tailrace.upkeep.job import BucketSettings, Jobs

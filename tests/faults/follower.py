@@ -14,8 +14,7 @@ from tailrace.log.feed import LogFeeds
 from tailrace.log.hub import Hub
 from tailrace.log.request import ControlFrame, EventFrame, make_request
 from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 
 
 def now_ms() -> int:

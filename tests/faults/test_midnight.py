@@ -14,8 +14,7 @@ import pytest
 from tailrace.log.segment import DAY_MS
 from tailrace.log.store import Logs
 from tailrace.testing.installation import wait_for
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tests.faults.follower import Follower
 from tests.log.rig import rig
 from tests.writing import NOON, Record, Writer

@@ -19,8 +19,7 @@ from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable
 from tailrace.kafka.produce import NewEvent, TopicWriter
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 
 _names = count()
 

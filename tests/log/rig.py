@@ -15,8 +15,7 @@ from tailrace.log.feed import LogFeed, LogFeeds
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, make_request
 from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 
 
 def now_ms() -> int:

@@ -261,7 +261,7 @@ def test_driver_epochs_are_never_given_out_twice(any_store: StoreOptions) -> Non
 
 async def _segments(options: StoreOptions, name: str):  # type: ignore[no-untyped-def]
     from tailrace.log.store import Logs
-    from tailrace.valkey.nodes import Nodes
+    from tailrace.valkey.shards import Nodes
 
     nodes = await Nodes(options).open()
     try:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import Plan, ViewPlan
+from tailrace.driver.slice import Plan, ViewPlan
 from tailrace.driver.watermark import Timing
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_marks

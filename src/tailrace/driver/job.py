@@ -23,10 +23,9 @@ from typing import Any
 from tailrace.config.settings import Settings
 from tailrace.driver.hooks import DriverRun, Loop, Start, ViewDriver
 from tailrace.driver.one_pass import COUNTED, INTAKE, IntakePlan, one_pass
-from tailrace.driver.plan import Plan, make_plan
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
-from tailrace.driver.slice import COLUMNS
+from tailrace.driver.slice import COLUMNS, Plan, make_plan
 from tailrace.driver.source import LIVE, reader_options, session, starting_offsets, tasks, warm
 from tailrace.driver.watermark import Timing
 from tailrace.embedded.jars import cache_folder, fetch

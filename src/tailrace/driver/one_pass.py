@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pyarrow as pa
 
-from tailrace.driver.plan import Plan
-from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer, dead_letter, slices
+from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer, dead_letter, slices
 from tailrace.errors import PipelineError, StaleDriver, StoreError
 from tailrace.log.event import home_of
 from tailrace.log.segment import DAY_MS

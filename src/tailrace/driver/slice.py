@@ -1,29 +1,54 @@
-"""Slices and writers: what a view's writer gets of Kafka, and what it returns.
+"""The input of a Spark task: the plan of its start, slices of records, and what a view's writer makes of them.
 
-A slice is consecutive records of one partition, as plain columns, checked for poison once for all views. A writer looks
+The driver makes one plan for each start of the query and sends it to every task; a view adds a value of its own. A
+slice is consecutive records of one partition, as plain columns, checked for poison once for all views. A writer looks
 at a slice and returns the windows that shards have to write. The host (``one_pass``) owns the marks, the calls and the
 answers.
+
+Slices are cut from the batches of Spark's Kafka reader, or read by the task itself, as ranges of offsets. Spark's
+reader costs about a second of one core to start, and brings every record through the JVM to Python, where most are
+found not to match; a ``RangeReader`` never makes more than bytes of a record that lacks what is looked for. Invariant:
+of a partition, it reads the committed records from the first offset up to, not including, the last, in order and each
+once; those that Kafka no longer has are passed over.
 """
 
 from __future__ import annotations
 
+import time
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from tailrace.config.settings import Settings
+from tailrace.errors import BrokerUnavailable
+from tailrace.kafka.broker import reader_properties
 from tailrace.log.columns import TagFields
 from tailrace.log.event import Headers, Partition, event_id, headers_json, iso_time, key_json, poison, too_deep
 from tailrace.query import Record
-from tailrace.valkey.shards import Arg, Shards
+from tailrace.valkey.shards import Arg, Shards, StoreOptions
+
+MAX_QUOTED = 64 << 10
+"""How much of a poisoned value a dead letter carries; the rest is in Kafka under its coordinates."""
+ROWS = 5_000
+"""Records of a range that are taken at once."""
+WAIT_S = 0.1
+SILENCE_S = 20.0
+"""How long the broker may send nothing."""
+SHORT_S = 10.0
+"""How long a partition may be shorter than it was, as it may be while its leader changes, before it is believed."""
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode
 _decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
 
+T = TypeVar("T")
 
 COLUMNS = (
     "topic",
@@ -165,6 +190,116 @@ def _all_text(column: Any) -> bool:
     return True
 
 
+# Ranges of offsets.
+
+
+Passes = Callable[[bytes | None, bytes], bool]
+"""Whether a record may match, by its key and its value."""
+
+
+_idle: dict[str, Consumer] = {}
+"""The consumer of this process, by its properties: the next task in it need not connect again."""
+
+
+@contextmanager
+def consumer_of(properties: Mapping[str, Any]) -> Iterator[Consumer]:
+    """Lend the consumer of this process; one that something went wrong with is not used again."""
+    key = repr(sorted(properties.items()))
+    consumer = _idle.pop(key, None) or Consumer(
+        # What is fetched beyond the end of a range is fetched for nobody.
+        {**reader_properties(properties, "tailrace-scans", 8 << 10), "fetch.message.max.bytes": 2 << 20}
+    )
+    try:
+        yield consumer
+        consumer.unassign()
+    except BaseException:
+        consumer.close()
+        raise
+    for other in list(_idle):
+        _idle.pop(other).close()
+    _idle[key] = consumer
+
+
+class RangeReader:
+    """Reads what a task is given: of each partition, by its label, the first offset and the one behind the last."""
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        self._properties = dict(properties)
+
+    def __call__(
+        self, part: Mapping[str, tuple[int, int]], passes: Passes | None
+    ) -> Iterator[tuple[Slice | None, int]]:
+        """Yield records that pass, if there are any, and how many bytes the keys and values of all have meanwhile.
+
+        It is not looked yet whether records are poison.
+        """
+        with consumer_of(self._properties) as consumer:
+            for label, (first, until) in part.items():
+                yield from _read_range(consumer, Partition.parse(label), first, until, passes)
+
+
+def shared_out(ranges: Mapping[str, tuple[int, int]], tasks: int) -> list[dict[str, tuple[int, int]]]:
+    """Share ranges out to so many tasks at most: a partition belongs to one task, and all get about as much."""
+    parts: list[dict[str, tuple[int, int]]] = [{} for _ in range(min(tasks, len(ranges)))]
+    sizes = [0] * len(parts)
+    for label, (first, until) in sorted(ranges.items(), key=lambda each: each[1][0] - each[1][1]):
+        least = sizes.index(min(sizes))
+        parts[least][label] = first, until
+        sizes[least] += until - first
+    return parts
+
+
+def _read_range(
+    consumer: Consumer, partition: Partition, first: int, until: int, passes: Passes | None
+) -> Iterator[tuple[Slice | None, int]]:
+    consumer.assign([TopicPartition(partition.topic, partition.partition, first)])
+    reached, heard, short = first, time.monotonic(), None
+    while reached < until:
+        taken, size = list[Any](), 0
+        messages = consumer.consume(min(ROWS, until - reached), WAIT_S)
+        now = time.monotonic()
+        heard = now if messages else heard
+        for message in messages:
+            if (error := message.error()) is not None:
+                if error.code() != KafkaError._PARTITION_EOF:
+                    raise KafkaException(error)
+                if message.offset() >= until:  # type: ignore[operator]
+                    reached = until  # the last offsets have no records
+                short = now if short is None else short
+                continue
+            offset: int = message.offset()  # type: ignore[assignment]
+            if offset < reached:
+                return  # the range lies beyond the end, so Kafka began at the start: it lost what it had there
+            reached, short = offset + 1, None
+            if offset >= until:
+                break
+            key, value = message.key(), message.value()
+            size += (0 if key is None else len(key)) + (0 if value is None else len(value))
+            if value is not None and (passes is None or passes(key, value)):
+                taken.append(message)
+        yield _slice(partition, taken) if taken else None, size
+        if reached < until and short is not None and now - short >= SHORT_S:
+            return
+        if now - heard >= SILENCE_S:
+            raise BrokerUnavailable(f"kafka sends nothing of {partition} from offset {reached}")
+
+
+def _slice(partition: Partition, messages: list[Any]) -> Slice:
+    headers = [message.headers() or [] for message in messages]
+    return Slice(
+        partition,
+        [message.offset() for message in messages],
+        [message.timestamp()[1] for message in messages],
+        [message.key() for message in messages],
+        [message.value() for message in messages],
+        headers if any(headers) else None,
+        {},
+    )
+
+
+# Writers.
+
+
 class Window(msgspec.Struct, frozen=True):
     """The items that one shard writes for a contiguous range of offsets, all of them or none."""
 
@@ -256,8 +391,57 @@ def dead_letter(records: Slice, i: int, reason: str, topic: str, **more: object)
     return ["O", event_id(records.partition, records.offsets[i]), topic, key or b"", _encode(letter), b""]
 
 
-MAX_QUOTED = 64 << 10
-"""How much of a poisoned value a dead letter carries; the rest is in Kafka under its coordinates."""
+class ViewPlan(Protocol):
+    """The part of a plan that belongs to one view: a frozen value that can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """Name of the view."""
+
+    def writer(self, plan: Plan) -> Writer:
+        """Make the writer of the view in a task's process."""
 
 
-_encode = msgspec.json.Encoder().encode
+class Plan(msgspec.Struct, frozen=True):
+    """Everything that the tasks of one start must know."""
+
+    store: StoreOptions
+    run_ids: dict[str, str]
+    """The server processes that the marks were read from."""
+    epoch: int
+    """The driver epoch; a newer driver makes every call of this one fail."""
+    views: tuple[ViewPlan, ...]
+    generations: dict[str, int]
+    """Generation of every topic that was ever read; below 0 for a topic that does not exist now, 0 for a new one."""
+    limits: RecordLimits
+    dead_letters: str
+    """Topic of dead letters."""
+    window_bytes: int
+    window_runs: int
+    tail_length: int
+
+    def make_writers(self) -> list[Writer]:
+        """Make the writers of all views."""
+        return [view.writer(self) for view in self.views]
+
+    def of(self, kind: type[T]) -> T:
+        """Return the part of the view whose plan has this type."""
+        return next(view for view in self.views if isinstance(view, kind))
+
+
+def make_plan(
+    settings: Settings, shards: Shards, views: Sequence[ViewPlan], epoch: int, generations: Mapping[str, int]
+) -> Plan:
+    """Return the plan that the settings give."""
+    return Plan(
+        store=shards.options,
+        run_ids=dict(shards.run_ids),
+        epoch=epoch,
+        views=tuple(views),
+        generations=dict(generations),
+        limits=RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth),
+        dead_letters=settings.kafka.dead_letters,
+        window_bytes=settings.pipeline.window_bytes,
+        window_runs=settings.pipeline.window_runs,
+        tail_length=settings.valkey.tail_length,
+    )

@@ -21,8 +21,7 @@ from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, FeedRequest
 from tailrace.log.store import Logs
 from tailrace.metrics import FigureCollector, Metrics
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.view import View
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,12 @@
-"""The broker's metadata: topics, with their ids, and the offsets of their partitions.
+"""What the broker is asked for: topics, with their ids, the offsets of their partitions, and ranges of records.
 
 ``Broker`` asks and waits, for the driver and for upkeep; ``BrokerTopics`` asks in threads, for the service. Invariant:
 an answer includes everything that was written before the request, since nobody shares a call to the broker that was
 under way before.
+
+``Records`` reads ranges of offsets in the service, with a small pool of consumers. Invariant: an idle consumer fetches
+nothing, and one thread uses a consumer at a time. Only records of the requested range are returned; if Kafka has
+dropped its beginning, the answer says where it begins. The client library's exceptions become BrokerUnavailable.
 """
 
 from __future__ import annotations
@@ -10,26 +14,37 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 import re2
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable, ConfigError, TopicNotFound, TopicNotRead
 from tailrace.log.event import Partition
 from tailrace.query.predicate import TopicFilter
 from tailrace.valkey.marks import UNKNOWN_TOPIC, TopicGeneration, read_generations
-from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Nodes
 
 ANSWER_S = 3.0
 """Time that the broker has to answer a request; the driver does nothing else meanwhile."""
 NEW_TOPIC_S = 2.0
 """Time to wait for the leader of a partition that was just created."""
+READERS = 2
+"""Consumers of one purpose that read at the same time."""
+MOST, MOST_BYTES = 500, 1 << 20
+"""Approximate limits of one range that is read: records, and bytes of their values."""
+PATIENCE_S = 5.0
+"""Time for which a range's next records may fail to come."""
 _NO_LEADER_YET = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
+
+
+T = TypeVar("T")
 
 
 class Topic(msgspec.Struct, frozen=True):
@@ -44,10 +59,8 @@ class Broker:
     """An admin client for topics and offsets."""
 
     def __init__(self, settings: Settings) -> None:
-        try:
+        with settings_checked():
             self._admin = AdminClient(client_properties(settings) | {"socket.timeout.ms": 10_000})
-        except KafkaException as error:
-            raise ConfigError(f"kafka.properties or kafka.bootstrap: {error.args[0].str()}") from error
         self._included = topic_pattern(settings)
 
     def topics(self) -> dict[str, Topic]:
@@ -69,6 +82,21 @@ class Broker:
             return _described(name, answers[name])
         except KafkaException as error:
             raise BrokerUnavailable(f"kafka does not describe {name!r}: {error}") from error
+
+    def compacted(self, topics: Iterable[str]) -> dict[str, str]:
+        """Return the topics of which Kafka may drop single records, each with the reason to think so."""
+        resources = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics}
+        if not resources:
+            return {}
+        found: dict[str, str] = {}
+        answers = self._admin.describe_configs(list(resources.values()), request_timeout=ANSWER_S)
+        for name, resource in resources.items():
+            try:
+                if "compact" in (answers[resource].result()["cleanup.policy"].value or ""):
+                    found[name] = "Kafka compacts it"
+            except KafkaException as error:
+                found[name] = f"Kafka does not say whether it compacts it: {error.args[0].str()}"
+        return found
 
     def bounds(self, topics: Iterable[Topic]) -> dict[tuple[str, int], tuple[int, int]]:
         """Return the earliest offset and the end of every partition."""
@@ -116,6 +144,15 @@ def _described(name: str, answer: Any) -> Topic | None:
             return None  # deleted between the two calls
         raise
     return Topic(name, str(described.topic_id), tuple(sorted(p.id for p in described.partitions)))
+
+
+@contextmanager
+def settings_checked() -> Iterator[None]:
+    """Raise ConfigError if a client cannot be made from the settings."""
+    try:
+        yield
+    except KafkaException as error:
+        raise ConfigError(f"kafka.properties or kafka.bootstrap: {error.args[0].str()}") from error
 
 
 def client_properties(settings: Settings) -> dict[str, Any]:
@@ -173,9 +210,6 @@ class TopicPattern:
 def topic_pattern(settings: Settings) -> TopicPattern:
     """Return the pattern of the topics that the pipeline reads."""
     return TopicPattern(*topic_expressions(settings))
-
-
-T = TypeVar("T")
 
 
 class BrokerTopics:
@@ -262,3 +296,110 @@ class BrokerTopics:
             return await asyncio.to_thread(ask, self._broker)
         finally:
             del self._under_way[what]
+
+
+class Records:
+    """Reads ranges of offsets, in threads."""
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        self._consumers = Consumers(properties, "records", 1 << 10)
+
+    async def close(self) -> None:
+        """Disconnect from the broker."""
+        await self._consumers.close()
+
+    async def read(self, partition: Partition, first: int, last: int) -> RecordStretch:
+        """Return the records from one offset to another, both included, or the first ones of them.
+
+        Raises:
+            BrokerUnavailable: Kafka does not answer.
+        """
+        return await self._consumers.run(lambda consumer: _read_range(consumer, partition, first, last))
+
+
+class RecordStretch(msgspec.Struct, frozen=True):
+    """The first records of a requested range."""
+
+    records: list[KafkaRecord]
+    first: int
+    """First offset that Kafka still has of the range: after the requested one if records were dropped."""
+    reached: int
+    """Offset up to which the records are complete."""
+
+
+class KafkaRecord(msgspec.Struct, frozen=True, gc=False):
+    """A record of Kafka, without its headers."""
+
+    offset: int
+    time_ms: int
+    key: bytes | None
+    value: bytes | None
+
+
+def _read_range(consumer: Consumer, partition: Partition, first: int, last: int) -> RecordStretch:
+    topic, number = partition.topic, partition.partition
+    begins, ends = consumer.get_watermark_offsets(TopicPartition(topic, number, first), timeout=PATIENCE_S)
+    first = max(first, begins)
+    if first > last or first >= ends:
+        return RecordStretch([], min(first, last + 1), last)
+    consumer.assign([TopicPartition(topic, number, first)])
+    records: list[KafkaRecord] = []
+    size, silent, reached = 0, 0.0, first - 1
+    while reached < last and len(records) < MOST and size < MOST_BYTES:
+        messages = consumer.consume(min(100, last - reached), 0.5)
+        silent = 0.0 if messages else silent + 0.5
+        if silent >= PATIENCE_S:
+            raise BrokerUnavailable(f"kafka sends nothing of {partition} from offset {reached + 1}")
+        for message in messages:
+            if (error := message.error()) is not None:
+                if error.code() != KafkaError._PARTITION_EOF:
+                    raise KafkaException(error)
+                return RecordStretch(records, first, last)
+            offset: int = message.offset()  # type: ignore[assignment]
+            if offset > last:
+                return RecordStretch(records, first, last)
+            value = message.value()
+            records.append(KafkaRecord(offset, message.timestamp()[1], message.key(), value))
+            size += len(value or b"")
+            reached = offset
+    return RecordStretch(records, first, reached)
+
+
+class Consumers:
+    """A pool of consumers for one purpose; ``ahead_kib`` is how much each may fetch ahead."""
+
+    def __init__(self, properties: Mapping[str, Any], purpose: str, ahead_kib: int) -> None:
+        self._properties = reader_properties(properties, f"tailrace-{purpose}", ahead_kib)
+        self._purpose = purpose
+        self._pool: ThreadPoolExecutor | None = None
+        self._idle: list[Consumer] = []
+
+    async def close(self) -> None:
+        """Disconnect from the broker."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        for consumer in self._idle:
+            await asyncio.to_thread(consumer.close)
+
+    async def run(self, work: Callable[[Consumer], T]) -> T:
+        """Run ``work`` with a consumer, in a thread.
+
+        Raises:
+            BrokerUnavailable: Kafka does not answer.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(READERS, self._purpose)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, work)
+
+    def _run(self, work: Callable[[Consumer], T]) -> T:
+        try:
+            consumer = self._idle.pop()  # without a check before: another thread may take the last one in between
+        except IndexError:
+            consumer = Consumer(self._properties)
+        try:
+            return work(consumer)
+        except KafkaException as error:
+            raise BrokerUnavailable(f"kafka does not answer: {error}") from error
+        finally:
+            consumer.unassign()  # otherwise it continues to fetch
+            self._idle.append(consumer)

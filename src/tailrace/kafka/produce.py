@@ -13,8 +13,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,11 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.api.answers import Coordinates
 from tailrace.config.settings import Settings
-from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable, TopicNotFound
+from tailrace.errors import BrokerUnavailable, EventRefused, StoreUnavailable, TopicNotFound
+from tailrace.kafka.broker import settings_checked
 from tailrace.log.event import Headers, Partition, event_id
 from tailrace.valkey.marks import read_generation
-from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Nodes
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class TopicWriter:
 
     def _admin(self) -> AdminClient:
         if self._client is None:
-            with _settings_checked():
+            with settings_checked():
                 self._client = AdminClient(self._properties(), logger=logger)
         self._client.poll(0)  # its log lines and errors
         return self._client
@@ -186,7 +187,7 @@ class TopicWriter:
         if self._sender is None or self._sender.failed:
             if self._sender is not None:
                 threading.Thread(target=self._sender.close, args=(DELIVERY_S,), daemon=True).start()
-            with _settings_checked():
+            with settings_checked():
                 self._sender = _Sender(self._properties(), self._max_bytes)
         return self._sender
 
@@ -237,15 +238,6 @@ def _check(topic: str, config: TopicConfig, events: Sequence[NewEvent]) -> None:
                 f"event {number} has {event.size} bytes; topic {topic!r} takes {config.max_bytes - OVERHEAD_BYTES} "
                 "(max.message.bytes)"
             )
-
-
-@contextmanager
-def _settings_checked() -> Iterator[None]:
-    """Raise ConfigError if a client cannot be made from the settings."""
-    try:
-        yield
-    except KafkaException as error:
-        raise ConfigError(f"kafka.properties or kafka.bootstrap: {error.args[0].str()}") from error
 
 
 def _unavailable(error: KafkaException) -> BrokerUnavailable:

@@ -23,8 +23,7 @@ from tailrace.errors import TailraceError, Unavailable
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import OrderKey, Segment
 from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Arg
+from tailrace.valkey.shards import Arg, Nodes
 
 logger = logging.getLogger(__name__)
 

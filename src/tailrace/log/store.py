@@ -28,8 +28,7 @@ from tailrace.log.pack import CODEC, unpack
 from tailrace.log.run import NumberedRun, decode, raw_size
 from tailrace.log.segment import PACKED, Log, Segment
 from tailrace.valkey.marks import parse_marks
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Arg, Call, Command, Shards, mapping
+from tailrace.valkey.shards import Arg, Call, Command, Nodes, Shards, mapping
 
 logger = logging.getLogger(__name__)
 

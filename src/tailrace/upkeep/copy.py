@@ -19,15 +19,12 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 import pyarrow as pa
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, ConfigResource
 
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import Plan, ViewPlan, make_plan
-from tailrace.driver.slice import COLUMNS, Slice, Writer, slices
+from tailrace.driver.slice import COLUMNS, Plan, Slice, ViewPlan, Writer, make_plan, slices
 from tailrace.driver.source import reader_options, tasks
 from tailrace.errors import BadRequest, PipelineError
-from tailrace.kafka.broker import ANSWER_S, Broker, Topic, client_properties
+from tailrace.kafka.broker import Broker, Topic
 from tailrace.log.columns import TagFields
 from tailrace.log.event import Headers, Partition
 from tailrace.log.run import Run
@@ -325,7 +322,6 @@ class History:
     def __init__(self, settings: Settings, spark: Any, copy: ViewCopy, brought_back: str | None = None) -> None:
         self._settings, self._spark, self._copy, self._brought_back = settings, spark, copy, brought_back
         self._broker = Broker(settings)
-        self._admin = AdminClient(client_properties(settings))
 
     def run(
         self,
@@ -366,7 +362,7 @@ class History:
         topics = self._broker.topics()
         same = {name: t for name, t in topics.items() if generations.get(name, (0, ""))[1] == t.id}
         left_out = dict.fromkeys(topics.keys() - same.keys(), "not read by the pipeline yet")
-        compacted = self._compacted(same)
+        compacted = self._broker.compacted(same)
         left_out.update(compacted)
         ranges: dict[Partition, tuple[int, int]] = {}
         wanted = [topic for name, topic in same.items() if name not in compacted]
@@ -424,21 +420,6 @@ class History:
             bounds.get((partition.topic, partition.partition), (first + 1, 0))[0] > first
             for partition, (first, _) in extent.ranges.items()
         )
-
-    def _compacted(self, topics: Iterable[str]) -> dict[str, str]:
-        """Return the topics of which Kafka may drop single records: a record missing there is not lost."""
-        resources = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in topics}
-        if not resources:
-            return {}
-        found: dict[str, str] = {}
-        answers = self._admin.describe_configs(list(resources.values()), request_timeout=ANSWER_S)
-        for name, resource in resources.items():
-            try:
-                if "compact" in (answers[resource].result()["cleanup.policy"].value or ""):
-                    found[name] = "Kafka compacts it"
-            except KafkaException as error:
-                found[name] = f"Kafka does not say whether it compacts it: {error.args[0].str()}"
-        return found
 
 
 class HistorySlice(msgspec.Struct, frozen=True):

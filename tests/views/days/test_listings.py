@@ -17,8 +17,7 @@ from tailrace.errors import Overloaded
 from tailrace.log.name import shard_of
 from tailrace.log.store import Logs
 from tailrace.valkey.keys import FORMAT
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.days import routes as largest
 from tailrace.views.days.routes import Largest
 from tests.http.parts import Streams, problem

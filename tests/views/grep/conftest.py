@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tests.views.grep.site import Site
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.query.predicate import TopicFilter
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.valkey.shards import Nodes, Shards, StoreOptions
 from tailrace.views.grep.model import Search, SearchLife
 from tailrace.views.grep.store import VIEW, encode_search
 from tests.query.generators import random_document, random_query

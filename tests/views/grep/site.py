@@ -23,8 +23,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from tailrace.api.requests import GrepParameters
 from tailrace.config.load import load
-from tailrace.driver.ranges import Passes, RangeReader
-from tailrace.driver.slice import Slice, slices
+from tailrace.driver.slice import Passes, RangeReader, Slice, slices
 from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties

@@ -9,8 +9,7 @@ import pytest
 
 from tailrace.errors import SearchEnded, SearchFollowed, SearchNotFound
 from tailrace.log.name import shard_of
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, mapping
+from tailrace.valkey.shards import Nodes, Shards, mapping
 from tailrace.views.grep import leases as module
 from tailrace.views.grep.leases import LeaseRequest, Leases, Watchdog
 from tailrace.views.grep.model import SearchLife, Stretch, make_search

@@ -8,8 +8,7 @@ from itertools import count
 import pytest
 
 from tailrace.errors import TooManySearches
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, mapping
+from tailrace.valkey.shards import Nodes, Shards, mapping
 from tailrace.views.grep import leases as module
 from tailrace.views.grep.leases import Leases, Watchdog
 from tailrace.views.grep.model import SearchLife, make_search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from confluent_kafka import Producer
 
-from tailrace.driver.ranges import RangeReader, shared_out
+from tailrace.driver.slice import RangeReader, shared_out
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.valkey.shards import StoreOptions
 from tests.views.grep.rig import random_records

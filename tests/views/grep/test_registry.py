@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, mapping
+from tailrace.valkey.shards import Nodes, Shards, mapping
 from tailrace.views.grep.model import SearchLife, make_search
 from tailrace.views.grep.store import (
     KeptRecords,

@@ -16,8 +16,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooManySearches
 from tailrace.log.name import shard_of
 from tailrace.testing.service import ServiceThread
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tailrace.views.grep import leases as leasing
 from tailrace.views.grep.leases import LeaseRequest, Leases
 from tailrace.views.grep.model import make_search

@@ -12,11 +12,9 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.config.load import load
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.kafka.broker import BrokerTopics, client_properties
-from tailrace.kafka.consume import Records
+from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.entry_id import EntryId, parse_id
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions, mapping
+from tailrace.valkey.shards import Nodes, StoreOptions, mapping
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.ledger import first_of_write
 from tailrace.views.sessions.reader import Archive

@@ -9,8 +9,7 @@ from itertools import count
 import pytest
 
 from tailrace.errors import StoreChanged, StoreError, StoreUnavailable
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Arg, Shards, Slots, StoreOptions, load_functions, mapping, prepare
+from tailrace.valkey.shards import Arg, Nodes, Shards, Slots, StoreOptions, load_functions, mapping, prepare
 from tailrace.views.sessions.store import (
     Opening,
     Owner,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.log.entry_id import END, EntryId, parse_id
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.sessions import hub as streams
 from tailrace.views.sessions.hub import StreamHub, Tap
 from tailrace.views.sessions.streams import LiveSessions, StreamEntry

@@ -12,8 +12,7 @@ import msgspec
 
 from tailrace.api.requests import SessionFeedParameters
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
 from tailrace.views.sessions.hub import StreamHub
 from tailrace.views.sessions.life import Configurations, SessionParts

@@ -12,8 +12,7 @@ from tailrace.config.settings import Settings
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.request import TagRequest, make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from tailrace.driver.one_pass import Host
-from tailrace.driver.plan import Plan
+from tailrace.driver.slice import Plan
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, EventFrame
 from tailrace.valkey.marks import advance

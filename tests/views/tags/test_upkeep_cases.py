@@ -22,8 +22,7 @@ from tailrace.kafka.broker import Broker
 from tailrace.log.hub import Hub
 from tailrace.log.store import Logs
 from tailrace.upkeep.job import look_once, run_job
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.tags.feed import open_store
 from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected

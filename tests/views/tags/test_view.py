@@ -16,8 +16,7 @@ from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.log.timeuuid import make_timeuuid, order
 from tailrace.valkey.marks import conserved, read_counts
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import StoreOptions
+from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.store import TagOptions, raise_floors, read_conflicts
 from tests.examples import examples

@@ -32,8 +32,7 @@ from tailrace.log.cursor import Position
 from tailrace.log.event import iso_time
 from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment, day_text
 from tailrace.log.store import Logs
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Command
+from tailrace.valkey.shards import Command, Nodes
 
 FIRST_LOGS = 10
 MOST_LOGS = 100

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import Plan
-from tailrace.driver.slice import Slice, Window, Writer
+from tailrace.driver.slice import Plan, Slice, Window, Writer
 from tailrace.log.event import home_of
 from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
 from tailrace.log.run import Run, encode

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import Plan
-from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
+from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
 from tailrace.log.event import event_id, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query.value import CACHE_SIZE

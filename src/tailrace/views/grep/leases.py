@@ -29,8 +29,7 @@ from tailrace.errors import SearchEnded, StoreUnavailable, TailraceError
 from tailrace.log.cursor import FromEnd, FromLast, FromTime
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Arg, Shards, mapping
+from tailrace.valkey.shards import Arg, Nodes, Shards, mapping
 from tailrace.views.grep.model import SearchLife, Stretch
 from tailrace.views.grep.request import GrepRequest, SearchCursor
 from tailrace.views.grep.store import VIEW, drop_shelf

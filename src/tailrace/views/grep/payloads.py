@@ -15,11 +15,10 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tailrace.errors import BrokerUnavailable
-from tailrace.kafka.consume import Consumers
+from tailrace.kafka.broker import Consumers
 from tailrace.log.event import Partition
 from tailrace.log.run import Run, decode
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import mapping
+from tailrace.valkey.shards import Nodes, mapping
 
 FAR = 2_000
 """Distance in offsets from which seeking is better than reading on."""

@@ -19,9 +19,7 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDriver, begin_at_end
 from tailrace.driver.one_pass import MAX_REFUSALS
-from tailrace.driver.plan import Plan
-from tailrace.driver.ranges import RangeReader, shared_out
-from tailrace.driver.slice import Slice
+from tailrace.driver.slice import Plan, RangeReader, Slice, shared_out
 from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, Topic, client_properties

@@ -17,8 +17,7 @@ from tailrace.api.answers import SearchFigures
 from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.marks import NOTHING
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Arg, Shards, mapping
+from tailrace.valkey.shards import Arg, Nodes, Shards, mapping
 from tailrace.views.grep.model import LostOffsets, Search, SearchLife, Stretch
 
 VIEW = "matches"

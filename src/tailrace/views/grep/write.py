@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import Plan
-from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
+from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
 from tailrace.log.event import home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone
-from tailrace.kafka.consume import KafkaRecord, Records
+from tailrace.kafka.broker import KafkaRecord, Records
 from tailrace.log.entry_id import BEGINNING, EntryId, before, id_text
 from tailrace.log.event import Partition, poison
 from tailrace.valkey.shards import mapping

@@ -35,8 +35,7 @@ from tailrace.http.routing import Routes
 from tailrace.http.service import Service, ViewService, now_ms
 from tailrace.http.socket import admit, converse
 from tailrace.http.sse import answer_feed
-from tailrace.kafka.broker import BrokerTopics, client_properties
-from tailrace.kafka.consume import Records
+from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.entry_id import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame

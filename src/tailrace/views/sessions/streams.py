@@ -17,8 +17,7 @@ import msgspec
 from tailrace.errors import StoreError, StoreUnavailable
 from tailrace.log.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import TRIMMED_BY_US, TRIMMED_NEWEST
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import mapping
+from tailrace.valkey.shards import Nodes, mapping
 
 PAGE = 32
 """Entries in one read: each may have a megabyte."""

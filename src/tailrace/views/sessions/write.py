@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tailrace.driver.hooks import Bounds, Start, ViewDriver, begin_at_end
-from tailrace.driver.plan import Plan
-from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer, dead_letter
+from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer, dead_letter
 from tailrace.log.event import Partition, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query.predicate import TopicFilter

@@ -39,7 +39,7 @@ from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Gap, OrderKey, key_of
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import NOTHING
-from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Nodes
 from tailrace.views.tags.request import TagFilter, TagRequest, filter_run
 
 logger = logging.getLogger(__name__)

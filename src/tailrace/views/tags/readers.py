@@ -19,8 +19,7 @@ from tailrace.config.units import format_duration
 from tailrace.errors import CursorError, TailraceError
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.timeuuid import ms_of
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import mapping
+from tailrace.valkey.shards import Nodes, mapping
 from tailrace.views.tags.feed import TagStore
 
 SAVE_EVERY_MS = 1000

@@ -22,8 +22,7 @@ from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.store import LogRegistry
 from tailrace.valkey.marks import SCAN_PREFIX, parse_mark_time
-from tailrace.valkey.nodes import Nodes
-from tailrace.valkey.shards import Command, Shards, mapping
+from tailrace.valkey.shards import Command, Nodes, Shards, mapping
 from tailrace.views.tags.model import Erasure, SourceProgress, Tagging
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.driver.plan import Plan
-from tailrace.driver.slice import AppliedMarks, Slice, Window, Writer
+from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
 from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.event import Partition, event_id, home_of
 from tailrace.log.name import shard_of

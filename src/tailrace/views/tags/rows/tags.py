@@ -18,7 +18,7 @@ from tailrace.log.event import Partition
 from tailrace.log.hub import Hub
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, order
-from tailrace.valkey.nodes import Nodes
+from tailrace.valkey.shards import Nodes
 from tailrace.views.tags.feed import TagSummary
 from tailrace.views.tags.request import FromStoreCursor, TagFilter, TagRequest
 from tailrace.views.tags.rows.cassandra import CassandraOptions
