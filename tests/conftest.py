@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.testing.service import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions

@@ -24,7 +24,7 @@ import msgspec
 import pytest
 from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.testing.service import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.model import ClosedFold, Clump, Input

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tailrace.api.feeds import Burst, Event
-    from tailrace.client.following import Feed
+    from tailrace.client.connection import Feed
     from tailrace.client.river import River, connect
     from tailrace.errors import TailraceError
     from tailrace.views.folds.folder import Folder
@@ -26,7 +26,7 @@ __all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "Tailra
 _HOMES = {
     "Burst": "tailrace.api.feeds",
     "Event": "tailrace.api.feeds",
-    "Feed": "tailrace.client.following",
+    "Feed": "tailrace.client.connection",
     "Folder": "tailrace.views.folds.folder",
     "River": "tailrace.client.river",
     "SessionWriter": "tailrace.views.sessions.writer",

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.cli.doctor import Check, checks, render
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 

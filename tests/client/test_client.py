@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import tailrace
 from tailrace.api.feeds import Control, Event
-from tailrace.client import following
+from tailrace.client import connection
 from tailrace.errors import (
     BadRequest,
     BrokerUnavailable,
@@ -41,7 +41,7 @@ def running_service() -> Iterator[ScriptedService]:
 
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(connection, "FIRST_WAIT", 0.002)
 
 
 @pytest.fixture

@@ -16,10 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tailrace.config.load import REFERENCE, load
-from tailrace.config.settings import DEFAULTS, PATHS, Settings, variable
-from tailrace.config.units import format_duration, parse_duration
-from tailrace.config.values import KeepByName, Where
+from tailrace.config.settings import DEFAULTS, PATHS, REFERENCE, Settings, load, variable
+from tailrace.config.values import KeepByName, Where, format_duration, parse_duration
 from tailrace.errors import ConfigError
 from tests.query.generators import written_queries
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config.load import load as load_settings
 from tailrace.config.settings import Settings
+from tailrace.config.settings import load as load_settings
 from tailrace.demo.cars import (
     CHANNELS,
     CONFIGURATION,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tailrace.config.load import load as load_settings
 from tailrace.config.settings import Settings
+from tailrace.config.settings import load as load_settings
 from tailrace.demo.carts import RULES, THINGS, TOPIC, examples, stories, with_tags
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.demo.engine import STEP
 from tailrace.demo.posts import METRICS, Post, posts, steps, with_rule
 from tailrace.views.folds.model import ClosedFold, Clump, Input

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.demo.engine import STEP, Event, Stories
 from tailrace.demo.shop import (
     ACCOUNTS,

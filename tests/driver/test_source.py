@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.driver.source import LostRange, reader_options, starting_offsets
 from tailrace.errors import ConfigError
 from tailrace.kafka.broker import Topic, TopicPattern, client_properties, topic_expressions, topic_pattern

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, Session
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import own_parts

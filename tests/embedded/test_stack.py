@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.cli.options import at_stack
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
 from tailrace.embedded.supervisor import lock_folder

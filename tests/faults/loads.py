@@ -14,7 +14,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 
 from tailrace.api.requests import GrepParameters
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
 from tailrace.log.event import Partition

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import ConfigError
 from tailrace.testing.service import ServiceThread

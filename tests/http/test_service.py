@@ -267,7 +267,7 @@ def test_a_service_without_its_store_says_so_and_recovers(
 
 def test_it_ends_with_code_0_on_sigterm_with_a_reader_attached(store: StoreOptions) -> None:
     port = free_port()
-    code = "import tailrace.config.load as c, tailrace.http.app as a, tailrace.views as v, sys"
+    code = "import tailrace.config.settings as c, tailrace.http.app as a, tailrace.views as v, sys"
     code += "; sys.exit(a.main(c.load(), v.VIEWS))"
     settings = {
         "VALKEY__URL": store.url,
@@ -301,7 +301,9 @@ def test_it_ends_with_code_0_on_sigterm_with_a_reader_attached(store: StoreOptio
 
 
 def test_two_services_cannot_have_the_same_port(service: ServiceThread) -> None:
-    code = "import tailrace.config.load as c, tailrace.http.app as a, tailrace.views as v; a.main(c.load(), v.VIEWS)"
+    code = (
+        "import tailrace.config.settings as c, tailrace.http.app as a, tailrace.views as v; a.main(c.load(), v.VIEWS)"
+    )
     env = os.environ | {"TAILRACE_SERVE__PORT": str(service.port)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert "PrerequisiteMissing: cannot listen on" in done.stderr.splitlines()[-1]

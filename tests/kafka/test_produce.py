@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BrokerUnavailable, ConfigError, EventRefused, StoreUnavailable
 from tailrace.kafka.produce import NewEvent, TopicWriter

@@ -17,8 +17,7 @@ import msgspec
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Partition
 from tailrace.log.name import name_of_key, shard_of

@@ -14,8 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.errors import (
     BadRequest,
     LeaseHeld,

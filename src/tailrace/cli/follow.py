@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from tailrace.api.feeds import Control, Event
-    from tailrace.client.following import Feed, FeedKeywords
+    from tailrace.client.connection import Feed, FeedKeywords
     from tailrace.client.river import River
 
 

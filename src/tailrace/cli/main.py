@@ -211,7 +211,7 @@ def config_check(config: Config = None) -> None:
 @config.command("reference")
 def config_reference() -> None:
     """Print every setting with its meaning and its default."""
-    from tailrace.config.load import REFERENCE
+    from tailrace.config.settings import REFERENCE
 
     sys.stdout.write(REFERENCE.read_text("utf-8"))
 

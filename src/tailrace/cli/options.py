@@ -107,7 +107,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 def load_settings(file: Path | None, *, port: int | None = None, folder: Path | None = None) -> Settings:
     """Read the settings with these flags on top, and print their warnings to standard error."""
-    from tailrace.config.load import load
+    from tailrace.config.settings import load
 
     settings = load(file, {"serve.port": port, "embedded.dir": None if folder is None else str(folder)})
     for warning in settings.warnings():

@@ -124,14 +124,12 @@ def cell(value: object) -> str:
 
 def size(value: int | None) -> str:
     """Write a number of bytes with its unit, as in 98.8kB; None as nothing."""
-    from tailrace.config.units import format_size
-
     if value is None:
         return ""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if value >= factor:
             return f"{value / factor:.1f}{unit}"
-    return format_size(value)
+    return f"{value}B"
 
 
 def percent(ratio: float | None) -> str:

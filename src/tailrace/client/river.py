@@ -16,9 +16,7 @@ import msgspec
 
 from tailrace.api.answers import Coordinates, Day, Days, PutResult, Stream, Streams
 from tailrace.api.requests import StreamsFeedParameters
-from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH
-from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.request_encoding import as_segment
+from tailrace.client.connection import DEFAULT_URL, LONGEST_SEARCH, Feed, FeedKeywords, as_segment
 from tailrace.errors import BadRequest
 from tailrace.views.folds.client import FoldsClient, Group
 from tailrace.views.grep.client import GrepClient

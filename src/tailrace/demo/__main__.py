@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from random import Random
 
 from tailrace.client.river import River, connect
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.demo import cars, carts, jobs, posts, shop
 from tailrace.demo.engine import Plan
 from tailrace.errors import TailraceError

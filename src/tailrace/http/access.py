@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.requests import HTTPConnection
 
 from tailrace.config.settings import Settings
-from tailrace.config.units import compile_pattern
+from tailrace.config.values import compile_pattern
 from tailrace.errors import AccessDenied
 
 EVERYTHING = ""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.driver.source import session as begin_session
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.jars import cache_folder, fetch

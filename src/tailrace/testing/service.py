@@ -14,8 +14,7 @@ from typing import Any
 
 import httpx
 
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.embedded.process import HOST, Part, Process, free_port
 from tailrace.http.app import create_app
 from tailrace.http.server import Server, listen

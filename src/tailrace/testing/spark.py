@@ -17,7 +17,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.driver.source import session
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import find_java

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.config.units import compile_pattern
+from tailrace.config.values import compile_pattern
 from tailrace.errors import BadRequest, LeaseHeld, StaleDriver, StaleUpkeep, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, check_layout, fence, prepare
 from tailrace.view import View

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from tailrace.config.settings import Settings
-from tailrace.config.units import format_duration
+from tailrace.config.values import format_duration
 from tailrace.errors import LeaseHeld, StoreChanged, TailraceError, Unavailable
 from tailrace.upkeep.audit import Auditing
 from tailrace.upkeep.job import (

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views.folds.model import NEVER, Input
 from tailrace.views.folds.rule import Rule, RuleInput, RuleReader

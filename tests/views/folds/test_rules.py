@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import Windows
 from tailrace.views.folds.rule import Rule, RuleInput, RuleReader

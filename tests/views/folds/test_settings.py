@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tailrace.config.load import REFERENCE, load
-from tailrace.config.settings import Settings
-from tailrace.config.units import format_duration
+from tailrace.config.settings import REFERENCE, Settings, load
+from tailrace.config.values import format_duration
 from tailrace.errors import ConfigError
 from tailrace.views.folds.collect import COLLECTORS
 from tailrace.views.folds.settings import COLLECT_KINDS, FoldSettings, RuleTable, parse_collect

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tailrace
 from tailrace.api.feeds import Control, Event
-from tailrace.client import following
+from tailrace.client import connection
 from tailrace.errors import BadRequest, QueryError, TopicNotFound
 from tests.examples import examples
 from tests.scripted import LIFE, LONG, Plan, ScriptedSearches, searching
@@ -29,7 +29,7 @@ def running_service() -> Iterator[ScriptedSearches]:
 @pytest.fixture
 def service(running_service: ScriptedSearches, monkeypatch: pytest.MonkeyPatch) -> ScriptedSearches:
     running_service.reset()
-    monkeypatch.setattr(following, "FIRST_WAIT", 0.002)
+    monkeypatch.setattr(connection, "FIRST_WAIT", 0.002)
     return running_service
 
 

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from tailrace import views
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.errors import BadRequest
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of

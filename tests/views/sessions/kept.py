@@ -10,7 +10,7 @@ from typing import Any
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.entry_id import EntryId, parse_id

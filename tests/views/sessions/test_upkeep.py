@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.log.entry_id import parse_id

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.config.load import load as load_settings
 from tailrace.config.settings import Settings
+from tailrace.config.settings import load as load_settings
 from tailrace.errors import ConfigError
 from tailrace.views.tags import VIEW
 

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tailrace.config.units import compile_pattern, format_duration
-from tailrace.config.values import Bucket, Delay, Duration, Keep, KeepByName, NameRule, Section, Where
+from tailrace.config.values import (
+    Bucket,
+    Delay,
+    Duration,
+    Keep,
+    KeepByName,
+    NameRule,
+    Section,
+    Where,
+    compile_pattern,
+    format_duration,
+)
 
 
 class DaysSettings(Section):

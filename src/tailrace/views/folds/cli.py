@@ -240,7 +240,7 @@ def run_tune(
     """
     with needs("spark"):
         from tailrace.cli.upkeep import step_aside
-        from tailrace.config.units import format_duration
+        from tailrace.config.values import format_duration
         from tailrace.log.event import iso_time, parse_time
         from tailrace.upkeep.job import now_ms
         from tailrace.views.folds.tune import known_rules, rule_named, tune
@@ -312,7 +312,7 @@ def quiet_ms(text: str) -> int:
     Raises:
         BadRequest: The text is no duration, or one below a millisecond.
     """
-    from tailrace.config.units import parse_duration
+    from tailrace.config.values import parse_duration
 
     try:
         duration = parse_duration(text) // timedelta(milliseconds=1)

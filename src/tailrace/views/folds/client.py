@@ -17,9 +17,7 @@ from tailrace.api.answers import (
     WindowsChange,
 )
 from tailrace.api.requests import FeedParameters
-from tailrace.client.connection import LONGEST_SEARCH, Connection
-from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.request_encoding import as_segment
+from tailrace.client.connection import LONGEST_SEARCH, Connection, Feed, FeedKeywords, as_segment
 
 Group: TypeAlias = str | Sequence[object] | Mapping[str, object] | msgspec.Raw
 """The values that belong together: in the order of the rule's paths, or by path; a text is the only value."""

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tailrace.config.units import format_duration
 from tailrace.config.values import (
     Delay,
     Paths,
@@ -22,6 +21,7 @@ from tailrace.config.values import (
     TopicOrNone,
     Where,
     durations,
+    format_duration,
     sizes,
     value_path,
 )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.api.answers import FoldRule, FoldStatus, FoldTotals, FoldWindows, PendingGroup, PendingPage, WindowsChange
-from tailrace.config.units import format_duration, format_size
+from tailrace.config.values import format_duration, format_size
 from tailrace.errors import BadRequest, CursorError, RuleNotFound, WindowsRefused
 from tailrace.http.service import Service, ViewService
 from tailrace.log.event import iso_time

@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from tailrace.config.load import wanted_by
-from tailrace.config.settings import Settings
-from tailrace.config.units import compile_pattern
+from tailrace.config.settings import Settings, wanted_by
+from tailrace.config.values import compile_pattern
 from tailrace.errors import StaleDriver
 from tailrace.query.value import split_path
 from tailrace.valkey.keys import Keys

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from tailrace.api.feeds import Control, Event
-    from tailrace.client.following import Feed, FeedKeywords
+    from tailrace.client.connection import Feed, FeedKeywords
     from tailrace.client.river import River
 
 _NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)

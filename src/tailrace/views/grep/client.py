@@ -10,9 +10,7 @@ import msgspec
 
 from tailrace.api.answers import SearchExplanation
 from tailrace.api.requests import WINDOW_BYTES, GrepParameters
-from tailrace.client.connection import Connection
-from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.request_encoding import document_of
+from tailrace.client.connection import Connection, Feed, FeedKeywords, document_of
 from tailrace.errors import BadRequest
 
 _TOPIC = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)

@@ -15,7 +15,7 @@ from heapq import heappush, heapreplace
 
 import msgspec
 
-from tailrace.config.units import format_duration
+from tailrace.config.values import format_duration
 from tailrace.errors import BrokerUnavailable, CursorError, CursorGone, TailraceError, TooFarBack
 from tailrace.kafka.broker import Topic
 from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position

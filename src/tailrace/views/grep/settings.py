@@ -7,8 +7,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tailrace.config.units import format_duration
-from tailrace.config.values import Count, CountOrZero, Delay, Keep, Reach, Section, Size, SizeOrZero, durations, sizes
+from tailrace.config.values import (
+    Count,
+    CountOrZero,
+    Delay,
+    Keep,
+    Reach,
+    Section,
+    Size,
+    SizeOrZero,
+    durations,
+    format_duration,
+    sizes,
+)
 
 
 class GrepSettings(Section):

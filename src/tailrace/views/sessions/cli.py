@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tailrace.api.feeds import Burst, ChannelSeries, Control, Value
-    from tailrace.client.following import Feed
+    from tailrace.client.connection import Feed
     from tailrace.client.river import River
 
 sessions = typer.Typer(help="Telemetry sessions.", no_args_is_help=True)

@@ -18,9 +18,7 @@ from tailrace.api.answers import SessionRow, SessionRows
 from tailrace.api.feeds import Burst
 from tailrace.api.requests import SessionFeedParameters
 from tailrace.client.answers import SseFrame, read_frame
-from tailrace.client.connection import Connection
-from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.request_encoding import as_segment
+from tailrace.client.connection import Connection, Feed, FeedKeywords, as_segment
 from tailrace.errors import BadRequest
 
 LARGEST_LIST = 1_000

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config.units import parse_duration
+from tailrace.config.values import parse_duration
 from tailrace.errors import BadRequest
 from tailrace.views.sessions.cursor import StreamPosition, UnsentSamples
 

@@ -29,7 +29,7 @@ from tailrace.cli.upkeep import run_once, run_rebuild, step_aside
 
 if TYPE_CHECKING:
     from tailrace.api.feeds import Event
-    from tailrace.client.following import Feed
+    from tailrace.client.connection import Feed
     from tailrace.client.river import River
 
 tags = typer.Typer(help="Tags, their sources and their readers.", no_args_is_help=True)

@@ -9,9 +9,7 @@ import msgspec
 
 from tailrace.api.answers import SourcesPage, Tag, TaggedSource, TagsPage
 from tailrace.api.requests import TagsFeedParameters
-from tailrace.client.connection import Connection
-from tailrace.client.following import Feed, FeedKeywords
-from tailrace.client.request_encoding import as_segment, document_of
+from tailrace.client.connection import Connection, Feed, FeedKeywords, as_segment, document_of
 from tailrace.errors import BadRequest
 
 

@@ -15,7 +15,7 @@ from uuid import UUID
 
 import msgspec
 
-from tailrace.config.units import format_duration
+from tailrace.config.values import format_duration
 from tailrace.errors import CursorError, TailraceError
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.timeuuid import ms_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.config.units import format_duration, format_size, parse_duration, parse_size
+from tailrace.config.values import format_duration, format_size, parse_duration, parse_size
 
 
 @given(st.timedeltas(min_value=timedelta(0), max_value=timedelta(days=36_500)))
