@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.meter import cpu_seconds, report
 from bench.servers import plans_of, servers
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.driver.one_pass import COUNTED, one_pass
 from tailrace.driver.slice import COLUMNS, make_plan
 from tailrace.driver.source import reader_options, session, tasks

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.ingest import job_event
 from bench.meter import cpu_seconds, percentile, report
 from bench.servers import plans_of
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.driver.one_pass import Host
 from tailrace.driver.slice import make_plan
 from tailrace.embedded.valkey import EmbeddedValkey

@@ -19,8 +19,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from bench.latency import send
 from bench.meter import percentile
 from tailrace.api.requests import TagFeedParameters
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.driver.job import Driver
 from tailrace.log.event import Partition
 from tailrace.log.hub import Hub

@@ -20,8 +20,7 @@ from fastapi import APIRouter, Request, Response
 
 from tailrace.driver.slice import Slice, Window, Writer
 from tailrace.http.openapi import FEED
-from tailrace.http.request import Here, LastEventId
-from tailrace.http.routing import Routes
+from tailrace.http.routing import Here, LastEventId, Routes
 from tailrace.http.sse import FeedResponse, choose
 from tailrace.log.event import home_of
 from tailrace.log.request import AnyFrame, EventFrame
@@ -134,7 +133,7 @@ TABLE = (*VIEWS, CountsView())
 
 def main() -> int:
     """Run the pipeline or the service, with this view beside the others."""
-    from tailrace.config.load import load
+    from tailrace.config.settings import load
 
     if sys.argv[1:] == ["serve"]:
         from tailrace.http.app import main as serve

@@ -22,7 +22,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from bench.meter import cpu_seconds
 from bench.peers.posts import QUIET_MS
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.driver.job import Driver
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions

@@ -26,9 +26,8 @@ from tailrace.config.settings import Settings
 from tailrace.http.health import VERSION, Health
 from tailrace.http.openapi import ABOUT, Responses, answer, body, describe, schema, text
 from tailrace.http.problems import Problems, problem_of
-from tailrace.http.puts import body_of, read_events
-from tailrace.http.request import Here, Topic
-from tailrace.http.routing import Routes
+from tailrace.http.puts import read_events
+from tailrace.http.routing import Here, Routes, Topic, body_of
 from tailrace.http.server import Server, listen, raise_file_limit
 from tailrace.http.service import Service
 from tailrace.metrics import CONTENT_TYPE

@@ -1,4 +1,4 @@
-"""Bodies of requests, and the events in the body of a put: all of them are valid, or none is written.
+"""The events in the body of a put: all of them are valid, or none is written.
 
 A body is lines of JSON, or one array; its first byte tells which. A value goes to Kafka as it was written, digit for
 digit and key for key. Invariant: an event that is accepted here is never poison to the pipeline.
@@ -7,22 +7,19 @@ digit and key for key. Invariant: an event that is accepted here is never poison
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from decimal import Decimal
 
 import msgspec
-from fastapi import Request
-from starlette.requests import ClientDisconnect
 
 from tailrace.api.requests import PutEvent
-from tailrace.errors import BadRequest, EventRefused, TooLarge
+from tailrace.errors import BadRequest, EventRefused
 from tailrace.http.service import Service
 from tailrace.kafka.produce import TURN_EVENTS, NewEvent
 from tailrace.log.event import parse_time, poison
 
 MAX_COMPLAINTS = 5
-_RESERVE_STEP = 1 << 20
 _POISON = {
     "oversize": "is larger than pipeline.max_event_bytes",
     "too-deep": "nests deeper than pipeline.max_depth",
@@ -36,36 +33,6 @@ _decode_text = msgspec.json.Decoder(str).decode
 # Numbers inside a key keep their digits, too: two spellings of a number are two keys.
 _decode_key = msgspec.json.Decoder(list, float_hook=Decimal).decode
 _encode_key = msgspec.json.Encoder(decimal_format="number").encode
-
-
-@asynccontextmanager
-async def body_of(service: Service, request: Request) -> AsyncIterator[bytes]:
-    """Read a body up to ``serve.max_body``, and reserve its memory while the caller uses it."""
-    limit = service.settings.serve.max_body
-    too_large = TooLarge(f"a request has at most {limit} bytes (serve.max_body): send the events in several requests")
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise BadRequest("the body is compressed (Content-Encoding): send it as it is")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise too_large
-    body = bytearray()
-    with ExitStack() as reservations:
-        reserved = 0
-        try:
-            async with asyncio.timeout(service.settings.serve.send_timeout.total_seconds()):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > limit:
-                        raise too_large
-                    if len(body) > reserved:
-                        step = max(_RESERVE_STEP, len(body) - reserved)
-                        reservations.enter_context(service.holding(step))
-                        reserved += step
-        except TimeoutError:
-            raise BadRequest("the body did not arrive in time: send fewer events at once") from None
-        except ClientDisconnect:
-            raise BadRequest("the client went away before its body had arrived") from None
-        yield bytes(body)
 
 
 async def read_events(service: Service, body: bytes) -> list[NewEvent]:

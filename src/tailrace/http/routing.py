@@ -1,31 +1,50 @@
-"""Route declarations: a view lists its URLs with decorators, and this file adds what every URL has.
+"""Routes: a view lists its URLs with decorators, and this file adds what every URL has.
 
 A handler takes its query parameters as a struct and returns its answer as one; both are described in
-``/openapi.json``. Every GET also answers HEAD. Every URL but those for operators is refused to users who may not see
-everything; searches narrow what they show instead.
+``/openapi.json``. A value that cannot be meant is refused by name. Every GET also answers HEAD.
+
+A proxy names the user in a header, and the settings say which topics each user may search. A user of all topics may do
+everything. For other users searches are narrowed to their topics, and every other URL but those for operators is
+refused, since streams, folds, sessions and lists know no topics. Without ``serve.user_header`` everybody may do
+everything.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from functools import wraps
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Request, Response
+from pydantic import AfterValidator
+from starlette.datastructures import QueryParams
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.routing import WebSocketRoute
 
-from tailrace.api.requests import Parameters
-from tailrace.http.access import everything
+from tailrace.api.requests import FeedParameters, Parameters
+from tailrace.config.settings import Settings
+from tailrace.config.values import compile_pattern
+from tailrace.errors import AccessDenied, BadRequest, TooLarge
 from tailrace.http.openapi import Responses, answer, parameters, problems
-from tailrace.http.request import read_parameters
+from tailrace.http.service import Service
 from tailrace.http.sse import FeedResponse
+from tailrace.query import QueryLimits
 
 FEED_PROBLEMS = (400, 404, 410, 503)
+EVERYTHING = ""
+"""The topics of a user who may search all of them; ``serve.topics_by_user`` writes ``.*``."""
 
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
+P = TypeVar("P", bound=Parameters)
 
+_PORTS = {"http": 80, "https": 443}
+_WORDS = {"yes": True, "on": True, "no": False, "off": False}
+_RESERVE_STEP = 1 << 20
 _encode = msgspec.json.Encoder().encode
 
 
@@ -144,3 +163,163 @@ def _argument(hint: Any) -> Any:
         return read_parameters(hint, request.query_params)
 
     return Annotated[hint, Depends(read)]
+
+
+def decoded(part: str) -> str:
+    """Decode a part of the path, once."""
+    try:
+        text = unquote_to_bytes(part).decode()
+    except UnicodeDecodeError:
+        raise BadRequest(f"{part[:80]!r} in the path is not UTF-8 when it is decoded") from None
+    if not text:
+        raise BadRequest("the path has an empty name")
+    return text
+
+
+Topic = Annotated[str, Path(description="Name of a topic."), AfterValidator(decoded)]
+LastEventId = Annotated[
+    str | None,
+    Header(
+        description="The last cursor that was received: continues the same request. `from` is not evaluated again, and "
+        "`limit` counts what was sent before."
+    ),
+]
+
+
+async def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+Here = Annotated[Service, Depends(_service)]
+
+
+def read_parameters(kind: type[P], query: QueryParams) -> P:
+    """Read the query parameters of a URL.
+
+    Raises:
+        BadRequest: A parameter is unknown, missing or cannot be read; or a feed's is given twice.
+    """
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    complaints: list[str] = []
+    for name in query:
+        field = fields.get(name)
+        if field is None:
+            complaints += [f"unknown parameter {name!r}"] if kind.__struct_config__.forbid_unknown_fields else []
+            continue
+        texts = query.getlist(name)
+        value: Any = texts if _is_list(field.type) else texts[-1]
+        if value is not texts and len(texts) > 1 and issubclass(kind, FeedParameters):
+            raise BadRequest(f"parameter {name!r} is given twice")
+        if isinstance(field.default, bool):
+            value = _WORDS.get(texts[-1].lower(), value)
+        try:
+            values[field.name] = msgspec.convert(value, field.type, strict=False)
+        except msgspec.ValidationError as error:
+            reason = str(error).replace("`", "'")
+            complaints.append(f"parameter {name!r}: {reason[:1].lower()}{reason[1:]}, not {texts[-1][:80]!r}")
+    missing = [name for name, field in fields.items() if field.required and name not in query]
+    complaints += [f"parameter {name!r} is missing" for name in missing]
+    if complaints:
+        raise BadRequest("; ".join(complaints))
+    return kind(**values)
+
+
+def _is_list(kind: Any) -> bool:
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return get_origin(kind) is list
+
+
+def read_body(kind: type[P], body: bytes) -> P:
+    """Read a JSON body."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error).replace("`", "'")) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body cannot be read: {error}") from None
+
+
+def limits_of(settings: Settings) -> QueryLimits:
+    """Return how large a query may be."""
+    return QueryLimits(**{name: getattr(settings.grep, name) for name in QueryLimits.__struct_fields__})
+
+
+@asynccontextmanager
+async def body_of(service: Service, request: Request) -> AsyncIterator[bytes]:
+    """Read a body up to ``serve.max_body``, and reserve its memory while the caller uses it."""
+    limit = service.settings.serve.max_body
+    too_large = TooLarge(f"a request has at most {limit} bytes (serve.max_body): send the events in several requests")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise BadRequest("the body is compressed (Content-Encoding): send it as it is")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_large
+    body = bytearray()
+    with ExitStack() as reservations:
+        reserved = 0
+        try:
+            async with asyncio.timeout(service.settings.serve.send_timeout.total_seconds()):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise too_large
+                    if len(body) > reserved:
+                        step = max(_RESERVE_STEP, len(body) - reserved)
+                        reservations.enter_context(service.holding(step))
+                        reserved += step
+        except TimeoutError:
+            raise BadRequest("the body did not arrive in time: send fewer events at once") from None
+        except ClientDisconnect:
+            raise BadRequest("the client went away before its body had arrived") from None
+        yield bytes(body)
+
+
+def topics_of(settings: Settings, request: HTTPConnection) -> str:
+    """Return the regular expression of the topics that the user of a request may search; empty for all.
+
+    Raises:
+        AccessDenied: The request names no user, or one without topics.
+    """
+    serve = settings.serve
+    if not serve.user_header:
+        return EVERYTHING
+    named = request.headers.getlist(serve.user_header)
+    if len(named) != 1 or not named[0]:
+        raise AccessDenied(f"a request needs the header {serve.user_header} once: it comes from a proxy that knows you")
+    for users, topics in serve.topics_by_user.items():
+        if compile_pattern(users).fullmatch(named[0]):
+            return EVERYTHING if topics == ".*" else topics
+    raise AccessDenied(f"user {named[0][:80]!r} has no topics: see serve.topics_by_user")
+
+
+async def everything(request: Request) -> None:
+    """Refuse a user who may not do everything. A dependency of routes."""
+    refuse_partial(request.app.state.service.settings, request)
+
+
+def refuse_partial(settings: Settings, request: HTTPConnection) -> None:
+    """Refuse a user who may not do everything; a WebSocket too, by the header that it was opened with."""
+    if topics_of(settings, request) != EVERYTHING:
+        raise AccessDenied("you may search, with /v1/grep, and nothing else: see serve.topics_by_user")
+
+
+def refuse_foreign(sent: list[str], host: str, origins: Iterable[str]) -> None:
+    """Refuse a page whose origin is neither ours nor configured. A program sends no origin and is let in."""
+    if not sent:
+        return
+    origin = sent[0].rstrip("/").lower()
+    if len(sent) == 1 and (origin in {each.lower() for each in origins} or _is_at(origin, host)):
+        return
+    raise AccessDenied(f"pages of {sent[0][:80]!r} may not open WebSockets here: see sessions.origins")
+
+
+def _is_at(origin: str, host: str) -> bool:
+    try:
+        page, here = urlsplit(origin), urlsplit(f"//{host.lower()}")
+        port = _PORTS.get(page.scheme)
+        return bool(page.hostname and port) and (page.hostname, page.port or port) == (here.hostname, here.port or port)
+    except ValueError:
+        return False

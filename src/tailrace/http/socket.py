@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from tailrace.api.feeds import Closing
 from tailrace.errors import TailraceError
-from tailrace.http.access import refuse_foreign, refuse_partial
+from tailrace.http.routing import refuse_foreign, refuse_partial
 from tailrace.http.service import Service
 from tailrace.http.sse import ABORT, SlowClientError
 

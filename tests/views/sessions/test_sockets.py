@@ -13,7 +13,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tailrace.errors import AccessDenied
-from tailrace.http.access import refuse_foreign
+from tailrace.http.routing import refuse_foreign
 from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tests.views.sessions.foreign import T0, Foreign, connected, time_range

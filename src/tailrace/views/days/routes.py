@@ -24,8 +24,7 @@ from tailrace.api.answers import Day, Days, Stream, Streams
 from tailrace.api.requests import MAX_TOP, FeedParameters, Parameters, StreamsFeedParameters, StreamsParameters
 from tailrace.errors import BadRequest, Overloaded, StreamNotFound
 from tailrace.http.openapi import FEED
-from tailrace.http.request import Here, LastEventId, decoded
-from tailrace.http.routing import Routes
+from tailrace.http.routing import Here, LastEventId, Routes, decoded
 from tailrace.http.service import LogService, Service
 from tailrace.http.sse import follow_logs
 from tailrace.log.cursor import Position

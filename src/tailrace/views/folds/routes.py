@@ -19,9 +19,7 @@ from tailrace.api.answers import EmittedFolds, FoldRules, PendingPage, WindowsCh
 from tailrace.api.requests import FeedParameters, GroupBody, PageParameters, Parameters, WindowsBody
 from tailrace.errors import BadRequest, GroupNotFound, Overloaded, StoreUnavailable
 from tailrace.http.openapi import FEED, json_body
-from tailrace.http.puts import body_of
-from tailrace.http.request import Here, LastEventId, decoded
-from tailrace.http.routing import Routes
+from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded
 from tailrace.http.service import LogService
 from tailrace.http.sse import follow_logs
 from tailrace.valkey.shards import function, mapping

@@ -37,11 +37,8 @@ from tailrace.api.requests import (
     read_query,
 )
 from tailrace.errors import SearchNotFound
-from tailrace.http.access import topics_of
 from tailrace.http.openapi import FEED, json_body
-from tailrace.http.puts import body_of
-from tailrace.http.request import Here, LastEventId, decoded, limits_of, read_body
-from tailrace.http.routing import Routes
+from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded, limits_of, read_body, topics_of
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import BrokerTopics, client_properties

@@ -30,8 +30,7 @@ from tailrace.api.requests import MAX_SESSIONS, Parameters, SessionFeedParameter
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
 from tailrace.http.openapi import feed, reference, text
 from tailrace.http.problems import problem_of
-from tailrace.http.request import Here, LastEventId, decoded, read_parameters
-from tailrace.http.routing import Routes
+from tailrace.http.routing import Here, LastEventId, Routes, decoded, read_parameters
 from tailrace.http.service import Service, ViewService, now_ms
 from tailrace.http.socket import admit, converse
 from tailrace.http.sse import answer_feed

@@ -15,8 +15,7 @@ from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, Tag, Tag
 from tailrace.api.requests import Parameters, SourcesParameters, TagFeedParameters, TagsFeedParameters, TagsParameters
 from tailrace.errors import StreamNotFound, TagsOff, TailraceError
 from tailrace.http.openapi import feed_with
-from tailrace.http.request import Here, LastEventId, decoded, limits_of
-from tailrace.http.routing import Routes
+from tailrace.http.routing import Here, LastEventId, Routes, decoded, limits_of
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.sse import answer_feed
 from tailrace.log.cursor import FromCursor

@@ -20,8 +20,7 @@ from tailrace.api.answers import RtaSession, RtaSessions
 from tailrace.api.requests import MAX_SESSIONS, RtaParameters
 from tailrace.errors import BadRequest, SessionNotFound
 from tailrace.http.openapi import Responses, answer
-from tailrace.http.request import decoded
-from tailrace.http.routing import Routes
+from tailrace.http.routing import Routes, decoded
 from tailrace.http.service import Service
 from tailrace.http.socket import admit, converse
 from tailrace.views.sessions.routes import Identity, SessionsHere, SessionsService
