@@ -6,21 +6,29 @@ learns only that it happened.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tailrace.errors import TailraceError, UsageError
 from tailrace.http.openapi import PROBLEM_TYPE
 from tailrace.metrics import Metrics
 
+logger = logging.getLogger(__name__)
+
 _ROUTING = {404: "route.not_found", 405: "route.method_not_allowed"}
+_ID = re.compile(rb"[!-~]{1,128}")
+_ANSWERS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -82,3 +90,46 @@ class Problems:
         }.get(status, str(error.detail))
         code = _ROUTING.get(status, f"http.{status}")
         return self.answer(_document(code, HTTPStatus(status).phrase, status, detail), dict(error.headers or {}))
+
+
+class Edge:
+    """The outermost layer of the application: every request passes it.
+
+    Routes are matched on the path as it was sent, and each part is decoded once after the match: an escaped slash
+    inside a name never divides it. So every name has one address, and no address means two names. Every answer has a
+    request id. An unexpected error becomes a problem without details; its log line has the same id. A WebSocket that
+    is not accepted is answered like any other request.
+    """
+
+    def __init__(self, app: ASGIApp, problems: Problems) -> None:
+        self._app = app
+        self._problems = problems
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        raw = scope.get("raw_path")
+        scope["path"] = raw.decode("ascii") if raw else quote(scope["path"])
+        request_id = next((v for k, v in scope["headers"] if k == b"x-request-id" and _ID.fullmatch(v)), b"")
+        request_id = request_id or uuid4().hex.encode()
+        started = False
+
+        async def sender(message: Message) -> None:
+            nonlocal started
+            if message["type"] in _ANSWERS:
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            elif message["type"] == "websocket.close" and not started:  # the router found no route
+                refusal = self._problems.unrouted(HTTPConnection(scope), HTTPException(404))
+                await refusal(scope, receive, sender)
+                return
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sender)
+        except Exception as error:
+            logger.exception("request %s: %s %s", request_id.decode(), scope.get("method", "GET"), scope["path"])
+            if started:
+                raise  # the server closes the connection, so the client sees that the answer is cut
+            await self._problems.answer(problem_of(error))(scope, receive, sender)

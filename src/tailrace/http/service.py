@@ -143,6 +143,8 @@ class ViewService:
 
     collector: FigureCollector | None = None
     """Metrics of this view that are read from the store at each scrape."""
+    ping: timedelta | None = None
+    """Time between pings on WebSockets, if this view has some."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.settings, self.nodes = service, service.settings, service.nodes

@@ -16,8 +16,7 @@ import httpx
 
 from tailrace.config.settings import Settings, load
 from tailrace.embedded.process import HOST, Part, Process, free_port
-from tailrace.http.app import create_app
-from tailrace.http.server import Server, listen
+from tailrace.http.app import Server, create_app, listen
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views import VIEWS
 
@@ -31,8 +30,7 @@ class ServiceThread:
     def __init__(self, settings: Settings) -> None:
         app = create_app(settings, VIEWS)
         self.service = app.state.service
-        ping_s = settings.sessions.ping.total_seconds()
-        self.server = Server(app, self.service.drain, settings.serve.client_bytes, ping_s)
+        self.server = Server(app)
         listener = listen(HOST, 0)
         self.port: int = listener.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}"

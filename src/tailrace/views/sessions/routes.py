@@ -60,6 +60,7 @@ class SessionsService(ViewService):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         settings = self.settings
+        self.ping = settings.sessions.ping
         self.live = LiveSessions(self.nodes, settings.sessions.key)
         self.streams = StreamHub(self.live, settings.sessions.ring_bytes)
         self._records = Records(client_properties(settings))
