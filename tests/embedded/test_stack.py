@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tailrace.cli.options import at_stack
+from tailrace.cli.command import at_stack
 from tailrace.config.settings import Settings, load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack

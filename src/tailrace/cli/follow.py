@@ -6,16 +6,18 @@ cursor is after the last event that was printed, so that stopping and resuming n
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tailrace.cli.options import DEFAULT_URL, FeedOptions
-from tailrace.cli.output import Messages, is_plain, run, visible
+from tailrace.cli.command import DEFAULT_URL, FeedOptions, Messages, is_plain, run, visible
+from tailrace.errors import BadRequest, QueryError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from tailrace.api.feeds import Control, Event
     from tailrace.client.connection import Feed, FeedKeywords
     from tailrace.client.river import River
+
+QUOTES = """put it in single quotes, as in '{"total": {"$gt": 100}}', so that the shell leaves it as it is"""
 
 
 def follow(printer: Printer) -> int:
@@ -166,3 +170,50 @@ class Printer:
         words += ["--missing", options.missing] if options.missing != "wait" else []
         words += ["--url", options.url] if options.url != DEFAULT_URL else []
         return shlex.join(words)
+
+
+def read_query(words: Sequence[str]) -> tuple[dict[str, Any], str | None]:
+    """Read a query from words of the command line: JSON, ``-`` for standard input, or ``@FILE``.
+
+    Return it with the word that names it in a later command, which is None if there was no word.
+
+    Raises:
+        QueryError: There are several words, or they are no JSON object.
+        BadRequest: The file cannot be read.
+    """
+    if len(words) > 1:
+        raise QueryError(f"the query came as {len(words)} words: {QUOTES}")
+    if not words:
+        return {}, None
+    word = words[0]
+    if word == "-":
+        query = _decode(sys.stdin.buffer.read(), "the query on standard input")
+        return query, json.dumps(query, ensure_ascii=False)
+    if word.startswith("@"):
+        try:
+            text = Path(word[1:]).read_bytes()
+        except OSError as error:
+            raise BadRequest(f"the query in {word[1:]} cannot be read: {error.strerror}") from None
+        return _decode(text, f"the query in {word[1:]}"), word
+    query = _decode(os.fsencode(word), f"the query {visible(word[:80])}", f"; {QUOTES}")
+    if _has_empty_name(query):
+        print(f"note: a field of the query has no name. If the shell has replaced a $: {QUOTES}", file=sys.stderr)
+    return query, word
+
+
+def _decode(text: bytes, what: str, hint: str = "") -> dict[str, Any]:
+    import msgspec
+
+    try:
+        query = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise QueryError(f"{what} is no JSON ({error}){hint}") from None
+    if not isinstance(query, dict):
+        raise QueryError(f'{what} is no JSON object: write {{"field": value}}')
+    return query
+
+
+def _has_empty_name(value: object) -> bool:
+    if isinstance(value, dict):
+        return "" in value or any(map(_has_empty_name, value.values()))
+    return isinstance(value, list) and any(map(_has_empty_name, value))

@@ -13,9 +13,24 @@ from typing import Annotated, Any
 
 import typer
 
-from tailrace.cli.options import DEFAULT_URL, Config, Folder, Json, Url, load_settings, needs
-from tailrace.cli.output import ask, cell, is_plain, percent, print_lines, print_table, second, size
-from tailrace.cli.output import run as run_to_end
+from tailrace.cli.command import (
+    DEFAULT_URL,
+    Config,
+    Folder,
+    Json,
+    Url,
+    ask,
+    cell,
+    is_plain,
+    load_settings,
+    needs,
+    percent,
+    print_lines,
+    print_table,
+    second,
+    size,
+)
+from tailrace.cli.command import run as run_to_end
 from tailrace.cli.upkeep import audit, pack, rebuild, sweep, upkeep
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.views import VIEWS

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from tailrace.cli.options import (
+from tailrace.cli.command import (
     Config,
     DryRun,
     Folder,
@@ -25,8 +25,9 @@ from tailrace.cli.options import (
     grouped,
     load_settings,
     needs,
+    print_structs,
+    print_summary,
 )
-from tailrace.cli.output import print_structs, print_summary
 from tailrace.errors import BadRequest
 from tailrace.views import VIEWS
 

@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -58,6 +58,9 @@ from tailrace.views.folds.settings import REFUSED, FoldSettings, FoldsSettings, 
 from tailrace.views.grep.settings import GrepSettings
 from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.tags.settings import CassandraSettings, TagsSettings
+
+if TYPE_CHECKING:
+    from tailrace.query import QueryLimits
 
 FILE_NAME = "tailrace.toml"
 REFERENCE = Path(__file__).with_name("reference.toml")
@@ -282,6 +285,13 @@ class Settings(BaseSettings):
         """Views that are written: without rules there are no folds, without topics no sessions, and so on."""
         used = {"folds": bool(self.folds.rules), "tags": self.tags.is_used, "sessions": self.sessions.is_used}
         return tuple(view for view in self.pipeline.views if used.get(view, True))
+
+    @property
+    def query_limits(self) -> QueryLimits:
+        """Limits of a query, which is refused if it is larger."""
+        from tailrace.query import QueryLimits
+
+        return QueryLimits(**{name: getattr(self.grep, name) for name in QueryLimits.__struct_fields__})
 
     def origin(self, path: str) -> str:
         """Return the origin of the value at a dotted path: ``default``, ``file …``, ``env …`` or ``flag …``."""

@@ -33,7 +33,6 @@ from tailrace.errors import AccessDenied, BadRequest, TooLarge
 from tailrace.http.openapi import Responses, answer, parameters, problems
 from tailrace.http.service import Service
 from tailrace.http.sse import FeedResponse
-from tailrace.query import QueryLimits
 
 FEED_PROBLEMS = (400, 404, 410, 503)
 EVERYTHING = ""
@@ -240,11 +239,6 @@ def read_body(kind: type[P], body: bytes) -> P:
         raise BadRequest(str(error).replace("`", "'")) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body cannot be read: {error}") from None
-
-
-def limits_of(settings: Settings) -> QueryLimits:
-    """Return how large a query may be."""
-    return QueryLimits(**{name: getattr(settings.grep, name) for name in QueryLimits.__struct_fields__})
 
 
 @asynccontextmanager

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tailrace.cli.command import DEFAULT_URL, FeedOptions, Json, Limit, Url, ask, grouped, print_rows, size
 from tailrace.cli.follow import Printer, follow
-from tailrace.cli.options import DEFAULT_URL, FeedOptions, Json, Limit, Url, grouped
-from tailrace.cli.output import ask, print_rows, size
 from tailrace.errors import StreamNotFound
 
 if TYPE_CHECKING:

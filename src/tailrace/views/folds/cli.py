@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tailrace.cli.follow import Printer, follow
-from tailrace.cli.options import DEFAULT_URL, FeedOptions, Json, Limit, StackOptions, Url, grouped, needs
-from tailrace.cli.output import (
+from tailrace.cli.command import (
+    DEFAULT_URL,
+    FeedOptions,
+    Json,
+    Limit,
+    StackOptions,
+    Url,
     ask,
+    grouped,
     is_plain,
+    needs,
     percent,
     print_lines,
     print_rows,
@@ -29,6 +35,7 @@ from tailrace.cli.output import (
     size,
     visible,
 )
+from tailrace.cli.follow import Printer, follow
 from tailrace.errors import BadRequest, RuleNotFound
 
 if TYPE_CHECKING:

@@ -15,9 +15,25 @@ from urllib.parse import quote
 
 import typer
 
-from tailrace.cli.follow import Printer, follow
-from tailrace.cli.options import DEFAULT_URL, Client, FeedOptions, Json, Limit, Url, grouped, read_query
-from tailrace.cli.output import Messages, ask, cell, is_plain, print_lines, print_rows, print_table, second, visible
+from tailrace.cli.command import (
+    DEFAULT_URL,
+    Client,
+    FeedOptions,
+    Json,
+    Limit,
+    Messages,
+    Url,
+    ask,
+    cell,
+    grouped,
+    is_plain,
+    print_lines,
+    print_rows,
+    print_table,
+    second,
+    visible,
+)
+from tailrace.cli.follow import Printer, follow, read_query
 from tailrace.errors import BadRequest, TailraceError
 
 if TYPE_CHECKING:

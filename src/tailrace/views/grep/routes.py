@@ -38,7 +38,7 @@ from tailrace.api.requests import (
 )
 from tailrace.errors import SearchNotFound
 from tailrace.http.openapi import FEED, json_body
-from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded, limits_of, read_body, topics_of
+from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded, read_body, topics_of
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import BrokerTopics, client_properties
@@ -151,7 +151,7 @@ def _follow(
     last_event_id: str | None,
 ) -> Response:
     within = topics_of(grep.settings, request)
-    search = make_search(parameters.topics, query, key, limits_of(grep.settings))
+    search = make_search(parameters.topics, query, key, grep.settings.query_limits)
     search = search.narrowed(within) if within else search
     wanted = make_grep_request(search, parameters, now_ms=now_ms(), last_event_id=last_event_id)
     return answer_feed(request, grep.service, wanted, parameters.format, lambda wanted: grep.feeds.open(wanted))
@@ -162,7 +162,7 @@ async def explain_search(request: Request, grep: GrepHere, parameters: Parameter
     """Try a search on samples: which of them it finds, and which part of the query each passes or fails."""
     async with body_of(grep.service, request) as body:
         within = topics_of(grep.settings, request)
-        return explain(read_body(ExplainBody, body), limits_of(grep.settings), within)
+        return explain(read_body(ExplainBody, body), grep.settings.query_limits, within)
 
 
 @routes.get("/v1/grep/searches", 400, 503)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tailrace.cli.command import DEFAULT_URL, FeedOptions, Json, Limit, Url, ask, grouped, print_rows, visible
 from tailrace.cli.follow import Printer, follow
-from tailrace.cli.options import DEFAULT_URL, FeedOptions, Json, Limit, Url, grouped
-from tailrace.cli.output import ask, print_rows, visible
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

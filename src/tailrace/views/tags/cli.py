@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tailrace.cli.follow import Printer, follow
-from tailrace.cli.options import (
+from tailrace.cli.command import (
     DEFAULT_URL,
     Client,
     DryRun,
@@ -20,11 +19,17 @@ from tailrace.cli.options import (
     StackOptions,
     Url,
     Wait,
+    ask,
     grouped,
+    is_plain,
     needs,
-    read_query,
+    print_rows,
+    print_structs,
+    print_summary,
+    size,
+    visible,
 )
-from tailrace.cli.output import ask, is_plain, print_rows, print_structs, print_summary, size, visible
+from tailrace.cli.follow import Printer, follow, read_query
 from tailrace.cli.upkeep import run_once, run_rebuild, step_aside
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, Tag, Tag
 from tailrace.api.requests import Parameters, SourcesParameters, TagFeedParameters, TagsFeedParameters, TagsParameters
 from tailrace.errors import StreamNotFound, TagsOff, TailraceError
 from tailrace.http.openapi import feed_with
-from tailrace.http.routing import Here, LastEventId, Routes, decoded, limits_of
+from tailrace.http.routing import Here, LastEventId, Routes, decoded
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.sse import answer_feed
 from tailrace.log.cursor import FromCursor
@@ -172,7 +172,7 @@ def _follow(
 def _request(
     view: TagsService, tags: tuple[str, ...], mode: str, parameters: TagFeedParameters, last_event_id: str | None
 ) -> TagRequest | None:
-    limits, own_cursors = limits_of(view.settings), view.store.own_cursors
+    limits, own_cursors = view.settings.query_limits, view.store.own_cursors
     return make_tag_request(
         tags,
         parameters,
