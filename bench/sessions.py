@@ -35,8 +35,7 @@ from bench.ingest import Spark
 from bench.meter import cpu_seconds, report
 from bench.servers import plans_of, servers
 from bench.viewers import watch
-from tailrace.config.load import load
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Settings, load
 from tailrace.driver.slice import make_plan
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey

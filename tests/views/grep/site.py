@@ -22,7 +22,7 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from tailrace.api.requests import GrepParameters
-from tailrace.config.load import load
+from tailrace.config.settings import load
 from tailrace.driver.slice import Passes, RangeReader, Slice, slices
 from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
