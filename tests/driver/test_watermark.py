@@ -1,4 +1,4 @@
-"""The frontier: time that has certainly come."""
+"""The watermark: time that has certainly come."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_by_events_time_stands_at_the_records_while_there_are_more_and_then_goes
 
 
 @given(st.data())
-def test_nothing_that_is_still_to_be_applied_lies_before_the_frontier(data: st.DataObject) -> None:
+def test_nothing_that_is_still_to_be_applied_lies_before_the_watermark(data: st.DataObject) -> None:
     """Sources are written at the pace of a clock, listed now and then, and applied in batches, in any order."""
     clock, course = 0, Course({A: 0, B: 0})
     written: dict[Partition, list[int]] = {A: [], B: []}
@@ -90,9 +90,9 @@ def test_nothing_that_is_still_to_be_applied_lies_before_the_frontier(data: st.D
             done[source] = data.draw(st.integers(done[source] + 1, len(written[source])))
             course.passed({source: (written[source][done[source] - 1], done[source] - 1)})
             course.completed({source: done[source]})
-        frontier = course.by_arrival([A, B])
+        watermark = course.by_arrival([A, B])
         waiting = [time for s in written for time in written[s][done[s] :]]
-        assert frontier is None or all(time >= frontier for time in waiting)
+        assert watermark is None or all(time >= watermark for time in waiting)
 
 
 def test_only_so_many_listings_are_kept() -> None:

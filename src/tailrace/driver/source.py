@@ -115,7 +115,7 @@ _SETTINGS = {
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-    # Idle triggers report too: the frontier of time moves on while nothing arrives.
+    # Idle triggers report too: the watermark moves on while nothing arrives.
     "spark.sql.streaming.noDataProgressEventInterval": "1s",
     "spark.sql.streaming.numRecentProgressUpdates": "10",
     "spark.sql.streaming.minBatchesToRetain": "10",

@@ -48,7 +48,7 @@ class Holder:
     def close(self) -> None:
         self.shards.close()
 
-    def add(self, name: str, value: dict[str, Any], time_ms: int, frontier: float = NEVER) -> bytes:
+    def add(self, name: str, value: dict[str, Any], time_ms: int, watermark: float = NEVER) -> bytes:
         """Add an event to its group, as a task does; return the group."""
         rule = self.rules[name]
         taken = RuleReader(rule).read(msgspec.json.encode(value))
@@ -59,7 +59,7 @@ class Holder:
             ((held,),), _ = self._folds.read([(shard, rule, [taken.group])])
             clumps = folding.load(held.state) if held.state else []
             event = Input(time_ms, SOURCE, self._offset, taken.size, taken.extracts)
-            assert not folding.absorb(clumps, [event], frontier)
+            assert not folding.absorb(clumps, [event], watermark)
             change = GroupChange(taken.group, held.version, folding.dump(clumps), folding.due(clumps), ())
             if not self._folds.settle(rule, 0, shard, [change]):
                 self._offset += 1
@@ -75,8 +75,8 @@ class Holder:
         text = msgspec.json.encode(AppliedRule(rule, since_ms, counts))
         self.shards.run_all([(0, ("HSET", self.shards.keys.rules(), rule.name, text))])
 
-    def reach(self, name: str, frontier_ms: int) -> None:
-        self._folds.publish_watermarks({name: frontier_ms})
+    def reach(self, name: str, watermark_ms: int) -> None:
+        self._folds.publish_watermarks({name: watermark_ms})
 
     def given_out(self) -> list[dict[str, Any]]:
         """Return the folded events that wait to be published, each with topic and key of its record."""
@@ -102,7 +102,7 @@ class Holder:
 def hold(holder: Holder) -> None:
     """Add the events of the example, a second apart."""
     for i, value in enumerate(SEED):
-        holder.add("accounts", value, NOON + i * 1000, frontier=NOON)
+        holder.add("accounts", value, NOON + i * 1000, watermark=NOON)
 
 
 def flush(client: httpx.Client, body: Any, rule: str = "accounts", what: str = "flush") -> httpx.Response:

@@ -1,6 +1,6 @@
 """An emitter in a process of its own that is killed at its nth call to the store, before it is sent or after.
 
-    python -m tests.views.folds.mortal URL PREFIX FRONTIER_MS CALL before|after|never
+    python -m tests.views.folds.mortal URL PREFIX WATERMARK_MS CALL before|after|never
 
 Between two calls an emitter changes nothing that anybody could see, so these are all the points there are.
 """
@@ -33,12 +33,12 @@ class MortalShards(Shards):
 
 
 def main() -> None:
-    url, prefix, frontier, call, when = sys.argv[1:]
+    url, prefix, watermark, call, when = sys.argv[1:]
     options = StoreOptions(url, prefix=prefix)
     shards = MortalShards(options).open()
     MortalShards.left = int(call) if when != "never" else -1
     MortalShards.after = when == "after"
-    emitter(shards, (RULE,), int(frontier)).turn()
+    emitter(shards, (RULE,), int(watermark)).turn()
 
 
 if __name__ == "__main__":

@@ -67,10 +67,10 @@ def expected(records: Iterable[Record], windows: Windows = RULE.windows) -> list
     return sorted(found)
 
 
-def emitter(shards: Shards, rules: Sequence[Rule], frontier_ms: int) -> Emitter:
+def emitter(shards: Shards, rules: Sequence[Rule], watermark_ms: int) -> Emitter:
     """Return an emitter for which time has come so far after noon, and whose clock is far ahead of that."""
     return Emitter(
-        shards, rules, lambda wanted: {r.name: NOON + frontier_ms for r in wanted}, clock=lambda: 2 * NOON / 1000
+        shards, rules, lambda wanted: {r.name: NOON + watermark_ms for r in wanted}, clock=lambda: 2 * NOON / 1000
     )
 
 
@@ -82,9 +82,9 @@ class FoldRig:
         self.writer = Writer(options, ("intake", "folds"), rules=self.rules, **changes)
         self.shards = self.writer.shards
 
-    def settle(self, frontier_ms: int) -> None:
+    def settle(self, watermark_ms: int) -> None:
         """Give out what is due."""
-        emitter(self.shards, self.rules, frontier_ms).turn()
+        emitter(self.shards, self.rules, watermark_ms).turn()
 
     def outbox(self) -> list[tuple[str, dict[str, Any]]]:
         """Return id and value of everything that waits to be published, shard by shard."""

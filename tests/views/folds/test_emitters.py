@@ -12,15 +12,15 @@ from tests.views.folds.rig import RULE, FoldRig, expected, post
 from tests.writing import NOON, Record
 
 CALLS = 5
-"""Calls of one turn: what is due when, the frontier told, what is due now, what it holds, the change."""
+"""Calls of one turn: what is due when, the watermark told, what is due now, what it holds, the change."""
 
 
 def _records(first: int = 0, n: int = 60, at_ms: int = 0) -> list[Record]:
     return [post(i, f"account_{i % 9}", at_ms + 100 * (i - first), partition=0) for i in range(first, first + n)]
 
 
-def _emit(store: StoreOptions, frontier_ms: int, call: int, when: str) -> int:
-    arguments = [store.url, store.prefix, str(frontier_ms), str(call), when]
+def _emit(store: StoreOptions, watermark_ms: int, call: int, when: str) -> int:
+    arguments = [store.url, store.prefix, str(watermark_ms), str(call), when]
     return forked.run("tests.views.folds.mortal", *arguments).returncode
 
 
@@ -52,7 +52,7 @@ def test_several_emitters_at_once_that_are_killed_and_replaced_give_each_fold_ou
     assert rig.folds() == expected(records)
 
 
-def test_a_fold_goes_out_within_a_tick_of_its_due_time_by_the_frontiers_clock(store: StoreOptions) -> None:
+def test_a_fold_goes_out_within_a_tick_of_its_due_time_by_the_watermarks_clock(store: StoreOptions) -> None:
     rig = FoldRig(store)
     records = [post(i, f"account_{i}", 37 * i) for i in range(100)]
     rig.writer.write(records)

@@ -57,7 +57,7 @@ GROUP = b"[1]"
 
 
 class Turn(NamedTuple):
-    """One step of a pipeline: what it reads, how far its frontier lags, and whether what is due is given out first."""
+    """One step of a pipeline: what it reads, how far its watermark lags, and whether what is due is given out first."""
 
     slices: tuple[tuple[int, int], ...]
     stale: Time
@@ -74,15 +74,15 @@ class Held:
         self.folding, self.state = folding, b""
         self.given: list[tuple[ClosedFold, Time]] = []
 
-    def absorb(self, inputs: Sequence[Input], frontier: Time) -> None:
+    def absorb(self, inputs: Sequence[Input], watermark: Time) -> None:
         clumps = self._load()
-        self._keep(clumps, self.folding.absorb(clumps, inputs, frontier), frontier)
+        self._keep(clumps, self.folding.absorb(clumps, inputs, watermark), watermark)
 
-    def settle(self, frontier: Time) -> None:
+    def settle(self, watermark: Time) -> None:
         clumps = self._load()
-        self._keep(clumps, self.folding.settle(clumps, frontier), frontier)
+        self._keep(clumps, self.folding.settle(clumps, watermark), watermark)
         if self.state:
-            assert self.due() > frontier
+            assert self.due() > watermark
 
     def due(self) -> int:
         return self.folding.due(self._load())
@@ -99,8 +99,8 @@ class Held:
     def _load(self) -> list[Clump]:
         return self.folding.load(self.state) if self.state else []
 
-    def _keep(self, clumps: list[Clump], finished: list[ClosedFold], frontier: Time) -> None:
-        self.given += ((f, frontier) for f in finished)
+    def _keep(self, clumps: list[Clump], finished: list[ClosedFold], watermark: Time) -> None:
+        self.given += ((f, watermark) for f in finished)
         assert all(left.last <= right.opened for left, right in pairwise(clumps))
         self.state = self.folding.dump(clumps) if clumps else b""
 
@@ -164,23 +164,23 @@ def _places(folds: Sequence[ClosedFold]) -> list[tuple[str, int]]:
 def _read(history: dict[str, list[Input]], turns: Sequence[Turn], held: Held) -> list[Input]:
     """Read a history as a pipeline does, turn by turn and then the rest; return it."""
     at = dict.fromkeys(history, 0)
-    frontier = NEVER
+    watermark = NEVER
     rest = Turn(tuple((i, 1000) for i in range(len(SOURCES))), 0, True)
     for turn in (*turns, rest):
         if turn.settle:
-            held.settle(frontier)
+            held.settle(watermark)
         batch: list[Input] = []
         for which, n in turn.slices:
             source = SOURCES[which % len(history)]
             batch += history[source][at[source] : at[source] + n]
             at[source] = min(at[source] + n, len(history[source]))
-        held.absorb(batch, frontier - turn.stale)
+        held.absorb(batch, watermark - turn.stale)
         reached = [
             history[source][at[source] - 1].time if at[source] else NEVER
             for source in history
             if at[source] < len(history[source])
         ]
-        frontier = max(frontier, min(reached, default=NEVER))
+        watermark = max(watermark, min(reached, default=NEVER))
     return [x for events in history.values() for x in events]
 
 
@@ -226,7 +226,7 @@ _one_source = (
 
 @examples(250)
 @given(_readings)
-def test_batches_sources_and_a_lagging_frontier_do_not_change_the_folds(reading: Reading) -> None:
+def test_batches_sources_and_a_lagging_watermark_do_not_change_the_folds(reading: Reading) -> None:
     windows, history, turns = reading
     held = Held(Folding(RULE.collect, windows))
     events = _read(history, turns, held)
@@ -239,21 +239,21 @@ def test_batches_sources_and_a_lagging_frontier_do_not_change_the_folds(reading:
     _windows().flatmap(lambda w: st.tuples(st.just(w), _history(w, sources=2, size=12))),
     st.data(),
 )
-def test_events_may_come_in_any_order_that_the_frontier_allows(
+def test_events_may_come_in_any_order_that_the_watermark_allows(
     reading: tuple[Windows, dict[str, list[Input]]], data: st.DataObject
 ) -> None:
     windows, history = reading
     events = [x for part in history.values() for x in part]
     order = data.draw(st.permutations(events))
     held = Held(Folding(RULE.collect, windows))
-    frontier = NEVER
+    watermark = NEVER
     while order:
         n = data.draw(st.integers(1, len(order)))
-        held.absorb(order[:n], frontier)
+        held.absorb(order[:n], watermark)
         order = order[n:]
-        frontier = min((x.time for x in order), default=NEVER)
+        watermark = min((x.time for x in order), default=NEVER)
         if data.draw(st.booleans()):
-            held.settle(frontier)
+            held.settle(watermark)
     held.wait()
     assert _shown(held.folds) == _shown(_in_order(windows, [(x.time, x) for x in events]))
 
@@ -268,8 +268,8 @@ def test_every_event_is_in_one_fold_and_no_fold_leaves_early_or_overlaps_another
     assert _places(held.folds) == sorted((x.partition, x.offset) for x in events)
     ids = [fold_record(RULE, GROUP, fold, 0).id for fold in held.folds]
     assert len(set(ids)) == len(ids)
-    for fold, frontier in held.given:
-        assert fold.due <= frontier
+    for fold, watermark in held.given:
+        assert fold.due <= watermark
         assert fold.clump.last < fold.due <= fold.clump.opened + windows.max_wait_ms
         assert fold.due == windows.due(fold.clump.opened, fold.clump.last)
     spans = sorted((fold.clump.opened, fold.due) for fold in held.folds)
@@ -285,9 +285,9 @@ def test_events_for_ever_every_half_quiet_cannot_starve_a_fold(quiet: int, times
     for i in range(0, 120, n):
         batch = [_input(step * j, SOURCES[0], j) for j in range(i, i + n)]
         held.absorb(batch, step * i)
-        frontier = step * (i + n) - lag
-        held.settle(frontier)
-        assert not held.state or held.due() <= frontier + lag + windows.max_wait_ms
+        watermark = step * (i + n) - lag
+        held.settle(watermark)
+        assert not held.state or held.due() <= watermark + lag + windows.max_wait_ms
     assert all(fold.due == fold.clump.opened + windows.max_wait_ms for fold in held.folds)
     opened = [fold.clump.opened for fold in held.folds]
     assert all(b - a < windows.max_wait_ms + quiet for a, b in pairwise(opened))
@@ -323,30 +323,30 @@ def test_no_fold_is_larger_than_allowed_whatever_the_order(reading: Reading, max
     assert _places(held.folds) == sorted((x.partition, x.offset) for x in events)
     sizes = {(x.partition, x.offset): x.size for x in events}
     times = {(x.partition, x.offset): x.time for x in events}
-    for fold, frontier in held.given:
+    for fold, watermark in held.given:
         clump = fold.clump
         within = [times[place] for place in _places([fold])]
         assert (clump.opened, clump.last) == (min(within), max(within))
         assert clump.count == len(_places([fold])) <= max_count
         assert clump.size <= max_bytes or clump.count == 1
         assert clump.size <= sum(sizes[place] for place in _places([fold]))
-        assert fold.reason in ("max_count", "max_bytes") or fold.due <= frontier
+        assert fold.reason in ("max_count", "max_bytes") or fold.due <= watermark
         assert fold.reason != "max_bytes" or clump.count < max_count
         assert fold.due >= clump.last >= clump.opened
 
 
 @examples(250)
 @given(_readings, st.data())
-def test_a_late_event_counts_as_one_at_the_frontier(reading: Reading, data: st.DataObject) -> None:
+def test_a_late_event_counts_as_one_at_the_watermark(reading: Reading, data: st.DataObject) -> None:
     windows, history, _ = reading
     order = data.draw(st.permutations([x for part in history.values() for x in part]))
     held = Held(Folding(RULE.collect, windows))
-    frontier: Time = NEVER
+    watermark: Time = NEVER
     timed: list[tuple[Time, Input]] = []
     for x in order:
-        frontier = max(frontier, data.draw(st.sampled_from([NEVER, x.time - 3, x.time, x.time + windows.quiet_ms])))
-        held.absorb([x], frontier)
-        timed.append((max(frontier, x.time), x))
+        watermark = max(watermark, data.draw(st.sampled_from([NEVER, x.time - 3, x.time, x.time + windows.quiet_ms])))
+        held.absorb([x], watermark)
+        timed.append((max(watermark, x.time), x))
     held.wait()
     assert _shown(held.folds) == _shown(_in_order(windows, timed))
 
@@ -363,7 +363,7 @@ def test_a_late_event_is_merged_into_the_open_fold_without_moving_its_time_back(
     assert fold_record(RULE, GROUP, fold, 0).id.startswith("r:posts:1:0#")
 
 
-def test_a_late_event_of_a_fold_that_has_left_opens_one_at_the_frontier() -> None:
+def test_a_late_event_of_a_fold_that_has_left_opens_one_at_the_watermark() -> None:
     held = Held(Folding(RULE.collect, Windows(10, 100)))
     held.absorb([_input(50, SOURCES[0], 0)], 50)
     held.settle(60)
@@ -374,15 +374,15 @@ def test_a_late_event_of_a_fold_that_has_left_opens_one_at_the_frontier() -> Non
 
 @examples(150)
 @given(_readings, st.integers(0, 200))
-def test_a_flush_gives_out_all_there_is(reading: Reading, frontier: int) -> None:
+def test_a_flush_gives_out_all_there_is(reading: Reading, watermark: int) -> None:
     windows, history, turns = reading
     held = Held(Folding(RULE.collect, windows))
     events = _read(history, turns, held)
     clumps = held.folding.load(held.state) if held.state else []
-    flushed = held.folding.flush(clumps, frontier, "flush")
+    flushed = held.folding.flush(clumps, watermark, "flush")
     assert not clumps
     assert _places([*held.folds, *flushed]) == sorted((x.partition, x.offset) for x in events)
-    assert all((fold.reason == "flush") == (fold.due > frontier) for fold in flushed)
+    assert all((fold.reason == "flush") == (fold.due > watermark) for fold in flushed)
 
 
 @examples(250)
@@ -397,12 +397,12 @@ def test_windows_may_change_while_folds_are_open(
         n = data.draw(st.integers(0, 10))
         part = {source: events[:n] for source, events in rest.items()}
         rest = {source: events[n:] for source, events in rest.items()}
-        frontier = min((events[0].time for events in rest.values() if events), default=NEVER)
+        watermark = min((events[0].time for events in rest.values() if events), default=NEVER)
         _read(part, turns, held)
         windows = Windows(changed.quiet_ms, changed.max_wait_ms, max_count)
         at = len(held.given)
         held.folding = Folding(RULE.collect, windows)
-        held.settle(frontier)
+        held.settle(watermark)
     _read(rest, turns, held)
     held.wait()
     assert _places(held.folds) == sorted((x.partition, x.offset) for part in history.values() for x in part)

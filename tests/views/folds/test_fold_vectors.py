@@ -30,18 +30,18 @@ LONG = 1_000_000
 
 
 class At(NamedTuple):
-    """An event, and the frontier when it comes: that of the one before unless it is given."""
+    """An event, and the watermark when it comes: that of the one before unless it is given."""
 
     time: int
     item: int
     key: str = "k"
-    frontier: int | None = None
+    watermark: int | None = None
 
 
 class Tick(NamedTuple):
     """Time goes on without events."""
 
-    frontier: int
+    watermark: int
 
 
 class Fold(NamedTuple):
@@ -66,7 +66,7 @@ class Vector(NamedTuple):
 
 
 STRICT = "a gap of exactly quiet opens the next fold"
-KEPT = "a late event is kept, as one at the frontier"
+KEPT = "a late event is kept, as one at the watermark"
 
 VECTORS = {
     "V1 kafka streams, suppressed until windows close": Vector(
@@ -88,17 +88,17 @@ VECTORS = {
     ),
     "V2 kafka streams, an event joins two sessions": Vector(
         Windows(300_000, LONG),
-        [At(0, 1, frontier=0), At(300_001, 2), At(150_000, 3), Tick(600_001)],
+        [At(0, 1, watermark=0), At(300_001, 2), At(150_000, 3), Tick(600_001)],
         [Fold([1, 3, 2], 0, 600_001)],
         [[1, 3, 2]],
     ),
     "V3 kafka streams, final results": Vector(
         Windows(300_000, LONG),
         [
-            At(0, 1, frontier=0),
-            At(300_001, 2, frontier=300_001),
+            At(0, 1, watermark=0),
+            At(300_001, 2, watermark=300_001),
             At(300_001, 3),
-            At(600_002, 4, frontier=600_002),
+            At(600_002, 4, watermark=600_002),
             At(600_002, 5),
             At(600_002, 6),
             Tick(600_002),
@@ -109,77 +109,77 @@ VECTORS = {
     ),
     "V4 bytewax, exactly the gap": Vector(
         Windows(10_000, LONG),
-        [At(0, 1, frontier=0), At(10_000, 2), Tick(LONG)],
+        [At(0, 1, watermark=0), At(10_000, 2), Tick(LONG)],
         [Fold([1], 0, 10_000), Fold([2], 10_000, 20_000)],
         [[1, 2]],
         differs=STRICT,
     ),
     "V4 bytewax, exactly the gap, and a quiet that is longer by one": Vector(
         Windows(10_001, LONG),
-        [At(0, 1, frontier=0), At(10_000, 2), Tick(LONG)],
+        [At(0, 1, watermark=0), At(10_000, 2), Tick(LONG)],
         [Fold([1, 2], 0, 20_001)],
         [[1, 2]],
     ),
     "V4 bytewax, an event joins two sessions": Vector(
         Windows(10_000, LONG),
-        [At(0, 1, frontier=0), At(20_000, 2), At(10_000, 3), Tick(LONG)],
+        [At(0, 1, watermark=0), At(20_000, 2), At(10_000, 3), Tick(LONG)],
         [Fold([1], 0, 10_000), Fold([3], 10_000, 20_000), Fold([2], 20_000, 30_000)],
         [[1, 3, 2]],
         differs=STRICT,
     ),
     "V4 bytewax, an event joins two sessions, and a quiet that is longer by one": Vector(
         Windows(10_001, LONG),
-        [At(0, 1, frontier=0), At(20_000, 2), At(10_000, 3), Tick(LONG)],
+        [At(0, 1, watermark=0), At(20_000, 2), At(10_000, 3), Tick(LONG)],
         [Fold([1, 3, 2], 0, 30_001)],
         [[1, 3, 2]],
     ),
     "V4 bytewax, apart": Vector(
         Windows(10_000, LONG),
-        [At(0, 1, frontier=0), At(20_000, 2), Tick(LONG)],
+        [At(0, 1, watermark=0), At(20_000, 2), Tick(LONG)],
         [Fold([1], 0, 10_000), Fold([2], 20_000, 30_000)],
         [[1], [2]],
     ),
     "V5 beam, exactly the gap": Vector(
         Windows(10, LONG),
-        [At(2, 1, frontier=0), At(9, 2), At(19, 3), Tick(29)],
+        [At(2, 1, watermark=0), At(9, 2), At(19, 3), Tick(29)],
         [Fold([1, 2], 2, 19), Fold([3], 19, 29)],
         [[1, 2], [3]],
     ),
     "V5 beam, an event joins two sessions": Vector(
         Windows(10, LONG),
-        [At(2, 1, frontier=0), At(15, 2), At(10, 3), Tick(25)],
+        [At(2, 1, watermark=0), At(15, 2), At(10, 3), Tick(25)],
         [Fold([1, 3, 2], 2, 25)],
         [[1, 3, 2]],
     ),
     "V5 beam, two sessions of one key": Vector(
         Windows(10, LONG),
-        [At(1, 1, frontier=0), At(2, 2), At(3, 3), At(20, 4), At(35, 5), At(27, 6), Tick(45)],
+        [At(1, 1, watermark=0), At(2, 2), At(3, 3), At(20, 4), At(35, 5), At(27, 6), Tick(45)],
         [Fold([1, 2, 3], 1, 13), Fold([4, 6, 5], 20, 45)],
         [[1, 2, 3], [4, 6, 5]],
     ),
     "V8 flink, windows that touch": Vector(
         Windows(1, LONG),
-        [At(0, 1, frontier=0), At(1, 2), At(2, 3), At(4, 4), At(5, 5), Tick(100)],
+        [At(0, 1, watermark=0), At(1, 2), At(2, 3), At(4, 4), At(5, 5), Tick(100)],
         [Fold([i], time, time + 1) for i, time in enumerate([0, 1, 2, 4, 5], 1)],
         [[1, 2, 3], [4, 5]],
         differs=STRICT,
     ),
     "V8 flink, windows that touch, and a quiet that is longer by one": Vector(
         Windows(2, LONG),
-        [At(0, 1, frontier=0), At(1, 2), At(2, 3), At(4, 4), At(5, 5), Tick(100)],
+        [At(0, 1, watermark=0), At(1, 2), At(2, 3), At(4, 4), At(5, 5), Tick(100)],
         [Fold([1, 2, 3], 0, 4), Fold([4, 5], 4, 7)],
         [[1, 2, 3], [4, 5]],
     ),
     "V10 windmill, two events at most": Vector(
         Windows(1000, LONG, max_count=2),
-        [At(i, i, frontier=i) for i in range(1, 6)],
+        [At(i, i, watermark=i) for i in range(1, 6)],
         [Fold([1, 2], 1, 2, reason="max_count"), Fold([3, 4], 3, 4, reason="max_count")],
         [[1, 2], [3, 4]],
         held=("k",),
     ),
     "V10 windmill, the longest wait": Vector(
         Windows(5000, 2000),
-        [At(0, 10, frontier=0), At(2500, 20, frontier=2500), At(2600, 30, frontier=2600), Tick(2600)],
+        [At(0, 10, watermark=0), At(2500, 20, watermark=2500), At(2600, 30, watermark=2600), Tick(2600)],
         [Fold([10], 0, 2000, reason="max_wait")],
         [[10, 20]],
         held=("k",),
@@ -187,7 +187,7 @@ VECTORS = {
     ),
     "V11 windmill, three pushes are one run": Vector(
         Windows(1000, LONG),
-        [At(0, 1, frontier=0), At(100, 2, frontier=100), At(200, 3, frontier=200), Tick(1199), Tick(1200)],
+        [At(0, 1, watermark=0), At(100, 2, watermark=100), At(200, 3, watermark=200), Tick(1199), Tick(1200)],
         [Fold([1, 2, 3], 0, 1200)],
         [[1, 2, 3]],
     ),
@@ -199,7 +199,7 @@ VECTORS = {
     ),
     "V15 spark, the late filter": Vector(
         Windows(10_000, LONG),
-        [At(20_000, 1, frontier=20_000), At(9000, 2, frontier=20_000), Tick(30_000)],
+        [At(20_000, 1, watermark=20_000), At(9000, 2, watermark=20_000), Tick(30_000)],
         [Fold([2, 1], 20_000, 30_000)],
         [[1]],
         differs=KEPT,
@@ -212,24 +212,24 @@ def _play(vector: Vector) -> tuple[list[Fold], Held]:
     reader, folding = RuleReader(RULE), Folding(RULE.collect, vector.windows)
     groups: Held = {}
     given: list[Fold] = []
-    frontier = 0
+    watermark = 0
 
     def give(group: bytes, finished: Sequence[ClosedFold]) -> None:
         for fold in finished:
-            values = json.loads(fold_record(RULE, group, fold, frontier).value)["values"]
+            values = json.loads(fold_record(RULE, group, fold, watermark).value)["values"]
             assert values["count"] == fold.clump.count == len(values["items"])
             given.append(Fold(values["items"], int(fold.clump.opened), fold.due, json.loads(group)[0], fold.reason))
 
     for offset, step in enumerate(vector.steps):
-        frontier = frontier if step.frontier is None else step.frontier
+        watermark = watermark if step.watermark is None else step.watermark
         if isinstance(step, At):
             taken = reader.read(json.dumps({"key": step.key, "item": step.item}).encode())
             assert isinstance(taken, RuleInput)
             one = Input(step.time, "vectors:0", offset, taken.size, taken.extracts)
-            give(taken.group, folding.absorb(groups.setdefault(taken.group, []), [one], frontier))
+            give(taken.group, folding.absorb(groups.setdefault(taken.group, []), [one], watermark))
         else:
             for group, clumps in groups.items():
-                give(group, folding.settle(clumps, frontier))
+                give(group, folding.settle(clumps, watermark))
     return given, {group: clumps for group, clumps in groups.items() if clumps}
 
 

@@ -119,14 +119,14 @@ def test_a_replay_gives_the_folds_that_the_pipeline_gave_live(windows: Windows, 
     live: list[ClosedFold] = []
     clumps: list[Clump] = []
     at = 0
-    frontier: float = -math.inf
+    watermark: float = -math.inf
     while at < len(inputs):
         some = inputs[at : at + parts[at % len(parts)]]
         at += len(some)
         # Partitions are read one after the other: within a batch events are in the order of their source alone.
-        live += folding.absorb(clumps, sorted(some, key=lambda x: (x.partition, x.time, x.offset)), frontier)
-        frontier = some[-1].time
-        live += folding.settle(clumps, frontier)
+        live += folding.absorb(clumps, sorted(some, key=lambda x: (x.partition, x.time, x.offset)), watermark)
+        watermark = some[-1].time
+        live += folding.settle(clumps, watermark)
     live += folding.settle(clumps, math.inf)
     replayed = replay(folding, inputs)
     assert sorted(map(_shown, live)) == sorted(map(_shown, replayed))

@@ -144,7 +144,7 @@ def test_a_feed_refuses_what_every_feed_refuses(client: httpx.Client) -> None:
 
 def test_a_pending_group_says_what_it_holds_and_when_it_is_due(client: httpx.Client, holder: Holder) -> None:
     hold(holder)
-    holder.add("accounts", SEED[5], NOON + 60_000, frontier=NOON)
+    holder.add("accounts", SEED[5], NOON + 60_000, watermark=NOON)
     page = client.get("/v1/folds/accounts/pending").json()
     assert (page["name"], page["next"]) == ("accounts", None)
     first, second = page["groups"]

@@ -38,7 +38,7 @@ def _history(seed: int, n: int, partitions: int, accounts: int) -> list[Record]:
 
 
 def _reached(records: list[Record], applied: dict[int, int]) -> int:
-    """The true frontier: the lowest running-maximum time over the partitions that have more to deliver."""
+    """The true watermark: the lowest running-maximum time over the partitions that have more to deliver."""
     newest: dict[int, int] = {}
     more: set[int] = set()
     for r in records:

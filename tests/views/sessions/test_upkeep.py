@@ -76,10 +76,10 @@ class Site:
     def numbers(self, stream: str) -> list[int]:
         return [number for number, _ in self.entries(stream)]
 
-    def reached(self, frontier_ms: int | None) -> None:
+    def reached(self, watermark_ms: int | None) -> None:
         """What the driver of the pipeline last said."""
         key = self.shards.keys.status("sessions")
-        self.shards.run_all([(0, ("SET", key, msgspec.json.encode({"view": "sessions", "frontier_ms": frontier_ms})))])
+        self.shards.run_all([(0, ("SET", key, msgspec.json.encode({"view": "sessions", "frontier_ms": watermark_ms})))])
 
     def speak(self, session: Session, *, after: Session | None = None) -> Session:
         """Write a session as the pipeline does: its hash, then its stream."""
