@@ -16,9 +16,9 @@ from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.entry_id import EntryId, parse_id
 from tailrace.valkey.shards import Nodes, StoreOptions, mapping
 from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.views.sessions.ledger import first_of_write
 from tailrace.views.sessions.reader import Archive
 from tailrace.views.sessions.store import SessionStore
+from tailrace.views.sessions.streams import first_of_write
 from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.views.sessions.recorded import MS, T0, Track
 from tests.views.sessions.test_feed import BOUND, CONFIG

@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tailrace.views.sessions.burst import MAX_BURST, parse, unpack
-from tailrace.views.sessions.store import SessionOptions
+from tailrace.views.sessions.store import Opening, SessionOptions, SessionStore
 from tailrace.views.sessions.write import VIEW, SessionPlan
 from tests.writing import NOON, Record, Writer
 
@@ -164,3 +164,10 @@ class Track:
             for _, flat in self.shards.run_all([(shard, ("XRANGE", keys.outbox(shard), "-", "+"))])[0]:
                 found.append(msgspec.json.decode(mapping(flat)[b"v"]))
         return sorted(found, key=lambda letter: (letter["partition"], letter["offset"]))
+
+
+def claim(
+    store: SessionStore, stream: str, identity: str, writer: str, offset: int, seen: bytes = b""
+) -> tuple[int, str] | None:
+    """Number and position of one session that a record opens."""
+    return store.claim([Opening(stream, identity, writer, offset, seen)])[0]

@@ -13,25 +13,34 @@ from hypothesis import strategies as st
 from tailrace.errors import BadBurst, TooLarge
 from tailrace.views.sessions.burst import (
     MAX_BURST,
-    NOTHING,
     TARGET,
-    Subscription,
     bursts,
     event,
+    event_of,
     parse,
     periodic,
+    points_of,
     row,
+    row_of,
+    run_of,
     session_json,
     time_range,
     timestamped,
 )
 from tailrace.views.sessions.channel import BadSample
-from tailrace.views.sessions.rta import PeriodicData, StreamData, StreamSubscription, TimestampedData
+from tailrace.views.sessions.rta.data_pb2 import PeriodicData, TimestampedData
+from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamSubscription
+from tailrace.views.sessions.rta.viewer import NOTHING, Subscription
+from tailrace.views.sessions.telemetry import Periodic, SampleRow, TelemetryEvent, Timestamped
 from tests.examples import examples
 
 NOW = 1_620_129_055_123_456_789
 OVERHEAD = 64
 """What a message and its place in a burst take beside samples and deltas."""
+
+
+def unknown(channel: int) -> None:
+    """Every channel is without configuration."""
 
 
 def _timestamped(messages: list[bytes]) -> list[TimestampedData]:
@@ -177,27 +186,33 @@ def test_no_samples_are_no_messages_and_no_bursts() -> None:
 @pytest.mark.parametrize(
     ("reason", "wrong"),
     [
-        ("bad-width", lambda: periodic(1, NOW, 10, 8, bytes(15))),
-        ("bad-width", lambda: timestamped(1, [NOW], 8, bytes(9))),
-        ("bad-count", lambda: timestamped(1, [NOW, NOW + 1], 8, bytes(8))),
-        ("bad-interval", lambda: periodic(1, NOW, -1, 1, b"ab")),
-        ("bad-interval", lambda: periodic(1, NOW, 0, 1, b"ab")),
-        ("bad-time", lambda: periodic(1, 2**63 - 10, 10, 1, b"ab")),
-        ("bad-time", lambda: timestamped(1, [2**63], 1, b"a")),
-        ("bad-time", lambda: timestamped(1, [1.5], 1, b"a")),  # type: ignore[list-item]
-        ("bad-time", lambda: timestamped(1, [True], 1, b"a")),
-        ("bad-time", lambda: timestamped(1, np.array([1.0]), 1, b"a")),
-        ("bad-time", lambda: row([1], -(2**63) - 1, b"a")),
-        ("bad-time", lambda: time_range(0, 2**63)),
-        ("out-of-range", lambda: row([2**32], 0, b"a")),
-        ("out-of-range", lambda: periodic(-1, NOW, 10, 1, b"a")),
-        ("out-of-range", lambda: event(2**31, "", NOW)),
+        ("bad-width", lambda: run_of(Periodic(channel=1, start=NOW, interval=10, data=bytes(15)), unknown)),
+        ("bad-width", lambda: points_of(Timestamped(channel=1, times=[NOW], data=bytes(9)), unknown)),
+        ("bad-width", lambda: row_of(SampleRow(channels=[1, 2], time=NOW, data=bytes(15)), unknown)),
+        ("bad-count", lambda: points_of(Timestamped(channel=1, times=[NOW, NOW + 1], data=bytes(8)), unknown)),
+        ("bad-interval", lambda: run_of(Periodic(channel=1, start=NOW, interval=-1, values=[1, 2]), unknown)),
+        ("bad-interval", lambda: run_of(Periodic(channel=1, start=NOW, interval=0, values=[1, 2]), unknown)),
+        ("bad-time", lambda: points_of(Timestamped(channel=1, times=[2**63], values=[1]), unknown)),
+        ("out-of-range", lambda: event_of(TelemetryEvent(2**31, NOW))),
     ],
 )
 def test_what_the_format_cannot_say_is_refused_with_a_reason(reason: str, wrong: object) -> None:
     with pytest.raises(BadSample) as caught:
         wrong()  # type: ignore[operator]
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: run_of(Periodic(channel=1, start=2**63 - 10, interval=10, values=[1, 2]), unknown),
+        lambda: row_of(SampleRow(channels=[1], time=-(2**63) - 1, values=[1]), unknown),
+        lambda: event_of(TelemetryEvent(1, 2**63)),
+    ],
+)
+def test_times_beyond_64_bits_are_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="does not fit into 64 bits"):
+        wrong()  # type: ignore[operator]
 
 
 def test_bytes_that_are_no_burst_are_refused() -> None:

@@ -14,9 +14,8 @@ from tailrace.api.requests import SessionFeedParameters
 from tailrace.errors import BadRequest, CursorGone, SessionNotFound
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.sessions import start as session_start
-from tailrace.views.sessions.cursor import SessionCursor, StreamPosition
-from tailrace.views.sessions.request import make_session_request
+from tailrace.views.sessions import life as session_start
+from tailrace.views.sessions.request import SessionCursor, StreamPosition, make_session_request
 from tests.examples import examples
 from tests.views.sessions.foreign import Foreign, connected
 from tests.views.sessions.foreign import periodic as foreign_periodic

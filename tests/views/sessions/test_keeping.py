@@ -10,6 +10,7 @@ from tailrace.log.entry_id import EntryId, id_text
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write
 from tailrace.views.sessions.upkeep import IndexedSession, SessionUpkeep, Weighed
+from tests.views.sessions.recorded import claim
 
 _fresh = count()
 NOTHING = -1
@@ -130,7 +131,7 @@ def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) ->
     a_session(sessions, stream, f"{stream}-live", 6)
     # What a writer notes for itself is no session; an opening that came to nothing is, as long as it is young.
     sessions.write([Write(stream, "", NOTHING, NOTHING, [SessionChange("\0t:0", 0, b"", b"n", (0, 0, 0), {})])])
-    assert sessions.claim(stream, f"{stream}-claimed", "t:0", 1) is not None
+    assert claim(sessions, stream, f"{stream}-claimed", "t:0", 1) is not None
     found = {kept.identity.removeprefix(f"{stream}-"): kept for kept in keeping.sessions(stream)}
     assert {name: kept.updated_ms for name, kept in found.items()} == {
         "old": 1_000_000,

@@ -14,10 +14,10 @@ from tailrace.log.entry_id import EntryId, parse_id
 from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as session_wait
-from tailrace.views.sessions import hub as streams
 from tailrace.views.sessions import reader as session_reader
-from tailrace.views.sessions.cursor import SessionCursor
+from tailrace.views.sessions import reader as streams
 from tailrace.views.sessions.feed import SessionFeeds
+from tailrace.views.sessions.request import SessionCursor
 from tailrace.views.sessions.streams import Located
 from tests.views.sessions.foreign import Foreign, connected, event, periodic, time_range
 from tests.views.sessions.recorded import MS, T0, Track
@@ -171,9 +171,7 @@ async def test_what_comes_before_an_entry_that_cannot_be_read_is_sent_before_tha
         mine.send(periodic(1, T0, 1, [1.0]))
         mine.raw(b"\xffnot a block")
         async with feeds_of(store) as feeds:
-            feeds.parts = type(feeds.parts)(
-                feeds.parts.hub, feeds.parts.configurations, on_unread=lambda: unread.append(1)
-            )
+            feeds.parts = type(feeds.parts)(feeds.parts.hub, on_unread=lambda: unread.append(1))
             feed, got = await opened(feeds, mine.identity, start="start", on_gap="fail"), list[AnyFrame]()
             batches = feed.__aiter__()
             got += await anext(batches)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.views.sessions.burst import MAX_BURST, bursts, session_json
-from tailrace.views.sessions.model import MAX_JSON, Session, bindings_in, checked
+from tailrace.views.sessions.configuration import bindings_in
+from tailrace.views.sessions.model import MAX_JSON, Session, checked
 from tailrace.views.sessions.telemetry import Refused
 
 NOON = 1_789_214_400_000

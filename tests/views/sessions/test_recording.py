@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tailrace.views.sessions.burst import parse as parse_burst
 from tailrace.views.sessions.burst import unpack
-from tailrace.views.sessions.recording import STORED, Catalogue, PendingWrites, Recorder
+from tailrace.views.sessions.configuration import Catalogue
+from tailrace.views.sessions.model import STORED, PendingWrites, Recorder
 from tailrace.views.sessions.telemetry import OpenSession, parse
 from tests.examples import examples
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions, mapping
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
 from tests.examples import examples
+from tests.views.sessions.recorded import claim
 
 _fresh = count()
 _encode = msgspec.json.encode
@@ -94,7 +95,7 @@ class Stream:
                 name = record.identity
                 if record.kind == "open":
                     yield "claim"
-                    claimed = self.store.claim(self.name, name, writer, record.offset, values.get(name, b""))
+                    claimed = claim(self.store, self.name, name, writer, record.offset, values.get(name, b""))
                     if claimed is None:
                         refused = True
                         break

@@ -14,7 +14,7 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.testing.service import served
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.sessions.rta.routes import iso
+from tailrace.views.sessions.routes import iso
 from tests.http.parts import problem
 from tests.views.sessions.foreign import T0, Foreign, connected, event
 

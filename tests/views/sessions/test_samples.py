@@ -13,7 +13,8 @@ from tailrace.errors import BadBurst
 from tailrace.views.sessions.burst import bursts, event, periodic, row, session_json, time_range, timestamped
 from tailrace.views.sessions.channel import WIDTHS, pack_values
 from tailrace.views.sessions.configuration import Channels, Configuration
-from tailrace.views.sessions.rta import PeriodicData, StreamData, StreamDataBurst, TimestampedData
+from tailrace.views.sessions.rta.data_pb2 import PeriodicData, TimestampedData
+from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst
 from tailrace.views.sessions.samples import Decoded, Occurrence, samples_of
 
 NOW = 1_620_129_055_123_456_789

@@ -20,6 +20,7 @@ from tailrace.views.sessions.store import (
     Write,
     state_of,
 )
+from tests.views.sessions.recorded import claim
 
 _fresh = count()
 NOTHING = -1
@@ -78,7 +79,7 @@ def hash_of(store: SessionStore, identity: str) -> dict[str, str]:
 def test_a_session_is_opened_written_and_read_back(any_store: StoreOptions) -> None:
     store, stream, identity = a_store(any_store, clock=lambda: 1_000.5), a_name("stream"), a_name("lap")
     assert store.read(stream, "t:0", [identity]) == (NOTHING, {})
-    claimed = store.claim(stream, identity, "t:0", 7)
+    claimed = claim(store, stream, identity, "t:0", 7)
     assert claimed is not None
     number, position = claimed
     assert position == "0-0"
@@ -120,8 +121,8 @@ def test_a_key_of_another_kind_is_no_session_and_stops_nobody_else(any_store: St
     store, stream, mine, other = a_store(any_store), a_name("stream"), a_name("lap"), a_name("lap")
     key = store.shards.keys.session(store.options.key, mine)
     store.shards.run_keyed([(key, ("SET", key, "mine"))])
-    (number, _) = store.claim(stream, mine, "t:0", 0) or (0, "")
-    (second, _) = store.claim(stream, other, "t:1", 0) or (0, "")
+    (number, _) = claim(store, stream, mine, "t:0", 0) or (0, "")
+    (second, _) = claim(store, stream, other, "t:1", 0) or (0, "")
     taken = Write(stream, "t:0", NOTHING, 0, [a_change(stream, mine, number, 1)], [(number, b"a")])
     fine = Write(stream, "t:1", NOTHING, 0, [a_change(stream, other, second, 1)], [(second, b"b")])
     assert store.write([taken, fine]) == [Verdict.TAKEN, Verdict.OK]
@@ -138,7 +139,7 @@ def test_a_stream_of_another_kind_is_refused_by_name(any_store: StoreOptions) ->
     key = store.shards.keys.stream(stream)
     store.shards.run_keyed([(key, ("SET", key, "theirs"))])
     with pytest.raises(StoreError, match=rf"{key} is a string, not a stream of sessions: .* sessions\.stream"):
-        store.claim(stream, a_name("lap"), "t:0", 0)
+        claim(store, stream, a_name("lap"), "t:0", 0)
     with pytest.raises(StoreError, match=f"{key} is a string"):
         store.append([Write(stream, "t:0", NOTHING, 0, (), [(1, b"a")])])
     assert store.stream_marks([stream]) == {stream: {}}
@@ -146,7 +147,7 @@ def test_a_stream_of_another_kind_is_refused_by_name(any_store: StoreOptions) ->
 
 def test_a_mark_that_moved_or_a_session_that_changed_refuses_everything(any_store: StoreOptions) -> None:
     store, stream, identity = a_store(any_store), a_name("stream"), a_name("lap")
-    (number, _) = store.claim(stream, identity, "t:0", 0) or (0, "")
+    (number, _) = claim(store, stream, identity, "t:0", 0) or (0, "")
     assert store.write([Write(stream, "t:0", NOTHING, 0, [a_change(stream, identity, number, 1)], [(number, b"a")])])
     seen = store.read(stream, "t:0", [identity])[1][identity]
     late = Write(stream, "t:0", NOTHING, 3, [a_change(stream, identity, number, 4)], [(number, b"b")])
@@ -172,43 +173,43 @@ def test_whoever_repeats_an_opening_gets_the_same_number(any_store: StoreOptions
     store, other = a_store(any_store), a_store(any_store)
     stream, identity = a_name("stream"), a_name("lap")
     store.write([Write(stream, "t:1", NOTHING, 0, (), [(1, b"x")])])
-    first = store.claim(stream, identity, "t:0", 5)
+    first = claim(store, stream, identity, "t:0", 5)
     assert first is not None
     assert first[1] != "0-0"
     # Another life in the same portion, and the same portion again by somebody who cuts it otherwise.
-    second = store.claim(stream, identity, "t:0", 8)
+    second = claim(store, stream, identity, "t:0", 8)
     assert second is not None
     assert second[0] > first[0]
-    assert other.claim(stream, identity, "t:0", 5) == first
-    assert other.claim(stream, identity, "t:0", 8) == second
+    assert claim(other, stream, identity, "t:0", 5) == first
+    assert claim(other, stream, identity, "t:0", 8) == second
     change = a_change(stream, identity, first[0], 1, opened=5)
     assert other.write([Write(stream, "t:0", NOTHING, 6, [change], [(first[0], b"a")])]) == [Verdict.OK]
     seen = store.read(stream, "t:0", [identity])[1][identity]
-    assert store.claim(stream, identity, "t:0", 5, seen) is None
-    assert store.claim(stream, identity, "t:0", 8) is None
-    assert store.claim(stream, identity, "t:0", 8, seen) == second
+    assert claim(store, stream, identity, "t:0", 5, seen) is None
+    assert claim(store, stream, identity, "t:0", 8) is None
+    assert claim(store, stream, identity, "t:0", 8, seen) == second
 
 
 def test_of_two_writers_that_open_one_session_one_succeeds(any_store: StoreOptions) -> None:
     store, stream, identity = a_store(any_store), a_name("stream"), a_name("lap")
-    one, two = store.claim(stream, identity, "t:0", 5), store.claim(stream, identity, "t:1", 3)
+    one, two = claim(store, stream, identity, "t:0", 5), claim(store, stream, identity, "t:1", 3)
     assert one is not None
     assert two is not None
     first = a_change(stream, identity, one[0], 1, opened=5, writer="t:0")
     second = a_change(stream, identity, two[0], 1, opened=3, writer="t:1")
     assert store.write([Write(stream, "t:0", NOTHING, 6, [first], [(one[0], b"a")])]) == [Verdict.CONFLICT]
     assert store.write([Write(stream, "t:1", NOTHING, 4, [second], [(two[0], b"b")])]) == [Verdict.OK]
-    assert store.claim(stream, identity, "t:0", 5) is None
+    assert claim(store, stream, identity, "t:0", 5) is None
     assert entries_of(store, stream) == [(two[0], b"b")]
     assert hash_of(store, identity)["order"] == f"{two[0]} 1 0"
 
 
 def test_a_writer_that_died_while_opening_does_not_keep_others_from_it(any_store: StoreOptions) -> None:
     store, stream, identity = a_store(any_store), a_name("stream"), a_name("lap")
-    dead = store.claim(stream, identity, "~dead", 1)
+    dead = claim(store, stream, identity, "~dead", 1)
     assert dead is not None
     store.put([Write(stream, "~dead", NOTHING, 1, [a_change(stream, identity, dead[0], 1, writer="~dead")])])
-    number, _ = store.claim(stream, identity, "~alive", 1) or (0, "")
+    number, _ = claim(store, stream, identity, "~alive", 1) or (0, "")
     assert number > dead[0]
     change = a_change(stream, identity, number, 1, opened=1, writer="~alive")
     assert store.write([Write(stream, "~alive", NOTHING, 1, [change], [(number, b"a")])]) == [Verdict.OK]
@@ -265,7 +266,7 @@ def test_a_session_that_others_wrote_is_not_taken_either(any_store: StoreOptions
 
 def test_the_watchdog_has_no_mark_and_is_refused_when_the_session_spoke(any_store: StoreOptions) -> None:
     store, stream, identity = a_store(any_store), a_name("stream"), a_name("lap")
-    (number, _) = store.claim(stream, identity, "t:0", 0) or (0, "")
+    (number, _) = claim(store, stream, identity, "t:0", 0) or (0, "")
     store.write([Write(stream, "t:0", NOTHING, 0, [a_change(stream, identity, number, 1)], [(number, b"a")])])
     seen = store.read(stream, "", [identity])[1][identity]
     word = a_change(stream, identity, number, 1, seen=seen, state="abandoned", amendment=1)
@@ -284,7 +285,7 @@ def test_numbers_that_were_taken_early_and_come_late_are_taken_anew(any_store: S
     store, stream, identity = a_store(any_store), a_name("stream"), a_name("lap")
     keys = store.shards.keys
     low = int(store.shards.run_keyed([(keys.last_session(), ("INCRBY", keys.last_session(), 1))])[0])
-    high, _ = store.claim(stream, identity, "t:0", 3) or (0, "")
+    high, _ = claim(store, stream, identity, "t:0", 3) or (0, "")
     slot = [keys.stream(stream), keys.stream_tag(stream)]
     late = store.shards.call_keyed([("claim", slot, ("t:0", 9, identity, b"", low, 0))])
     assert late == [[b"low", str(high).encode()]]
@@ -292,7 +293,7 @@ def test_numbers_that_were_taken_early_and_come_late_are_taken_anew(any_store: S
         Opening(stream, identity, "t:0", 9),
         *(Opening(stream, a_name("lap"), "t:0", 10 + i) for i in range(50)),
     ]
-    claimed = [each[0] for each in store.claim_all(openings) if each is not None]
+    claimed = [each[0] for each in store.claim(openings) if each is not None]
     assert claimed == sorted(set(claimed))
     assert len(claimed) == 51
     assert claimed[0] > high > low
@@ -301,9 +302,9 @@ def test_numbers_that_were_taken_early_and_come_late_are_taken_anew(any_store: S
 def test_no_number_is_given_twice_in_a_stream_though_the_counter_has_lost_its_last_writes(store: StoreOptions) -> None:
     sessions, stream = a_store(store), a_name("stream")
     counter = sessions.shards.keys.last_session()
-    given = [sessions.claim(stream, a_name("lap"), "t:0", i) for i in range(3)]
+    given = [claim(sessions, stream, a_name("lap"), "t:0", i) for i in range(3)]
     sessions.shards.run_keyed([(counter, ("DECRBY", counter, 2))])
-    given += sessions.claim_all([Opening(stream, a_name("lap"), "t:0", 3 + i) for i in range(2)])
+    given += sessions.claim([Opening(stream, a_name("lap"), "t:0", 3 + i) for i in range(2)])
     numbers = [each[0] for each in given if each is not None]
     assert numbers == sorted(set(numbers))
     assert len(numbers) == 5
@@ -315,13 +316,13 @@ def test_an_opening_is_repeated_under_a_new_number_when_its_name_had_a_later_lif
 ) -> None:
     store, identity = a_store(any_store), a_name("lap")
     here, there = a_name("stream"), a_name("stream")
-    early, _ = store.claim(here, identity, "t:0", 0) or (0, "")
-    later, _ = store.claim(there, identity, "u:0", 0) or (0, "")
+    early, _ = claim(store, here, identity, "t:0", 0) or (0, "")
+    later, _ = claim(store, there, identity, "u:0", 0) or (0, "")
     closed = a_change(there, identity, later, 1, state="closed")
     assert store.write([Write(there, "u:0", NOTHING, 0, [closed], [(later, b"x")])]) == [Verdict.OK]
-    number, _ = store.claim(here, identity, "t:0", 0) or (0, "")
+    number, _ = claim(store, here, identity, "t:0", 0) or (0, "")
     assert number > later > early
-    assert store.claim(here, identity, "t:0", 0) == (number, "0-0")
+    assert claim(store, here, identity, "t:0", 0) == (number, "0-0")
     opened = a_change(here, identity, number, 1)
     assert store.write([Write(here, "t:0", NOTHING, 0, [opened], [(number, b"x")])]) == [Verdict.OK]
 
@@ -336,7 +337,7 @@ def test_a_configuration_never_changes_under_its_identifier(any_store: StoreOpti
 
 def test_a_name_with_braces_is_refused(store: StoreOptions) -> None:
     with pytest.raises(StoreError, match="braces"):
-        a_store(store).claim("a{b}", "x", "t:0", 0)
+        claim(a_store(store), "a{b}", "x", "t:0", 0)
 
 
 def test_every_node_is_known_to_whoever_prepared_the_store(any_store: StoreOptions) -> None:

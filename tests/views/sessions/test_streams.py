@@ -15,8 +15,8 @@ from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
 from tailrace.log.entry_id import END, EntryId, parse_id
 from tailrace.valkey.shards import Nodes, StoreOptions
-from tailrace.views.sessions import hub as streams
-from tailrace.views.sessions.hub import StreamHub, Tap
+from tailrace.views.sessions import reader as streams
+from tailrace.views.sessions.reader import StreamHub, Tap
 from tailrace.views.sessions.streams import LiveSessions, StreamEntry
 from tests.views.sessions.foreign import T0, Foreign, connected, event, periodic
 

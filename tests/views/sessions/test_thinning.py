@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError
 from tailrace.log.cursor import FromEnd, FromLast, FromStart
-from tailrace.views.sessions.cursor import (
+from tailrace.views.sessions.request import (
     FromMoment,
     FromSessionCursor,
     SessionCursor,
     StreamPosition,
+    Thinning,
     UnsentSamples,
     parse_session_start,
     parse_session_until,
+    parse_thinning,
 )
-from tailrace.views.sessions.thinning import Series, Thinner, Thinning, parse_thinning, thinned
+from tailrace.views.sessions.thinning import Series, Thinner, thinned
 from tests.examples import examples
 
 EPOCH = 1_789_200_000_000_000_000

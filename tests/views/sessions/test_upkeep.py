@@ -17,21 +17,21 @@ from tailrace.upkeep.job import JobLease, Scope, Work
 from tailrace.upkeep.loop import JobLoop
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare
 from tailrace.views.sessions.burst import parse, unpack
-from tailrace.views.sessions.model import Session, StreamLimits
+from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
 from tailrace.views.sessions.upkeep import (
     LEASE,
     Abandoning,
-    AbandonRules,
-    ForgetRules,
     Forgetting,
+    SessionRules,
     SessionUpkeep,
+    StreamLimits,
     TrimMemory,
     Trimming,
-    TrimRules,
     session_jobs,
 )
 from tests.views.sessions.foreign import Foreign, connected
+from tests.views.sessions.recorded import claim
 
 HOUR = 3_600_000
 PLENTY = StreamLimits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
@@ -61,7 +61,7 @@ class Site:
 
     def trim(self, **limits: int) -> dict[str, object]:
         found = StreamLimits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **limits})
-        return self.do(Trimming(TrimRules(found, SessionOptions()), self.memory, Scope()))
+        return self.do(Trimming(SessionRules(found), Scope(), self.memory))
 
     def write(self, stream: str, *entries: tuple[int, bytes]) -> None:
         mark = self.store.stream_marks([stream])[stream].get("t:0", NOTHING)
@@ -85,7 +85,7 @@ class Site:
         """Write a session as the pipeline does: its hash, then its stream."""
         mark, values = self.store.read(session.stream, session.writer, [session.identity])
         if after is None:
-            claimed = self.store.claim(session.stream, session.identity, session.writer, session.opened)
+            claimed = claim(self.store, session.stream, session.identity, session.writer, session.opened)
             assert claimed is not None
             session = session.placed(*claimed)
         seen = values.get(session.identity, b"")
@@ -111,11 +111,12 @@ class Site:
         return state.decode(), Session.decode(state_of(value)).state
 
     def abandon(self, after_ms: int = 1_000) -> dict[str, object]:
-        return self.do(Abandoning(AbandonRules(after_ms, SessionOptions()), Scope()))
+        return self.do(Abandoning(SessionRules(PLENTY, abandon_ms=after_ms), Scope()))
 
     def forget(self, *, ahead_ms: int = 0, stream_ms: int = HOUR) -> dict[str, object]:
         """Forget what is an hour old, by a clock that is ahead; as much as clocks may differ."""
-        rules = ForgetRules(HOUR, stream_ms, HOUR, SessionOptions())
+        limits = msgspec.structs.replace(PLENTY, age_ms=HOUR)
+        rules = SessionRules(limits, SessionOptions(expire_ms=HOUR), forget_streams_ms=stream_ms)
         clock = lambda: round(time.time() * 1000) + ahead_ms  # noqa: E731
         return self.do(Forgetting(rules, Scope(clock=clock)))
 

@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed
 from tailrace.api.feeds import Closing
 from tailrace.testing.service import ServiceProcess, ServiceThread, served
 from tailrace.valkey.shards import Nodes, StoreOptions
-from tailrace.views.sessions.hub import StreamHub
+from tailrace.views.sessions.reader import StreamHub
 from tailrace.views.sessions.rta import viewer as viewers
 from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
 from tailrace.views.sessions.streams import LiveSessions, Located

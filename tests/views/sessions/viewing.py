@@ -14,9 +14,8 @@ from tailrace.api.requests import SessionFeedParameters
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
-from tailrace.views.sessions.hub import StreamHub
-from tailrace.views.sessions.life import Configurations, SessionParts
-from tailrace.views.sessions.reader import Archive
+from tailrace.views.sessions.life import SessionParts
+from tailrace.views.sessions.reader import Archive, StreamHub
 from tailrace.views.sessions.request import make_session_request
 from tailrace.views.sessions.streams import LiveSessions
 from tests.views.sessions.recorded import Track
@@ -36,7 +35,7 @@ async def feeds_of(
     live = LiveSessions(nodes, template)
     try:
         async with StreamHub(live, ring) as hub:
-            yield SessionFeeds(SessionParts(hub, Configurations(live), archive), now_ms)
+            yield SessionFeeds(SessionParts(hub, archive), now_ms)
     finally:
         await nodes.close()
 

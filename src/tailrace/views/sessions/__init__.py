@@ -36,8 +36,7 @@ class SessionsView(View):
     def routes(self) -> APIRouter:
         from fastapi import APIRouter
 
-        from tailrace.views.sessions.routes import pages, routes
-        from tailrace.views.sessions.rta.routes import routes as rta
+        from tailrace.views.sessions.routes import pages, routes, rta
 
         all_routes = APIRouter()
         for each in (routes, pages, rta):

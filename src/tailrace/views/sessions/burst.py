@@ -5,6 +5,11 @@ that a message is serialised once. Invariants: the messages of one call have exa
 with their times, which are integers all the way; no burst exceeds ``MAX_BURST`` bytes; all output is a function of the
 input, so a replay makes the same bytes.
 
+Parts of records become messages by way of pieces (``MessageQueue``): samples of one channel for one message, or several
+if they are too many. A piece that continues the last one of its channel is appended to it, so that messages are large
+however small records are. Invariant: for each channel, the samples of the messages are those of the records, in order,
+and no samples pass an update of the session.
+
 A block is a burst as it is stored and sent, compressed with LZ4, in a container. Invariant: whatever the bytes are,
 decoding allocates at most ``most`` bytes; anything larger is refused. We write raw blocks and read five containers:
 
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import lz4.block
 import lz4.frame
@@ -30,18 +36,11 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from tailrace.errors import BadBurst, TooLarge
-from tailrace.views.sessions.channel import MAX_CHANNEL, BadSample
-from tailrace.views.sessions.rta import (
-    Event,
-    PeriodicData,
-    RowData,
-    StreamData,
-    StreamDataBurst,
-    StreamSubscription,
-    StreamTimeRange,
-    TimestampedData,
-)
+from tailrace.errors import BadBurst, BadRequest, TooLarge
+from tailrace.views.sessions.channel import WIDTHS, BadSample, Channel, pack_values
+from tailrace.views.sessions.rta.data_pb2 import Event, PeriodicData, RowData, TimestampedData
+from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst, StreamTimeRange
+from tailrace.views.sessions.telemetry import Periodic, SampleRow, TelemetryEvent, Time, Timestamped, nanoseconds
 
 MAX_BURST = 1 << 20
 """Limit of the bytes of a burst before compression."""
@@ -187,62 +186,24 @@ _OPENERS: Mapping[str, Callable[[bytes, int], bytes]] = {
 TARGET = 64 << 10
 """Size that bursts aim at, in bytes."""
 
-_HEAD = 64
+HEAD = 64
 """Upper bound of the bytes of tags, lengths and small fields in a message of samples and its burst."""
 _TAG = b"\n"
-_INT32, _INT64 = 1 << 31, 1 << 63
 
 
-class Subscription(msgspec.Struct, frozen=True, weakref=True):
-    """Everything a viewer of the RTA protocol has asked for so far. It only grows, by union."""
-
-    all_events: bool = False
-    all_channels: bool = False
-    channels: frozenset[int] = frozenset()
-
-    def widened(self, more: StreamSubscription) -> Subscription:
-        """Return the subscription extended by a request."""
-        every = self.all_channels or more.all_data_channels
-        channels = frozenset() if every else self.channels.union(more.data_channel_ids)
-        return Subscription(self.all_events or more.all_events, every, channels)
-
-    def wants(self, message: StreamData) -> bool:
-        """Return True if a message is for this viewer. A row is if any of its channels is; updates always are."""
-        kind = message.WhichOneof("data")
-        if kind == "periodic_data":
-            return self.all_channels or message.periodic_data.channel_id in self.channels
-        if kind == "timestamped_data":
-            return self.all_channels or message.timestamped_data.channel_id in self.channels
-        if kind == "row_data":
-            return self.all_channels or not self.channels.isdisjoint(message.row_data.channel_ids)
-        if kind == "event":
-            return self.all_events
-        return kind is not None
-
-
-NOTHING = Subscription()
-"""Subscription of a new viewer: only updates of the session."""
-
-
-def session_json(text: str | bytes) -> bytes:
-    if isinstance(text, bytes):
-        text = text.decode()
+def session_json(text: str) -> bytes:
     return _bytes(StreamData(session_json=text))
 
 
 def time_range(start: int, end: int) -> bytes:
     """Return the message that extends a session's range to these two times."""
-    _times_fit(start, end)
     return _bytes(StreamData(time_range=StreamTimeRange(start_time=start, end_time=end)))
 
 
 def periodic(channel: int, start: int, interval: int, width: int, buffer: bytes, target: int = TARGET) -> list[bytes]:
     """Return messages of samples at equal intervals, each of at most about ``target`` bytes; none without samples."""
-    count = _count(channel, width, buffer)
-    if interval < 0 or (interval == 0 and count > 1):
-        raise BadSample("bad-interval", f"{interval} ns between samples")
-    _times_fit(start, start + interval * max(0, count - 1), interval)
-    per = max(1, (_room(target) - _HEAD) // width)
+    count = len(buffer) // width
+    per = max(1, (_room(target) - HEAD) // width)
     return [
         _bytes(
             StreamData(
@@ -260,27 +221,20 @@ def periodic(channel: int, start: int, interval: int, width: int, buffer: bytes,
 
 
 def timestamped(
-    channel: int,
-    times: Sequence[int] | npt.NDArray[np.int64],
-    width: int,
-    buffer: bytes,
-    target: int = TARGET,
+    channel: int, times: Sequence[int] | npt.NDArray[np.int64], width: int, buffer: bytes, target: int = TARGET
 ) -> list[bytes]:
     """Return messages of samples with times of their own, each of at most about ``target`` bytes.
 
     A new message begins wherever time goes back. The scale of each is the greatest common divisor of its steps.
     """
-    count = _count(channel, width, buffer)
-    at = _nanoseconds(times)
-    if len(at) != count:
-        raise BadSample("bad-count", f"{len(at)} times for {count} samples of {width} bytes")
-    if not count:
+    at = np.asarray(times, np.int64)
+    if not len(at):
         return []
-    room = _room(target) - _HEAD
+    room = _room(target) - HEAD
     steps = np.diff(at)
     # A step of more than 2^63 ns wraps round to below 0, and is a new message as well.
     back = np.flatnonzero((steps < 0) | (at[1:] < at[:-1])) + 1
-    edges = [0, *back.tolist(), count]
+    edges = [0, *back.tolist(), len(at)]
     return [
         _run(channel, at, steps, first, last, width, buffer)
         for low, high in pairwise(edges)
@@ -290,15 +244,11 @@ def timestamped(
 
 def row(channels: Sequence[int], time: int, buffer: bytes) -> bytes:
     """Return the message of one sample of each of several channels, side by side in the buffer."""
-    for channel in channels:
-        _channel_fits(channel)
-    _times_fit(time)
     return _bytes(StreamData(row_data=RowData(channel_ids=channels, timestamp=time, buffer=buffer)))
 
 
 def event(definition: int, app: str, time: int, text: str = "", values: Sequence[float] = ()) -> bytes:
-    _times_fit(time)
-    if not -_INT32 <= definition < _INT32:
+    if not -(2**31) <= definition < 2**31:
         raise BadSample("out-of-range", f"{definition} is no id of an event")
     what = Event(event_definition_id=definition, app_name=app, timestamp=time, status_text=text, raw_data=values)
     return _bytes(StreamData(event=what))
@@ -382,37 +332,6 @@ def _bytes(message: StreamData | StreamDataBurst) -> bytes:
     return data
 
 
-def _nanoseconds(times: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    if isinstance(times, np.ndarray):
-        if times.dtype != np.int64 or times.ndim != 1:
-            raise BadSample("bad-time", f"times are an array of int64, not of {times.dtype}")
-        return times
-    if any(kind is bool or not issubclass(kind, int | np.integer) for kind in set(map(type, times))):
-        raise BadSample("bad-time", "a time is an integer, in nanoseconds")
-    try:
-        return np.asarray(times, np.int64)
-    except OverflowError:
-        raise BadSample("bad-time", "a time is not within 64 bits") from None
-
-
-def _count(channel: int, width: int, buffer: bytes) -> int:
-    _channel_fits(channel)
-    if len(buffer) % width:
-        raise BadSample("bad-width", f"channel {channel}: {len(buffer)} bytes are no whole samples of {width} bytes")
-    return len(buffer) // width
-
-
-def _channel_fits(channel: int) -> None:
-    if not 0 <= channel <= MAX_CHANNEL:
-        raise BadSample("out-of-range", f"{channel} is no number of a channel")
-
-
-def _times_fit(*times: int) -> None:
-    for time in times:
-        if not -_INT64 <= time < _INT64:
-            raise BadSample("bad-time", f"{time} ns is not within 64 bits")
-
-
 def _room(target: int) -> int:
     return max(1, min(target, MAX_BURST))
 
@@ -449,3 +368,214 @@ def _varints(values: npt.NDArray[np.int64]) -> bytes:
             used[:, column + 1] = goes_on
         values = rest
     return table[used].tobytes()
+
+
+ChannelOf: TypeAlias = Callable[[int], Channel | None]
+"""Returns a channel by number, None if its configuration is unknown; raises BadSample if there is no such channel."""
+
+UNUSABLE = (ValueError, BadRequest)
+"""Exceptions of a part, or a configuration, that cannot be used."""
+
+
+class SampleRun(msgspec.Struct, gc=False):
+    """Samples of one channel at a fixed interval."""
+
+    channel: int
+    start: int
+    interval: int
+    width: int
+    buffers: list[bytes]
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.interval * (self.count - 1)
+
+    def absorb(self, other: Piece) -> bool:
+        """Append a run that continues this one; return False if it does not."""
+        if (
+            type(other) is not SampleRun
+            or other.interval != self.interval
+            or other.width != self.width
+            or not self.interval
+        ):
+            return False
+        if other.start != self.start + self.interval * self.count:
+            return False
+        self.buffers += other.buffers
+        self.count += other.count
+        return True
+
+    def messages(self, target: int) -> list[bytes]:
+        buffer = self.buffers[0] if len(self.buffers) == 1 else b"".join(self.buffers)
+        return periodic(self.channel, self.start, self.interval, self.width, buffer, target)
+
+
+class Points(msgspec.Struct, gc=False):
+    """Samples of one channel, each with its time."""
+
+    channel: int
+    times: list[npt.NDArray[np.int64]]
+    width: int
+    buffers: list[bytes]
+    start: int
+    end: int
+    """Earliest and latest time; not necessarily those of the first and the last sample."""
+
+    def absorb(self, other: Piece) -> bool:
+        """Append points that are not before the end of these; return False if they are."""
+        if type(other) is not Points or other.width != self.width or other.start < self.end:
+            return False
+        self.times += other.times
+        self.buffers += other.buffers
+        self.end = other.end
+        return True
+
+    def messages(self, target: int) -> list[bytes]:
+        times = self.times[0] if len(self.times) == 1 else np.concatenate(self.times)
+        return timestamped(self.channel, times, self.width, b"".join(self.buffers), target)
+
+
+class WholeMessage(msgspec.Struct, frozen=True):
+    """A message that is never joined with others: a row, an event."""
+
+    message: bytes
+    time: int
+    channels: Sequence[int] = ()
+
+
+Piece: TypeAlias = SampleRun | Points
+
+
+class MessageQueue:
+    """The pending messages of a session, in order."""
+
+    def __init__(self) -> None:
+        self._pending: list[Piece | bytes] = []
+        self._last: dict[int, Piece] = {}
+        """The piece of each channel that further samples may continue."""
+        self.size = 0
+        """Estimate of the bytes."""
+
+    def add(self, piece: Piece | WholeMessage) -> None:
+        if isinstance(piece, WholeMessage):
+            for channel in piece.channels:
+                self._last.pop(channel, None)
+            self._pending.append(piece.message)
+            self.size += len(piece.message)
+            return
+        last = self._last.get(piece.channel)
+        self.size += sum(map(len, piece.buffers))
+        if last is None or not last.absorb(piece):
+            self._last[piece.channel] = piece
+            self._pending.append(piece)
+            self.size += HEAD
+
+    def update(self, message: bytes) -> None:
+        """Add an update of the session: samples after it may depend on it, and those before it may not."""
+        self._last.clear()
+        self._pending.append(message)
+        self.size += len(message)
+
+    def messages(self, target: int) -> Iterator[bytes]:
+        for each in self._pending:
+            if isinstance(each, bytes):
+                yield each
+            else:
+                yield from each.messages(target)
+
+
+# The parts of records as pieces. Each function raises one of UNUSABLE for a bad part.
+
+
+def run_of(part: Periodic, channel_of: ChannelOf) -> SampleRun | None:
+    """Return samples at a fixed interval; None if there are none."""
+    channel = channel_of(part.channel)
+    buffer, width = _samples(part, channel)
+    count = len(buffer) // width
+    start = nanoseconds(part.start)
+    interval = channel.interval if channel is not None else 0
+    if part.interval is not None:
+        interval = nanoseconds(part.interval)
+    if interval < 0 or (not interval and count > 1):
+        raise BadSample("bad-interval", f"{interval} ns between samples: `interval` is missing, or not above 0")
+    nanoseconds(start + interval * max(0, count - 1))
+    return SampleRun(part.channel, start, interval, width, [buffer], count) if count else None
+
+
+def points_of(part: Timestamped, channel_of: ChannelOf) -> Points | None:
+    """Return samples with times of their own; None if there are none."""
+    buffer, width = _samples(part, channel_of(part.channel))
+    times = _spread(part) if part.times is None else _array(part.times)
+    if len(times) * width != len(buffer):
+        raise BadSample("bad-count", f"{len(times)} times for {len(buffer) // width} samples")
+    if not len(times):
+        return None
+    return Points(part.channel, [times], width, [buffer], int(times.min()), int(times.max()))
+
+
+def row_of(part: SampleRow, channel_of: ChannelOf) -> WholeMessage:
+    time, channels = nanoseconds(part.time), [channel_of(channel) for channel in part.channels]
+    if not channels:
+        raise BadSample("bad-count", "a row without channels")
+    types = [part.as_ if channel is None else channel.type for channel in channels]
+    buffer = part.data
+    if buffer is None:
+        buffer, values, at = b"", part.values or [], 0
+        for type_, channel in zip(types, channels, strict=True):
+            after = at + (3 if type_ == "3f32" else 1)
+            buffer += pack_values(type_, values[at:after], channel is not None and channel.big_endian)
+            at = after
+        if at != len(values):
+            raise BadSample("bad-count", f"{len(values)} values for {at}")
+    if len(buffer) != (wanted := sum(WIDTHS[type_] for type_ in types)):
+        raise BadSample("bad-width", f"{len(buffer)} bytes for samples of {wanted}")
+    return _whole(row(part.channels, time, buffer), time, part.channels)
+
+
+def event_of(part: TelemetryEvent) -> WholeMessage:
+    time = nanoseconds(part.time)
+    return _whole(event(part.id, part.app, time, part.text, part.values), time)
+
+
+def _whole(message: bytes, time: int, channels: Sequence[int] = ()) -> WholeMessage:
+    if len(message) > MAX_BURST - HEAD:
+        raise BadSample("too-large", f"{len(message)} bytes that cannot be divided; {MAX_BURST - HEAD} are possible")
+    return WholeMessage(message, time, channels)
+
+
+def _samples(part: Periodic | Timestamped, channel: Channel | None) -> tuple[bytes, int]:
+    """Return the buffer of a part, and the width of a sample."""
+    type_ = part.as_ if channel is None else channel.type
+    width = WIDTHS[type_]
+    if part.data is None:
+        return pack_values(
+            type_, () if part.values is None else part.values, channel is not None and channel.big_endian
+        ), width
+    if len(part.data) % width:
+        raise BadSample("bad-width", f"{len(part.data)} bytes are no samples of {type_}, which have {width}")
+    return part.data, width
+
+
+def _array(times: Sequence[Time] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if isinstance(times, np.ndarray):
+        return times
+    if str in set(map(type, times)):
+        times = [nanoseconds(time) for time in times]
+    try:
+        return np.array(times, np.int64)
+    except OverflowError:
+        raise BadSample("bad-time", "a time does not fit into 64 bits") from None
+
+
+def _spread(part: Timestamped) -> npt.NDArray[np.int64]:
+    """Return the times that start, scale and deltas define."""
+    start, scale = nanoseconds(part.start or 0), nanoseconds(part.scale)
+    try:
+        steps = np.array(part.deltas, np.int64)
+    except OverflowError:
+        raise BadSample("bad-time", "a delta does not fit into 64 bits") from None
+    # In floats first: they do not overflow.
+    if abs(start) + abs(scale) * float(np.abs(steps.astype(np.float64)).sum()) >= 2.0**63:
+        raise BadSample("bad-time", "the times do not fit into 64 bits")
+    return start + scale * np.cumsum(steps)

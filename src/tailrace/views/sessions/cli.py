@@ -135,7 +135,7 @@ class SessionPrinter(Printer):
         return [*words, *self.names]
 
     def cursor_of_new_request(self, cursor: str) -> str:
-        from tailrace.views.sessions.cursor import SessionCursor
+        from tailrace.views.sessions.request import SessionCursor
 
         return str(SessionCursor.parse(cursor).renewed())
 

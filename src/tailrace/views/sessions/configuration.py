@@ -3,8 +3,11 @@
 A configuration never changes once it is published. A session binds configurations, each with an offset that is added to
 the numbers of its channels. Invariants: a channel's number in a session means the same for everyone with the same
 bindings, and if two bindings define one number, the first counts; a value is converted once, by the conversion of its
-parameter or of its position in an event. The parser skips unknown properties and reports recoverable mistakes as
-warnings; it refuses whatever would give samples another meaning than their writer's.
+parameter or of its position in an event. The parser skips unknown properties, takes an undefined conversion for none,
+and refuses whatever would give samples another meaning than their writer's.
+
+A ``Catalogue`` has the configurations that a process knows: a known one stays right for ever, and an unknown one is
+worth asking for again.
 
 A conversion takes a raw number to the value that a person reads, in this order: shift, mask, the conversion itself,
 offset. These are the rules that the format leaves open:
@@ -23,17 +26,18 @@ offset. These are the rules that the format leaves open:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tailrace.errors import BadRequest
-from tailrace.views.sessions.channel import MAX_CHANNEL, WIDTHS, Channel
+from tailrace.views.sessions.channel import MAX_CHANNEL, WIDTHS, BadSample, Channel
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -99,13 +103,14 @@ class Formula(msgspec.Struct, frozen=True):
         return raw
 
 
+How: TypeAlias = Rational | LookupTable | TextTable | Formula
 _KINDS: dict[type, str] = {Rational: "rational", LookupTable: "table", TextTable: "text", Formula: "formula"}
 
 
 class Conversion(msgspec.Struct, frozen=True):
     """All steps from a parameter's raw numbers to its values."""
 
-    how: Rational | LookupTable | TextTable | Formula = Rational()
+    how: How = Rational()
     shift: int = 0
     """Bits to the right, or to the left if negative."""
     mask: int = _ALL_BITS
@@ -210,18 +215,6 @@ class EventDefinition(msgspec.Struct, frozen=True):
         }
 
 
-class ErrorDefinition(msgspec.Struct, frozen=True):
-    """A fault that shows in parameters: ``current`` has it now, ``logged`` had it."""
-
-    name: str
-    group: str = ""
-    current: str = ""
-    logged: str = ""
-    desc: str = ""
-    bit: int = 0
-    """Bit of the converted value."""
-
-
 _MASK = re.compile(r"(?:0[xX])?([0-9A-Fa-f]{1,8})")
 
 
@@ -296,127 +289,77 @@ class _Application(msgspec.Struct, frozen=True):
     channels: tuple[_Channel, ...] | None = None
     conversions: tuple[_Conversion, ...] | None = None
     events: tuple[_Event, ...] | None = None
-    errors: tuple[ErrorDefinition, ...] | None = None
 
 
 _decode = msgspec.json.Decoder(dict[str, _Application]).decode
 
 
-class _Parser:
-    """One configuration being parsed."""
+def _all_channels(apps: dict[str, _Application]) -> dict[int, Channel]:
+    orders: dict[int, set[str]] = {}
+    for app in apps.values():
+        for parameter in app.parameters or ():
+            for number in parameter.channels or ():
+                orders.setdefault(number, set()).add(parameter.byte_order or "le")
+    found: dict[int, Channel] = {}
+    for name, app in apps.items():
+        for each in app.channels or ():
+            order = orders.get(each.id, {"le"})
+            if len(order) > 1:
+                raise BadConfiguration(f"channel {each.id} of {name!r}: parameters disagree on its byte order")
+            channel = _channel(each, name, order == {"be"})
+            if found.setdefault(each.id, channel) != channel:
+                raise BadConfiguration(f"channel {each.id} of {name!r} is defined twice, and not alike")
+    return found
 
-    def __init__(self, apps: dict[str, _Application], unit_rational: bool) -> None:
-        self._apps, self._unit_rational = apps, unit_rational
-        self._warnings: list[str] = []
-        self._conversions = {each.name: each for app in apps.values() for each in app.conversions or ()}
-        self._hows = {name: self._how(each) for name, each in self._conversions.items()}
 
-    def parse(self) -> Configuration:
-        channels = self._channels()
-        parameters = tuple(
-            self._parameter(name, each, channels) for name, app in self._apps.items() for each in app.parameters or ()
+def _parameter(
+    app: str, written: _Parameter, named: _Conversion | None, how: How, channels: Mapping[int, Channel]
+) -> Parameter:
+    mask = _MASK.fullmatch(written.mask if written.mask is not None else "ffffffff")
+    if mask is None:
+        raise BadConfiguration(
+            f"parameter {written.id!r}: the mask {written.mask!r} is no hexadecimal number of up to 32 bits"
         )
-        events = tuple(
-            EventDefinition(
-                each.id,
-                name,
-                each.code or "",
-                each.desc or "",
-                each.pri or "debug",
-                tuple(Conversion(self._named(conv, f"event {each.id} of {name!r}")) for conv in each.convs or ()),
-            )
-            for name, app in self._apps.items()
-            for each in app.events or ()
-        )
-        errors = tuple(each for app in self._apps.values() for each in app.errors or ())
-        warnings = tuple(dict.fromkeys(self._warnings))
-        return Configuration(tuple(channels.values()), parameters, events, errors, warnings)
+    known = [channels[number] for number in written.channels or () if number in channels]
+    if isinstance(how, TextTable) and any(channel.type == "3f32" for channel in known):
+        how = Rational()  # no text is looked up for three numbers
+    low, high = written.min or 0.0, written.max or 0.0
+    return Parameter(
+        id=written.id,
+        name=written.name or written.id.removesuffix(f":{app}"),
+        app=app,
+        description=written.desc or "",
+        unit=written.unit if written.unit is not None else (named and named.unit) or "",
+        format=written.format if written.format is not None else (named and named.format) or "",
+        min=low,
+        max=high,
+        warn_min=low if written.warn_min is None else written.warn_min,
+        warn_max=high if written.warn_max is None else written.warn_max,
+        channels=written.channels or (),
+        conversion=Conversion(how, written.shift or 0, int(mask[1], 16), written.offset or 0.0),
+    )
 
-    def _channels(self) -> dict[int, Channel]:
-        orders: dict[int, set[str]] = {}
-        for app in self._apps.values():
-            for parameter in app.parameters or ():
-                for number in parameter.channels or ():
-                    orders.setdefault(number, set()).add(parameter.byte_order or "le")
-        found: dict[int, Channel] = {}
-        for name, app in self._apps.items():
-            for each in app.channels or ():
-                order = orders.get(each.id, {"le"})
-                if len(order) > 1:
-                    raise BadConfiguration(f"channel {each.id} of {name!r}: parameters disagree on its byte order")
-                channel = _channel(each, name, order == {"be"})
-                if found.setdefault(each.id, channel) != channel:
-                    raise BadConfiguration(f"channel {each.id} of {name!r} is defined twice, and not alike")
-        return found
 
-    def _parameter(self, app: str, written: _Parameter, channels: dict[int, Channel]) -> Parameter:
-        where = f"parameter {written.id!r}"
-        named = self._conversions.get(written.conv or "")
-        how = self._named(written.conv, where)
-        mask = _MASK.fullmatch(written.mask if written.mask is not None else "ffffffff")
-        if mask is None:
-            raise BadConfiguration(f"{where}: the mask {written.mask!r} is no hexadecimal number of up to 32 bits")
-        for number in written.channels or ():
-            channel = channels.get(number)
-            if channel is None:
-                self._warnings.append(f"{where}: channel {number} is not defined")
-            elif not channel.is_integer and (written.shift or int(mask[1], 16) != 0xFFFF_FFFF):
-                self._warnings.append(f"{where}: shift and mask are not applied to channel {number}, a float")
-            if channel is not None and channel.type == "3f32" and isinstance(how, TextTable):
-                self._warnings.append(f"{where}: no text is looked up for channel {number}, which is of three numbers")
-                how = Rational()
-        low, high = written.min or 0.0, written.max or 0.0
-        return Parameter(
-            id=written.id,
-            name=written.name or written.id.removesuffix(f":{app}"),
-            app=app,
-            description=written.desc or "",
-            unit=written.unit if written.unit is not None else (named and named.unit) or "",
-            format=written.format if written.format is not None else (named and named.format) or "",
-            min=low,
-            max=high,
-            warn_min=low if written.warn_min is None else written.warn_min,
-            warn_max=high if written.warn_max is None else written.warn_max,
-            channels=written.channels or (),
-            conversion=Conversion(how, written.shift or 0, int(mask[1], 16), written.offset or 0.0),
-        )
-
-    def _named(self, name: str | None, where: str) -> Rational | LookupTable | TextTable | Formula:
-        if not name:
-            return Rational()
-        if name not in self._hows:
-            self._warnings.append(f"{where}: the conversion {name!r} is not defined, raw values are shown")
-            return Rational()
-        return self._hows[name]
-
-    def _how(self, written: _Conversion) -> Rational | LookupTable | TextTable | Formula:
-        where = f"conversion {written.name!r}"
-        rational, table, text, formula = written.rational, written.table, written.text, written.formula
-        if sum(each is not None for each in (rational, table, text, formula)) > 1:
-            raise BadConfiguration(f"{where} is of several kinds: keep one of rational, table, text and formula")
-        if table is not None:
-            if not table.raw or len(table.raw) != len(table.calibrated):
-                raise BadConfiguration(f"{where}: a table has as many raw as calibrated values, and at least one")
-            if any(low >= high for low, high in pairwise(table.raw)):
-                raise BadConfiguration(f"{where}: the raw values of a table rise from each to the next")
-            return LookupTable(table.raw, table.calibrated, bool(table.interpolated))
-        if text is not None:
-            if len(text.keys) != len(text.values):
-                raise BadConfiguration(f"{where}: a text conversion has as many keys as values")
-            return TextTable(dict(zip(text.keys, text.values, strict=True)), text.default or "")
-        if formula is not None:
-            return formula
-        if rational is None:
-            return Rational()
-        if rational.coeffs != MISPRINTED_UNIT:
-            return Rational(rational.coeffs)
-        if self._unit_rational:
-            self._warnings.append(f"{where}: [0,1,0,0,1,0] is x/x as it is written; it is taken for x, as configured")
-            return Rational()
-        self._warnings.append(
-            f"{where}: [0,1,0,0,1,0] is x/x, which is 1; for x write [0,1,0,0,0,1], or set sessions.unit_rational"
-        )
-        return Rational(rational.coeffs)
+def _how(written: _Conversion, unit_rational: bool) -> How:
+    where = f"conversion {written.name!r}"
+    rational, table, text, formula = written.rational, written.table, written.text, written.formula
+    if sum(each is not None for each in (rational, table, text, formula)) > 1:
+        raise BadConfiguration(f"{where} is of several kinds: keep one of rational, table, text and formula")
+    if table is not None:
+        if not table.raw or len(table.raw) != len(table.calibrated):
+            raise BadConfiguration(f"{where}: a table has as many raw as calibrated values, and at least one")
+        if any(low >= high for low, high in pairwise(table.raw)):
+            raise BadConfiguration(f"{where}: the raw values of a table rise from each to the next")
+        return LookupTable(table.raw, table.calibrated, bool(table.interpolated))
+    if text is not None:
+        if len(text.keys) != len(text.values):
+            raise BadConfiguration(f"{where}: a text conversion has as many keys as values")
+        return TextTable(dict(zip(text.keys, text.values, strict=True)), text.default or "")
+    if formula is not None:
+        return formula
+    if rational is None or (unit_rational and rational.coeffs == MISPRINTED_UNIT):
+        return Rational()
+    return Rational(rational.coeffs)
 
 
 def _channel(written: _Channel, app: str, big_endian: bool) -> Channel:
@@ -437,16 +380,13 @@ class Configuration(msgspec.Struct, frozen=True):
     channels: tuple[Channel, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     events: tuple[EventDefinition, ...] = ()
-    errors: tuple[ErrorDefinition, ...] = ()
-    warnings: tuple[str, ...] = ()
-    """Properties that were read, though their writer may have meant something else."""
 
     @classmethod
     def parse(cls, data: bytes, unit_rational: bool = False) -> Configuration:
         """Parse a configuration's JSON.
 
         With ``unit_rational``, the misprinted coefficients of the rational that changes nothing are taken for that
-        one. Otherwise they are computed as written, with a warning.
+        one. Otherwise they are computed as written.
 
         Raises:
             BadConfiguration: It is none.
@@ -455,7 +395,27 @@ class Configuration(msgspec.Struct, frozen=True):
             apps = _decode(data)
         except (ValueError, RecursionError) as error:
             raise BadConfiguration(f"no configuration: {error}") from None
-        return _Parser(apps, unit_rational).parse()
+        written = {each.name: each for app in apps.values() for each in app.conversions or ()}
+        hows = {name: _how(each, unit_rational) for name, each in written.items()}
+        channels, unchanged = _all_channels(apps), Rational()
+        parameters = tuple(
+            _parameter(name, each, written.get(each.conv or ""), hows.get(each.conv or "", unchanged), channels)
+            for name, app in apps.items()
+            for each in app.parameters or ()
+        )
+        events = tuple(
+            EventDefinition(
+                each.id,
+                name,
+                each.code or "",
+                each.desc or "",
+                each.pri or "debug",
+                tuple(Conversion(hows.get(conversion, unchanged)) for conversion in each.convs or ()),
+            )
+            for name, app in apps.items()
+            for each in app.events or ()
+        )
+        return cls(tuple(channels.values()), parameters, events)
 
     def bound(self, offset: int) -> Configuration:
         """Return it with the channel numbers of a session that binds it with this offset."""
@@ -530,3 +490,101 @@ class Channels:
             }
             for channel in sorted(self, key=lambda each: each.id)
         ]
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """A configuration bound to a session: the session adds ``offset`` to the numbers of its channels."""
+
+    identifier: str
+    offset: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = msgspec.field(name="channelOffset")
+
+
+def bindings_in(json: Mapping[str, Any]) -> tuple[Binding, ...]:
+    """Return the configurations that a Session JSON names; none if it names none."""
+    try:
+        return tuple(msgspec.convert(json.get("configBindings") or [], list[Binding]))
+    except ValueError:
+        return ()
+
+
+def identifiers(bindings: Iterable[Binding]) -> set[str]:
+    """Return the names of configurations."""
+    return {binding.identifier for binding in bindings}
+
+
+KNOWN = 1_000
+"""Limit of remembered configurations."""
+
+
+class Catalogue:
+    """Configurations by identifier, and the channels that they define."""
+
+    def __init__(self, unit_rational: bool = False) -> None:
+        self._unit_rational = unit_rational
+        self._known: dict[str, tuple[bytes, Configuration]] = {}
+        self._channels: dict[tuple[Binding, ...], Channels] = {}
+
+    def tidy(self) -> None:
+        """Forget everything if there is too much; to be called only before asking for the missing ones."""
+        if max(len(self._known), len(self._channels)) > KNOWN:
+            self.forget(list(self._known))
+
+    def missing(self, identifiers: Iterable[str]) -> set[str]:
+        """Return the unknown ones of these."""
+        return {identifier for identifier in identifiers if identifier not in self._known}
+
+    def learn(self, stored: Mapping[str, bytes]) -> None:
+        """Remember published configurations; an unreadable one stays unknown."""
+        for identifier, text in stored.items():
+            with suppress(BadConfiguration):
+                self._add(identifier, text)
+
+    def publish(self, identifier: str, config: msgspec.Raw) -> bytes:
+        """Remember a configuration that is about to be published; return its text.
+
+        Raises:
+            BadConfiguration: It is invalid.
+            ValueError: It has no identifier, or that of another one.
+        """
+        if not identifier:
+            raise ValueError("a configuration without an identifier")
+        text = msgspec.json.format(bytes(config), indent=-1)
+        if identifier not in self._known:
+            self._add(identifier, text)
+        elif self._known[identifier][0] != text:
+            raise ValueError(
+                f"another configuration is published as {identifier[:40]!r}, and configurations never change: "
+                "give this one another identifier"
+            )
+        return text
+
+    def forget(self, identifiers: Iterable[str]) -> None:
+        """Forget configurations that another writer may have published meanwhile."""
+        for identifier in identifiers:
+            self._known.pop(identifier, None)
+        self._channels.clear()
+
+    def channels(self, bindings: tuple[Binding, ...]) -> Channels:
+        """Return the channels of a session with these bindings."""
+        found = self._channels.get(bindings)
+        if found is None:
+            known = [(self._known.get(each.identifier), each.offset) for each in bindings]
+            found = Channels.of([(None if each is None else each[1], offset) for each, offset in known])
+            self._channels[bindings] = found
+        return found
+
+    def channel(self, bindings: tuple[Binding, ...], number: int) -> Channel | None:
+        """Return a channel of a session; None if it may belong to an unknown configuration.
+
+        Raises:
+            BadSample: No configuration of the session has it.
+        """
+        channels = self.channels(bindings)
+        found = channels.get(number)
+        if found is None and channels.complete:
+            raise BadSample("unknown-channel", f"no configuration of the session has a channel {number}")
+        return found
+
+    def _add(self, identifier: str, text: bytes) -> None:
+        self._known[identifier] = text, Configuration.parse(text, self._unit_rational)
+        self._channels.clear()

@@ -18,19 +18,18 @@ from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import FromStart
 from tailrace.log.entry_id import BEGINNING, EntryId, id_text
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
-from tailrace.views.sessions.cursor import (
+from tailrace.views.sessions.life import Beginning, LifeItem, SessionLife, SessionParts, begin_life, recover_lost
+from tailrace.views.sessions.model import merge_session_json
+from tailrace.views.sessions.reader import LostStretch
+from tailrace.views.sessions.request import (
     FromSessionCursor,
     SessionCursor,
+    SessionRequest,
     SessionStart,
     StreamPosition,
     UnsentSamples,
 )
-from tailrace.views.sessions.life import LifeItem, SessionLife, SessionParts
-from tailrace.views.sessions.model import merge_session_json
-from tailrace.views.sessions.reader import LostStretch
-from tailrace.views.sessions.request import Line, Selection, SessionRequest
-from tailrace.views.sessions.samples import LineSeries, SampleFrame, as_json
-from tailrace.views.sessions.start import Beginning, begin_life, recover_lost
+from tailrace.views.sessions.samples import Line, LineSeries, SampleFrame, Selection, as_json
 from tailrace.views.sessions.streams import Located
 from tailrace.views.sessions.telemetry import CLOSED
 from tailrace.views.sessions.thinning import Thinner, between

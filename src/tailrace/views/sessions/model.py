@@ -1,4 +1,4 @@
-"""A telemetry session and the rules by which records change it; also the retention of its stream entries.
+"""A telemetry session, and the rules by which records change it and become the entries of its stream.
 
 A session is opened, updated, and closed once. In between, a watchdog may mark it abandoned, and its next record opens
 it again. Its time range only grows. Two texts of its Session JSON are stored: ``json`` is the last one in the stream,
@@ -8,27 +8,51 @@ stay apart.
 Invariant: a session is a function of its records, in order. ``order`` grows with each record and each change by the
 watchdog, so of two states of a session the later one is known, whoever wrote them and however often.
 
-Retention (``Weights``): a stream keeps the newest entries of each session, limited by count, bytes and age. One session
-never costs another its entries, unless the whole stream has too many bytes: then the largest session gives first.
-Invariant: only the oldest entries of a session go, so the rest of it has no hole.
+A ``Recorder`` begins with the stored sessions, takes records one by one, and returns on demand the writes that the
+records since the last call need. Invariant: the writes are a function of the sessions and the records, so records may
+come in any batches, and again after a failure, as long as each recorder begins at the stream's mark. The first message
+of a session is its Session JSON alone, and so is the last one. Where its time range grew, the new range precedes the
+samples that made it grow.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
-from heapq import heapify, heapreplace
+from functools import lru_cache, partial
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from tailrace.log.entry_id import EntryId
 from tailrace.log.event import iso_time
-from tailrace.views.sessions.burst import MAX_BURST
-from tailrace.views.sessions.telemetry import CLOSED, FIRST, LAST, Fault, Refused
+from tailrace.views.sessions import burst
+from tailrace.views.sessions.burst import (
+    MAX_BURST,
+    UNUSABLE,
+    MessageQueue,
+    Piece,
+    WholeMessage,
+    event_of,
+    pack,
+    points_of,
+    row_of,
+    run_of,
+)
+from tailrace.views.sessions.configuration import Binding, Catalogue, bindings_in
+from tailrace.views.sessions.telemetry import (
+    CLOSED,
+    FIRST,
+    LAST,
+    Close,
+    Config,
+    Data,
+    Fault,
+    OpenSession,
+    Record,
+    Refused,
+    Update,
+    nanoseconds,
+)
 
 ABANDONED: Final = "abandoned"
 PROGRAM: Final = "~"
@@ -41,13 +65,6 @@ burst.
 _Scalar: TypeAlias = str | int | float | bool
 _Instant: TypeAlias = Annotated[datetime, msgspec.Meta(tz=True)]
 _Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=FIRST, le=LAST)]
-
-
-class Binding(msgspec.Struct, frozen=True):
-    """A configuration bound to a session: the session adds ``offset`` to the numbers of its channels."""
-
-    identifier: str
-    offset: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)] = msgspec.field(name="channelOffset")
 
 
 class _TimeRange(msgspec.Struct, frozen=True):
@@ -262,134 +279,258 @@ def merge_session_json(before: str | None, update: str | None) -> str | None:
     return _encode(known | {name: value for name, value in new.items() if bytes(value) != b"null"}).decode()
 
 
-def bindings_in(json: Mapping[str, Any]) -> tuple[Binding, ...]:
-    """Return the configurations that a Session JSON names; none if it names none."""
-    try:
-        return tuple(msgspec.convert(json.get("configBindings") or [], list[Binding]))
-    except ValueError:
-        return ()
-
-
 @lru_cache(64)
 def _bindings(merged: str) -> tuple[Binding, ...]:
     return bindings_in(_decode(merged))
 
 
-def identifiers(bindings: Iterable[Binding]) -> set[str]:
-    """Return the names of configurations."""
-    return {binding.identifier for binding in bindings}
+COPIES = 5
+"""Estimate of how often a changed session's JSON is sent: twice to each of two keys, and to the stream."""
+MOST_FAULTS = 20
+"""Limit of reported faults per record."""
 
 
-_SPARE = 1024
-"""Dropped entries at the front of a line before the line is compacted."""
+class RecordOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """Result of taking a record."""
+
+    kind: Literal["stored", "skipped", "dead"]
+    reason: str = ""
+    faults: tuple[Fault, ...] = ()
 
 
-class StreamLimits(msgspec.Struct, frozen=True):
-    """Limits of one session's entries, and of the bytes of a whole stream."""
-
-    entries: int
-    bytes: int
-    age_ms: int
-    stream_bytes: int
+STORED: Final = RecordOutcome("stored")
 
 
-class _Line:
-    """The entries of a session, oldest first; 24 bytes each, since there may be a million."""
-
-    def __init__(self) -> None:
-        self._ms, self._seq, self._sizes = array("Q"), array("Q"), array("Q")
-        self._first = 0
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._ms) - self._first
-
-    def add(self, entry: EntryId, size: int) -> None:
-        self._ms.append(entry[0])
-        self._seq.append(entry[1])
-        self._sizes.append(size)
-        self.bytes += size
-
-    def size(self, n: int) -> int:
-        return self._sizes[self._first + n]
-
-    def older_than(self, ms: int) -> int:
-        return bisect_left(self._ms, max(ms, 0), self._first) - self._first
-
-    def oldest(self, count: int) -> list[EntryId]:
-        some = slice(self._first, self._first + count)
-        return list(zip(self._ms[some], self._seq[some], strict=True))
-
-    def drop(self, count: int) -> None:
-        self.bytes -= sum(self._sizes[self._first : self._first + count])
-        self._first += count
-        if self._first > _SPARE and self._first > len(self):
-            for column in (self._ms, self._seq, self._sizes):
-                del column[: self._first]
-            self._first = 0
+def dead(reason: str, what: str = "") -> RecordOutcome:
+    """Return the outcome of a record of which nothing was used."""
+    return RecordOutcome("dead", reason, (Fault("", what[:200]),) if what else ())
 
 
-class Weights:
-    """The entries of one stream with their sizes, in the order of their ids."""
-
-    def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}
-        self.last: EntryId = (0, 0)
-        """Last entry added, even if it was dropped since."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all entries."""
-        return sum(line.bytes for line in self._lines.values())
-
-    def add(self, entry: EntryId, number: int, size: int) -> None:
-        """Add the next entry, of the session with this number."""
-        self._lines.setdefault(number, _Line()).add(entry, size)
-        self.last = entry
-
-    def surplus(self, limits: StreamLimits, now_ms: int) -> dict[int, int]:
-        """Return how many of its oldest entries each session has to give; ``now_ms`` is the server's clock."""
-        going: dict[int, int] = {}
-        left: dict[int, int] = {}
-        for number, line in self._lines.items():
-            n = max(len(line) - limits.entries, line.older_than(now_ms - limits.age_ms), 0)
-            size = line.bytes - sum(line.size(i) for i in range(n))
-            while size > limits.bytes:
-                size -= line.size(n)
-                n += 1
-            going[number], left[number] = n, size
-        over = sum(left.values()) - limits.stream_bytes
-        largest = [(-size, number) for number, size in left.items()]
-        heapify(largest)
-        while over > 0:
-            size, number = largest[0]
-            freed = self._lines[number].size(going[number])
-            going[number] += 1
-            over -= freed
-            heapreplace(largest, (size + freed, number))
-        return {number: n for number, n in going.items() if n}
-
-    def oldest(self, number: int, count: int) -> list[EntryId]:
-        """Return the oldest entries of a session."""
-        return self._lines[number].oldest(count)
-
-    def drop(self, number: int, count: int) -> int:
-        """Drop the oldest entries of a session; return their bytes."""
-        line = self._lines[number]
-        before = line.bytes
-        line.drop(count)
-        if not line:
-            del self._lines[number]
-        return before - line.bytes
+ELSEWHERE: Final = dead("session-elsewhere", "it is open in another stream")
 
 
-def stale_trims(trimmed: Mapping[int, EntryId], known: Collection[int], oldest_ms: int) -> list[int]:
-    """Return the numbers of sessions whose trim notes can be deleted.
+class PendingWrites(msgspec.Struct, frozen=True):
+    """Writes that some records need."""
 
-    Those are sessions that the stream does not know any more and that were last trimmed before ``oldest_ms``: they
-    have no entries, and their readers are gone.
+    sessions: tuple[Session, ...]
+    """Changed sessions, as they are afterwards. A new one has no number yet."""
+    entries: tuple[tuple[str, bytes], ...]
+    """New entries of the stream, in order: session and compressed burst."""
+    configs: Mapping[str, bytes]
+
+
+class _Sheet:
+    """Pending changes of one session."""
+
+    __slots__ = ("closing", "known", "opening", "pieces", "session")
+
+    def __init__(self, known: Session | None, session: Session) -> None:
+        self.known, self.session = known, session
+        self.opening = self.closing = b""
+        self.pieces = MessageQueue()
+
+    def bursts(self, target: int) -> Iterator[bytes]:
+        now, before = self.session, self.known
+        if self.opening:
+            yield from burst.bursts([self.opening], target)
+        messages: list[bytes] = []
+        grew = before is None or (now.start, now.end) != (before.start, before.end)
+        if grew and now.start is not None and now.end is not None:
+            messages.append(burst.time_range(now.start, now.end))
+        messages += self.pieces.messages(target)
+        yield from burst.bursts(messages, target)
+        if self.closing:
+            yield from burst.bursts([self.closing], target)
+
+
+class Recorder:
+    """Turns records of one writer into writes of its stream.
+
+    Args:
+        stream: name of the stream.
+        writer: name of the writer.
+        sessions: stored sessions of the stream that the records may belong to.
+        elsewhere: outcomes for records of sessions that cannot be written here.
+        catalogue: known configurations.
+        target: size of a burst, in bytes.
     """
-    return [number for number, (ms, _) in trimmed.items() if ms < oldest_ms and number not in known]
+
+    def __init__(
+        self,
+        stream: str,
+        writer: str,
+        sessions: Mapping[str, Session],
+        elsewhere: Mapping[str, RecordOutcome],
+        catalogue: Catalogue,
+        target: int = burst.TARGET,
+    ) -> None:
+        self._stream, self._writer, self._target = stream, writer, target
+        self._sessions, self._elsewhere, self._catalogue = dict(sessions), dict(elsewhere), catalogue
+        self._sheets: dict[str, _Sheet] = {}
+        self._configs: dict[str, bytes] = {}
+        self.size = 0
+        """Estimate of the bytes to write."""
+
+    def session(self, identity: str) -> Session | None:
+        """Return a session as the records so far have left it."""
+        return self._sessions.get(identity)
+
+    def meet(self, sessions: Mapping[str, Session], elsewhere: Mapping[str, RecordOutcome]) -> None:
+        """Add sessions of which no record was taken yet."""
+        self._sessions |= sessions
+        self._elsewhere |= elsewhere
+
+    def must_write(self, identity: str, record: Record) -> bool:
+        """Return True if ``write`` is due before this record: one write has at most one life of a session."""
+        sheet = self._sheets.get(identity)
+        return sheet is not None and sheet.session.is_closed and isinstance(record, OpenSession)
+
+    def write(self) -> PendingWrites:
+        """Return the writes for the records since the last call."""
+        entries = tuple(
+            (identity, pack(data)) for identity, sheet in self._sheets.items() for data in sheet.bursts(self._target)
+        )
+        written = PendingWrites(tuple(sheet.session for sheet in self._sheets.values()), entries, self._configs)
+        self._sheets, self._configs, self.size = {}, {}, 0
+        return written
+
+    def take(
+        self, offset: int, time_ms: int, identity: str, record: Record, faults: Sequence[Fault] = ()
+    ) -> RecordOutcome:
+        """Take the next record; ``faults`` are those found while parsing it."""
+        wrong = list(faults)
+        try:
+            outcome = self._take(offset, time_ms, identity, record, wrong)
+        except Refused as refused:
+            return dead(refused.reason, refused.what)
+        if outcome is STORED and wrong:
+            return RecordOutcome("dead", "bad-part", tuple(wrong[:MOST_FAULTS]))
+        return outcome
+
+    def _take(self, offset: int, time_ms: int, identity: str, record: Record, wrong: list[Fault]) -> RecordOutcome:
+        if isinstance(record, Config):
+            self._publish("config", record.identifier, record.config, wrong)
+            return STORED
+        if identity in self._elsewhere:
+            return self._elsewhere[identity]
+        known = self._sessions.get(identity)
+        if isinstance(record, Close) and (known is None or known.is_closed):
+            return RecordOutcome("skipped", "nothing-to-close")
+        if known is not None and known.is_closed and not isinstance(record, OpenSession):
+            return dead("session-closed", f"it ended as {known.state}")
+        if isinstance(record, OpenSession):
+            for identifier, config in record.configs.items():
+                self._publish(f"configs.{identifier[:40]}", identifier, config, wrong)
+        begin = partial(Session.opening, identity, self._stream, self._writer, offset, time_ms)
+        if known is not None and known.is_closed:
+            known = None
+        if isinstance(record, Data):
+            self._data(known, begin, time_ms, record, wrong)
+        else:
+            self._update(known, begin, time_ms, identity, record, wrong)
+        return STORED
+
+    def _update(
+        self,
+        known: Session | None,
+        begin: Callable[[Mapping[str, Any]], Session],
+        time_ms: int,
+        identity: str,
+        record: OpenSession | Update | Close,
+        wrong: list[Fault],
+    ) -> None:
+        update, faults = checked(identity, record.json)
+        wrong += faults
+        if isinstance(record, Close):
+            update["state"] = record.state
+        elif update.get("state") is None and (isinstance(record, OpenSession) or (known and known.state == ABANDONED)):
+            update["state"] = "open"
+        if known is None and update.get("state") in CLOSED:
+            # It begins before it ends, if only by a moment.
+            ended = str(update["state"])
+            opened = begin({**update, "state": "open"})
+            self._note(None, opened.heard_of(time_ms), opening=True)
+            self._note(opened, self._sessions[identity].in_state(ended))
+        elif known is None:
+            self._note(None, begin(update).heard_of(time_ms), opening=True)
+        else:
+            self._note(known, known.updated(update).heard_of(time_ms))
+
+    def _data(
+        self,
+        known: Session | None,
+        begin: Callable[[Mapping[str, Any]], Session],
+        time_ms: int,
+        record: Data,
+        wrong: list[Fault],
+    ) -> None:
+        pieces, spans = self._pieces(known, record, wrong)
+        if wrong and not pieces and not spans:
+            return
+        session = begin({}) if known is None else known.awake()
+        session = session.heard_of(time_ms)
+        if spans:
+            session = session.widened(min(start for start, _ in spans), max(end for _, end in spans))
+        sheet = self._note(known, session, opening=known is None)
+        before = sheet.pieces.size
+        for piece in pieces:
+            sheet.pieces.add(piece)
+        self.size += sheet.pieces.size - before
+
+    def _pieces(
+        self, known: Session | None, record: Data, wrong: list[Fault]
+    ) -> tuple[list[Piece | WholeMessage], list[tuple[int, int]]]:
+        """Return the usable parts of a record, and the time spans that they cover."""
+        channel_of = partial(self._catalogue.channel, known.bindings if known is not None else ())
+        makers: list[tuple[str, Sequence[Any], Callable[[Any], Piece | WholeMessage | None]]] = [
+            ("periodic", record.periodic, lambda part: run_of(part, channel_of)),
+            ("timestamped", record.timestamped, lambda part: points_of(part, channel_of)),
+            ("rows", record.rows, lambda part: row_of(part, channel_of)),
+            ("events", record.events, event_of),
+        ]
+        pieces: list[Piece | WholeMessage] = []
+        spans: list[tuple[int, int]] = []
+        if record.range is not None:
+            try:
+                start, end = nanoseconds(record.range.start), nanoseconds(record.range.end)
+                if start > end:
+                    raise ValueError("its start is after its end")
+                spans.append((start, end))
+            except UNUSABLE as error:
+                wrong.append(Fault("range", str(error)))
+        for name, parts, make in makers:
+            for i, part in enumerate(parts):
+                try:
+                    piece = make(part)
+                except UNUSABLE as error:
+                    wrong.append(Fault(f"{name}[{i}]", str(error)[:200]))
+                    continue
+                if piece is not None:
+                    pieces.append(piece)
+                    span = (piece.time, piece.time) if isinstance(piece, WholeMessage) else (piece.start, piece.end)
+                    spans.append(span)
+        return pieces, spans
+
+    def _note(self, known: Session | None, session: Session, *, opening: bool = False) -> _Sheet:
+        """Note a changed session, and queue its JSON for viewers if that changed."""
+        if session.writer != self._writer and not session.shared:
+            session = msgspec.structs.replace(session, shared=True)
+        sheet = self._sheets.get(session.identity)
+        if sheet is None:
+            sheet = self._sheets[session.identity] = _Sheet(known, session)
+            self.size += COPIES * len(session.merged)
+        sheet.session = self._sessions[session.identity] = session
+        if opening:
+            sheet.opening = burst.session_json(session.json)
+        elif session.is_closed:
+            sheet.closing = burst.session_json(session.json)
+        elif known is None or session.json != known.json:
+            sheet.pieces.update(burst.session_json(session.json))
+            self.size += len(session.json)
+        return sheet
+
+    def _publish(self, part: str, identifier: str, config: msgspec.Raw, wrong: list[Fault]) -> None:
+        try:
+            self._configs[identifier] = self._catalogue.publish(identifier, config)
+        except UNUSABLE as error:
+            wrong.append(Fault(part, str(error)[:200]))

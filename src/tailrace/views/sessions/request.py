@@ -1,130 +1,211 @@
-"""Requests for the feed of a session, checked before the first byte, and the selection of its lines.
+"""Requests for the feed of a session, checked before the first byte, and its cursors.
 
-A line is a channel converted by one parameter: a channel with several parameters has several lines, one without
-parameters has one, and raw samples have one for each channel. A viewer selects lines by channel id, name, parameter or
-pattern. Invariant: a value is converted exactly once, by the conversion of its line's parameter, or not at all.
+A cursor is a viewer's position in a session, with the samples not yet sent there and the state of the request:
+
+    42.1789200000000-3                            of life 42 everything up to this entry was sent
+    42.1789200000000-1~1789200000000-3~17892…     thinned: of the entries up to the second one everything before this
+                                                  time (ns) was sent; later samples are in entries after the first one
+    42.k1234                                      the same in the part that is read from Kafka: up to this offset
+    …~n7   …~@1789200000000000000   …~end         seven bursts were sent; the feed began at this time (ns); it has ended
+
+The life is the session's number in its stream: a session that was closed and opened again has another one. Invariant:
+``parse(str(cursor)) == cursor``; a cursor means the same position for ever, or one that is known to be gone.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
-from fnmatch import translate
+from datetime import timedelta
 from typing import Literal
 
 import msgspec
 
 from tailrace.api.requests import SessionFeedParameters
-from tailrace.errors import BadRequest
-from tailrace.log.cursor import FromEnd, FromStart
+from tailrace.config.values import parse_duration
+from tailrace.errors import BadRequest, CursorError
+from tailrace.log.cursor import MAX_CURSOR_BYTES, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start
+from tailrace.log.entry_id import EntryId
+from tailrace.log.event import parse_time
 from tailrace.log.request import check_options
-from tailrace.views.sessions.configuration import Channels, Conversion
-from tailrace.views.sessions.cursor import (
-    FromMoment,
-    FromSessionCursor,
-    SessionCursor,
-    SessionStart,
-    UnsentSamples,
-    parse_session_start,
-    parse_session_until,
-)
-from tailrace.views.sessions.thinning import Thinning, parse_thinning
 
-LISTED = 50
-"""Limit of the names listed in the error for an unknown one."""
+_POSITION = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
+_STATE = r"~(end)|~(?=[n@])(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?"
+_CURSOR = re.compile(rf"(\d{{1,19}})\.({_POSITION})(?:~({_POSITION})~(-?\d{{1,19}}))?(?:{_STATE})?", re.ASCII)
+_NS = re.compile(r"\d{16,19}", re.ASCII)
 
 
-class Line(msgspec.Struct, frozen=True):
-    """A channel converted by one of its parameters."""
+class StreamPosition(msgspec.Struct, frozen=True, order=True):
+    """The position after an entry of a stream, or after an offset in Kafka; the latter precedes every entry."""
 
-    channel: int
-    name: str
-    unit: str = ""
-    conversion: Conversion | None = msgspec.field(default=None)
+    in_stream: bool
+    major: int
+    minor: int = 0
 
-    def __hash__(self) -> int:
-        return hash((self.channel, self.name))
+    def __str__(self) -> str:
+        return f"{self.major}-{self.minor}" if self.in_stream else f"k{self.major}"
+
+    @property
+    def entry(self) -> EntryId:
+        """Id of the entry; BEGINNING for an offset in Kafka."""
+        return (self.major, self.minor) if self.in_stream else (0, 0)
+
+    @classmethod
+    def of(cls, entry: EntryId) -> StreamPosition:
+        return cls(True, *entry)
+
+    @classmethod
+    def at_offset(cls, offset: int) -> StreamPosition:
+        return cls(False, offset)
+
+    @classmethod
+    def parse(cls, text: str) -> StreamPosition:
+        """Parse a text that the grammar has checked."""
+        if text.startswith("k"):
+            return cls(False, int(text[1:]))
+        major, _, minor = text.partition("-")
+        return cls(True, int(major), int(minor))
 
 
-class Selection(msgspec.Struct, frozen=True):
-    """The lines that a viewer asked for."""
+class UnsentSamples(msgspec.Struct, frozen=True):
+    """The samples that a thinned feed still held: those from ``floor`` (ns) on, in entries after ``after``."""
 
-    names: tuple[str, ...] = ()
-    """Ids, names, parameters or patterns; empty for all."""
-    raw: bool = False
-
-    def lines(self, channels: Channels) -> Lines:
-        """Return the selected lines of the known channels.
-
-        Raises:
-            BadRequest: All configurations are known, and none has one of the names.
-        """
-        return Lines(self, channels)
+    after: StreamPosition
+    floor: int
 
 
-class Lines:
-    """The selected lines of a session."""
+class SessionCursor(msgspec.Struct, frozen=True):
+    """A position in the feed of a session, and the state of its request."""
 
-    def __init__(self, selection: Selection, channels: Channels) -> None:
-        self._matcher = _NameMatcher(selection.names)
-        self._lines: dict[int, tuple[Line, ...]] = {}
-        """By channel; one without configuration is added with its first samples."""
-        used: set[str] = set()
-        every: list[str] = []
-        for line, called in _all(selection, channels):
-            every.append(line.name)
-            found = self._matcher.matches(called)
-            used |= found
-            wanted = (line,) if found or not selection.names else ()
-            self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
-        unknown = [name for name in selection.names if name not in used]
-        if unknown and channels.complete:
-            more = f" and {len(every) - LISTED} more" if len(every) > LISTED else ""
-            raise BadRequest(
-                f"no channel of the session is called {unknown[0][:80]!r}: there are {', '.join(every[:LISTED])}{more}"
-            )
+    number: int
+    """Life of the session."""
+    position: StreamPosition
+    unsent: UnsentSamples | None = None
+    sent: int | None = None
+    """Bursts sent so far, if the request has a limit."""
+    since: int | None = None
+    """Time (ns) at which the request began, if it began at one."""
+    ended: bool = False
 
-    def of(self, channel: int) -> tuple[Line, ...]:
-        """Return the selected lines of a channel."""
-        found = self._lines.get(channel)
+    def __str__(self) -> str:
+        unsent = self.unsent
+        body = str(self.position) if unsent is None else f"{unsent.after}~{self.position}~{unsent.floor}"
+        count = "" if self.sent is None else f"n{self.sent}"
+        since = "" if self.since is None else f"@{self.since}"
+        state = "end" if self.ended else count + since
+        return f"{self.number}.{body}~{state}" if state else f"{self.number}.{body}"
+
+    @property
+    def origin(self) -> StreamPosition:
+        """The position after which reading resumes."""
+        return self.position if self.unsent is None else self.unsent.after
+
+    def renewed(self) -> SessionCursor:
+        """Return the same position for a new request: it counts from zero, but keeps the time of its begin."""
+        return SessionCursor(self.number, self.position, self.unsent, None, self.since)
+
+    @classmethod
+    def parse(cls, text: str) -> SessionCursor:
+        """Parse a cursor; raise CursorError for anything else."""
+        if len(text) > MAX_CURSOR_BYTES:
+            raise CursorError(f"a cursor has at most {MAX_CURSOR_BYTES} bytes; this one has {len(text)}")
+        found = _CURSOR.fullmatch(text.strip())
         if found is None:
-            name = str(channel)
-            is_wanted = self._matcher.is_all or self._matcher.matches((name,))
-            found = self._lines[channel] = (Line(channel, name),) if is_wanted else ()
-        return found
+            raise CursorError(
+                f"cannot read cursor {text[:80]!r}: expected the id of a frame of a session, such as 42.1789200000000-3"
+            )
+        number, first, second, floor, ended, sent, since = found.groups()
+        position, unsent = StreamPosition.parse(first), None
+        if second is not None:
+            unsent = UnsentSamples(position, int(floor))
+            position = StreamPosition.parse(second)
+            if unsent.after > position:
+                raise CursorError(f"cannot read cursor {text[:80]!r}: its first position is behind its second")
+        count, time = (None if text is None else int(text) for text in (sent, since))
+        return cls(int(number), position, unsent, count, time, ended is not None)
 
 
-def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple[str, ...]]]:
-    """Yield every line of the configured channels, with all of its names."""
-    for channel in sorted(channels, key=lambda each: each.id):
-        own = (str(channel.id), channel.name)
-        parameters = channels.parameters_of(channel.id)
-        if selection.raw or not parameters:
-            called = tuple(name for parameter in parameters for name in (parameter.id, parameter.name))
-            name = channel.name or (parameters[0].id if parameters else str(channel.id))
-            yield Line(channel.id, name), (*own, *called)
-            continue
-        for parameter in parameters:
-            line = Line(channel.id, parameter.id, parameter.unit, parameter.conversion)
-            yield line, (*own, parameter.id, parameter.name)
+class FromMoment(msgspec.Struct, frozen=True):
+    """Samples at or after a time, in nanoseconds."""
+
+    time: int
 
 
-class _NameMatcher:
-    """Matches names: exact ones by look-up, patterns one by one."""
+class FromSessionCursor(msgspec.Struct, frozen=True):
+    """Everything after a cursor."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.is_all = not names
-        self._names = frozenset(names)
-        self._patterns = [(name, re.compile(translate(name))) for name in names if is_pattern(name)]
+    cursor: SessionCursor
 
-    def matches(self, called: tuple[str, ...]) -> frozenset[str]:
-        """Return the requested names and patterns that match one of a line's names."""
-        found = self._names.intersection(called)
-        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
+
+SessionStart = FromStart | FromEnd | FromLast | FromMoment | FromSessionCursor
+
+
+def parse_session_start(text: str, now_ms: int) -> SessionStart:
+    """Parse ``start | end | -N | TIME | -1h | CURSOR``; a time may be nanoseconds, as in frames."""
+    text = text.strip()
+    if _NS.fullmatch(text):
+        return FromMoment(int(text))
+    if is_session_cursor(text):
+        return FromSessionCursor(SessionCursor.parse(text))
+    start = parse_start(text, 1, now_ms)
+    if isinstance(start, FromTime):
+        return FromMoment(start.time_ms * 1_000_000)
+    if isinstance(start, FromCursor):
+        raise CursorError(f"{text[:80]!r} is no cursor of a session: take the id of one of its frames")
+    return start
+
+
+def parse_session_until(text: str, now_ms: int) -> int | SessionCursor:
+    """Parse the end of a request: a time, in nanoseconds if it is a number, or a cursor."""
+    text = text.strip()
+    if _NS.fullmatch(text):
+        return int(text)
+    if is_session_cursor(text):
+        return SessionCursor.parse(text)
+    try:
+        return parse_time(text, now_ms) * 1_000_000
+    except BadRequest:
+        raise BadRequest(f"cannot read until={text[:80]!r}: a time, or a cursor up to which to read") from None
+
+
+def is_session_cursor(text: str) -> bool:
+    """Return True if a text looks like a cursor of a session, and not like another start."""
+    return re.match(rf"\d+\.{_POSITION}", text, re.ASCII) is not None
 
 
 def is_pattern(name: str) -> bool:
     return any(sign in name for sign in "*?[")
+
+
+SECOND = 1_000_000_000
+LONGEST_CELL = 86_400 * SECOND
+MOST_PER_SECOND = 1_000_000
+
+
+class Thinning(msgspec.Struct, frozen=True):
+    """The rule of a cell, and the length of cells in nanoseconds."""
+
+    keeps: Literal["extremes", "first"]
+    cell: int
+
+
+def parse_thinning(pixel: str | None, rate: float | None) -> Thinning | None:
+    """Parse ``pixel=20ms`` or ``rate=10``; None if samples are not thinned."""
+    if pixel is not None and rate is not None:
+        raise BadRequest("pixel and rate are two ways to thin samples: give one of them")
+    if pixel is not None:
+        try:
+            cell = parse_duration(pixel) // timedelta(microseconds=1) * 1000
+        except ValueError as error:
+            raise BadRequest(f"pixel={pixel[:80]!r}: {error}") from None
+        if not 0 < cell <= LONGEST_CELL:
+            raise BadRequest(f"pixel={pixel[:80]!r}: a duration over 0 and up to a day")
+        return Thinning("extremes", cell)
+    if rate is not None:
+        if not SECOND / LONGEST_CELL <= rate <= MOST_PER_SECOND:
+            raise BadRequest(f"rate={rate}: samples per second, from once a day to {MOST_PER_SECOND:,}")
+        return Thinning("first", math.ceil(SECOND / rate))
+    return None
 
 
 MOST_CHANNELS, MOST_PATTERNS = 1_000, 50

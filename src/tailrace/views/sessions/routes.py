@@ -1,19 +1,24 @@
-"""Telemetry sessions over HTTP: their list, configurations and feeds, a binary WebSocket, and pages for a browser.
+"""Telemetry sessions over HTTP: their list, configurations and feeds, WebSockets, and pages for a browser.
 
 Times in nanoseconds are texts wherever they may be too large for a double. Values are converted here, so a reader of a
 feed needs no configuration; it is served for labels, units and limits.
 
-The WebSocket sends what the feed yields, in messages that a browser uses without copying; a control frame is a message
-without samples, with ``event`` in its header. A viewer that has caught up once and then falls too far behind goes on at
-the live end and gets a gap, or is closed; a viewer that reads the past may take its time. The pages are files in
-``pages/``; their scripts ask the API as any client does.
+Our own WebSocket sends what the feed yields, in messages that a browser uses without copying; a control frame is a
+message without samples, with ``event`` in its header. A viewer that has caught up once and then falls too far behind
+goes on at the live end and gets a gap, or is closed; a viewer that reads the past may take its time. The pages are
+files in ``pages/``; their scripts ask the API as any client does.
+
+Below ``/rta`` are the stream of a session in the RTA telemetry protocol, and its lists of sessions and configurations.
+Stream and lists read the same hash of a session, so the time range in a list is as new as the last message. Times in
+nanoseconds are integers all the way. Unknown (null or missing) and empty properties of a session's JSON are passed on
+unchanged: they mean different things. Unknown query parameters are ignored, since the clients are not ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any
@@ -24,11 +29,19 @@ from fastapi.responses import HTMLResponse
 from pydantic import AfterValidator
 from starlette.websockets import WebSocket
 
-from tailrace.api.answers import SessionBuffer, SessionConfig, SessionDetails, SessionRow, SessionRows
+from tailrace.api.answers import (
+    RtaSession,
+    RtaSessions,
+    SessionBuffer,
+    SessionConfig,
+    SessionDetails,
+    SessionRow,
+    SessionRows,
+)
 from tailrace.api.feeds import Burst, Closing
-from tailrace.api.requests import MAX_SESSIONS, Parameters, SessionFeedParameters, SessionsParameters
+from tailrace.api.requests import MAX_SESSIONS, Parameters, RtaParameters, SessionFeedParameters, SessionsParameters
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
-from tailrace.http.openapi import feed, reference, text
+from tailrace.http.openapi import Responses, answer, feed, reference, text
 from tailrace.http.problems import problem_of
 from tailrace.http.routing import Here, LastEventId, Routes, decoded, read_parameters
 from tailrace.http.service import Service, ViewService, now_ms
@@ -38,13 +51,12 @@ from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.entry_id import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
-from tailrace.views.sessions.configuration import Channels, Conversion, TextTable
+from tailrace.views.sessions.configuration import Channels, Conversion, TextTable, bindings_in
 from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
-from tailrace.views.sessions.hub import StreamHub
-from tailrace.views.sessions.life import Configurations, SessionParts
-from tailrace.views.sessions.model import bindings_in
-from tailrace.views.sessions.reader import Archive
+from tailrace.views.sessions.life import SessionParts
+from tailrace.views.sessions.reader import Archive, StreamHub
 from tailrace.views.sessions.request import make_session_request
+from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
 from tailrace.views.sessions.samples import as_bytes, message
 from tailrace.views.sessions.streams import LiveSessions, Located
 
@@ -61,7 +73,7 @@ class SessionsService(ViewService):
         super().__init__(service)
         settings = self.settings
         self.ping = settings.sessions.ping
-        self.live = LiveSessions(self.nodes, settings.sessions.key)
+        self.live = LiveSessions(self.nodes, settings.sessions.key, settings.sessions.unit_rational)
         self.streams = StreamHub(self.live, settings.sessions.ring_bytes)
         self._records = Records(client_properties(settings))
         archive = Archive(
@@ -70,9 +82,8 @@ class SessionsService(ViewService):
             settings.pipeline.max_event_bytes,
             settings.pipeline.max_depth,
         )
-        configurations = Configurations(self.live, settings.sessions.unit_rational)
         unread = service.metrics.bursts_unread.inc
-        parts = SessionParts(self.streams, configurations, archive, settings.sessions.container, unread)
+        parts = SessionParts(self.streams, archive, settings.sessions.container, unread)
         self.feeds = SessionFeeds(parts, now_ms)
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -103,6 +114,7 @@ SESSION_FEED = feed(
 )
 routes = Routes("sessions", headers={"Cache-Control": "no-store"})
 pages = Routes("pages")
+rta = Routes("rta")
 
 
 @routes.get("/v1/sessions", 400, 503)
@@ -205,7 +217,7 @@ async def _located(sessions: SessionsService, identity: str) -> Located:
 
 
 async def _channels(sessions: SessionsService, located: Located) -> Channels:
-    return await sessions.feeds.parts.configurations.channels(_bindings(located))
+    return await sessions.live.channels(_bindings(located))
 
 
 def _steps(conversion: Conversion) -> dict[str, Any]:
@@ -217,9 +229,6 @@ def _steps(conversion: Conversion) -> dict[str, Any]:
         table = msgspec.to_builtins(how)
     steps = {"shift": conversion.shift, "mask": f"{conversion.mask:x}", "offset": conversion.offset}
     return {**steps, conversion.kind: table}
-
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class LiveFeed:
@@ -267,7 +276,7 @@ def encode_frame(frame: AnyFrame) -> bytes:
         return frame.data
     position = {"id": frame.cursor} if frame.cursor else {}
     if isinstance(frame, ControlFrame):
-        return message(_encode({"event": frame.name, **position, **_decode(frame.data)}))
+        return message(_encode({"event": frame.name, **position, **_fields(frame.data)}))
     return message(_encode({"event": "moved", **position}))
 
 
@@ -339,3 +348,125 @@ def _file(name: str) -> Response:
 def _texts() -> dict[str, bytes]:
     folder = files("tailrace.views.sessions").joinpath("pages")
     return {each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES}
+
+
+SUBPROTOCOL = "mat.ocs.rta.stream-lz4"
+CONFIG_TYPE = "application/vnd.mat.config+json"
+Identifier = Annotated[str, Path(description="Identifier of a configuration, URL-encoded."), AfterValidator(decoded)]
+
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_value = msgspec.json.Decoder().decode
+
+
+RTA_CONFIG: Responses = {200: {"content": {CONFIG_TYPE: {"schema": {"type": "object"}}}}}
+RTA_STREAM: Responses = {
+    101: {
+        "description": "Binary frames, each a burst as a raw LZ4 block: first the Session JSON, then the time range, "
+        "then updates; samples and events after a `StreamRequest`, which is not compressed."
+    },
+    406: {"description": "The sub-protocol is missing."},
+}
+
+
+@rta.websocket("/rta/v2/sessions/{identity}/stream")
+async def rta_stream(websocket: WebSocket) -> None:
+    """Follow a session over a WebSocket, in the telemetry protocol."""
+    service: Service = websocket.app.state.service
+    sessions = service.part_of("sessions", SessionsService)
+    identity = decoded(websocket.path_params["identity"])
+    admit(service, websocket, sessions.settings.sessions.origins)
+    if SUBPROTOCOL not in websocket.scope["subprotocols"]:
+        raise HTTPException(406, f"this WebSocket speaks {SUBPROTOCOL}: offer it as a sub-protocol")
+    viewer = Viewer(sessions.streams, identity, ViewerOptions.of(service.settings.sessions))
+    try:
+        await converse(service, websocket, viewer, SUBPROTOCOL)
+    finally:
+        service.metrics.viewer_drops.inc(viewer.dropped_bursts)
+        service.metrics.bursts_unread.inc(viewer.unread)
+        service.metrics.viewer_slow_closes.inc(viewer.closing.code == 1013)
+
+
+@rta.get("/rta/v2/sessions/{identity}/stream", 400, responses=RTA_STREAM)
+async def rta_not_upgraded(identity: Identity) -> Response:
+    """Follow a session: a WebSocket, with the sub-protocol `mat.ocs.rta.stream-lz4`; plain requests are refused."""
+    raise BadRequest(f"this is a WebSocket: ask for an upgrade, and offer the sub-protocol {SUBPROTOCOL}")
+
+
+@rta.get("/rta/v2/sessions", 400, 503, responses=answer(RtaSessions))
+async def rta_sessions(sessions: SessionsHere, parameters: RtaParameters) -> Response:
+    """List sessions as clients of the telemetry protocol want them."""
+    shown = [
+        fields
+        for located in await sessions.live.listing(MAX_SESSIONS)
+        if (fields := session_fields(located)) is not None
+    ]
+    path, _, order = parameters.sort.rpartition(":")
+    shown.sort(key=lambda fields: sort_key(fields, path), reverse=order == "desc")
+    begin = parameters.page_index * parameters.page_size
+    body = _encode({"sessions": shown[begin : begin + parameters.page_size]})
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+@rta.get("/rta/v2/sessions/{identity}", 400, 404, 503, responses=answer(RtaSession))
+async def rta_session(sessions: SessionsHere, identity: Identity) -> Response:
+    """Show a session as clients of the telemetry protocol want it."""
+    located = await sessions.live.get(identity)
+    fields = None if located is None else session_fields(located)
+    if fields is None:
+        raise SessionNotFound(f"no session has the identity {identity[:200]!r}, or its writer has not described it yet")
+    return Response(_encode(fields), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+@rta.get("/rta/v2/configs/{identifier}", 400, 404, 503, responses=RTA_CONFIG)
+async def rta_config(sessions: SessionsHere, identifier: Identifier) -> Response:
+    """Return a configuration of sessions: its parameters, channels and conversions. It never changes."""
+    found = await sessions.live.config(identifier)
+    if found is None:
+        raise SessionNotFound(f"no configuration of sessions has the identifier {identifier[:200]!r}")
+    return Response(found, headers={"Content-Type": CONFIG_TYPE, "Cache-Control": "no-cache"})
+
+
+def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
+    """Return a session's JSON with the time range of its hash; None if it has no valid one."""
+    try:
+        fields = _raw_fields(located.merged or located.json or "")
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if located.start is not None and located.end is not None:
+        fields["timeRange"] = msgspec.Raw(_encode({"startTime": located.start, "endTime": located.end}))
+        fields["startTimestamp"] = msgspec.Raw(_encode(iso(located.start)))
+        fields["endTimestamp"] = msgspec.Raw(_encode(iso(located.end)))
+    return fields
+
+
+def iso(ns: int) -> str:
+    """Format a time in UTC with microseconds, the precision that clients can read."""
+    seconds, rest = divmod(ns, 1_000_000_000)
+    try:
+        text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # a year beyond the calendar
+        return "1970-01-01T00:00:00.000000Z"
+    return f"{text}.{rest // 1000:06d}Z"
+
+
+def sort_key(fields: dict[str, msgspec.Raw], path: str) -> tuple[int, Any]:
+    """Return the sort key of a session: numbers before texts, and missing values before all."""
+    name, _, rest = path.partition(".")
+    value: Any = _value(fields[name]) if name in fields else None
+    for step in rest.split(".") if rest else ():
+        value = value.get(step) if isinstance(value, dict) else None
+    if isinstance(value, bool | int | float):
+        return 1, value
+    if isinstance(value, str):
+        return 2, _instant(value) if name == "timestamp" else value
+    return 0, 0
+
+
+def _instant(text: str) -> str:
+    """Convert a time to UTC, so that texts compare as times."""
+    try:
+        found = datetime.fromisoformat(text)
+        found = found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+        return found.isoformat(timespec="microseconds")
+    except (ValueError, OverflowError):
+        return text

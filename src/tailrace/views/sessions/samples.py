@@ -5,6 +5,10 @@ writers: of unequal numbers of times and samples the common prefix is taken, and
 without configuration is read as ``f64`` if its samples are 8 bytes wide; otherwise it is unreadable, and counted. Where
 a configured channel is narrower, samples of 8 bytes are ``f64``, too: they were written before it was published.
 
+A line is a channel converted by one parameter: a channel with several parameters has several lines, one without
+parameters has one, and raw samples have one for each channel. A viewer selects lines by channel id, name, parameter or
+pattern. Invariant: a value is converted exactly once, by the conversion of its line's parameter, or not at all.
+
 A frame as JSON:
 
     {"session": "lap-7", "position": "1789200000000-3", "range": ["1789…", "1789…"], "json": {…},
@@ -20,8 +24,10 @@ times in JSON are below 2^53.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
+from fnmatch import translate
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -29,13 +35,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tailrace.errors import BadBurst
+from tailrace.errors import BadBurst, BadRequest
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.channel import Channel, unpack_values
-from tailrace.views.sessions.configuration import Channels
+from tailrace.views.sessions.configuration import Channels, Conversion
 from tailrace.views.sessions.model import merge_session_json
-from tailrace.views.sessions.request import Line, Lines
-from tailrace.views.sessions.rta import PeriodicData, RowData, StreamDataBurst, TimestampedData
+from tailrace.views.sessions.request import is_pattern
+from tailrace.views.sessions.rta.data_pb2 import PeriodicData, RowData, TimestampedData
+from tailrace.views.sessions.rta.stream_pb2 import StreamDataBurst
 from tailrace.views.sessions.thinning import Series, Times, Values, concatenated
 
 SHORT = 4096
@@ -165,6 +172,99 @@ def _columns(decoded: Decoded, numbers: tuple[int, ...], known: Sequence[Channel
         at += channel.width
 
 
+LISTED = 50
+"""Limit of the names listed in the error for an unknown one."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A channel converted by one of its parameters."""
+
+    channel: int
+    name: str
+    unit: str = ""
+    conversion: Conversion | None = msgspec.field(default=None)
+
+    def __hash__(self) -> int:
+        return hash((self.channel, self.name))
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """The lines that a viewer asked for."""
+
+    names: tuple[str, ...] = ()
+    """Ids, names, parameters or patterns; empty for all."""
+    raw: bool = False
+
+    def lines(self, channels: Channels) -> Lines:
+        """Return the selected lines of the known channels.
+
+        Raises:
+            BadRequest: All configurations are known, and none has one of the names.
+        """
+        return Lines(self, channels)
+
+
+class Lines:
+    """The selected lines of a session."""
+
+    def __init__(self, selection: Selection, channels: Channels) -> None:
+        self._matcher = _NameMatcher(selection.names)
+        self._lines: dict[int, tuple[Line, ...]] = {}
+        """By channel; one without configuration is added with its first samples."""
+        used: set[str] = set()
+        every: list[str] = []
+        for line, called in _all(selection, channels):
+            every.append(line.name)
+            found = self._matcher.matches(called)
+            used |= found
+            wanted = (line,) if found or not selection.names else ()
+            self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
+        unknown = [name for name in selection.names if name not in used]
+        if unknown and channels.complete:
+            more = f" and {len(every) - LISTED} more" if len(every) > LISTED else ""
+            raise BadRequest(
+                f"no channel of the session is called {unknown[0][:80]!r}: there are {', '.join(every[:LISTED])}{more}"
+            )
+
+    def of(self, channel: int) -> tuple[Line, ...]:
+        """Return the selected lines of a channel."""
+        found = self._lines.get(channel)
+        if found is None:
+            name = str(channel)
+            is_wanted = self._matcher.is_all or self._matcher.matches((name,))
+            found = self._lines[channel] = (Line(channel, name),) if is_wanted else ()
+        return found
+
+
+def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple[str, ...]]]:
+    """Yield every line of the configured channels, with all of its names."""
+    for channel in sorted(channels, key=lambda each: each.id):
+        own = (str(channel.id), channel.name)
+        parameters = channels.parameters_of(channel.id)
+        if selection.raw or not parameters:
+            called = tuple(name for parameter in parameters for name in (parameter.id, parameter.name))
+            name = channel.name or (parameters[0].id if parameters else str(channel.id))
+            yield Line(channel.id, name), (*own, *called)
+            continue
+        for parameter in parameters:
+            line = Line(channel.id, parameter.id, parameter.unit, parameter.conversion)
+            yield line, (*own, parameter.id, parameter.name)
+
+
+class _NameMatcher:
+    """Matches names: exact ones by look-up, patterns one by one."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.is_all = not names
+        self._names = frozenset(names)
+        self._patterns = [(name, re.compile(translate(name))) for name in names if is_pattern(name)]
+
+    def matches(self, called: tuple[str, ...]) -> frozenset[str]:
+        """Return the requested names and patterns that match one of a line's names."""
+        found = self._names.intersection(called)
+        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
+
+
 FARTHEST = 1 << 52
 """Limit of nanoseconds between samples of one item: twice that is the last integer that a double holds."""
 
@@ -287,9 +387,7 @@ def as_json(shown: SampleFrame, cursor: str) -> bytes:
     channels = []
     for line, times, values in _items(shown.series):
         start = int(times.min())
-        channels.append(
-            {**_named(line), "start": str(start), "t": (times - start).tolist(), "v": values.tolist()},
-        )
+        channels.append({**_named(line), "start": str(start), "t": (times - start).tolist(), "v": values.tolist()})
     return _encode({**_head(shown), "channels": channels, "events": shown.events})
 
 

@@ -1,7 +1,7 @@
 """The stored form of telemetry sessions, and the steps in which their writers change it.
 
 A writer is a Kafka partition, or a program with the writer library. Each has a mark in its stream: the last of its
-records that is in there. It reads its mark and the sessions of its records, records (see ``recording``), and writes the
+records that is in there. It reads its mark and the sessions of its records, records (see ``model``), and writes the
 result in three steps, each of which can be repeated:
 
 1. ``claim``: a session that is opened gets its number and its position; a repeated opening gets the same;
@@ -30,8 +30,8 @@ import msgspec
 from tailrace.errors import StoreError
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Arg, Keyed, KeyedCall, Shards, keyed_calls, mapping
-from tailrace.views.sessions.model import ABANDONED, Session, identifiers
-from tailrace.views.sessions.recording import ELSEWHERE, Catalogue, PendingWrites, RecordOutcome, dead
+from tailrace.views.sessions.configuration import Catalogue, identifiers
+from tailrace.views.sessions.model import ABANDONED, ELSEWHERE, PendingWrites, RecordOutcome, Session, dead
 from tailrace.views.sessions.telemetry import CLOSED
 
 if TYPE_CHECKING:
@@ -235,15 +235,12 @@ class SessionStore:
         seconds, micros = self.shards.run_keyed([(self._keys.stream(stream), ("TIME",))])[0]
         return int(seconds) * 1000 + int(micros) // 1000
 
-    def claim(self, stream: str, identity: str, writer: str, offset: int, seen: bytes = b"") -> tuple[int, str] | None:
-        """Return the number of a session that a record opens, and its position in the stream.
+    def claim(self, openings: Sequence[Opening]) -> list[tuple[int, str] | None]:
+        """Return the number of each session that a record opens, and its position in the stream.
 
-        None if the stream is past that record, or the session is not what was seen: the caller must read again.
+        Openings of one session are in the order of their records. None if the stream is past that record, or the
+        session is not what was seen: the caller must read again.
         """
-        return self.claim_all([Opening(stream, identity, writer, offset, seen)])[0]
-
-    def claim_all(self, openings: Sequence[Opening]) -> list[tuple[int, str] | None]:
-        """Do the same for many, those of one session in the order of their records."""
         found: list[tuple[int, str] | None] = [None] * len(openings)
         open_still = list(range(len(openings)))
         last = needed = 0
@@ -511,7 +508,7 @@ def _claim(store: SessionStore, drafts: Sequence[StreamDraft], numbers: Numbers)
                 seen, _ = draft.versions[session.identity]
                 wanted[key] = Opening(draft.stream, session.identity, session.writer, session.opened, seen)
     if wanted:
-        found = store.claim_all(list(wanted.values()))
+        found = store.claim(list(wanted.values()))
         numbers |= {key: each for key, each in zip(wanted, found, strict=True) if each is not None}
 
 

@@ -1,9 +1,14 @@
-"""The read side of sessions: their hashes, the entries of their streams, and their configurations.
+"""The read side of sessions: their hashes, the entries and the ledgers of their streams, and their configurations.
 
 The pipeline, the writer library, or a program that knows nothing of Tailrace wrote all of this: fields that only
 Tailrace writes may be missing, and a hash without the fields that every writer must write is no session. A reader that
 joins a session takes the end of its stream first and its hash then; since writers write the hash before the stream,
 nothing is lost between the two.
+
+The ledger of a stream maps positions in it to offsets in Kafka. It is a second stream with an entry for each write: its
+id is that of the write's last entry, and its fields are the writer, the writer's marks before and after, and the
+write's first entry. Upkeep trims the ledger later than the stream. Invariant: a writer's records up to the mark of a
+write are in entries up to its last one, and all others are in later entries.
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ import msgspec
 
 from tailrace.errors import StoreError, StoreUnavailable
 from tailrace.log.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
-from tailrace.valkey.keys import TRIMMED_BY_US, TRIMMED_NEWEST
+from tailrace.valkey.keys import LEDGER_WHOLE, TRIMMED_BY_US, TRIMMED_NEWEST
 from tailrace.valkey.shards import Nodes, mapping
+from tailrace.views.sessions.configuration import Binding, Catalogue, Channels, identifiers
 
 PAGE = 32
 """Entries in one read: each may have a megabyte."""
@@ -27,6 +33,8 @@ AT_ONCE = 500
 """Sessions in one round trip."""
 BACKWARD_READS = 8
 """Reads of a backward search for the last entries of one session, before only ids are read."""
+LEDGER_PAGE = 100
+"""Writes in one read of a ledger."""
 HEADS = 1_000, 4 << 20
 """Limits of entries, and of their bytes, whose sessions the store is asked for in one call."""
 NUMBER_DIGITS = 19
@@ -96,10 +104,12 @@ class LiveSessions:
     Args:
         nodes: client of the store.
         template: key of a session's hash, with ``{identity}`` in it.
+        unit_rational: see ``Configuration.parse``.
     """
 
-    def __init__(self, nodes: Nodes, template: str = "sessions:{identity}") -> None:
+    def __init__(self, nodes: Nodes, template: str = "sessions:{identity}", unit_rational: bool = False) -> None:
         self.nodes, self.keys = nodes, nodes.keys
+        self.catalogue = Catalogue(unit_rational)
         self._template = template
 
     def key(self, identity: str) -> str:
@@ -146,6 +156,19 @@ class LiveSessions:
         key = self.keys.config(identifier)
         (found,) = await self.nodes.read_keyed([(key, ("GET", key))])
         return None if found is None else bytes(found)
+
+    async def learn(self, catalogue: Catalogue, bindings: Sequence[Binding]) -> None:
+        """Read the configurations of a session, unless the catalogue has them."""
+        for identifier in catalogue.missing(identifiers(bindings)):
+            text = await self.config(identifier)
+            if text is not None:
+                catalogue.learn({identifier: text})
+
+    async def channels(self, bindings: tuple[Binding, ...]) -> Channels:
+        """Return the channels of a session with these bindings."""
+        self.catalogue.tidy()
+        await self.learn(self.catalogue, bindings)
+        return self.catalogue.channels(bindings)
 
     async def tail(self, stream: str) -> EntryId:
         """Return the id of a stream's last entry; BEGINNING if it has none."""
@@ -341,3 +364,104 @@ def state_of(json: str | bytes | None) -> str:
         return _decode(json).state if json else ""
     except (msgspec.DecodeError, RecursionError):
         return ""
+
+
+class Seam(msgspec.Struct, frozen=True):
+    """The border of a write: all records of a writer up to an offset are in entries up to this one, and no others."""
+
+    offset: int
+    entry: EntryId
+
+
+class OffsetBounds(msgspec.Struct, frozen=True):
+    """The offset of a position in a stream, exact between two writes, bounded within one."""
+
+    low: int
+    """The records of the session's life up to this one are in entries up to the position."""
+    high: int
+    """Those after this one are in entries after it; those between the two may be on either side."""
+    begin: EntryId | None = None
+    """The entry before the first one that may have records between the two, if it is known."""
+    end: EntryId | None = None
+    """The last entry that may have such records, if there are any."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.low == self.high
+
+
+class _LedgerWrite(msgspec.Struct, frozen=True):
+    first: EntryId
+    last: EntryId
+    seen: int
+    mark: int
+
+
+async def seam_after(live: LiveSessions, located: Located, trimmed: EntryId) -> Seam | None:
+    """Return the first seam at or after a trimmed entry; None if the stream has no mark of the session's writer."""
+    # The mark first: a write that is in the stream by then, and not in the ledger afterwards, was trimmed as a whole.
+    mark = await _mark(live, located)
+    write = await _write_from(live, located, id_text(trimmed))
+    if write is not None:
+        return Seam(write.mark, write.last)
+    return None if mark is None else Seam(mark, trimmed)
+
+
+async def offset_bounds(live: LiveSessions, located: Located, position: EntryId) -> OffsetBounds | None:
+    """Return the offset of a position among the records of the session's writer; None if it is unknown."""
+    opened = located.opened or 0
+    if position <= located.position:
+        return OffsetBounds(opened - 1, opened - 1)
+    mark = await _mark(live, located)
+    write = await _write_from(live, located, f"({id_text(position)}")
+    # Last: a range that is complete now was complete when it was read.
+    complete = await _complete_from(live, located)
+    if mark is None or complete is None:
+        return None
+    is_known = position >= before(complete)
+    if write is None:
+        return OffsetBounds(mark, mark) if is_known else None
+    seen = max(write.seen, opened - 1)
+    if position >= write.first:
+        return OffsetBounds(seen, write.mark, before(write.first), write.last)
+    return OffsetBounds(seen, seen) if is_known else OffsetBounds(opened - 1, seen, None, before(write.first))
+
+
+def first_of_write(last: EntryId, first: bytes | None) -> EntryId:
+    """Parse the first entry of a write; BEGINNING if the ledger lacks it: then any position may be within the write."""
+    if first is None:
+        return BEGINNING
+    return parse_id(first) if b"-" in first else (last[0], last[1] - int(first))
+
+
+async def _mark(live: LiveSessions, located: Located) -> int | None:
+    key = live.keys.stream_marks(located.stream)
+    (mark,) = await live.nodes.read_keyed([(key, ("HGET", key, located.writer))])
+    return None if mark is None else int(mark)
+
+
+async def _complete_from(live: LiveSessions, located: Located) -> EntryId | None:
+    """Return the id from which on the ledger has every write; None if it is empty."""
+    ledger, trimmed = live.keys.ledger(located.stream), live.keys.trimmed(located.stream)
+    noted, first = await live.nodes.read_keyed(
+        [(trimmed, ("HGET", trimmed, LEDGER_WHOLE)), (ledger, ("XRANGE", ledger, "-", "+", "COUNT", 1))]
+    )
+    if noted is not None:
+        return parse_id(noted)
+    return parse_id(first[0][0]) if first else None
+
+
+async def _write_from(live: LiveSessions, located: Located, begin: str) -> _LedgerWrite | None:
+    """Return the writer's first write in the ledger from an id on."""
+    key, writer = live.keys.ledger(located.stream), located.writer.encode()
+    while True:
+        (writes,) = await live.nodes.read_keyed([(key, ("XRANGE", key, begin, "+", "COUNT", LEDGER_PAGE))])
+        for entry, answer in writes:
+            fields = mapping(answer)
+            if fields[b"w"] == writer:
+                last = parse_id(entry)
+                first = first_of_write(last, fields.get(b"a"))
+                return _LedgerWrite(first, last, int(fields[b"f"]), int(fields[b"m"]))
+        if len(writes) < LEDGER_PAGE:
+            return None
+        begin = f"({writes[-1][0].decode()}"

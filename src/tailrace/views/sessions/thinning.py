@@ -17,17 +17,14 @@ were alone.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config.values import parse_duration
-from tailrace.errors import BadRequest
-from tailrace.views.sessions.cursor import StreamPosition, UnsentSamples
+from tailrace.views.sessions.request import StreamPosition, Thinning, UnsentSamples
 
 Indexes = NDArray[np.intp]
 
@@ -94,40 +91,10 @@ def _changes(cell: Indexes) -> NDArray[np.bool_]:
     return starts
 
 
-SECOND = 1_000_000_000
-LONGEST_CELL = 86_400 * SECOND
-MOST_PER_SECOND = 1_000_000
-
 Times = NDArray[np.int64]
 Values = NDArray[Any]
 """Numbers; texts and triples are objects, and have no least and greatest."""
 K = TypeVar("K", bound=Hashable)
-
-
-class Thinning(msgspec.Struct, frozen=True):
-    """The rule of a cell, and the length of cells in nanoseconds."""
-
-    keeps: Literal["extremes", "first"]
-    cell: int
-
-
-def parse_thinning(pixel: str | None, rate: float | None) -> Thinning | None:
-    """Parse ``pixel=20ms`` or ``rate=10``; None if samples are not thinned."""
-    if pixel is not None and rate is not None:
-        raise BadRequest("pixel and rate are two ways to thin samples: give one of them")
-    if pixel is not None:
-        try:
-            cell = parse_duration(pixel) // timedelta(microseconds=1) * 1000
-        except ValueError as error:
-            raise BadRequest(f"pixel={pixel[:80]!r}: {error}") from None
-        if not 0 < cell <= LONGEST_CELL:
-            raise BadRequest(f"pixel={pixel[:80]!r}: a duration over 0 and up to a day")
-        return Thinning("extremes", cell)
-    if rate is not None:
-        if not SECOND / LONGEST_CELL <= rate <= MOST_PER_SECOND:
-            raise BadRequest(f"rate={rate}: samples per second, from once a day to {MOST_PER_SECOND:,}")
-        return Thinning("first", int(np.ceil(SECOND / rate)))
-    return None
 
 
 class Series(msgspec.Struct, Generic[K], frozen=True):

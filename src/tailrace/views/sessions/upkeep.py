@@ -17,35 +17,31 @@ costs less: if it speaks after all, it begins anew, under a new number.
 ``trim`` removes the oldest entries of each session from all streams, also from those of other programs. Every entry is
 weighed once: the weights stay in memory, and a run continues where the last one ended. After a restart, of upkeep or of
 the store, everything is weighed anew. Invariant: the call that removes entries also notes the loss for readers, so a
-reader who finds no note has missed nothing.
+reader who finds no note has missed nothing. A stream keeps the newest entries of each session, limited by count, bytes
+and age (``Weights``). One session never costs another its entries, unless the whole stream has too many bytes: then the
+largest session gives first. Only the oldest entries of a session go, so the rest of it has no hole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.log.entry_id import EntryId, id_text, parse_id
-from tailrace.upkeep.job import (
-    Facts,
-    JobLease,
-    Jobs,
-    ScheduledJob,
-    Scope,
-    Stopped,
-    Work,
-    milliseconds,
-    run_job,
-)
+from tailrace.upkeep.job import Facts, JobLease, Jobs, ScheduledJob, Scope, Stopped, Work, milliseconds, run_job
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Keyed, KeyedCall, Shards, StoreOptions, mapping, translated
 from tailrace.views.sessions.burst import bursts, pack, session_json
-from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session, StreamLimits, Weights, identifiers, stale_trims
+from tailrace.views.sessions.configuration import identifiers
+from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session
 from tailrace.views.sessions.store import (
     VERSION_BYTES,
     SessionChange,
@@ -77,8 +73,7 @@ _GLOB = str.maketrans({special: f"\\{special}" for special in "\\*?[]"})
 
 def session_jobs(settings: Settings) -> Jobs:
     """Return the jobs of telemetry sessions."""
-    memory, sessions = TrimMemory(), settings.sessions
-    trim, abandon, forget = TrimRules.of(settings), AbandonRules.of(settings), ForgetRules.of(settings)
+    memory, rules, sessions = TrimMemory(), SessionRules.of(settings), settings.sessions
 
     def job(every: timedelta | None, work: Callable[[Scope], Work]) -> ScheduledJob:
         def run(_: str, stopped: Stopped) -> Facts:
@@ -89,9 +84,9 @@ def session_jobs(settings: Settings) -> Jobs:
         return ScheduledJob(every, run)
 
     return {
-        "trim": job(sessions.trim_every, lambda scope: Trimming(trim, memory, scope)),
-        "abandon": job(sessions.trim_every, lambda scope: Abandoning(abandon, scope)),
-        "forget": job(sessions.forget_every, lambda scope: Forgetting(forget, scope)),
+        "trim": job(sessions.trim_every, lambda scope: Trimming(rules, scope, memory)),
+        "abandon": job(sessions.trim_every, lambda scope: Abandoning(rules, scope)),
+        "forget": job(sessions.forget_every, lambda scope: Forgetting(rules, scope)),
     }
 
 
@@ -104,15 +99,53 @@ def _has_sessions(settings: Settings) -> bool:
         shards.close()
 
 
-class AbandonRules(msgspec.Struct, frozen=True):
-    """Limit of a session's silence, and the settings of sessions."""
+class StreamLimits(msgspec.Struct, frozen=True):
+    """Limits of one session's entries, and of the bytes of a whole stream."""
 
-    after_ms: int
-    options: SessionOptions
+    entries: int
+    bytes: int
+    age_ms: int
+    stream_bytes: int
+
+
+class SessionRules(msgspec.Struct, frozen=True):
+    """Settings of the jobs."""
+
+    limits: StreamLimits
+    options: SessionOptions = SessionOptions()
+    abandon_ms: int = 300_000
+    """Limit of a session's silence."""
+    forget_streams_ms: int = 604_800_000
+    """Time after which a stream without entries is forgotten."""
+    ledger_ms: int = 86_400_000
+    """Time for which the ledger keeps the writes of trimmed entries."""
 
     @classmethod
-    def of(cls, settings: Settings) -> AbandonRules:
-        return cls(milliseconds(settings.sessions.abandon_after), SessionOptions.of(settings))
+    def of(cls, settings: Settings) -> SessionRules:
+        sessions = settings.sessions
+        age_ms = milliseconds(sessions.keep_time)
+        return cls(
+            StreamLimits(sessions.keep_entries, sessions.keep_bytes, age_ms, sessions.stream_bytes),
+            SessionOptions.of(settings),
+            milliseconds(sessions.abandon_after),
+            milliseconds(sessions.forget_streams),
+            milliseconds(sessions.keep_ledger),
+        )
+
+
+class _SessionJob:
+    """One run of a job. ``facts`` has its work so far, also after a failure."""
+
+    view = "sessions"
+    whole = True
+    counted: tuple[str, ...]
+
+    def __init__(self, rules: SessionRules, scope: Scope) -> None:
+        self._rules, self._scope = rules, scope
+        self._counts: dict[str, int] = dict.fromkeys(self.counted, 0)
+
+    def facts(self) -> dict[str, object]:
+        return {**self._counts}
 
 
 class _Status(msgspec.Struct):
@@ -128,19 +161,11 @@ class _Candidate(NamedTuple):
     updated_ms: int
 
 
-class Abandoning:
+class Abandoning(_SessionJob):
     """One run of the job ``abandon``."""
 
     name = "abandon"
-    view = "sessions"
-    whole = True
-
-    def __init__(self, rules: AbandonRules, scope: Scope) -> None:
-        self._rules, self._scope = rules, scope
-        self._sessions = 0
-
-    def facts(self) -> dict[str, object]:
-        return {"sessions": self._sessions}
+    counted = ("sessions",)
 
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Inspect every listed session."""
@@ -155,12 +180,12 @@ class Abandoning:
                 if session.stream not in clocks:
                     clocks[session.stream] = store.server_ms(session.stream)
                 if self._is_silent(session, reached, clocks[session.stream]):
-                    self._sessions += _abandon(store, session)
+                    self._counts["sessions"] += _abandon(store, session)
             if self._scope.stopped():
                 return
 
     def _is_silent(self, session: _Candidate, reached: int | None, clock_ms: int) -> bool:
-        after_ms = self._rules.after_ms
+        after_ms = self._rules.abandon_ms
         if session.state == ABANDONED:
             return clock_ms - session.updated_ms < AGAIN_MS
         if session.writer.startswith(PROGRAM):
@@ -204,35 +229,11 @@ def _abandon(store: SessionStore, candidate: _Candidate) -> bool:
     return store.write([Write(candidate.stream, "", NOTHING, NOTHING, [change], entries)]) == [Verdict.OK]
 
 
-class ForgetRules(msgspec.Struct, frozen=True):
-    """Times after which sessions and streams are forgotten, and the settings of sessions."""
-
-    session_ms: int
-    stream_ms: int
-    keep_ms: int
-    """Maximal age of an entry."""
-    options: SessionOptions
-
-    @classmethod
-    def of(cls, settings: Settings) -> ForgetRules:
-        sessions = settings.sessions
-        session_ms, stream_ms = milliseconds(sessions.expire), milliseconds(sessions.forget_streams)
-        return cls(session_ms, stream_ms, milliseconds(sessions.keep_time), SessionOptions.of(settings))
-
-
-class Forgetting:
+class Forgetting(_SessionJob):
     """One run of the job ``forget``."""
 
     name = "forget"
-    view = "sessions"
-    whole = True
-
-    def __init__(self, rules: ForgetRules, scope: Scope) -> None:
-        self._rules, self._scope = rules, scope
-        self._sessions = self._streams = 0
-
-    def facts(self) -> dict[str, object]:
-        return {"sessions": self._sessions, "streams": self._streams}
+    counted = ("sessions", "streams")
 
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Inspect every stream and its sessions.
@@ -244,28 +245,25 @@ class Forgetting:
         store = SessionStore(shards, self._rules.options)
         upkeep = SessionUpkeep(store)
         now_ms = compare_clocks(shards, self._scope.clock)
-        before_ms = now_ms - self._rules.session_ms
+        before_ms = now_ms - self._rules.options.expire_ms
         bound: set[str] = set()
         for stream in upkeep.streams():
             lease.check()
             numbers = self._forget_idle(upkeep, stream, before_ms, bound)
-            oldest_ms = min(before_ms, now_ms - self._rules.keep_ms)
+            oldest_ms = min(before_ms, now_ms - self._rules.limits.age_ms)
             upkeep.forget_trimmed(stream, stale_trims(upkeep.trimmed(stream), numbers, oldest_ms))
-            self._streams += upkeep.drop(stream, store.server_ms(stream) - self._rules.stream_ms)
+            self._counts["streams"] += upkeep.drop(stream, store.server_ms(stream) - self._rules.forget_streams_ms)
             if self._scope.stopped():
                 break
         else:
             # Last: a session that leaves the listing is forgotten in the next run, if not in this one.
             upkeep.forget_listed(before_ms)
-            self._enlist(upkeep, before_ms, now_ms, lease)
+            for found in upkeep.strangers(before_ms):
+                lease.check()
+                upkeep.enlist(found, now_ms)
+                if self._scope.stopped():
+                    break
         upkeep.renew_configs(bound)
-
-    def _enlist(self, upkeep: SessionUpkeep, since_ms: int, now_ms: int, lease: JobLease) -> None:
-        for found in upkeep.strangers(since_ms):
-            lease.check()
-            upkeep.enlist(found, now_ms)
-            if self._scope.stopped():
-                return
 
     def _forget_idle(self, upkeep: SessionUpkeep, stream: str, before_ms: int, bound: set[str]) -> set[int]:
         """Forget the idle sessions of a stream; return the numbers of the others, and add their configurations."""
@@ -274,7 +272,7 @@ class Forgetting:
             session = _session(indexed.value)
             if indexed.updated_ms is None or indexed.updated_ms < before_ms:
                 number = None if session is None else session.number
-                self._sessions += upkeep.forget(stream, indexed, number, before_ms) and bool(indexed.value)
+                self._counts["sessions"] += upkeep.forget(stream, indexed, number, before_ms) and bool(indexed.value)
             elif session is not None:
                 numbers.add(session.number)
                 bound |= identifiers(session.bindings)
@@ -286,22 +284,6 @@ def _session(value: bytes) -> Session | None:
         return Session.decode(state_of(value)) if value else None
     except msgspec.DecodeError:
         return None
-
-
-class TrimRules(msgspec.Struct, frozen=True):
-    """Limits of sessions and streams, and the settings of sessions."""
-
-    limits: StreamLimits
-    options: SessionOptions
-    ledger_ms: int = 86_400_000
-    """Time for which the ledger keeps the writes of trimmed entries."""
-
-    @classmethod
-    def of(cls, settings: Settings) -> TrimRules:
-        sessions = settings.sessions
-        age_ms = milliseconds(sessions.keep_time)
-        limits = StreamLimits(sessions.keep_entries, sessions.keep_bytes, age_ms, sessions.stream_bytes)
-        return cls(limits, SessionOptions.of(settings), milliseconds(sessions.keep_ledger))
 
 
 class TrimMemory:
@@ -324,26 +306,18 @@ class TrimMemory:
             del self._weights[gone]
 
 
-class Trimming:
-    """One run of the job ``trim``. ``facts`` has its work so far, also after a failure."""
+class Trimming(_SessionJob):
+    """One run of the job ``trim``."""
 
     name = "trim"
-    view = "sessions"
-    whole = True
+    counted = ("entries", "bytes")
 
-    def __init__(self, rules: TrimRules, memory: TrimMemory, scope: Scope) -> None:
-        self._rules, self._memory, self._scope = rules, memory, scope
-        self._entries = self._bytes = 0
-
-    def facts(self) -> dict[str, object]:
-        return {"entries": self._entries, "bytes": self._bytes}
+    def __init__(self, rules: SessionRules, scope: Scope, memory: TrimMemory) -> None:
+        super().__init__(rules, scope)
+        self._memory = memory
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Trim every stream.
-
-        Raises:
-            StaleUpkeep: Another process has taken over.
-        """
+        """Trim every stream; StaleUpkeep if another process has taken over."""
         store = SessionStore(shards, self._rules.options)
         upkeep = SessionUpkeep(store)
         streams = upkeep.streams()
@@ -374,8 +348,8 @@ class Trimming:
             for at in range(0, count, SHED):
                 lease.check()
                 n = min(SHED, count - at)
-                self._entries += upkeep.shed(stream, number, weights.oldest(number, n))
-                self._bytes += weights.drop(number, n)
+                self._counts["entries"] += upkeep.shed(stream, number, weights.oldest(number, n))
+                self._counts["bytes"] += weights.drop(number, n)
 
 
 class Weighed(NamedTuple):
@@ -423,11 +397,8 @@ class SessionUpkeep:
 
     def shed(self, stream: str, number: int, entries: Sequence[EntryId]) -> int:
         """Remove a session's oldest entries from its stream and note that for readers; return their number."""
-        gone = 0
-        for at in range(0, len(entries), SHED):
-            ids = [id_text(entry) for entry in entries[at : at + SHED]]
-            gone += int(self._shards.call_keyed([("shed", self._slot(stream), (number, *ids))])[0])
-        return gone
+        ids = [id_text(entry) for entry in entries]
+        return int(self._shards.call_keyed([("shed", self._slot(stream), (number, *ids))])[0])
 
     def cut_ledger(self, stream: str, before_ms: int) -> int:
         """Remove writes before a time from the ledger, unless the stream still has them; return their number."""
@@ -483,9 +454,12 @@ class SessionUpkeep:
         for node in self._shards.primaries():
             cursor = -1
             while cursor:
+                command = ("SCAN", max(cursor, 0), "MATCH", pattern, "COUNT", SCANNED, "TYPE", "hash")
                 with translated():
-                    cursor, keys = _page(node, max(cursor, 0), pattern)
-                names = [key[len(before) : len(key) - len(after)] for key in keys]
+                    answer, keys = node.execute_command(*command)
+                cursor = int(answer)
+                texts = (key.decode(errors="replace") for key in keys)
+                names = [key[len(before) : len(key) - len(after)] for key in texts]
                 found: dict[str, int] = {}
                 for name, (number, stream, json, updated, order) in zip(
                     names, self._store.hash_fields(names, fields), strict=True
@@ -526,7 +500,98 @@ class SessionUpkeep:
         return [self._keys.stream(stream), self._keys.stream_tag(stream)]
 
 
-def _page(node: Any, cursor: int, pattern: str) -> tuple[int, list[str]]:
-    """Return a page of hashes of a node whose keys match a pattern, and the next cursor; 0 at the end."""
-    cursor, keys = node.execute_command("SCAN", cursor, "MATCH", pattern, "COUNT", SCANNED, "TYPE", "hash")
-    return int(cursor), [key.decode(errors="replace") for key in keys]
+_SPARE = 1024
+"""Dropped entries at the front of a line before the line is compacted."""
+
+
+class _Line:
+    """The entries of a session, oldest first; 24 bytes each, since there may be a million."""
+
+    def __init__(self) -> None:
+        self._ms, self._seq, self._sizes = array("Q"), array("Q"), array("Q")
+        self._first = 0
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._ms) - self._first
+
+    def add(self, entry: EntryId, size: int) -> None:
+        self._ms.append(entry[0])
+        self._seq.append(entry[1])
+        self._sizes.append(size)
+        self.bytes += size
+
+    def size(self, n: int) -> int:
+        return self._sizes[self._first + n]
+
+    def older_than(self, ms: int) -> int:
+        return bisect_left(self._ms, max(ms, 0), self._first) - self._first
+
+    def oldest(self, count: int) -> list[EntryId]:
+        some = slice(self._first, self._first + count)
+        return list(zip(self._ms[some], self._seq[some], strict=True))
+
+    def drop(self, count: int) -> None:
+        self.bytes -= sum(self._sizes[self._first : self._first + count])
+        self._first += count
+        if self._first > _SPARE and self._first > len(self):
+            for column in (self._ms, self._seq, self._sizes):
+                del column[: self._first]
+            self._first = 0
+
+
+class Weights:
+    """The entries of one stream with their sizes, in the order of their ids."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, _Line] = {}
+        self.last: EntryId = (0, 0)
+        """Last entry added, even if it was dropped since."""
+
+    def add(self, entry: EntryId, number: int, size: int) -> None:
+        """Add the next entry, of the session with this number."""
+        self._lines.setdefault(number, _Line()).add(entry, size)
+        self.last = entry
+
+    def surplus(self, limits: StreamLimits, now_ms: int) -> dict[int, int]:
+        """Return how many of its oldest entries each session has to give; ``now_ms`` is the server's clock."""
+        going: dict[int, int] = {}
+        left: dict[int, int] = {}
+        for number, line in self._lines.items():
+            n = max(len(line) - limits.entries, line.older_than(now_ms - limits.age_ms), 0)
+            size = line.bytes - sum(line.size(i) for i in range(n))
+            while size > limits.bytes:
+                size -= line.size(n)
+                n += 1
+            going[number], left[number] = n, size
+        over = sum(left.values()) - limits.stream_bytes
+        largest = [(-size, number) for number, size in left.items()]
+        heapify(largest)
+        while over > 0:
+            size, number = largest[0]
+            freed = self._lines[number].size(going[number])
+            going[number] += 1
+            over -= freed
+            heapreplace(largest, (size + freed, number))
+        return {number: n for number, n in going.items() if n}
+
+    def oldest(self, number: int, count: int) -> list[EntryId]:
+        """Return the oldest entries of a session."""
+        return self._lines[number].oldest(count)
+
+    def drop(self, number: int, count: int) -> int:
+        """Drop the oldest entries of a session; return their bytes."""
+        line = self._lines[number]
+        before = line.bytes
+        line.drop(count)
+        if not line:
+            del self._lines[number]
+        return before - line.bytes
+
+
+def stale_trims(trimmed: Mapping[int, EntryId], known: Collection[int], oldest_ms: int) -> list[int]:
+    """Return the numbers of sessions that the stream does not know any more, and last trimmed before ``oldest_ms``.
+
+    Their trim notes can be deleted: they have no entries, and their readers are gone.
+    """
+    return [number for number, (ms, _) in trimmed.items() if ms < oldest_ms and number not in known]

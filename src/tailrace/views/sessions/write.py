@@ -1,6 +1,6 @@
 """The sessions view in the pass: writes each record once into the stream of its partition.
 
-A task reads its partition's mark in the stream and the sessions of its records, records them (see ``recording``), and
+A task reads its partition's mark in the stream and the sessions of its records, records them (see ``model``), and
 writes the stream before the home shard. The stream has a mark of its own, which decides what goes into it; the home
 shard's mark decides what is counted. After a crash, or in a store that lost its last writes, either may be ahead. The
 outcome of a record that is in the stream and not yet counted cannot be derived from the sessions any more, which are
@@ -23,8 +23,8 @@ from tailrace.log.segment import DAY_MS
 from tailrace.query.predicate import TopicFilter
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.sessions.model import Session, bindings_in, identifiers
-from tailrace.views.sessions.recording import STORED, Catalogue, Recorder, RecordOutcome, dead
+from tailrace.views.sessions.configuration import Catalogue, bindings_in, identifiers
+from tailrace.views.sessions.model import STORED, Recorder, RecordOutcome, Session, dead
 from tailrace.views.sessions.store import (
     Known,
     SessionChange,

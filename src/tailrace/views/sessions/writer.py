@@ -30,8 +30,8 @@ import numpy.typing as npt
 from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavailable, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions
 from tailrace.views.sessions.channel import MAX_CHANNEL, WIDTHS
-from tailrace.views.sessions.model import PROGRAM, bindings_in, checked, identifiers
-from tailrace.views.sessions.recording import STORED, Catalogue, Recorder, RecordOutcome
+from tailrace.views.sessions.configuration import Catalogue, bindings_in, identifiers
+from tailrace.views.sessions.model import PROGRAM, STORED, Recorder, RecordOutcome, checked
 from tailrace.views.sessions.store import (
     Known,
     Numbers,

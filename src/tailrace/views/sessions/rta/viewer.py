@@ -32,14 +32,45 @@ from tailrace.api.feeds import Closing
 from tailrace.errors import BadBurst
 from tailrace.log.entry_id import EntryId
 from tailrace.views.sessions import burst
-from tailrace.views.sessions.burst import NOTHING, Subscription, pack, session_json, time_range, unpack
-from tailrace.views.sessions.hub import StreamHub, Tap
-from tailrace.views.sessions.rta import StreamData, StreamDataBurst, StreamRequest
+from tailrace.views.sessions.burst import pack, session_json, time_range, unpack
+from tailrace.views.sessions.reader import StreamHub, Tap
+from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst, StreamRequest, StreamSubscription
 from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.sessions.streams import Located, StreamEntry, state_of
 from tailrace.views.sessions.telemetry import CLOSED
 
 _UPDATES = ("session_json", "time_range")
+
+
+class Subscription(msgspec.Struct, frozen=True, weakref=True):
+    """Everything a viewer of the RTA protocol has asked for so far. It only grows, by union."""
+
+    all_events: bool = False
+    all_channels: bool = False
+    channels: frozenset[int] = frozenset()
+
+    def widened(self, more: StreamSubscription) -> Subscription:
+        """Return the subscription extended by a request."""
+        every = self.all_channels or more.all_data_channels
+        channels = frozenset() if every else self.channels.union(more.data_channel_ids)
+        return Subscription(self.all_events or more.all_events, every, channels)
+
+    def wants(self, message: StreamData) -> bool:
+        """Return True if a message is for this viewer. A row is if any of its channels is; updates always are."""
+        kind = message.WhichOneof("data")
+        if kind == "periodic_data":
+            return self.all_channels or message.periodic_data.channel_id in self.channels
+        if kind == "timestamped_data":
+            return self.all_channels or message.timestamped_data.channel_id in self.channels
+        if kind == "row_data":
+            return self.all_channels or not self.channels.isdisjoint(message.row_data.channel_ids)
+        if kind == "event":
+            return self.all_events
+        return kind is not None
+
+
+NOTHING = Subscription()
+"""Subscription of a new viewer: only updates of the session."""
 
 
 class Form(msgspec.Struct, frozen=True, gc=False):
