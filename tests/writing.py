@@ -14,7 +14,7 @@ from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, enlist, prepare
 from tailrace.views.days.write import DaysPlan
-from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.model import Rule
 from tailrace.views.folds.write import FoldsPlan
 from tailrace.views.grep.write import GrepPlan
 from tailrace.views.sessions.write import SessionPlan

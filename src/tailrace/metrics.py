@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tailrace.api.answers import SearchFigures
+from tailrace.api.answers import FoldRule, SearchFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Report = Mapping[str, Any]
@@ -218,21 +218,7 @@ class _Upkeep(Collector):
         yield left
 
 
-class FoldFigures(NamedTuple):
-    """Figures of one fold rule."""
-
-    rule: str
-    input: int
-    new: int
-    premature: int
-    pending: int
-    reasons: Mapping[str, int]
-    """Emitted folds by reason."""
-    ratio: float | None
-    frontier_ms: int | None
-
-
-_OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldFigures], float | None]], ...] = (
+_OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldRule], float | None]], ...] = (
     ("tailrace_fold_inputs", "Events that the rule has folded", "counter", lambda f: f.input),
     ("tailrace_fold_new", "Events whose group had no open fold", "counter", lambda f: f.new),
     (
@@ -257,19 +243,19 @@ _EMITTED = "tailrace_fold_emitted", "Emitted folds, by reason"
 class FoldMetrics(FigureCollector):
     """Metrics of fold rules."""
 
-    figures: Sequence[FoldFigures] | None
+    figures: Sequence[FoldRule] | None
 
     def collect(self) -> Iterator[Metric]:
         for name, about, kind, value_of in _OF_FOLDS:
             family = _family(kind, name, about, ["rule"])
-            for figures in self.figures or ():
-                if (value := value_of(figures)) is not None:
-                    family.add_metric([figures.rule], value)
+            for rule in self.figures or ():
+                if (value := value_of(rule)) is not None:
+                    family.add_metric([rule.name], value)
             yield family
         emitted = CounterMetricFamily(*_EMITTED, labels=["rule", "reason"])
-        for figures in self.figures or ():
-            for reason, count in figures.reasons.items():
-                emitted.add_metric([figures.rule, reason], count)
+        for rule in self.figures or ():
+            for reason, count in rule.reasons.items():
+                emitted.add_metric([rule.name, reason], count)
         yield emitted
 
 

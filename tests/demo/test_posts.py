@@ -15,8 +15,7 @@ import pytest
 from tailrace.config.settings import Settings, load
 from tailrace.demo.engine import STEP
 from tailrace.demo.posts import METRICS, Post, posts, steps, with_rule
-from tailrace.views.folds.model import ClosedFold, Clump, Input
-from tailrace.views.folds.rule import RuleInput, RuleReader
+from tailrace.views.folds.model import ClosedFold, Clump, Input, RuleInput, RuleReader
 from tailrace.views.folds.store import rules_of
 
 MINUTES = 60.0

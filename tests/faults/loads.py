@@ -24,8 +24,7 @@ from tailrace.log.timeuuid import first_of, last_of
 from tailrace.testing.installation import wait_for
 from tailrace.valkey.marks import conserved, read_marks
 from tailrace.views import VIEWS
-from tailrace.views.grep.model import Search, make_search
-from tailrace.views.grep.request import make_grep_request
+from tailrace.views.grep.model import Search, make_grep_request, make_search
 from tailrace.views.grep.routes import GrepService
 from tailrace.views.grep.store import VIEW, pending_stretches
 from tailrace.views.sessions.model import Session

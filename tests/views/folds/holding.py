@@ -10,8 +10,7 @@ import msgspec
 
 from tailrace.config.settings import load
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
-from tailrace.views.folds.model import NEVER, Input
-from tailrace.views.folds.rule import Rule, RuleInput, RuleReader
+from tailrace.views.folds.model import NEVER, Input, Rule, RuleInput, RuleReader
 from tailrace.views.folds.store import AppliedRule, FoldStore, GroupChange, rules_of
 from tests.writing import NOON
 

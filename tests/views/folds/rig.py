@@ -12,8 +12,7 @@ import msgspec
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.driver import Emitter
-from tailrace.views.folds.model import Windows
-from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.model import Rule, Windows
 from tests.writing import NOON, Record, Writer
 
 RULE = Rule(

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.views.folds.collect import COLLECTORS, Collect
@@ -18,13 +18,15 @@ from tailrace.views.folds.model import (
     Clump,
     Folding,
     Input,
+    Rule,
+    RuleInput,
+    RuleReader,
     Time,
     Windows,
     add_offset,
+    fold_record,
     unpack_offsets,
 )
-from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record
-from tests.examples import examples
 
 RULE = Rule(
     name="r",
@@ -224,7 +226,7 @@ _one_source = (
 )
 
 
-@examples(250)
+@settings(max_examples=250, deadline=None)
 @given(_readings)
 def test_batches_sources_and_a_lagging_watermark_do_not_change_the_folds(reading: Reading) -> None:
     windows, history, turns = reading
@@ -234,7 +236,7 @@ def test_batches_sources_and_a_lagging_watermark_do_not_change_the_folds(reading
     assert _shown(held.folds) == _shown(_in_order(windows, [(x.time, x) for x in events]))
 
 
-@examples(200)
+@settings(max_examples=200, deadline=None)
 @given(
     _windows().flatmap(lambda w: st.tuples(st.just(w), _history(w, sources=2, size=12))),
     st.data(),
@@ -258,7 +260,7 @@ def test_events_may_come_in_any_order_that_the_watermark_allows(
     assert _shown(held.folds) == _shown(_in_order(windows, [(x.time, x) for x in events]))
 
 
-@examples(250)
+@settings(max_examples=250, deadline=None)
 @given(_readings)
 def test_every_event_is_in_one_fold_and_no_fold_leaves_early_or_overlaps_another(reading: Reading) -> None:
     windows, history, turns = reading
@@ -276,7 +278,7 @@ def test_every_event_is_in_one_fold_and_no_fold_leaves_early_or_overlaps_another
     assert all(due <= opened for (_, due), (opened, _) in pairwise(spans))
 
 
-@examples(50)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(2, 50), st.integers(1, 20), st.integers(1, 7), st.integers(0, 30))
 def test_events_for_ever_every_half_quiet_cannot_starve_a_fold(quiet: int, times: int, n: int, lag: int) -> None:
     windows = Windows(quiet, quiet * times)
@@ -301,7 +303,7 @@ _EARLY_NEIGHBOURS: Reading = (
 """The last two events are of one moment; the first of them fills the fold of the three before."""
 
 
-@examples(250)
+@settings(max_examples=250, deadline=None)
 @example(_EARLY_NEIGHBOURS)
 @given(_one_source)
 def test_a_full_fold_has_exactly_that_many_events_and_the_next_starts_afresh(reading: Reading) -> None:
@@ -312,7 +314,7 @@ def test_a_full_fold_has_exactly_that_many_events_and_the_next_starts_afresh(rea
     assert _shown(held.folds) == _shown(_in_order(windows, [(x.time, x) for x in events]))
 
 
-@examples(250)
+@settings(max_examples=250, deadline=None)
 @given(_readings, st.integers(1, 4), st.sampled_from([60, 200, 100_000]))
 def test_no_fold_is_larger_than_allowed_whatever_the_order(reading: Reading, max_count: int, max_bytes: int) -> None:
     windows, history, turns = reading
@@ -335,7 +337,7 @@ def test_no_fold_is_larger_than_allowed_whatever_the_order(reading: Reading, max
         assert fold.due >= clump.last >= clump.opened
 
 
-@examples(250)
+@settings(max_examples=250, deadline=None)
 @given(_readings, st.data())
 def test_a_late_event_counts_as_one_at_the_watermark(reading: Reading, data: st.DataObject) -> None:
     windows, history, _ = reading
@@ -372,7 +374,7 @@ def test_a_late_event_of_a_fold_that_has_left_opens_one_at_the_watermark() -> No
     assert [(f.clump.opened, f.due, f.reason) for f in held.folds] == [(50, 60, "quiet"), (70, 80, "quiet")]
 
 
-@examples(150)
+@settings(max_examples=150, deadline=None)
 @given(_readings, st.integers(0, 200))
 def test_a_flush_gives_out_all_there_is(reading: Reading, watermark: int) -> None:
     windows, history, turns = reading
@@ -385,7 +387,7 @@ def test_a_flush_gives_out_all_there_is(reading: Reading, watermark: int) -> Non
     assert all((fold.reason == "flush") == (fold.due > watermark) for fold in flushed)
 
 
-@examples(250)
+@settings(max_examples=250, deadline=None)
 @given(_readings, st.lists(st.tuples(_windows(), st.sampled_from([1, 3, 10_000])), min_size=1, max_size=3), st.data())
 def test_windows_may_change_while_folds_are_open(
     reading: Reading, later: list[tuple[Windows, int]], data: st.DataObject

@@ -14,8 +14,17 @@ from typing import NamedTuple, TypeAlias
 import pytest
 
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import ClosedFold, Clump, Folding, Input, Windows
-from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record
+from tailrace.views.folds.model import (
+    ClosedFold,
+    Clump,
+    Folding,
+    Input,
+    Rule,
+    RuleInput,
+    RuleReader,
+    Windows,
+    fold_record,
+)
 
 Held: TypeAlias = "dict[bytes, list[Clump]]"
 

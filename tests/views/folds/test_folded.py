@@ -9,8 +9,7 @@ import msgspec
 
 from tailrace.log.name import key_elements
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import ClosedFold, Input, Windows
-from tailrace.views.folds.rule import Rule, RuleInput, RuleReader, fold_record, stream_of
+from tailrace.views.folds.model import ClosedFold, Input, Rule, RuleInput, RuleReader, Windows, fold_record, stream_of
 
 NOON = 1_789_200_000_000
 

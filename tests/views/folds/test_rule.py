@@ -8,15 +8,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import QueryError
 from tailrace.query import Record
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import OFFSET_BYTES, Input, Windows
-from tailrace.views.folds.rule import MAX_GROUP_BYTES, Rule, RuleInput, RuleReader, parse_group
-from tests.examples import examples
+from tailrace.views.folds.model import (
+    MAX_GROUP_BYTES,
+    OFFSET_BYTES,
+    Input,
+    Rule,
+    RuleInput,
+    RuleReader,
+    Windows,
+    parse_group,
+)
 
 WINDOWS = Windows(10, 100)
 POSTS = Rule("posts", (), (("account_id",),), (Collect("metrics", "keys", ("metrics",)),), WINDOWS)
@@ -132,7 +139,7 @@ def test_each_collector_is_given_what_is_at_its_path() -> None:
     assert taken.group == b"[1]"
 
 
-@examples(150)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(["m", "n", "l"]), _parts))
 def test_an_event_adds_no_more_bytes_than_was_said(document: dict[str, Any]) -> None:
     kinds = ("set", "keys", "items", "first", "last", "min", "max", "sum", "count", "events")
@@ -145,7 +152,7 @@ def test_an_event_adds_no_more_bytes_than_was_said(document: dict[str, Any]) -> 
     assert OFFSET_BYTES <= clumps[0].size <= taken.size
 
 
-@examples(200)
+@settings(max_examples=200, deadline=None)
 @given(_parts, _parts)
 def test_a_group_that_someone_wrote_is_the_one_that_was_read(one: Any, other: Any) -> None:
     rule = _rule("a", "b.c")

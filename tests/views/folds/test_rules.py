@@ -8,8 +8,7 @@ import pytest
 
 from tailrace.config.settings import Settings, load
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import Windows
-from tailrace.views.folds.rule import Rule, RuleInput, RuleReader
+from tailrace.views.folds.model import Rule, RuleInput, RuleReader, Windows
 from tailrace.views.folds.store import outputs_of, reads_topic, rules_of, with_windows
 
 RULE: dict[str, Any] = {"topics": ["posts"], "group": ["account.id"], "quiet": "3s"}

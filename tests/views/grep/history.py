@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any
 
@@ -54,7 +54,7 @@ class Reader:
         self.lost: list[tuple[str, int, int]] = []
         self.expired = self.ended = False
         self.counted: int | None = None
-        self.lives: dict[int, dict[str, int]] = {}
+        self.lives: dict[int, Mapping[str, int]] = {}
         """The pins of each life that it was in."""
 
     def take(self, frames: Sequence[AnyFrame]) -> None:
@@ -89,7 +89,7 @@ class Reader:
             wanted["last_event_id"] = self.cursor
         feed = await serving.open(self.search, **wanted)
         assert isinstance(feed, GrepFeed)
-        self.lives[feed._life.number] = feed._pins
+        self.lives[feed._history.life.number] = feed._history.pins
         self.cursor = self.cursor or feed.cursor
         return feed
 
@@ -270,7 +270,7 @@ class History(Site):
     async def do_clock(self) -> None:
         """The clock of a service is set."""
         step = self.chance.choice((0, -3_600_000, 86_400_000, -400 * 86_400_000))
-        self.chance.choice(self.services).grep.history.clock = lambda: now_ms() + step
+        self.chance.choice(self.services).grep.clock = lambda: now_ms() + step
 
     # Who reads.
 
@@ -334,9 +334,9 @@ class History(Site):
                 await feed.aclose()
 
     async def _see(self, feed: GrepFeed) -> None:
-        life = feed._life
+        life = feed._history.life
         self.born.setdefault(life.number, self.now)
-        stretches, _ = await feed._history.searches.stretches(life)
+        stretches, _ = await feed._feeds.searches.stretches(life)
         for stretch in stretches:
             self.asked.setdefault((life.number, stretch.number), (self.now, stretch.ranges))
 
@@ -344,7 +344,7 @@ class History(Site):
         self.now += 1
         self.drive()
         for serving in self.services:
-            serving.grep.history.clock = now_ms
+            serving.grep.clock = now_ms
         with self.at_work():
             for number, reader in enumerate(self.readers):
                 self._say(f"end of reader {number}")
@@ -357,7 +357,9 @@ class History(Site):
                                 async for frames in feed:
                                     reader.take(frames)
                         except asyncio.CancelledError:
-                            self._say(f"part {feed._part} of life {feed._life.number}, waiting for {feed._ends}")
+                            self._say(
+                                f"part {feed._part} of life {feed._history.life.number}, waiting for {feed._ends}"
+                            )
                             raise
                         finally:
                             await feed.aclose()

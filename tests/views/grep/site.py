@@ -34,11 +34,10 @@ from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views import VIEWS as ALL_VIEWS
+from tailrace.views.grep.driver import Chunk, DueRange, Scanner, scan
 from tailrace.views.grep.feed import GrepFeeds
-from tailrace.views.grep.model import Search, SearchLife, Stretch
-from tailrace.views.grep.request import make_grep_request
+from tailrace.views.grep.model import Search, SearchLife, Stretch, make_grep_request
 from tailrace.views.grep.routes import GrepService
-from tailrace.views.grep.scan import Chunk, DueRange, Scanner, scan
 from tests.views.grep.rig import finds, random_records
 from tests.writing import NOON, Record, Writer, batch
 
@@ -313,7 +312,7 @@ class Serving:
 
     async def deafen(self) -> None:
         """Let the hub hear nothing any more; its channels stay as they are."""
-        await self.grep.history.hub.__aexit__(None, None, None)
+        await self.grep.hub.__aexit__(None, None, None)
 
     async def open(self, search: Search, last_event_id: str | None = None, **given: Any) -> AnyFeed:
         parameters = GrepParameters(**{"follow": False, **given})

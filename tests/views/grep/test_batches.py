@@ -13,7 +13,7 @@ from tailrace.log.hub import SegmentEntry
 from tailrace.log.request import Batch, EventFrame
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import Segment
-from tailrace.views.grep.match_run import BatchCache, BatchKey, MatchRun, PendingRun
+from tailrace.views.grep.matches import BatchCache, BatchKey, MatchRun, PendingRun
 
 DATA = [b'{"id":"t:0:%d","data":{"n":\n%d}}' % (n, n) for n in range(5)]
 

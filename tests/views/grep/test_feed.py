@@ -15,8 +15,7 @@ from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import iso_time
 from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep.model import Search, SearchLife, make_search
-from tailrace.views.grep.request import LIVE, SearchCursor, make_grep_request
+from tailrace.views.grep.model import LIVE, Search, SearchCursor, SearchLife, make_grep_request, make_search
 from tests.views.grep.rig import random_records, random_search
 from tests.views.grep.site import Following, Serving, Site, assert_same, controls, facts, fill, ids, numbered, split
 from tests.writing import NOON, Record
@@ -217,7 +216,7 @@ async def test_a_feed_that_ends_at_a_time_has_what_was_written_by_then(site: Sit
     numbered(site, topic, 0, 3)
     async with site.serving() as serving:
         now = [NOON + 4_000]
-        serving.grep.history.clock = lambda: now[0]
+        serving.grep.clock = lambda: now[0]
         following = Following(await serving.open(search, start="start", follow=True, until=iso_time(NOON + 7_000)))
         with site.at_work():
             await following.saw("caught-up")
@@ -238,8 +237,8 @@ async def test_the_end_is_where_the_store_says_it_is_and_not_where_the_hub_has_c
     numbered(site, topic, 0, 20)
     async with site.serving() as serving:
         following = Following(await serving.open(search, start="start"))
-        life = await serving.grep.history.searches.register(search, now_ms())
-        stretches, _ = await serving.grep.history.searches.stretches(life)
+        life = await serving.grep.searches.register(search, now_ms())
+        stretches, _ = await serving.grep.searches.stretches(life)
         site.scanner.take(life, stretches[0], {f"{topic}:0": (0, 10)})
         await following.until(10)
         await asyncio.sleep(0.3)
@@ -256,14 +255,14 @@ async def test_a_topic_that_is_read_before_the_search_is_registered_belongs_to_t
     """It was not there yet when the request looked which topics there are."""
     search = make_search(".*", {})
     async with site.serving() as serving:
-        register = serving.grep.history.searches.register
+        register = serving.grep.searches.register
 
         async def late(search: Search, now_ms: int) -> SearchLife:
             numbered(site, site.topic("new"), 0, 3)
             site.live()
             return await register(search, now_ms)
 
-        serving.grep.history.searches.register = late  # type: ignore[method-assign]
+        serving.grep.searches.register = late  # type: ignore[method-assign]
         following = Following(await serving.open(search, start="start"))
         with site.at_work():
             await following.saw("end")

@@ -11,10 +11,9 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorError, CursorGone
 from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep import leases
-from tailrace.views.grep.leases import Watchdog
-from tailrace.views.grep.model import SearchLife, Stretch, make_search
-from tailrace.views.grep.request import SearchCursor
+from tailrace.views.grep import driver
+from tailrace.views.grep.driver import Watchdog
+from tailrace.views.grep.model import SearchCursor, SearchLife, Stretch, make_search
 from tailrace.views.grep.store import VIEW, SearchRegistry
 from tests.views.grep.site import Following, Site, assert_same, controls, facts, ids, numbered
 from tests.writing import NOON
@@ -139,7 +138,7 @@ async def test_nobody_waits_for_the_end_of_a_topic_that_is_deleted_before_it_is_
         numbered(site, topic, 0, 3)
     async with site.serving() as serving:
         now = [NOON]
-        serving.grep.history.clock = lambda: now[0]
+        serving.grep.clock = lambda: now[0]
         following = Following(await serving.open(make_search(".*", {}), start="end"))
         site.delete(topics[0])
         now[0] += step
@@ -155,7 +154,7 @@ async def test_the_place_of_a_client_that_has_a_name_is_not_kept_for_a_search_th
     async with site.serving() as serving:
         with site.at_work():
             await serving.all(search, start="start", client="me")
-        searches = serving.grep.history.searches
+        searches = serving.grep.searches
         assert await searches.position(search.id, "me") is not None
         site.forget_search(search)
         await searches.keep_position(search.id, "me", "late")
@@ -172,8 +171,8 @@ async def test_what_a_task_appends_to_a_search_that_was_forgotten_does_not_stay(
     async with site.serving() as serving:
         with site.at_work():
             await serving.all(search, start="start")
-        life = await serving.grep.history.searches.register(search, NOON)
-        [stretch], _ = await serving.grep.history.searches.stretches(life)
+        life = await serving.grep.searches.register(search, NOON)
+        [stretch], _ = await serving.grep.searches.stretches(life)
         site.forget_search(search)
         watchdog.look()
         assert _of_life(site, life, stretch) == []
@@ -184,7 +183,7 @@ async def test_what_a_task_appends_to_a_search_that_was_forgotten_does_not_stay(
         assert len(_of_life(site, life, stretch)) > 1
         watchdog.look()
         assert len(_of_life(site, life, stretch)) > 1, "there may be more to come"
-        monkeypatch.setattr(leases, "AGAIN_MS", 0)
+        monkeypatch.setattr(driver, "AGAIN_MS", 0)
         watchdog.look()
         assert _of_life(site, life, stretch) == []
         assert site.shards.run_all([(0, ("HLEN", site.shards.keys.dropped()))]) == [0]

@@ -10,10 +10,10 @@ import pytest
 from tailrace.errors import SearchEnded, SearchFollowed, SearchNotFound
 from tailrace.log.name import shard_of
 from tailrace.valkey.shards import Nodes, Shards, mapping
-from tailrace.views.grep import leases as module
-from tailrace.views.grep.leases import LeaseRequest, Leases, Watchdog
+from tailrace.views.grep import driver as module
+from tailrace.views.grep.driver import Watchdog
 from tailrace.views.grep.model import SearchLife, Stretch, make_search
-from tailrace.views.grep.store import Searches, SearchRegistry, pending_stretches
+from tailrace.views.grep.store import LeaseRequest, Leases, Searches, SearchRegistry, pending_stretches
 
 DAY_MS = 86_400_000
 

@@ -8,9 +8,9 @@ import pytest
 
 from tailrace.errors import CursorGone, StaleDriver
 from tailrace.log.request import AnyFrame, Moved
-from tailrace.views.grep import scan as module
+from tailrace.views.grep import driver as module
+from tailrace.views.grep.driver import GONE, LATER, Chunk, lost_offsets
 from tailrace.views.grep.model import LostOffsets, Search, make_search
-from tailrace.views.grep.scan import GONE, LATER, Chunk, lost_offsets
 from tailrace.views.grep.store import record_chunk
 from tests.views.grep.site import HandScanner, Serving, Site, controls, facts, ids, numbered
 from tests.writing import NOON
@@ -186,7 +186,7 @@ async def test_a_driver_that_was_overtaken_says_nothing_of_what_another_one_has_
         site.drive()
         site.live()
         site.scan()
-        searches = serving.grep.history.searches
+        searches = serving.grep.searches
         life = await searches.register(EVERYTHING, NOON)
         [stretch], _ = await searches.stretches(life)
         with pytest.raises(StaleDriver):

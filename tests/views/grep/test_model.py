@@ -6,18 +6,24 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.api.requests import GrepParameters
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.log.cursor import Cursor, FromEnd, FromStart, FromTime, Position
 from tailrace.query import QueryLimits, Record
-from tailrace.views.grep.history import PROGRESS_MS, ScanProgress
-from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
-from tailrace.views.grep.request import GrepRequest, SearchCursor, make_grep_request
-from tailrace.views.grep.scan import next_chunk
-from tests.examples import examples
+from tailrace.views.grep.driver import next_chunk
+from tailrace.views.grep.feed import PROGRESS_MS, ScanProgress
+from tailrace.views.grep.model import (
+    GrepRequest,
+    Search,
+    SearchCursor,
+    SearchLife,
+    Stretch,
+    make_grep_request,
+    make_search,
+)
 from tests.query.generators import queries, shuffled
 
 NOW = 1_789_200_000_000
@@ -144,7 +150,7 @@ def _asked_for(draw: st.DrawFn) -> list[tuple[Stretch, dict[str, int]]]:
     return found
 
 
-@examples(300)
+@settings(max_examples=300)
 @given(_asked_for(), st.integers(1, 40))
 def test_chunks_cover_what_is_left_of_every_stretch_once_and_in_order(
     asked_for: list[tuple[Stretch, dict[str, int]]], most: int

@@ -9,10 +9,10 @@ import pytest
 
 from tailrace.errors import TooManySearches
 from tailrace.valkey.shards import Nodes, Shards, mapping
-from tailrace.views.grep import leases as module
-from tailrace.views.grep.leases import Leases, Watchdog
+from tailrace.views.grep import driver as module
+from tailrace.views.grep.driver import Watchdog
 from tailrace.views.grep.model import SearchLife, make_search
-from tailrace.views.grep.store import Searches
+from tailrace.views.grep.store import Leases, Searches
 
 WINDOW_MS = 600_000
 HALF_LIFE = 144

@@ -15,8 +15,8 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.event import iso_time
 from tailrace.testing.service import ServiceProcess
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep import leases
-from tailrace.views.grep.leases import Watchdog
+from tailrace.views.grep import driver
+from tailrace.views.grep.driver import Watchdog
 from tailrace.views.grep.model import make_search
 from tailrace.views.grep.store import pending_stretches
 from tests.views.grep.clients import Client, eventually, is_event, read_all
@@ -54,7 +54,7 @@ async def test_clients_of_a_process_that_is_killed_go_on_at_another_and_only_its
     asked: dict[str, Any] = {"topics": topic, "q": {"n": {"$mod": [3, 0]}}, "window": 1024}
     for partition in range(2):
         numbered(site, topic, 0, 1_500, partition)
-    monkeypatch.setattr(leases, "SILENT_MS", SILENT_MS)
+    monkeypatch.setattr(driver, "SILENT_MS", SILENT_MS)
     watchdog = Watchdog(site.shards, DAY_MS)
     with ExitStack() as stack:
         one, other = (stack.enter_context(site.service(tmp_path, name)) for name in ("one", "other"))

@@ -14,7 +14,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep import scan as module
+from tailrace.views.grep import driver as module
 from tests.views.grep.history import History
 
 

@@ -149,7 +149,7 @@ def test_what_is_kept_of_a_source_is_the_newest_that_fits_and_never_goes_back(sh
         shelf, most = chance.choice(list(shelves)), 1000
         offset = max(0, offset + chance.choice((1, 1, 5, 40, 0, -3, -200)))
         run = chance.randbytes(chance.choice((1, 50, 200, 400, 1000, 1001, 3000)))
-        keep_records(shards, [KeptRecords(1, shelf, offset, 2, run)], most, HOUR)
+        keep_records(shards, [KeptRecords(1, shelf, offset, 2, run)], most)
         model = shelves[shelf]
         if len(run) <= most and (not model or model[-1][0] < offset):
             model.append((offset, 2, run))
@@ -163,29 +163,27 @@ def test_what_is_kept_of_a_source_is_the_newest_that_fits_and_never_goes_back(sh
 def test_records_that_are_too_large_to_be_kept_do_not_hinder_those_that_come_again(shards: Shards) -> None:
     large = [KeptRecords(1, "posts:0", offset, 1, bytes(2000)) for offset in (10, 20)]
     for _ in range(2):  # a task that was killed is run again from the start
-        keep_records(shards, large, 1000, HOUR)
+        keep_records(shards, large, 1000)
     assert _shelf(shards, "posts:0") == []
-    keep_records(shards, [KeptRecords(1, "posts:0", 5, 1, b"small")], 1000, HOUR)
+    keep_records(shards, [KeptRecords(1, "posts:0", 5, 1, b"small")], 1000)
     assert _shelf(shards, "posts:0") == [(5, 1, b"small")]
 
 
 def test_what_is_kept_goes_by_itself_and_begins_anew(shards: Shards) -> None:
-    keep_records(shards, [KeptRecords(1, "posts:0", 100, 1, bytes(600))], 1000, HOUR)
+    keep_records(shards, [KeptRecords(1, "posts:0", 100, 1, bytes(600))], 1000)
     key = shards.keys.kept(1, "posts:0")
     [left] = shards.run_all([(1, ("PTTL", key))])
     assert 0 < left <= HOUR
     shards.run_all([(1, ("PEXPIRE", key, 0))])
     assert _shelf(shards, "posts:0") == []
-    keep_records(shards, [KeptRecords(1, "posts:0", 7, 1, bytes(500))], 1000, HOUR)
+    keep_records(shards, [KeptRecords(1, "posts:0", 7, 1, bytes(500))], 1000)
     assert [last for last, _, _ in _shelf(shards, "posts:0")] == [7]
     assert _bytes(shards, "posts:0") == 500
 
 
 def test_shelves_of_different_sources_and_shards_do_not_mix(shards: Shards) -> None:
     given: list[Any] = [(0, "posts:0"), (1, "posts:0"), (1, "posts:1"), (1, "~3~posts:0"), (1, "posts@1:0")]
-    keep_records(
-        shards, [KeptRecords(shard, shelf, 1, 1, f"{shard}{shelf}".encode()) for shard, shelf in given], 1000, HOUR
-    )
+    keep_records(shards, [KeptRecords(shard, shelf, 1, 1, f"{shard}{shelf}".encode()) for shard, shelf in given], 1000)
     assert [_shelf(shards, shelf, shard) for shard, shelf in given] == [
         [(1, 1, f"{shard}{shelf}".encode())] for shard, shelf in given
     ]

@@ -17,11 +17,10 @@ from tailrace.errors import SearchEnded, TooManySearches
 from tailrace.log.name import shard_of
 from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
-from tailrace.views.grep import leases as leasing
-from tailrace.views.grep.leases import LeaseRequest, Leases
+from tailrace.views.grep import store as leasing
 from tailrace.views.grep.model import make_search
 from tailrace.views.grep.routes import show_search
-from tailrace.views.grep.store import Searches, finish_stretch
+from tailrace.views.grep.store import LeaseRequest, Leases, Searches, finish_stretch
 from tests import command_line
 from tests.command_line import run
 from tests.http.parts import problem

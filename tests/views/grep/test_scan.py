@@ -18,7 +18,7 @@ from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
 from tailrace.testing.installation import wait_for
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.grep import scan as module
+from tailrace.views.grep import driver as module
 from tailrace.views.grep.model import Search, SearchLife, Stretch, make_search
 from tailrace.views.grep.store import pending_stretches
 from tests.views.grep.rig import random_records, random_search, read_log
@@ -61,8 +61,8 @@ async def asked_for(site: Site, search: Search, since_ms: int = 0) -> tuple[Sear
     async with site.serving() as serving:
         feed = await serving.open(search, start=iso_time(since_ms) if since_ms else "start")
         await feed.aclose()
-        life = await serving.grep.history.searches.register(search, now_ms())
-        stretches, _ = await serving.grep.history.searches.stretches(life)
+        life = await serving.grep.searches.register(search, now_ms())
+        stretches, _ = await serving.grep.searches.stretches(life)
         return life, stretches
 
 
@@ -85,7 +85,7 @@ async def test_a_stretch_over_topics_and_partitions_is_scanned_completely(site: 
     size = sum(len(record.key or b"") + len(record.value or b"") for record in site.records())
     async with site.serving() as serving:
         for life, [stretch] in lives:
-            assert await serving.grep.history.searches.read_bytes(life, stretch.number) == size
+            assert await serving.grep.searches.read_bytes(life, stretch.number) == size
 
 
 async def test_a_second_caller_gets_what_was_scanned_and_an_older_time_scans_only_what_lies_in_front(
@@ -199,7 +199,7 @@ async def test_what_kafka_drops_before_it_is_scanned_is_passed_over(site: Site, 
     site.scan()
     assert pending_stretches(site.shards) == []
     async with site.serving() as serving:
-        lost = await serving.grep.history.searches.lost(life, stretches[0].number)
+        lost = await serving.grep.searches.lost(life, stretches[0].number)
     assert [(each.source, each.first, each.until, each.reason) for each in lost] == [
         (f"{topics[0]}:0", 0, EACH // 2 + 1, "expired"),
         (f"{topics[1]}:1", 0, EACH, "expired"),

@@ -165,7 +165,7 @@ async def test_a_stretch_is_packed_while_it_is_still_scanned(site: Site, seed: i
     async with site.serving() as serving:
         following = Following(await serving.open(search, start="start", follow=False))
         life = await _life(serving.grep, search)
-        [stretch], _ = await serving.grep.history.searches.stretches(life)
+        [stretch], _ = await serving.grep.searches.stretches(life)
         reached = {source: first for source, (first, _) in stretch.ranges.items()}
         while any(reached[source] < until for source, (_, until) in stretch.ranges.items()):
             ranges = {}
@@ -247,7 +247,7 @@ async def test_what_was_found_in_the_past_stays_as_long_as_the_search(site: Site
         with site.at_work():
             before = await serving.all(search, start="start")
         life = await _life(serving.grep, search)
-        [stretch], _ = await serving.grep.history.searches.stretches(life)
+        [stretch], _ = await serving.grep.searches.stretches(life)
         grow_old(site.shards, stretch.name(life), 100 * DAY)
         assert (await asyncio.to_thread(swept, site.settings))["segments"] == 0
         await asyncio.to_thread(packed, site.settings)
@@ -275,4 +275,4 @@ def test_a_retention_that_breaks_the_promise_to_readers_is_warned_of(store: Stor
 
 
 async def _life(grep: GrepFeeds, search: Search) -> SearchLife:
-    return await grep.history.searches.register(search, now_ms())
+    return await grep.searches.register(search, now_ms())

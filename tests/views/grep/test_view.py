@@ -16,8 +16,8 @@ from tailrace.log.event import Partition, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import decode
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
+from tailrace.views.grep.driver import GrepDriver
 from tailrace.views.grep.model import SearchLife, make_search
-from tailrace.views.grep.scan import GrepDriver
 from tailrace.views.grep.write import GrepPlan
 from tests.views.grep.rig import BEYOND, by_source, finds, random_records, random_search, read_log, register, source_of
 from tests.writing import NOON, Record, Writer, batch

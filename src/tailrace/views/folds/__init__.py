@@ -55,7 +55,7 @@ class FoldsView(View):
         return routes.router
 
     def open(self, service: Service) -> ViewService:
-        from tailrace.views.folds.state import FoldsService
+        from tailrace.views.folds.routes import FoldsService
 
         return FoldsService(service)
 

@@ -26,7 +26,7 @@ from tailrace.driver.watermark import CompletedBatch
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, StoreUnavailable
 from tailrace.valkey.marks import read_counts, read_times
 from tailrace.valkey.shards import Shards, mapping
-from tailrace.views.folds.rule import Rule
+from tailrace.views.folds.model import Rule
 from tailrace.views.folds.store import (
     COUNTERS,
     FLUSH,

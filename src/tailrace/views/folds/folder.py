@@ -28,8 +28,7 @@ from tailrace.log.event import Partition, poison
 from tailrace.log.segment import DAY_MS
 from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
 from tailrace.views.folds.driver import Emitter
-from tailrace.views.folds.model import Clump, Input
-from tailrace.views.folds.rule import Rule, RuleInput, RuleReader
+from tailrace.views.folds.model import Clump, Input, Rule, RuleInput, RuleReader
 from tailrace.views.folds.settings import FoldSettings
 from tailrace.views.folds.store import StoredGroup, applied_rules, decode_group, emit_arguments, new_version, rule_of
 

@@ -1,5 +1,10 @@
 """Folds over HTTP: their rules, pending groups and feeds, and the commands on a running rule.
 
+The settings say which rules there are; the pipeline leaves in the store how it applies them. The counters are in the
+store too, so any number of services show the same. A page of pending groups reads as many states as it shows, a few at
+a time; a group that gets events while somebody turns pages moves to the end, and no other group is missed. Requested
+windows are checked as the settings are and stay until they are reset, also over restarts; the pipeline applies them.
+
 Flush and delete emit groups of a rule before their time. A group is read, and changed only if it is still as it was
 read; if events came meanwhile, it is read again. So no fold is emitted twice, none is lost, and the next event opens
 the next fold.
@@ -8,49 +13,287 @@ the next fold.
 from __future__ import annotations
 
 import asyncio
+import math
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias
+from datetime import timedelta
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from fastapi import Depends, Path, Request, Response
 from pydantic import AfterValidator
 
-from tailrace.api.answers import EmittedFolds, FoldRules, PendingPage, WindowsChange
+from tailrace.api.answers import (
+    EmittedFolds,
+    FoldRule,
+    FoldRules,
+    FoldStatus,
+    FoldTotals,
+    FoldWindows,
+    PendingGroup,
+    PendingPage,
+    WindowsChange,
+)
 from tailrace.api.requests import FeedParameters, GroupBody, PageParameters, Parameters, WindowsBody
-from tailrace.errors import BadRequest, GroupNotFound, Overloaded, StoreUnavailable
+from tailrace.config.values import format_duration, format_size
+from tailrace.errors import (
+    BadRequest,
+    CursorError,
+    GroupNotFound,
+    Overloaded,
+    RuleNotFound,
+    StoreUnavailable,
+    WindowsRefused,
+)
 from tailrace.http.openapi import FEED, json_body
 from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded
-from tailrace.http.service import LogService
+from tailrace.http.service import LogService, Service, ViewService
 from tailrace.http.sse import follow_logs
-from tailrace.valkey.shards import function, mapping
-from tailrace.views.folds.rule import Rule, parse_group, stream_of
-from tailrace.views.folds.state import (
-    AT_ONCE,
-    FoldsService,
-    applied_rule,
-    change_windows,
-    configured_rule,
-    describe_rule,
-    list_pending,
-    read_states,
-)
+from tailrace.log.event import iso_time
+from tailrace.metrics import FoldMetrics
+from tailrace.valkey.shards import Command, mapping
+from tailrace.views.folds.model import Folding, Rule, Windows, parse_group, stream_of
 from tailrace.views.folds.store import (
+    COUNTERS,
     VIEW,
+    WINDOWS,
+    AppliedRule,
     GroupChange,
     StoredGroup,
     call_batches,
+    decode_applied,
     decode_group,
+    decode_numbers,
     flush_change,
+    rules_of,
     settle_arguments,
+    with_windows,
 )
 
 Reason: TypeAlias = Literal["flush", "deleted"]
 
+AT_ONCE = 50
+"""Groups whose states are read in one round trip."""
 TRIES = 50
 PAUSE_S = 0.01
-_decode = msgspec.json.Decoder(GroupBody).decode
+
+_encode = msgspec.json.Encoder().encode
+_decode_windows = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_body = msgspec.json.Decoder(GroupBody).decode
 _decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class FoldsService(ViewService):
+    """State that requests of folds share: the rules as they are configured. The pipeline may apply other windows."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.rules = rules_of(service.settings)
+        self.collector = FoldMetrics()
+
+    def configured(self, name: str) -> Rule:
+        """Return a rule as configured, or raise RuleNotFound."""
+        rule = self.rules.get(name)
+        if rule is None:
+            raise RuleNotFound(name)
+        return rule
+
+    async def applied(self, name: str) -> Rule:
+        """Return a rule as the pipeline applies it, as configured while none has; or raise RuleNotFound."""
+        configured = self.configured(name)
+        applied = decode_applied(await self.nodes.read(0, "HGET", self.nodes.keys.rules(), name))
+        return applied.rule if applied else configured
+
+    async def figures(self) -> list[FoldRule]:
+        """Ask all shards about all rules, in two round trips per node."""
+        names, nodes, keys, shards = list(self.rules), self.nodes, self.nodes.keys, range(self.nodes.options.shards)
+        if not names:
+            return []
+        applied = [decode_applied(stored) for stored in await nodes.read(0, "HMGET", keys.rules(), *names)]
+        rules = [each.rule if each else self.rules[name] for name, each in zip(names, applied, strict=True)]
+        commands: list[Command] = [(s, ("HGETALL", keys.counts(s, VIEW))) for s in shards]
+        commands += [(s, ("HGETALL", keys.frontier(s))) for s in shards]
+        commands += [(s, ("ZCARD", keys.due(s, rule.key_suffix))) for rule in rules for s in shards]
+        answers, count = await nodes.read_all(commands), len(shards)
+        counters = sum((Counter(decode_numbers(answer)) for answer in answers[:count]), Counter[str]())
+        watermarks = [decode_numbers(answer) for answer in answers[count : 2 * count]]
+        found: list[FoldRule] = []
+        for i, rule in enumerate(rules, 2):
+            pending = sum(answers[i * count : (i + 1) * count])
+            watermark_ms = min((each[rule.name] for each in watermarks if rule.name in each), default=None)
+            found.append(_describe(rule, applied[i - 2], counters, pending, watermark_ms))
+        return found
+
+    async def status(self) -> dict[str, Any]:
+        return {"folds": [FoldStatus(rule.name, rule.pending, rule.ratio) for rule in await self.figures()]}
+
+
+def _describe(
+    rule: Rule, applied: AppliedRule | None, counters: Counter[str], pending: int, watermark_ms: int | None
+) -> FoldRule:
+    start = f"reason:{rule.name}:"
+    inputs, new, emitted, premature = (counters[f"{kind}:{rule.name}"] for kind in COUNTERS)
+    return FoldRule(
+        name=rule.name,
+        stream=stream_of(rule.name),
+        topics=rule.topics if isinstance(rule.topics, str) else list(rule.topics),
+        group=[".".join(path) for path in rule.group],
+        collect={c.name: " ".join(filter(None, (c.kind, ".".join(c.path)))) for c in rule.collect},
+        windows=_windows_text(rule.windows),
+        clock=rule.clock,
+        output=rule.output,
+        raw=rule.raw or None,
+        pending=pending,
+        input=inputs,
+        new=new,
+        folded=inputs - new,
+        emitted=emitted,
+        ratio=_ratio(inputs, emitted),
+        premature=premature,
+        reasons={field.removeprefix(start): n for field, n in sorted(counters.items()) if field.startswith(start)},
+        since=_since(applied, inputs, emitted, premature) if applied else None,
+        frontier_ms=watermark_ms,
+    )
+
+
+def _since(applied: AppliedRule, inputs: int, emitted: int, premature: int) -> FoldTotals:
+    before = Counter(applied.counts)
+    inputs, emitted = inputs - before["input"], emitted - before["emitted"]
+    return FoldTotals(
+        time=iso_time(applied.since_ms),
+        input=inputs,
+        emitted=emitted,
+        ratio=_ratio(inputs, emitted),
+        premature=premature - before["premature"],
+    )
+
+
+def _ratio(inputs: int, emitted: int) -> float | None:
+    """Return the share of events that need not be dealt with any more."""
+    return round(1 - emitted / inputs, 6) if inputs else None
+
+
+def _windows_text(windows: Windows) -> FoldWindows:
+    """Write windows as the settings do."""
+    return FoldWindows(
+        quiet=_duration(windows.quiet_ms),
+        max_wait=_duration(windows.max_wait_ms),
+        max_count=windows.max_count,
+        max_bytes=format_size(windows.max_bytes),
+        lateness=_duration(windows.lateness_ms),
+    )
+
+
+def _duration(ms: int) -> str:
+    return format_duration(timedelta(milliseconds=ms))
+
+
+class PendingPosition(NamedTuple):
+    """Position of a group in the order in which groups are due."""
+
+    due: int
+    group: bytes
+
+    def __str__(self) -> str:
+        return urlsafe_b64encode(b"%d %b" % self).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> PendingPosition:
+        """Read what ``str`` wrote."""
+        try:
+            due, group = urlsafe_b64decode(text + "=" * (-len(text) % 4)).split(b" ", 1)
+            return cls(int(due), group)
+        except ValueError:
+            raise CursorError(f"{text[:80]!r} is not `next` of a page of pending groups") from None
+
+
+async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -> PendingPage:
+    """Return a page of groups; their values keep their digits."""
+    rule, nodes = await folds.applied(name), folds.nodes
+    last = PendingPosition.parse(after) if after else None
+    shards = range(nodes.options.shards)
+    by_shard = await asyncio.gather(*(_due(folds, shard, rule.key_suffix, last, limit + 1) for shard in shards))
+    due = sorted((position, shard) for shard, positions in enumerate(by_shard) for position in positions)
+    page, folding = due[:limit], rule.folding()
+    rows: list[PendingGroup] = []
+    for begin in range(0, len(page), AT_ONCE):
+        some = page[begin : begin + AT_ONCE]
+        answers = await nodes.read_all([(s, ("HGET", nodes.keys.fold(s, rule.key_suffix), at.group)) for at, s in some])
+        for (position, _), answer in zip(some, answers, strict=True):
+            if answer is not None:
+                rows.append(_row(rule, folding, position, decode_group(answer)))
+    return PendingPage(name, rows, str(page[-1][0]) if len(due) > limit else None)
+
+
+async def _due(
+    folds: FoldsService, shard: int, rule: str, after: PendingPosition | None, limit: int
+) -> list[PendingPosition]:
+    """Return the first groups of a shard after a position."""
+    found: list[PendingPosition] = []
+    at, least = 0, "-inf" if after is None else after.due
+    while len(found) < limit:
+        command = "ZRANGEBYSCORE", folds.nodes.keys.due(shard, rule), least, "+inf", "WITHSCORES", "LIMIT", at, limit
+        answer = await folds.nodes.read(shard, *command)
+        read = [
+            PendingPosition(int(float(score)), group) for group, score in zip(answer[::2], answer[1::2], strict=True)
+        ]
+        # Groups that are due at the same moment stand in the order of their bytes.
+        found += [position for position in read if after is None or position > after]
+        if len(read) < limit:
+            break
+        at += limit
+    return found[:limit]
+
+
+def _row(rule: Rule, folding: Folding, position: PendingPosition, stored: StoredGroup) -> PendingGroup:
+    clumps = folding.load(stored.state)
+    return PendingGroup(
+        payload=msgspec.Raw(rule.group_json(position.group)),
+        folds=len(folding.settle(folding.load(stored.state), math.inf)),
+        count=sum(clump.count for clump in clumps),
+        first=iso_time(min(clump.head[0] for clump in clumps)),
+        last=iso_time(max(clump.latest for clump in clumps)),
+        due=iso_time(position.due),
+        bytes=sum(clump.size for clump in clumps),
+    )
+
+
+async def change_windows(folds: FoldsService, name: str, body: bytes) -> WindowsChange:
+    """Ask for other windows of a rule, on top of what was asked for before; or for those of the settings again.
+
+    Raises:
+        RuleNotFound: there is no such rule.
+        WindowsRefused: with every problem, by key.
+    """
+    rule, nodes, key = folds.configured(name), folds.nodes, folds.nodes.keys.wanted()
+    requested = _read_windows(body)
+    if requested is None:
+        await nodes.read(0, "HDEL", key, name)
+        return WindowsChange(name=name, windows=_windows_text(rule.windows))
+    stored = await nodes.read(0, "HGET", key, name)
+    wanted = (_decode_windows(stored) if stored else {}) | requested
+    try:
+        rule = with_windows(folds.settings, name, wanted)
+    except ValueError as error:
+        raise WindowsRefused(f"rule {name!r} stays as it is: {error}") from None
+    await nodes.read(0, "HSET", key, name, _encode(wanted))
+    return WindowsChange(name=name, windows=_windows_text(rule.windows))
+
+
+def _read_windows(body: bytes) -> dict[str, Any] | None:
+    """Read what a body asks for; None is those of the settings again."""
+    wanted = f'some of {", ".join(WINDOWS)}, or {{"reset": true}}'
+    try:
+        given = _decode_windows(body.decode())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body cannot be read ({error}): send {wanted}") from None
+    if given.get("reset") is True and len(given) == 1:
+        return None
+    if not given or "reset" in given:
+        raise BadRequest(f"the body says nothing that can be done: send {wanted}")
+    return given
 
 
 async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reason) -> EmittedFolds:
@@ -60,8 +303,7 @@ async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reaso
         RuleNotFound: there is no such rule.
         GroupNotFound: the group holds nothing.
     """
-    rule = await applied_rule(folds, name)
-    group = read_group(body, rule)
+    group = _read_group(body, await folds.applied(name))
     flush = _Flush(folds, name, reason)
     if group is None:
         return await flush.everything()
@@ -71,11 +313,11 @@ async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reaso
     return EmittedFolds(folds=found, groups=1)
 
 
-def read_group(body: bytes, rule: Rule) -> bytes | None:
+def _read_group(body: bytes, rule: Rule) -> bytes | None:
     """Read which group a body means; None is all of them. Numbers keep their digits."""
     wanted = '{"group": …} or {"all": true}'
     try:
-        asked = _decode(body.decode())
+        asked = _decode_body(body.decode())
         written = b"null" if isinstance(asked.group, msgspec.UnsetType) else bytes(asked.group).strip()
         if asked.all == (written != b"null"):
             raise BadRequest(f"the body says neither which group nor all of them, or both: send {wanted}")
@@ -103,7 +345,7 @@ class _Flush:
         """Emit a group; return the ids of its folds, None when it holds nothing."""
         keys = self._nodes.keys
         for _ in range(TRIES):
-            rule = await applied_rule(self._folds, self._name)
+            rule = await self._folds.applied(self._name)
             shard = rule.shard(group, self._nodes.options.shards)
             stored = decode_group(await self._nodes.read(shard, "HGET", keys.fold(shard, rule.key_suffix), group))
             if not stored.state:
@@ -121,7 +363,7 @@ class _Flush:
         for shard in range(self._nodes.options.shards):
             cursor = 0
             while True:
-                rule = await applied_rule(self._folds, self._name)
+                rule = await self._folds.applied(self._name)
                 asked = "HSCAN", self._nodes.keys.fold(shard, rule.key_suffix), cursor, "COUNT", AT_ONCE
                 answer = await self._nodes.read(shard, *asked)
                 cursor, found = int(answer[0]), mapping(answer[1])
@@ -163,10 +405,7 @@ class _Flush:
         return int(reached or 0)
 
     async def _settle(self, rule: Rule, shard: int, changes: Sequence[GroupChange]) -> list[int]:
-        arguments = settle_arguments(rule, 0, changes)
-        return await self._nodes.read(  # type: ignore[no-any-return]
-            shard, "FCALL", function("settle"), 1, self._nodes.keys.tag(shard), *arguments
-        )
+        return await self._nodes.call(shard, "settle", *settle_arguments(rule, 0, changes))  # type: ignore[no-any-return]
 
 
 def _ids(change: GroupChange) -> list[str]:
@@ -179,8 +418,6 @@ async def _folds(service: Here) -> FoldsService:
 
 FoldsHere = Annotated[FoldsService, Depends(_folds)]
 RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
-
-
 GROUP_BODY = json_body(GroupBody, {"group": {"account_id": "account_1"}})
 WINDOWS_BODY = json_body(WindowsBody, {"quiet": "2s", "max_wait": "30s"})
 routes = Routes("folds")
@@ -189,7 +426,7 @@ routes = Routes("folds")
 @routes.get("/v1/folds", 400, 503)
 async def list_rules(folds: FoldsHere, parameters: Parameters) -> FoldRules:
     """List the rules of folds: their windows, what they hold and how much they fold."""
-    return FoldRules([describe_rule(state) for state in await read_states(folds)])
+    return FoldRules(await folds.figures())
 
 
 @routes.feed("/v1/folds/{name}/events", FEED)
@@ -197,7 +434,7 @@ async def follow_folds(
     request: Request, folds: FoldsHere, name: RuleName, parameters: FeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the folded events of a rule: the feed of its day stream."""
-    stream = stream_of(configured_rule(folds, name).name)
+    stream = stream_of(folds.configured(name).name)
     return follow_logs(request, folds.service.part_of("days", LogService), (stream,), parameters, last_event_id)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +22,7 @@ from tailrace.query.value import split_path
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, ClosedFold, Folding, Windows
-from tailrace.views.folds.rule import Rule, fold_record
+from tailrace.views.folds.model import NEVER, ClosedFold, Folding, Rule, Windows, fold_record
 from tailrace.views.folds.settings import FoldSettings, parse_collect
 
 VIEW = "folds"
@@ -68,14 +66,19 @@ class AppliedRule(msgspec.Struct, frozen=True):
 _decode_rule = msgspec.json.Decoder(AppliedRule).decode
 
 
+def decode_applied(stored: bytes | None) -> AppliedRule | None:
+    """Decode how the pipeline applies a rule; None if no pipeline of this release has."""
+    try:
+        return None if stored is None else _decode_rule(stored)
+    except msgspec.DecodeError:
+        return None
+
+
 def applied_rules(shards: Shards) -> dict[str, AppliedRule]:
     """Return the rules that the pipeline applies, or applied last; without those that another release encoded."""
     answer = shards.run_all([(0, ("HGETALL", shards.keys.rules()))])[0]
-    found: dict[str, AppliedRule] = {}
-    for name, text in mapping(answer).items():
-        with suppress(msgspec.DecodeError):
-            found[name.decode()] = _decode_rule(text)
-    return found
+    found = {name.decode(): decode_applied(text) for name, text in mapping(answer).items()}
+    return {name: rule for name, rule in found.items() if rule is not None}
 
 
 def new_version() -> bytes:
@@ -167,7 +170,7 @@ class FoldStore:
         commands += [(s, ("HGETALL", self._keys.frontier(s))) for s in range(count)]
         answers = self._shards.run_all(commands)
         stored = [[decode_group(field) for field in answer] for answer in answers[: len(wanted)]]
-        return stored, [read_watermarks(answer) for answer in answers[len(wanted) :]]
+        return stored, [decode_numbers(answer) for answer in answers[len(wanted) :]]
 
     def due(self, rule: Rule, until_ms: int, limit: int) -> list[list[bytes]]:
         """Return for every shard the groups that are due at a time, the longest due first."""
@@ -214,9 +217,9 @@ class FoldStore:
             )
 
 
-def read_watermarks(answer: Any) -> dict[str, int]:
-    pairs = mapping(answer).items()
-    return {field.decode(): int(number) for field, number in pairs}
+def decode_numbers(answer: Any) -> dict[str, int]:
+    """Decode a hash of numbers, such as watermarks by rule."""
+    return {field.decode(): int(number) for field, number in mapping(answer).items()}
 
 
 WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")

@@ -35,8 +35,7 @@ from tailrace.upkeep.job import now_ms
 from tailrace.upkeep.spark import ATTEMPTS, collect, spark_for
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, ClosedFold, Clump, Folding, Input, Time, Windows
-from tailrace.views.folds.rule import Rule, RuleReader
+from tailrace.views.folds.model import NEVER, ClosedFold, Clump, Folding, Input, Rule, RuleReader, Time, Windows
 from tailrace.views.folds.store import applied_rules, outputs_of, reads_topic, rules_of
 
 STEPS = 4

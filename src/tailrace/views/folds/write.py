@@ -24,8 +24,7 @@ from tailrace.log.event import event_id, home_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query.value import CACHE_SIZE
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.folds.model import NEVER, ClosedFold, Clump, Folding, Time
-from tailrace.views.folds.rule import MAX_CACHED_GROUP, Rule, RuleReader
+from tailrace.views.folds.model import MAX_CACHED_GROUP, NEVER, ClosedFold, Clump, Folding, Rule, RuleReader, Time
 from tailrace.views.folds.store import VIEW, FoldStore, StoredGroup, emit_arguments, new_version, reads_topic, rules_of
 
 NO_RULE = "no-rule"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tailrace.http.service import Service, ViewService
     from tailrace.upkeep.copy import ViewCopy
     from tailrace.upkeep.job import BucketSettings
-    from tailrace.views.grep.scan import GrepDriver
+    from tailrace.views.grep.driver import GrepDriver
     from tailrace.views.grep.write import GrepPlan
 
 
@@ -32,7 +32,7 @@ class GrepView(View):
 
     def driver(self, settings: Settings) -> GrepDriver:
         """Return the hooks of one start of the driver."""
-        from tailrace.views.grep.scan import GrepDriver
+        from tailrace.views.grep.driver import GrepDriver
 
         return GrepDriver(self.plan(settings))
 

@@ -1,34 +1,36 @@
 """Feeds of searches: the matches of the past, oldest first, then the live ones; exact when resumed.
 
 A life has one log for each stretch of the past that was scanned for it, and one for its live matches. A feed reads them
-one after another, the oldest stretch first. Invariant: every match is sent once. The latest stretch ends at the pins of
-the life, and a feed skips live matches before the pins, since the stretches have them.
+one after another, the oldest stretch first. Invariants: each stretch ends where a later one begins, and the latest ends
+at the pins of the life, where live matches begin; so nothing is scanned twice. Every match is sent once: a feed skips
+live matches before the pins, since the stretches have them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from heapq import heappush, heapreplace
+from typing import Any
 
 import msgspec
 
 from tailrace.config.values import format_duration
-from tailrace.errors import BrokerUnavailable, CursorError, CursorGone, TailraceError, TooFarBack
-from tailrace.kafka.broker import Topic
+from tailrace.errors import BrokerUnavailable, CursorError, CursorGone, SearchEnded, TailraceError, TooFarBack
+from tailrace.kafka.broker import BrokerTopics, Topic
 from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.log.event import iso_time
-from tailrace.log.feed import LogReader, past_until
+from tailrace.log.feed import LogReader, before_time, past_until
+from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
-from tailrace.views.grep.history import ScanProgress, SearchHistory
-from tailrace.views.grep.leases import SearchLease
-from tailrace.views.grep.model import SearchLife, Stretch
-from tailrace.views.grep.request import LIVE, GrepRequest, SearchCursor
-from tailrace.views.grep.window import MatchWindow
+from tailrace.views.grep.matches import MatchWindow, Payloads
+from tailrace.views.grep.model import LIVE, GrepRequest, SearchCursor, SearchLife, Stretch
+from tailrace.views.grep.store import Leases, Searches, SearchLease
 
 LEAST_WAIT_S, WAIT_S = 0.05, 0.5
 """Pause before a feed checks again whether a scan is done or the end is reached."""
@@ -36,7 +38,8 @@ LOOK_MS = 5000
 """Interval at which a feed that waits for the end of a topic checks that the topic still exists."""
 KEEP_MS = 1000
 """Interval at which a named client's position is stored."""
-
+PROGRESS_MS = 1000
+"""Interval of progress frames."""
 AGES_MS = tuple(1000 * seconds for seconds in (60, 600, 3_600, 6 * 3_600, 86_400, 7 * 86_400))
 """Ages to which a search for the newest matches extends, one after another; then to the start."""
 STEP = 50
@@ -45,42 +48,41 @@ STEP = 50
 _encode = msgspec.json.Encoder().encode
 
 
+@dataclass
 class GrepFeeds:
-    """Opens feeds of searches. ``reach`` is how far back a search may go."""
+    """Opens feeds of searches, and has what all of them share."""
 
-    def __init__(self, history: SearchHistory, reach: timedelta | None = None) -> None:
-        self.history, self._reach = history, reach
+    hub: Hub
+    logs: Logs
+    searches: Searches
+    topics: BrokerTopics
+    payloads: Payloads
+    leases: Leases
+    clock: Callable[[], int]
+    reach: timedelta | None = None
+    """How far back a search may go."""
 
     async def open(self, request: GrepRequest) -> GrepFeed | NewestFeed:
         """Register and lease the search, request the past that it needs, and find the start.
 
         All errors of the request are raised here, before the first frame.
         """
-        history = self.history
         request = await self._resume_client(request)
         floor_ms = self._floor_ms(request)
-        await history.topics.topics(request.search.topic_filter(), request.missing)
-        life = await history.searches.register(request.search, history.clock())
+        wanted = request.search.topic_filter()
+        await self.topics.topics(wanted, request.missing)
+        life = await self.searches.register(request.search, self.clock())
         # Listed again: a topic created before the registration belongs to the past.
-        topics = await history.topics.topics(request.search.topic_filter())
-        pins = await history.searches.pins(life)
+        topics = await self.topics.topics(wanted)
+        pins = await self.searches.pins(life)
         if pins is None:
-            pins = await history.searches.pin(life, await history.topics.ends(topics))
-        lease = await SearchLease.take(history.leases, request, life)
+            pins = await self.searches.pin(life, await self.topics.ends(topics))
+        lease = await SearchLease.take(self.leases, request, life)
+        history = SearchHistory(self, life, pins, topics, lease)
         try:
-            if not isinstance(request.start, FromLast):
-                return await self._feed(request, lease, life, pins, topics)
-            return NewestFeed(
-                history,
-                lease,
-                life,
-                pins,
-                topics,
-                request.start.count,
-                floor_ms,
-                request.until_ms,
-                lambda ms: self._feed(starting_at(request, ms), lease, life, pins, topics),
-            )
+            if isinstance(request.start, FromLast):
+                return NewestFeed(history, request, request.start.count, floor_ms)
+            return await GrepFeed.open(history, request)
         except BaseException:
             await lease.give_up()
             raise
@@ -91,111 +93,179 @@ class GrepFeeds:
         Raises:
             TooFarBack: The request begins earlier.
         """
-        if self._reach is None:
+        if self.reach is None:
             return 0
-        floor_ms = self.history.clock() - round(self._reach.total_seconds() * 1000)
+        floor_ms = self.clock() - round(self.reach.total_seconds() * 1000)
         if isinstance(request.start, FromStart):
-            raise TooFarBack("start", format_duration(self._reach))
+            raise TooFarBack("start", format_duration(self.reach))
         if isinstance(request.start, FromTime) and request.start.time_ms < floor_ms:
-            raise TooFarBack(iso_time(request.start.time_ms), format_duration(self._reach))
+            raise TooFarBack(iso_time(request.start.time_ms), format_duration(self.reach))
         return floor_ms
-
-    async def _feed(
-        self, request: GrepRequest, lease: SearchLease, life: SearchLife, pins: dict[str, int], topics: list[Topic]
-    ) -> GrepFeed:
-        """Open the feed of a search that is registered and leased."""
-        history = self.history
-        gap = None
-        if isinstance(request.start, SearchCursor):
-            part, position, gap = await self._resume(life, request.start)
-        elif isinstance(request.start, FromEnd):
-            part, position = LIVE, (await history.logs.log(life.name)).end
-        else:
-            since_ms = request.start.time_ms if isinstance(request.start, FromTime) else 0
-            await history.request_past(life, pins, topics, since_ms)
-            part = await history.first_part(life, since_ms)
-            position = await history.position_before(life, part, since_ms)
-        ends = await history.topics.ends(topics)
-        feed = GrepFeed(history, lease, request, life, pins, ends, part, position, gap)
-        await feed.begin()
-        return feed
 
     async def _resume_client(self, request: GrepRequest) -> GrepRequest:
         """Return the request of a named client with its stored position as the start, if there is one."""
         if request.client is None or isinstance(request.start, SearchCursor):
             return request
-        stored = await self.history.searches.position(request.search.id, request.client)
+        stored = await self.searches.position(request.search.id, request.client)
         if stored is None:
             return request
         cursor = SearchCursor.parse(stored)
         return msgspec.structs.replace(request, start=cursor, since_ms=cursor.cursor.since_ms)
 
-    async def _resume(self, life: SearchLife, cursor: SearchCursor) -> tuple[int, Position, Gap | None]:
+
+@dataclass(frozen=True)
+class SearchHistory:
+    """The parts of a life, for one reader: stretches of the past by their numbers, and LIVE."""
+
+    feeds: GrepFeeds
+    life: SearchLife
+    pins: Mapping[str, int]
+    topics: Sequence[Topic]
+    lease: SearchLease
+
+    async def stretches(self) -> tuple[list[Stretch], set[int]]:
+        """Return the stretches in the order of their requests, and the numbers of those scanned."""
+        return await self.feeds.searches.stretches(self.life)
+
+    async def stretch(self, part: int) -> tuple[Stretch, bool]:
+        """Return a stretch, and whether it is completely scanned."""
+        stretches, done = await self.stretches()
+        for stretch in stretches:
+            if stretch.number == part:
+                return stretch, part in done
+        raise SearchEnded(self.life.search.id)  # stretches end only with their life
+
+    async def log_name(self, part: int) -> str:
+        """Return the name of a part's log."""
+        return self.life.name if part == LIVE else (await self.stretch(part))[0].name(self.life)
+
+    async def request_past(self, since_ms: int) -> None:
+        """Request the scan of the time since then, as far as no stretch covers it yet."""
+        feeds = self.feeds
+        starts: dict[str, int] | None = None
+        while True:
+            stretches, _ = await self.stretches()
+            if any(stretch.since_ms <= since_ms for stretch in stretches):
+                return
+            starts = starts if starts is not None else await feeds.topics.at_time(list(self.topics), since_ms)
+            lowest = dict(self.pins)
+            for stretch in stretches:
+                lowest |= {partition: first for partition, (first, _) in stretch.ranges.items()}
+            ranges = {p: (starts[p], until) for p, until in lowest.items() if p in starts and starts[p] < until}
+            if not ranges or await feeds.searches.extend(self.life, len(stretches), feeds.clock(), since_ms, ranges):
+                return
+
+    async def first_part(self, since_ms: int) -> int:
+        """Return the part where a feed since a time begins: the newest that reaches back to it, or the oldest."""
+        part, until_ms = LIVE, None
+        for stretch in (await self.stretches())[0]:
+            if until_ms is not None and until_ms <= since_ms:
+                break
+            part, until_ms = stretch.number, stretch.since_ms
+        return part
+
+    async def next_part(self, part: int) -> int:
+        """Return the part after a stretch."""
+        numbers = [LIVE, *(stretch.number for stretch in (await self.stretches())[0])]
+        if part not in numbers:
+            raise SearchEnded(self.life.search.id)
+        return numbers[numbers.index(part) - 1]
+
+    async def position_before(self, part: int, since_ms: int) -> Position:
+        """Return a position in a part before every match since a time, and little else."""
+        name = await self.log_name(part)
+        if not since_ms or (part == LIVE and await self.expired_gap(since_ms) is not None):
+            return Position.START  # the feed reports the gap there
+        return await before_time(self.feeds.logs, name, since_ms)
+
+    async def expired_gap(self, since_ms: int | None) -> Gap | None:
+        """Return the gap that retention has made at the start of the live log, if it may hold matches since a time."""
+        logs, name = self.feeds.logs, self.life.name
+        log = await logs.log(name)
+        if log.segments:
+            gone, to = log.segments[0].index > 0, log.segments[0].before
+            until_ms = log.segments[0].start_ms
+        else:
+            gone, to = log.expired != Position.START, log.expired
+            until_ms = await logs.floor(name)
+        if not gone or (since_ms is not None and since_ms >= until_ms):
+            return None
+        return Gap(Position.START, to, "expired")
+
+    async def resume(self, cursor: SearchCursor) -> tuple[int, Position, Gap | None]:
         """Return the part and the position of a cursor, and the gap if the cursor is of an earlier life."""
         position = cursor.cursor.positions[0]
-        if cursor.life == life.number:
-            stretches, _ = await self.history.searches.stretches(life)
+        if cursor.life == self.life.number:
+            stretches, _ = await self.stretches()
             if cursor.part != LIVE and cursor.part not in {stretch.number for stretch in stretches}:
                 raise CursorError(f"cursor {cursor}: this search has no such part")
             return cursor.part, position, None
-        if await self.history.searches.past(cursor.life) not in (None, life.search.id):
+        if await self.feeds.searches.past(cursor.life) not in (None, self.life.search.id):
             raise CursorError(f"cursor {cursor} is of another search")
         # The search had ended and was registered again: the matches in between are unknown.
         return LIVE, Position.START, Gap(position, Position.START, "expired")
 
-
-def starting_at(request: GrepRequest, time_ms: int) -> GrepRequest:
-    """Return a request with another start time; 0 is the start."""
-    start = FromTime(time_ms) if time_ms else FromStart()
-    return msgspec.structs.replace(request, start=start, since_ms=time_ms or None)
+    async def progress(self, progress: ScanProgress, cursor: str) -> list[AnyFrame]:
+        """Return a progress frame; none if the last one was sent a moment ago."""
+        if not progress.is_due():
+            return []
+        searches, logs = self.feeds.searches, self.feeds.logs
+        stretch, name = progress.stretch, progress.stretch.name(self.life)
+        marks = await searches.stretch_marks(stretch, logs.shard_of(name))
+        matches = sum(segment.events for segment in (await logs.log(name)).segments)
+        facts = progress.facts(marks, matches, await searches.read_bytes(self.life, stretch.number))
+        return [ControlFrame("progress", cursor, _encode(facts))]
 
 
 class GrepFeed:
     """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
 
     def __init__(
-        self,
-        history: SearchHistory,
-        lease: SearchLease,
-        request: GrepRequest,
-        life: SearchLife,
-        pins: dict[str, int],
-        ends: dict[str, int],
-        part: int,
-        position: Position,
-        gap: Gap | None,
+        self, history: SearchHistory, request: GrepRequest, ends: dict[str, int], part: int, gap: Gap | None
     ) -> None:
-        self._history, self._lease, self._request = history, lease, request
-        self._life, self._pins, self._ends = life, pins, ends
-        self._part, self._start = part, position
-        self._window = MatchWindow(history, request, life, pins)
+        self._history, self._feeds, self._lease, self._request = history, history.feeds, history.lease, request
+        self._ends, self._part = ends, part
+        self._window = MatchWindow(self._feeds.payloads, request, history.life, history.pins)
         if gap is not None:
             self._window.add(gap)
         self._caught_up = request.resumed
         self._at_ends = self._closing = False
-        self._checked_ms = self._opened_ms = history.clock()
+        self._checked_ms = self._opened_ms = self._feeds.clock()
         self._ended = False
-        self._wake = lease.wake
+        self._wake = history.lease.wake
         self._following = AsyncExitStack()
         self._reader: LogReader
         self._acknowledged, self._kept_ms = "", 0
         self._progress: ScanProgress | None = None
 
+    @classmethod
+    async def open(cls, history: SearchHistory, request: GrepRequest) -> GrepFeed:
+        """Open the feed of a search that is registered and leased."""
+        feeds, gap = history.feeds, None
+        if isinstance(request.start, SearchCursor):
+            part, position, gap = await history.resume(request.start)
+        elif isinstance(request.start, FromEnd):
+            part, position = LIVE, (await feeds.logs.log(history.life.name)).end
+        else:
+            since_ms = request.start.time_ms if isinstance(request.start, FromTime) else 0
+            await history.request_past(since_ms)
+            part = await history.first_part(since_ms)
+            position = await history.position_before(part, since_ms)
+        feed = cls(history, request, await feeds.topics.ends(list(history.topics)), part, gap)
+        try:
+            await feed._enter(part, position)
+            if feed._window.is_empty:  # no gap to report first
+                # A client that returns before the first event resumes here, not at a later end.
+                await feed._keep(feed.cursor)
+        except BaseException:
+            await feed.aclose()
+            raise
+        return feed
+
     @property
     def cursor(self) -> str:
         """Cursor after the last frame."""
         return self._window.cursor
-
-    async def begin(self) -> None:
-        """Open the log of the first part."""
-        try:
-            await self._open(self._part, self._start)
-            if self._window.is_empty:  # no gap to report first
-                # A client that returns before the first event resumes here, not at a later end.
-                await self._keep(self.cursor)
-        except BaseException:
-            await self.aclose()
-            raise
 
     async def aclose(self) -> None:
         """Stop following and release the lease."""
@@ -220,20 +290,20 @@ class GrepFeed:
 
     async def _keep(self, cursor: str, at_last: bool = False) -> None:
         """Store the position of a named client, from time to time."""
-        client, now = self._request.client, self._history.clock()
+        client, now = self._request.client, self._feeds.clock()
         if client is None:
             return
         self._acknowledged = cursor or self._acknowledged
         if at_last or not 0 <= now - self._kept_ms < KEEP_MS:  # the clock may be set back
             self._kept_ms = now
-            await self._history.searches.keep_position(self._life.search.id, client, self._acknowledged)
+            await self._feeds.searches.keep_position(self._history.life.search.id, client, self._acknowledged)
 
     async def _next(self) -> Sequence[AnyFrame]:
         request, window = self._request, self._window
         if window.is_ready:
             return await window.show()
         self._lease.check()
-        if window.is_full:
+        if window.room == 0:
             return self._end("limit")
         if not window.is_empty:
             return await window.show()
@@ -243,7 +313,7 @@ class GrepFeed:
         pieces = await self._reader.next()
         if last and not pieces and (self._part != LIVE or not self._caught_up or self._is_closing()):
             # The hub may be behind that answer: only the store can tell that this is the end.
-            await self._open(self._part, self._reader.position)
+            await self._enter(self._part, self._reader.position)
             pieces = await self._reader.next()
         if pieces:
             for piece in pieces:
@@ -262,41 +332,45 @@ class GrepFeed:
         if request.follow and not self._closing:
             # Records written until now may still be on their way.
             self._closing, self._at_ends = True, False
-            self._ends = await self._history.ends(request.search)
+            self._ends = await self._current_ends()
             return frames
         return [*frames, *self._end("until" if request.until_ms is not None else "caught-up")]
 
     async def _is_last(self) -> bool:
         """Return whether the part's log is complete: a scanned stretch, or live up to the ends at the feed's start."""
         if self._part != LIVE:
-            stretch, done = await self._history.stretch(self._life, self._part)
-            self._progress = self._progress or ScanProgress(stretch, self._history.clock)
+            stretch, done = await self._history.stretch(self._part)
+            self._progress = self._progress or ScanProgress(stretch, self._feeds.clock)
             return done
         if self._at_ends:
             return True
-        shard = self._history.logs.shard_of(self._life.name)
-        marks = await self._history.searches.live_marks(shard, list(self._ends))
+        shard = self._feeds.logs.shard_of(self._history.life.name)
+        marks = await self._feeds.searches.live_marks(shard, list(self._ends))
         self._ends = {partition: end for partition, end in self._ends.items() if marks[partition] < end - 1}
-        if self._ends and not 0 <= self._history.clock() - self._checked_ms < LOOK_MS:
-            self._checked_ms = self._history.clock()
+        if self._ends and not 0 <= self._feeds.clock() - self._checked_ms < LOOK_MS:
+            self._checked_ms = self._feeds.clock()
             with suppress(BrokerUnavailable):
-                current = await self._history.ends(self._request.search)
+                current = await self._current_ends()
                 self._ends = {partition: end for partition, end in self._ends.items() if partition in current}
         self._at_ends = not self._ends
         return self._at_ends
 
+    async def _current_ends(self) -> dict[str, int]:
+        topics = self._feeds.topics
+        return await topics.ends(await topics.topics(self._request.search.topic_filter()))
+
     async def _enter_next_part(self) -> list[AnyFrame]:
         """Report the offsets that this stretch lost, and enter the next part. A reader cut off before gets it again."""
-        part = await self._history.next_part(self._life, self._part)
+        life, part = self._history.life, await self._history.next_part(self._part)
         frames: list[AnyFrame] = []
-        for lost in await self._history.searches.lost(self._life, self._part):
+        for lost in await self._feeds.searches.lost(life, self._part):
             if self._request.on_gap == "fail":
                 start = msgspec.structs.replace(self._window.position.cursor, positions=(Position.START,))
-                first, after = f"{lost.source}:{lost.first}", SearchCursor(self._life.number, part, start)
-                what = f"search {self._life.search.id}: {first} up to offset {lost.until - 1}"
-                raise CursorGone(self._life.search.id, first, str(after), lost.reason, what)
+                first, after = f"{lost.source}:{lost.first}", SearchCursor(life.number, part, start)
+                what = f"search {life.search.id}: {first} up to offset {lost.until - 1}"
+                raise CursorGone(life.search.id, first, str(after), lost.reason, what)
             frames.append(ControlFrame("gap", self.cursor, _encode(lost)))
-        await self._open(part, Position.START)
+        await self._enter(part, Position.START)
         self._progress = None
         return [*frames, Moved(self.cursor)]
 
@@ -308,30 +382,26 @@ class GrepFeed:
                 await self._wake.wait()
         if self._part == LIVE or self._progress is None:
             return []
-        facts = await self._history.progress(self._life, self._progress)
-        return [] if facts is None else [ControlFrame("progress", self.cursor, _encode(facts))]
+        return await self._history.progress(self._progress, self.cursor)
 
     def _pause_s(self) -> float:
         """Return the pause before the next check: short at first, so that short scans show their end at once."""
-        waited_s = (self._history.clock() - self._opened_ms) / 1000
+        waited_s = (self._feeds.clock() - self._opened_ms) / 1000
         return min(WAIT_S, max(LEAST_WAIT_S, waited_s / 10))
 
-    async def _open(self, part: int, position: Position) -> None:
+    async def _enter(self, part: int, position: Position) -> None:
         await self._following.aclose()
         self._following = AsyncExitStack()
-        name = self._life.name
-        if part != LIVE:
-            stretch, _ = await self._history.stretch(self._life, part)
-            name = stretch.name(self._life)
-        live_end = await self._following.enter_async_context(self._history.hub.follow(name, self._wake))
+        name = await self._history.log_name(part)
+        live_end = await self._following.enter_async_context(self._feeds.hub.follow(name, self._wake))
         self._part = part
         self._window.enter(part, name, position)
         if part == LIVE and position == Position.START:
-            gap = await self._history.expired_gap(self._life, self._request.since_ms)
+            gap = await self._history.expired_gap(self._request.since_ms)
             if gap is not None:
                 self._window.add(gap)
                 position = gap.to
-        self._reader = LogReader(self._history.logs, name, position, live_end)
+        self._reader = LogReader(self._feeds.logs, name, position, live_end)
 
     def _end(self, reason: str) -> list[AnyFrame]:
         self._ended = True
@@ -339,7 +409,7 @@ class GrepFeed:
 
     def _is_closing(self) -> bool:
         """Return whether the feed ends when it has caught up."""
-        return not self._request.follow or past_until(self._request.until_ms, self._history.clock())
+        return not self._request.follow or past_until(self._request.until_ms, self._feeds.clock())
 
 
 class NewestFeed:
@@ -349,21 +419,9 @@ class NewestFeed:
     Until the start is found it has no cursor, and a reader that is cut off must begin again.
     """
 
-    def __init__(
-        self,
-        history: SearchHistory,
-        lease: SearchLease,
-        life: SearchLife,
-        pins: Mapping[str, int],
-        topics: Sequence[Topic],
-        count: int,
-        floor_ms: int,
-        until_ms: int | None,
-        open_since: Callable[[int], Awaitable[GrepFeed]],
-    ) -> None:
-        self._history, self._lease, self._life, self._pins, self._topics = history, lease, life, pins, topics
-        self._count, self._floor_ms, self._until_ms, self._open_since = count, floor_ms, until_ms, open_since
-        self._now_ms, self._tried_ms = history.clock(), life.since_ms
+    def __init__(self, history: SearchHistory, request: GrepRequest, count: int, floor_ms: int) -> None:
+        self._history, self._request, self._count, self._floor_ms = history, request, count, floor_ms
+        self._now_ms, self._tried_ms = history.feeds.clock(), history.life.since_ms
         self._feed: GrepFeed | None = None
 
     @property
@@ -375,27 +433,28 @@ class NewestFeed:
         """Stop the search for the start, or the feed, and release the lease."""
         if self._feed is not None:
             await self._feed.aclose()
-        await self._lease.give_up()
+        await self._history.lease.give_up()
 
     async def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
         progress: ScanProgress | None = None
         while isinstance(start := await self.find_start(), Stretch):
             if progress is None or progress.stretch.number != start.number:
-                progress = ScanProgress(start, self._history.clock)
+                progress = ScanProgress(start, self._history.feeds.clock)
             await asyncio.sleep(WAIT_S)
-            self._lease.check()
-            if facts := await self._history.progress(self._life, progress):
-                yield [ControlFrame("progress", "", _encode(facts))]
-        self._feed = await self._open_since(start)
+            self._history.lease.check()
+            if frames := await self._history.progress(progress, ""):
+                yield frames
+        begin = FromTime(start) if start else FromStart()
+        found = msgspec.structs.replace(self._request, start=begin, since_ms=start or None)
+        self._feed = await GrepFeed.open(self._history, found)
         yield [Moved(self._feed.cursor)]
-        async for frames in self._feed:
-            yield frames
+        async for batch in self._feed:
+            yield batch
 
     async def find_start(self) -> int | Stretch:
         """Return the time at which the last matches begin, or the stretch whose scan must end before that is known."""
-        history, life = self._history, self._life
         while True:
-            stretches, done = await history.searches.stretches(life)
+            stretches, done = await self._history.stretches()
             for stretch in stretches:
                 if stretch.number not in done:
                     return stretch
@@ -408,17 +467,17 @@ class NewestFeed:
             ages = (self._now_ms - age_ms for age_ms in AGES_MS)
             floor_ms = self._floor_ms
             self._tried_ms = next((since_ms for since_ms in ages if floor_ms < since_ms < reached_ms), floor_ms)
-            await history.request_past(life, self._pins, self._topics, self._tried_ms)
+            await self._history.request_past(self._tried_ms)
 
     async def _times(self, stretches: Sequence[Stretch], since_ms: int) -> list[int]:
         """Return the times of the newest matches since a time, as a heap with the oldest first.
 
         Older matches may be in the logs, too, where times go back; but not all of them, so they do not count.
         """
-        newest: list[int] = []
-        for part, name in ((LIVE, self._life.name), *((s.number, s.name(self._life)) for s in stretches)):
-            pins = self._pins if part == LIVE else {}
-            await _newest(self._history.logs, name, self._count, pins, (since_ms, self._until_ms), newest)
+        history, newest = self._history, list[int]()
+        parts = [(history.life.name, history.pins), *((stretch.name(history.life), {}) for stretch in stretches)]
+        for name, pins in parts:
+            await _newest(history.feeds.logs, name, self._count, pins, (since_ms, self._request.until_ms), newest)
         return newest
 
 
@@ -448,3 +507,34 @@ async def _newest(
             if not entries:
                 break
             before = entries[-1].first - 1
+
+
+class ScanProgress:
+    """The progress frames of one scan for one reader."""
+
+    def __init__(self, stretch: Stretch, clock: Callable[[], int]) -> None:
+        self.stretch, self._clock = stretch, clock
+        self._sent_ms = 0
+        self._first: tuple[int, int] | None = None
+        """Time and scanned offsets of the first frame."""
+
+    def is_due(self) -> bool:
+        """Return whether to send a frame; also if the clock was set back."""
+        return not 0 <= self._clock() - self._sent_ms < PROGRESS_MS
+
+    def facts(self, marks: Mapping[str, int], matches: int, read_bytes: int) -> dict[str, Any]:
+        """Return the facts of the next frame."""
+        now = self._sent_ms = self._clock()
+        scanned, whole = self.stretch.passed(marks), self.stretch.records
+        self._first = self._first or (now, scanned)
+        facts: dict[str, Any] = {
+            "percent": self.stretch.percent(scanned),
+            "records": scanned,
+            "of": whole,
+            "bytes": read_bytes,
+            "matches": matches,
+        }
+        done, took = scanned - self._first[1], now - self._first[0]
+        if done > 0 and took > 0:
+            facts["seconds_left"] = round((whole - scanned) * took / done / 1000, 1)
+        return facts

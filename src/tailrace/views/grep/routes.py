@@ -42,21 +42,20 @@ from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded, r
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import BrokerTopics, client_properties
-from tailrace.log.event import home_of, iso_time
+from tailrace.log.event import iso_time
 from tailrace.log.store import Logs
 from tailrace.metrics import SearchMetrics
 from tailrace.query import QueryLimits
 from tailrace.valkey.shards import Command, mapping
 from tailrace.views.grep.feed import GrepFeeds
-from tailrace.views.grep.history import SearchHistory
-from tailrace.views.grep.leases import LeaseRequest, Leases
-from tailrace.views.grep.model import SearchLife, Stretch, make_search
-from tailrace.views.grep.payloads import Payloads
-from tailrace.views.grep.request import make_grep_request
+from tailrace.views.grep.matches import Payloads
+from tailrace.views.grep.model import SearchLife, Stretch, make_grep_request, make_search
 from tailrace.views.grep.store import (
     PIECE_RUNS,
     POPULAR_MS,
     VIEW,
+    LeaseRequest,
+    Leases,
     Searches,
     decode_life,
     decode_marks,
@@ -80,12 +79,8 @@ class GrepService(LogService):
         self.collector = SearchMetrics()
         self.leases = Leases(nodes)
         self.searches = Searches(nodes, settings.grep.searches, round(settings.grep.keep.total_seconds() * 1000))
-        self.payloads = Payloads(
-            nodes,
-            client_properties(settings),
-            lambda partition: home_of(partition, settings.valkey.shards),
-            settings.grep.memory,
-        )
+        self.topics = BrokerTopics(settings, nodes)
+        self.payloads = Payloads(nodes, client_properties(settings), self.topics, settings.grep.memory)
         self._feeds: GrepFeeds | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -93,9 +88,8 @@ class GrepService(LogService):
 
     async def connect(self, stack: AsyncExitStack) -> None:
         await super().connect(stack)
-        searched = BrokerTopics(self.settings, self.nodes)
-        history = SearchHistory(self.hub, self.logs, self.searches, searched, self.payloads, self.leases, now_ms)
-        self._feeds = GrepFeeds(history, self.settings.grep.reach)
+        shared = self.hub, self.logs, self.searches, self.topics, self.payloads, self.leases
+        self._feeds = GrepFeeds(*shared, now_ms, self.settings.grep.reach)
         beating = asyncio.create_task(self.leases.run(), name="heartbeat")
         stack.callback(beating.cancel)
 

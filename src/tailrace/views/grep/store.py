@@ -1,24 +1,49 @@
-"""The registry of searches: which are alive, where their live matches begin, and which past is scanned for them.
+"""The store of searches: the registry of those that are alive, and the leases of the connections that follow them.
 
 Invariant: a search is registered first, then the ends of its partitions are read and pinned; neither changes again. A
 record at or behind a pin was appended after the registration, so each task that gets the record finds the search in the
 registry. Records before the pins are found by scanning stretches.
+
+A lease lasts as long as its process is alive. A service process sends heartbeats, timed by the store's clock. A process
+that was silent for too long is *buried*: its leases end, and the store refuses its old name from then on. A process
+that was only paused learns this from its next heartbeat; it takes a new name and leases again what its connections
+follow. If a user ends a search, its leases end, too; the processes learn it from their next heartbeats.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from tailrace.api.answers import SearchFigures
-from tailrace.errors import SearchFollowed, SearchNotFound, StaleDriver, TooManySearches
+from tailrace.errors import (
+    SearchEnded,
+    SearchFollowed,
+    SearchNotFound,
+    StaleDriver,
+    StoreUnavailable,
+    TailraceError,
+    TooManySearches,
+)
+from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime
+from tailrace.log.event import iso_time
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Arg, Nodes, Shards, mapping
-from tailrace.views.grep.model import LostOffsets, Search, SearchLife, Stretch
+from tailrace.views.grep.model import GrepRequest, LostOffsets, Search, SearchCursor, SearchLife, Stretch
+
+logger = logging.getLogger(__name__)
 
 VIEW = "matches"
 PIECE_RUNS = 8
@@ -27,6 +52,11 @@ POPULAR_MS = 600_000
 """Length of a popularity window, in which each connection is counted once; as in ``searches.lua``."""
 HALF_LIFE = 144
 """Windows after which a count has half its weight; as in ``searches.lua``."""
+KEPT_MS = 3_600_000
+"""Time that matched records are kept; after that feeds read them from Kafka."""
+BEAT_S = 3.0
+TRIES = 5
+"""Attempts to take a lease while the process gets a new name."""
 
 _encode = msgspec.json.Encoder().encode
 _pins = msgspec.json.Decoder(dict[str, int]).decode
@@ -273,8 +303,184 @@ class KeptRecords(msgspec.Struct, frozen=True):
     run: bytes
 
 
-def keep_records(shards: Shards, kept: Sequence[KeptRecords], most_bytes: int, for_ms: int) -> None:
+def keep_records(shards: Shards, kept: Sequence[KeptRecords], most_bytes: int) -> None:
     """Keep matched records, up to so many bytes per shelf; feeds read larger runs from Kafka."""
     # A larger run would push out all others and then itself.
     fitting = [k for k in kept if len(k.run) <= most_bytes]
-    shards.call_all([(k.shard, "keep", (k.shelf, most_bytes, for_ms, k.last, k.records, k.run)) for k in fitting])
+    shards.call_all([(k.shard, "keep", (k.shelf, most_bytes, KEPT_MS, k.last, k.records, k.run)) for k in fitting])
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A connection's request as it is stored beside the lease."""
+
+    life: int = 0
+    """Life of the search; 0 for the current one."""
+    start: str = ""
+    window: int = 0
+    client: str = ""
+    since_ms: int = 0
+    """Time of the request."""
+
+
+class _Lease(msgspec.Struct):
+    search: str
+    request: LeaseRequest
+    ended: asyncio.Event
+    """Set when the lease ends without being released."""
+    counted: int = 0
+    """Popularity window in which the connection was counted when it began."""
+
+
+class Leases:
+    """The leases of this process, kept alive by ``run``."""
+
+    def __init__(self, nodes: Nodes, clock: Callable[[], float] = time.time) -> None:
+        self._nodes, self._clock = nodes, clock
+        self.process = _new_name()
+        self._registered = False
+        self._leases: dict[int, _Lease] = {}
+        self._next = self._window = 0
+        self._beating = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, number: int) -> bool:
+        """Return whether a connection still has its lease."""
+        return number in self._leases
+
+    async def take(self, search: str, request: LeaseRequest | None = None, ended: asyncio.Event | None = None) -> int:
+        """Lease a search for a connection; return its number. ``ended`` is set when a user ends the search.
+
+        Raises:
+            SearchEnded: The search has ended since it was registered.
+        """
+        self._next += 1
+        number = self._next
+        request = msgspec.structs.replace(request or LeaseRequest(), since_ms=round(self._clock() * 1000))
+        self._leases[number] = _Lease(search, request, ended or asyncio.Event())
+        try:
+            for _ in range(TRIES):
+                answer = await self._follow(number)
+                if answer == b"forgotten":
+                    raise SearchEnded(search)
+                if answer != b"buried":
+                    return number
+                await self.beat()
+        except BaseException:
+            await self.give_up(number)
+            raise
+        await self.give_up(number)
+        raise StoreUnavailable("the store keeps taking this process for dead: do its heartbeats reach valkey?")
+
+    async def give_up(self, number: int) -> None:
+        """Release a connection's lease."""
+        if self._leases.pop(number, None) is not None:
+            with suppress(TailraceError):  # the lease ends with the process at the latest
+                await self._call("unfollow", self.process, number)
+
+    async def run(self) -> None:
+        """Send heartbeats until cancelled."""
+        connected = False
+        while True:
+            try:
+                await self.beat()
+                connected = True
+            except TailraceError as error:
+                if connected:  # at first the store may not be prepared yet
+                    logger.warning("heartbeat: %s", error)
+            await asyncio.sleep(BEAT_S)
+
+    async def beat(self) -> None:
+        """Send a heartbeat; if the process was buried, register it under a new name."""
+        facts = _encode({"feeds": len(self), "load": round(os.getloadavg()[0], 2)})
+        async with self._beating:
+            if self._registered:
+                answer = await self._call("heartbeat", self.process, facts, 0)
+                if answer[0] != b"buried":
+                    self._window = int(answer[1])
+                    for number in answer[2:]:
+                        self._end(int(number))
+                    return
+                logger.warning("the store took this process for dead (silent for too long); its leases begin anew")
+                self.process, self._registered = _new_name(), False
+            # Connections that were counted under the old name are not counted again.
+            for lease in self._leases.values():
+                lease.counted = max(lease.counted, self._window)
+            answer = await self._call("heartbeat", self.process, facts, 1)
+            self._registered, self._window = True, int(answer[1])
+            for number in list(self._leases):
+                await self._lease_anew(number)
+
+    async def _lease_anew(self, number: int) -> None:
+        if number not in self._leases:
+            return
+        answer = await self._follow(number)
+        if number not in self._leases:  # released meanwhile, perhaps before this call arrived
+            await self._call("unfollow", self.process, number)
+        elif answer == b"forgotten":
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        if (lease := self._leases.pop(number, None)) is not None:
+            lease.ended.set()
+
+    async def _follow(self, number: int) -> bytes:
+        lease = self._leases[number]
+        life, facts = lease.request.life or "", _encode(lease.request)
+        answer = await self._call("follow", self.process, number, lease.search, life, facts, lease.counted)
+        if answer[0] == b"ok":
+            lease.counted = int(answer[1])
+        return bytes(answer[0])
+
+    async def _call(self, name: str, *args: Arg) -> Any:
+        return await self._nodes.call(0, name, *args)
+
+
+def _new_name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True)
+class SearchLease:
+    """The lease of one request, until it is released or a user ends the search. Feeds hand it on to each other."""
+
+    leases: Leases
+    search: str
+    number: int
+    wake: asyncio.Event
+    """Set when the search ends; a feed also uses it to wait for new events."""
+
+    @classmethod
+    async def take(cls, leases: Leases, request: GrepRequest, life: SearchLife) -> SearchLease:
+        """Lease the search of a request, or raise SearchEnded if it has ended since it was registered."""
+        search, wake = life.search.id, asyncio.Event()
+        facts = LeaseRequest(life.number, _start_text(request), request.window, request.client or "")
+        return cls(leases, search, await leases.take(search, facts, wake), wake)
+
+    @property
+    def is_held(self) -> bool:
+        return self.number in self.leases
+
+    def check(self) -> None:
+        """Raise SearchEnded if the lease has ended."""
+        if not self.is_held:
+            raise SearchEnded(self.search)
+
+    async def give_up(self) -> None:
+        """Release the lease; a second call does nothing."""
+        await self.leases.give_up(self.number)
+
+
+def _start_text(request: GrepRequest) -> str:
+    match request.start:
+        case FromTime(time_ms=time_ms):
+            return iso_time(time_ms)
+        case FromLast(count=count):
+            return f"-{count}"
+        case SearchCursor() as cursor:
+            return str(cursor)
+        case FromEnd():
+            return "end"
+        case FromStart():
+            return "start"

@@ -27,8 +27,6 @@ from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.grep.model import SearchLife
 from tailrace.views.grep.store import VIEW, KeptRecords, SearchRegistry, keep_records
 
-KEPT_MS = 3_600_000
-"""Time that matched records are kept; after that feeds read them from Kafka."""
 LATEST_BUCKET = 1 << 53
 """A bucket later than all: ``apply`` takes the latest that it allows."""
 MERGE_FROM = 1_000
@@ -154,7 +152,7 @@ class GrepWriter(Writer):
             if found
         ]
         if kept and self._kept_bytes:
-            keep_records(shards, kept, self._kept_bytes, KEPT_MS)
+            keep_records(shards, kept, self._kept_bytes)
 
     def over(self, topic: str) -> SearchSet:
         """Return the searches over a topic."""

@@ -28,8 +28,7 @@ from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query import prefilter
 from tailrace.valkey.marks import NOTHING, UNKNOWN_TOPIC, TopicGeneration, read_generations
-from tailrace.valkey.shards import Shards
-from tailrace.views.grep.leases import Watchdog
+from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep.model import LostOffsets, SearchLife, Stretch
 from tailrace.views.grep.store import (
     VIEW,
@@ -41,7 +40,7 @@ from tailrace.views.grep.store import (
     pending_stretches,
     record_chunk,
 )
-from tailrace.views.grep.write import KEPT_MS, GrepPlan, SearchSet, append_windows, kept_records
+from tailrace.views.grep.write import GrepPlan, SearchSet, append_windows, kept_records
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,12 @@ DENSE = 4
 PAUSE_S = 0.2
 WATCH_S = 5.0
 """Interval of the watchdog."""
+SILENT_MS = 15_000
+"""Silence after which a service process is buried."""
+AGAIN_MS = 300_000
+"""Time after which logs are dropped a second time; no task works on one batch for so long."""
+AT_ONCE = 100
+"""Most searches that one call ends, and whose logs are dropped at once."""
 
 Range = tuple[int, int]
 GONE, LATER = 1 << 62, -1
@@ -304,7 +309,7 @@ class _Task:
             home = home_of(records.partition, self._plan.store.shards)
             shelf = due.stretch.mark(records.partition)
             most = self._grep.kept_bytes // len(due.stretch.ranges)  # a stretch keeps no more than a partition does
-            keep_records(self._shards, [kept_records(records, {name: rows}, home, shelf)], most, KEPT_MS)
+            keep_records(self._shards, [kept_records(records, {name: rows}, home, shelf)], most)
         for _ in range(MAX_REFUSALS):
             if self._append(due, records, shard, {name: rows}):
                 return
@@ -327,6 +332,81 @@ class _Task:
                 return False
             mark = self._marks[shard, partition] = window.end
         return True
+
+
+class Watchdog:
+    """Ends the leases of dead processes and searches without readers, and drops the logs of ended lives.
+
+    Args:
+        keep_ms: Time that every search lives on without readers.
+        popular_ms: Longest time that a search lives on without readers.
+        idle: Number of searches that may live on between the two.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        keep_ms: int,
+        popular_ms: int = 0,
+        idle: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._shards, self._keeping, self._clock = shards, (keep_ms, popular_ms, idle), clock
+
+    @classmethod
+    def of(cls, shards: Shards, settings: Settings) -> Watchdog:
+        grep = settings.grep
+        keep, popular = (round(each.total_seconds() * 1000) for each in (grep.keep, grep.keep_popular))
+        return cls(shards, keep, popular, grep.idle)
+
+    def look(self) -> tuple[list[str], list[str]]:
+        """Do all of it once; return the buried processes and the ended lives."""
+        buried = [name.decode() for name in self._shards.call(0, "bury", SILENT_MS)]
+        for name in buried:
+            logger.warning("service process %s is silent: its leases have ended", name)
+        ended: list[str] = []
+        while found := [life.decode() for life in self._shards.call(0, "forget", *self._keeping)]:
+            ended += found
+            if len(found) < AT_ONCE:
+                break
+        self._drop()
+        return buried, ended
+
+    def _drop(self) -> None:
+        """Drop the logs of ended lives; and again a while later, since a running task may still have appended."""
+        keys, now = self._shards.keys, round(self._clock() * 1000)
+        waiting, again = self._shards.run_all([(0, ("HGETALL", keys.dropping())), (0, ("HGETALL", keys.dropped()))])
+        # Scans wait meanwhile, so the rest is left for the next time.
+        for life, numbers in list(mapping(waiting).items())[:AT_ONCE]:
+            self._drop_life(life.decode(), [int(number) for number in numbers.split()])
+            self._shards.run_all([(0, ("HSET", keys.dropped(), life, b"%d %s" % (now, numbers)))])
+            self._shards.run_all([(0, ("HDEL", keys.dropping(), life))])
+        for life, stored in mapping(again).items():
+            dropped_ms, *stretches = map(int, stored.split())
+            if not 0 <= now - dropped_ms < AGAIN_MS:
+                self._drop_life(life.decode(), stretches)
+                self._shards.run_all([(0, ("HDEL", keys.dropped(), life))])
+
+    def _drop_life(self, life: str, stretches: list[int]) -> None:
+        shards, keys = self._shards.options.shards, self._shards.keys
+        if stretches:
+            self._clear_shelves(stretches)
+        self._shards.call(shard_of(life, shards), "drop", VIEW, life)
+        for number in stretches:
+            name = f"{life}.{number}"
+            shard = shard_of(name, shards)
+            begins = Stretch(number, 0, {}).mark("")
+            [fields] = self._shards.run_all([(shard, ("HKEYS", keys.marks(shard, VIEW)))])
+            marks = [field for field in fields if field.startswith(begins.encode())]
+            self._shards.call(shard, "drop", VIEW, name, *marks)
+
+    def _clear_shelves(self, stretches: list[int]) -> None:
+        """Remove the kept records of stretches: they would expire, but their counted sizes would not."""
+        keys, begins = self._shards.keys, tuple(Stretch(number, 0, {}).mark("").encode() for number in stretches)
+        shards = range(self._shards.options.shards)
+        for shard, shelves in enumerate(self._shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])):
+            for shelf in [shelf for shelf in shelves if shelf.startswith(begins)]:
+                drop_shelf(self._shards, shard, shelf.decode())
 
 
 class GrepDriver(ViewDriver):
