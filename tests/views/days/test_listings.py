@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -170,7 +171,7 @@ def walking(store: StoreOptions, use: Callable[[Largest], Any]) -> Any:
     async def walk() -> Any:
         nodes = Nodes(store)
         try:
-            async with Largest(nodes, Logs(nodes, "days")) as found:
+            async with aclosing(Largest(nodes, Logs(nodes, "days"))) as found:
                 return await use(found)
         finally:
             await nodes.close()

@@ -24,7 +24,6 @@ class DaysView(View):
     is_copy = True
 
     def plan(self, settings: Settings) -> DaysPlan:
-        """Return what tasks must know."""
         from tailrace.views.days.write import DaysPlan
 
         return DaysPlan.of(settings)

@@ -13,8 +13,7 @@ import heapq
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import Depends, Path, Request, Response
@@ -122,18 +121,14 @@ def _state(parts: list[Segment]) -> str:
 
 
 class Largest:
-    """Finds the largest streams of a view. Use as ``async with``: the end stops the walks."""
+    """Finds the largest streams of a view."""
 
     def __init__(self, nodes: Nodes, logs: Logs) -> None:
         self._nodes, self._logs = nodes, logs
         self._walks: dict[str, asyncio.Task[list[Stream]]] = {}
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
+        """Stop the walks."""
         walks = list(self._walks.values())
         for walk in walks:
             walk.cancel()
@@ -222,7 +217,7 @@ class DaysService(LogService):
         return self._hub.followed if self._hub else 0
 
     async def start(self, stack: AsyncExitStack) -> None:
-        await stack.enter_async_context(self.largest)
+        stack.push_async_callback(self.largest.aclose)
 
     def facts(self) -> dict[str, Any]:
         return {"streams_followed": self.followed}

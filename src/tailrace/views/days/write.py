@@ -43,7 +43,6 @@ class DaysPlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings) -> DaysPlan:
-        """Return the plan that the settings give."""
         days = settings.days
         return cls(
             name_paths=None if days.name == "key" else tuple(days.name),
@@ -53,16 +52,7 @@ class DaysPlan(msgspec.Struct, frozen=True):
         )
 
     def writer(self, plan: Plan) -> Writer:
-        """Make the writer."""
-        return DaysWriter(
-            plan.store.shards,
-            paths=self.name_paths,
-            span_ms=self.span_ms,
-            seal_when=self.seal_when,
-            future_ms=self.future_ms,
-            window_bytes=plan.window_bytes,
-            window_runs=plan.window_runs,
-        )
+        return DaysWriter(self, plan)
 
 
 class DaysWriter(Writer):
@@ -70,25 +60,13 @@ class DaysWriter(Writer):
 
     name = VIEW
 
-    def __init__(
-        self,
-        shards: int,
-        *,
-        paths: Sequence[str] | None = None,
-        span_ms: int = DAY_MS,
-        seal_when: dict[str, Any] | None = None,
-        future_ms: int = 600_000,
-        window_bytes: int = 256 << 10,
-        window_runs: int = 500,
-    ) -> None:
-        self._shards = shards
-        self.span_ms = span_ms
-        self.future_ms = future_ms
-        self._terminal = ValueFilter(seal_when) if seal_when else None
-        self._paths = None if paths is None else [path.split(".") for path in paths]
+    def __init__(self, days: DaysPlan, plan: Plan) -> None:
+        self._shards = plan.store.shards
+        self.span_ms, self.future_ms = days.span_ms, days.future_ms
+        self._terminal = ValueFilter(days.seal_when) if days.seal_when else None
+        self._paths = None if days.name_paths is None else [path.split(".") for path in days.name_paths]
         # The limit holds for what is sent; a window's raw records compress about eightfold, spread over the shards.
-        self._raw_bytes = window_bytes * 8
-        self._runs = window_runs
+        self._raw_bytes, self._runs = plan.window_bytes * 8, plan.window_runs
         self._routes: dict[bytes | None, tuple[int, str]] = {}
         self._rows = 1 << 14
 
@@ -186,30 +164,33 @@ class DaysWriter(Writer):
 
     def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], plain: bool) -> int:
         """Add the runs of one name: one, unless its bucket changes or is sealed inside; return how many."""
+        whole = [(rows, max(map(records.times.__getitem__, rows)), False)] if plain else None
+        parts = whole or list(self._parts(records, rows))
+        for part, newest, is_sealed in parts:
+            start = bucket_start(newest, self.span_ms)
+            items += ["A", name, start, len(part), newest, _encode_rows(records, part)]
+            if is_sealed:
+                items += ["S", name]
+        return len(parts)
+
+    def _parts(self, records: Slice, rows: list[int]) -> Iterator[tuple[list[int], int, bool]]:
+        """Yield the rows of each run, the newest time up to its end, and whether its last row seals the bucket."""
         times, span, terminal = records.times, self.span_ms, self._terminal
-        if plain:
-            newest = max(map(times.__getitem__, rows))
-            items += ["A", name, bucket_start(newest, span), len(rows), newest, _encode_rows(records, rows)]
-            return 1
-        runs = 0
         part: list[int] = []
         newest = times[rows[0]]
         for i in rows:
             time_ms = times[i]
             if part and time_ms > newest and time_ms // span != newest // span:
-                items += ["A", name, bucket_start(newest, span), len(part), newest, _encode_rows(records, part)]
-                runs, part = runs + 1, []
+                yield part, newest, False
+                part = []
             newest = max(newest, time_ms)
             part.append(i)
             record = records.record(i) if terminal is not None and terminal.asks_record else None
             if terminal is not None and terminal.matches(records.values[i] or b"", record):
-                items += ["A", name, bucket_start(newest, span), len(part), newest, _encode_rows(records, part)]
-                items += ["S", name]
-                runs, part = runs + 1, []
+                yield part, newest, True
+                part = []
         if part:
-            items += ["A", name, bucket_start(newest, span), len(part), newest, _encode_rows(records, part)]
-            runs += 1
-        return runs
+            yield part, newest, False
 
     def _route(self, key: bytes | None, value: bytes) -> tuple[int, str]:
         if self._paths is not None:

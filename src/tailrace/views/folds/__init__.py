@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from tailrace.view import View
@@ -23,13 +24,11 @@ class FoldsView(View):
     name = "folds"
 
     def plan(self, settings: Settings) -> FoldsPlan:
-        """Return what tasks must know."""
         from tailrace.views.folds.write import FoldsPlan
 
         return FoldsPlan.of(settings)
 
     def driver(self, settings: Settings) -> FoldsDriver:
-        """Return the hooks of one start of the driver."""
         from tailrace.views.folds.driver import FoldsDriver
 
         return FoldsDriver(self.plan(settings))
@@ -37,9 +36,9 @@ class FoldsView(View):
     def retire(self, start: Start) -> None:
         """Emit what rules held that are gone, when no rule is left."""
         if not start.settings.folds.rules:
-            from tailrace.views.folds.driver import retire
+            from tailrace.views.folds.driver import enforce
 
-            retire(start)
+            enforce(start.shards, {}, round(time.time() * 1000))
 
     def outputs(self, settings: Settings) -> dict[str, int]:
         """Return the topics of folded and of raw events."""

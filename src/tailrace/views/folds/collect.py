@@ -7,6 +7,7 @@ run, decide which event is first or last.
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -32,7 +33,6 @@ class Collector:
     """
 
     kind: ClassVar[str]
-    needs_path: ClassVar[bool] = True
 
     @abstractmethod
     def extract(self, found: bytes | None, value: bytes) -> Any:
@@ -146,6 +146,8 @@ class First(Collector):
     """The value at the path in the first event that has one."""
 
     kind = "first"
+    _wins = staticmethod(operator.lt)
+    """Compares a position with that of the value so far."""
 
     def extract(self, found: bytes | None, value: bytes) -> Any:
         return found
@@ -178,23 +180,19 @@ class First(Collector):
     def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
         return [(dumped[0], partitions[dumped[1]], dumped[2]), dumped[3]] if dumped else []
 
-    def _wins(self, position: Position, current: Position) -> bool:
-        return position < current
-
 
 class LastValue(First):
     """The value at the path in the last event that has one."""
 
     kind = "last"
-
-    def _wins(self, position: Position, current: Position) -> bool:
-        return position > current
+    _wins = staticmethod(operator.gt)
 
 
 class Min(Collector):
     """The smallest number at the path; if there are only strings, the first by code points."""
 
     kind = "min"
+    _wins = staticmethod(operator.lt)
 
     def extract(self, found: bytes | None, value: bytes) -> Any:
         if found is None or (parse_number(found) is None and found[:1] != b'"'):
@@ -220,17 +218,12 @@ class Min(Collector):
     def result(self, state: Any) -> bytes:
         return state[0] if state else b"null"
 
-    def _wins(self, rank: Any, current: Any) -> bool:
-        return bool(rank < current)
-
 
 class Max(Min):
     """The largest number at the path; if there are strings, the last of them by code points."""
 
     kind = "max"
-
-    def _wins(self, rank: Any, current: Any) -> bool:
-        return bool(rank > current)
+    _wins = staticmethod(operator.gt)
 
 
 class Sum(Collector):
@@ -312,7 +305,6 @@ class Events(Collector):
     """All events in order, each with its id and the whole value."""
 
     kind = "events"
-    needs_path = False
 
     def extract(self, found: bytes | None, value: bytes) -> Any:
         return value

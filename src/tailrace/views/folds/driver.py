@@ -33,6 +33,7 @@ from tailrace.views.folds.store import (
     VIEW,
     AppliedRule,
     FoldStore,
+    GroupChange,
     StoredGroup,
     applied_rules,
     decode_group,
@@ -111,11 +112,6 @@ class FoldsDriver(ViewDriver):
         return "" if asked_for(start.shards) == self._wanted else "fold rules get other windows"
 
 
-def retire(start: Start) -> None:
-    """Emit what rules held that are gone."""
-    enforce(start.shards, {}, round(time.time() * 1000))
-
-
 def watermarks(shards: Shards, rules: Mapping[str, Rule], run: DriverRun) -> Callable[[Sequence[Rule]], dict[str, int]]:
     """Return the function that returns the watermark of each rule, as far as it is known."""
     outputs = outputs_of(rules)
@@ -174,28 +170,28 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int =
 
 
 def _flush(shards: Shards, store: FoldStore, rule: Rule, now_ms: int) -> int:
-    folding = rule.folding()
-    given = 0
-    while True:
-        found = 0
-        for shard, held in _pages(shards, rule):
-            made = [flush_change(rule, folding, group, state, now_ms, FLUSH) for group, state in held.items()]
-            found += len(held)
-            store.settle(rule, 0, shard, [change for change in made if change is not None])
-        if not found:
-            return given
+    """Emit all that is pending; return of how many groups."""
+    folding, given = rule.folding(), 0
+    while found := _change(shards, store, rule, lambda g, h: flush_change(rule, folding, g, h, now_ms, FLUSH)):
         given += found
+    return given
 
 
 def _rescore(shards: Shards, store: FoldStore, rule: Rule) -> int:
     """Give every pending group the due time of the rule's windows; what is due by them goes out at the next tick."""
     folding = rule.folding()
-    moved = 0
+    return _change(shards, store, rule, lambda g, h: due_change(rule, folding, g, h, BEFORE_ALL))
+
+
+def _change(
+    shards: Shards, store: FoldStore, rule: Rule, change: Callable[[bytes, StoredGroup], GroupChange | None]
+) -> int:
+    """Change every pending group; return how many there were."""
+    found = 0
     for shard, held in _pages(shards, rule):
-        made = [due_change(rule, folding, group, state, BEFORE_ALL) for group, state in held.items()]
-        store.settle(rule, 0, shard, [change for change in made if change is not None])
-        moved += len(held)
-    return moved
+        store.settle(rule, 0, shard, [change(group, state) for group, state in held.items()])
+        found += len(held)
+    return found
 
 
 def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, StoredGroup]]]:
@@ -207,8 +203,7 @@ def _pages(shards: Shards, rule: Rule) -> Iterator[tuple[int, dict[bytes, Stored
                 [(shard, ("HSCAN", shards.keys.fold(shard, rule.key_suffix), cursor, "COUNT", PAGE))]
             )[0]
             cursor = cursor if isinstance(cursor, bytes) else str(cursor).encode()
-            pairs = mapping(found).items()
-            if held := {group: decode_group(value) for group, value in pairs}:
+            if held := {group: decode_group(value) for group, value in mapping(found).items()}:
                 yield shard, held
             if cursor == b"0":
                 break
@@ -329,7 +324,7 @@ class Emitter(threading.Thread):
             refused = 0
             for (shard, _, groups), states in zip(asked, held, strict=True):
                 made = [due_change(rule, folding, g, h, watermark_ms) for g, h in zip(groups, states, strict=True)]
-                refused += self._store.settle(rule, forget_ms, shard, [change for change in made if change is not None])
+                refused += self._store.settle(rule, forget_ms, shard, made)
             self._emitted()
             if refused:
                 # Somebody changed them meanwhile: if they are still due, they are so at the next tick.

@@ -8,7 +8,7 @@ block and the service's do not, so plain functions build the commands and read t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -137,7 +137,7 @@ def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange],
     return args
 
 
-def call_batches(changes: Sequence[GroupChange]) -> Iterator[list[GroupChange]]:
+def call_batches(changes: Iterable[GroupChange]) -> Iterator[list[GroupChange]]:
     """Cut changes into calls of limited size: a call blocks the server."""
     some: list[GroupChange] = []
     size = 0
@@ -194,14 +194,14 @@ class FoldStore:
                 earliest[rule.name] = min(due, earliest.get(rule.name, due))
         return earliest
 
-    def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Sequence[GroupChange]) -> int:
+    def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Iterable[GroupChange | None]) -> int:
         """Make changes in a shard; return how many it refused because another writer was faster.
 
         Raises:
             StaleDriver: Another driver has taken the view over.
         """
         refused = 0
-        for some in call_batches(changes):
+        for some in call_batches(change for change in changes if change is not None):
             answer = self._shards.call(shard, "settle", *settle_arguments(rule, forget_ms, some, self._epoch))
             if answer and answer[0] == b"stale":
                 raise StaleDriver(VIEW, self._epoch, 0)
@@ -235,7 +235,13 @@ def rule_of(name: str, fold: FoldSettings) -> Rule:
         topics=fold.topics,
         group=tuple(map(split_path, fold.group)),
         collect=tuple(_collect(output, text) for output, text in fold.collect.items()),
-        windows=windows_of(fold),
+        windows=Windows(
+            quiet_ms=fold.quiet // _MS,
+            max_wait_ms=fold.longest // _MS,
+            max_count=fold.max_count,
+            max_bytes=fold.max_bytes,
+            lateness_ms=fold.lateness // _MS,
+        ),
         where=fold.where.written(),
         missing=fold.missing,
         clock=fold.clock,
@@ -247,17 +253,6 @@ def rule_of(name: str, fold: FoldSettings) -> Rule:
 def _collect(output: str, text: str) -> Collect:
     kind, path = parse_collect(text)
     return Collect(output, kind, split_path(path) if path else ())
-
-
-def windows_of(fold: FoldSettings) -> Windows:
-    """Return the windows of a settings section."""
-    return Windows(
-        quiet_ms=fold.quiet // _MS,
-        max_wait_ms=fold.longest // _MS,
-        max_count=fold.max_count,
-        max_bytes=fold.max_bytes,
-        lateness_ms=fold.lateness // _MS,
-    )
 
 
 def rules_of(settings: Settings) -> dict[str, Rule]:

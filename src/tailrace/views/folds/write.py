@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +29,8 @@ from tailrace.views.folds.model import MAX_CACHED_GROUP, NEVER, ClosedFold, Clum
 from tailrace.views.folds.store import VIEW, FoldStore, StoredGroup, emit_arguments, new_version, reads_topic, rules_of
 
 NO_RULE = "no-rule"
+
+_encode_headers = msgspec.msgpack.Encoder().encode
 
 Key: TypeAlias = tuple[int, int, bytes]
 """Shard, number of the rule, group."""
@@ -146,18 +149,13 @@ def arrivals_of(offsets: Sequence[int], times: Sequence[int], applied: AppliedMa
     return [time] * begin + list(accumulate(times[begin:], max, initial=time))[1:]
 
 
-_encode_headers = msgspec.msgpack.Encoder().encode
-
-
+@dataclass(slots=True)
 class _Group:
     """The state of a group as this task knows it; ``clumps`` are decoded when first needed."""
 
-    __slots__ = ("clumps", "stored", "version")
-
-    def __init__(self, stored: StoredGroup) -> None:
-        self.version = stored.version
-        self.stored = stored
-        self.clumps: list[Clump] | None = None
+    stored: StoredGroup
+    version: bytes
+    clumps: list[Clump] | None = None
 
 
 class FoldsPlan(msgspec.Struct, frozen=True):
@@ -172,8 +170,7 @@ class FoldsPlan(msgspec.Struct, frozen=True):
         return cls(tuple(rules_of(settings).values()))
 
     def writer(self, plan: Plan) -> Writer:
-        shards, windows = plan.store.shards, plan.window_runs
-        return FoldsWriter(shards, self.rules, window_bytes=plan.window_bytes, window_groups=windows)
+        return FoldsWriter(self, plan)
 
 
 class FoldsWriter(Writer):
@@ -184,19 +181,11 @@ class FoldsWriter(Writer):
     future_ms = 0
     keeps_times = True
 
-    def __init__(
-        self,
-        shards: int,
-        rules: Sequence[Rule],
-        *,
-        window_bytes: int = 256 << 10,
-        window_groups: int = 500,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._shards, self._clock = shards, clock
-        self._reader = InputReader(shards, rules)
+    def __init__(self, folds: FoldsPlan, plan: Plan) -> None:
+        self._shards = shards = plan.store.shards
+        self._reader = InputReader(shards, folds.rules)
         # A changed state is sent as a whole, though an event adds little to it.
-        self._max_bytes, self._max_groups = 4 * window_bytes * shards, window_groups * shards
+        self._max_bytes, self._max_groups = 4 * plan.window_bytes * shards, plan.window_runs * shards
         self._inputs: dict[int, SliceInputs] = {}
         self._states: dict[Key, _Group] = {}
         self._watermarks: list[dict[str, int]] = []
@@ -204,7 +193,7 @@ class FoldsWriter(Writer):
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Read the slices and the states of their groups."""
-        now_ms = round(self._clock() * 1000)
+        now_ms = round(time.time() * 1000)
         before, self._inputs = self._inputs, {}
         wanted: dict[tuple[int, int], dict[bytes, None]] = {}
         for records, applied in work:
@@ -219,7 +208,7 @@ class FoldsWriter(Writer):
         listed = [(shard, rules[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
         stored, self._watermarks = FoldStore(shards).read(listed)
         self._states = {
-            (shard, n, group): _Group(h)
+            (shard, n, group): _Group(h, h.version)
             for ((shard, n), groups), answer in zip(wanted.items(), stored, strict=True)
             for group, h in zip(groups, answer, strict=True)
         }

@@ -25,13 +25,11 @@ class GrepView(View):
     name = "matches"
 
     def plan(self, settings: Settings) -> GrepPlan:
-        """Return what tasks must know."""
         from tailrace.views.grep.write import GrepPlan
 
         return GrepPlan.of(settings)
 
     def driver(self, settings: Settings) -> GrepDriver:
-        """Return the hooks of one start of the driver."""
         from tailrace.views.grep.driver import GrepDriver
 
         return GrepDriver(self.plan(settings))

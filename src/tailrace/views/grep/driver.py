@@ -122,7 +122,10 @@ class Scanner(threading.Thread):
         for life, stretch, marks in waiting:
             gone = {s: (f, min(u, before[s])) for s, (f, u) in _left(stretch, marks).items() if before[s] > f}
             if gone:
-                self._pass_over(Chunk(gone, [DueRange(life, stretch, gone)]), before)
+                # Record the offsets that Kafka no longer has, and move the marks past them.
+                lost = Chunk(gone, [DueRange(life, stretch, gone)])
+                self._record(lost, before, 0, before)
+                self._advance(lost)
                 passed = True
             marks = {**marks, **{partition: until - 1 for partition, (_, until) in gone.items()}}
             ranges = {s: each for s, each in stretch.ranges.items() if before.get(s) != LATER}
@@ -145,11 +148,6 @@ class Scanner(threading.Thread):
         if self._availability is None:
             self._availability = Availability(Broker(self._settings), self._shards, self._plan.generations)
         return self._availability.begins(partitions)
-
-    def _pass_over(self, chunk: Chunk, before: Mapping[str, int]) -> None:
-        """Record offsets that Kafka no longer has, and move the marks past them."""
-        self._record(chunk, before, 0, before)
-        self._advance(chunk)
 
     def _record(self, chunk: Chunk, before: Mapping[str, int], read_bytes: int, after: Mapping[str, int]) -> None:
         """Record the bytes read and the offsets that Kafka had dropped; before the marks move to the chunk's end."""
@@ -448,7 +446,8 @@ class Availability:
             return {}
         topics = self._broker.topics()
         # Read after the topics: a generation that is not stored by now belongs to none of them.
-        stored = self._stored_generations()
+        [known] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
+        stored = read_generations(known)
         wanted = {partition.topic for partition in partitions.values()}
         firsts = self._broker.firsts([topic for name, topic in topics.items() if name in wanted])
         found: dict[str, int] = {}
@@ -466,10 +465,6 @@ class Availability:
         if partition.generation == generation and topic_id not in ("", topic.id):
             return GONE  # created again, which the driver has not noticed yet
         return None if partition.generation == generation == self._generations.get(partition.topic, 0) else LATER
-
-    def _stored_generations(self) -> dict[str, TopicGeneration]:
-        [stored] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
-        return read_generations(stored)
 
 
 def lost_offsets(partition: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:

@@ -118,9 +118,7 @@ class GrepPlan(msgspec.Struct, frozen=True):
         return cls(round(settings.days.future_limit.total_seconds() * 1000), settings.grep.kept)
 
     def writer(self, plan: Plan) -> Writer:
-        return GrepWriter(
-            plan.store.shards, future_ms=self.future_ms, kept_bytes=self.kept_bytes, window_runs=plan.window_runs
-        )
+        return GrepWriter(self, plan)
 
 
 class GrepWriter(Writer):
@@ -129,9 +127,9 @@ class GrepWriter(Writer):
     name = VIEW
     span_ms = DAY_MS
 
-    def __init__(self, shards: int, *, future_ms: int, kept_bytes: int, window_runs: int = 500) -> None:
-        self._shards, self._kept_bytes, self._runs = shards, kept_bytes, window_runs
-        self.future_ms = future_ms
+    def __init__(self, grep: GrepPlan, plan: Plan) -> None:
+        self._shards, self._kept_bytes, self._runs = plan.store.shards, grep.kept_bytes, plan.window_runs
+        self.future_ms = grep.future_ms
         self._registry = SearchRegistry()
         self._topics: dict[str, TopicFilter] = {}
         self._by_topic: dict[str, SearchSet] = {}
