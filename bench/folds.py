@@ -98,10 +98,10 @@ class Bench:
             self.store.client().flushall()
         row = {
             "job": job,
-            "events/s": round(max(events / told["seconds"] for told in tries)),
-            "CPU s/M events": round(min(told["cpu"] for told in tries) * 1e6 / events, 2),
+            "events/s": round(max(events / each["seconds"] for each in tries)),
+            "CPU s/M events": round(min(each["cpu"] for each in tries) * 1e6 / events, 2),
         }
-        if folds := min(told.get("folds", 0) for told in tries):
+        if folds := min(each.get("folds", 0) for each in tries):
             row["folds"] = f"{folds:,}" if job in FROM_MEMORY else f"{folds:,} of {self.expected:,}"
         print(json.dumps(row), file=sys.stderr, flush=True)
         return row
@@ -129,10 +129,10 @@ class Bench:
         done = subprocess.run(command, cwd=ROOT, env=_bare(), capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{module} ended with {done.returncode}: {done.stderr[-2000:]}")
-        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        if told["events"] < events:
-            raise SystemExit(f"{module} read {told['events']:,} events of {events:,}: {done.stderr[-2000:]}")
-        return told | {"cpu": told["cpu"] + cpu_seconds(self.servers) - before}
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if answer["events"] < events:
+            raise SystemExit(f"{module} read {answer['events']:,} events of {events:,}: {done.stderr[-2000:]}")
+        return answer | {"cpu": answer["cpu"] + cpu_seconds(self.servers) - before}
 
     def library(self) -> dict[str, Any]:
         """Fold with the library, from memory, by the clock on the wall; folded events stay in the outbox."""
@@ -146,7 +146,7 @@ class Bench:
             seconds = time.perf_counter() - began
             time.sleep(2 * QUIET_MS / 1000)
             cpu = cpu_seconds(pids) - before
-        return {"seconds": seconds, "cpu": cpu, "folds": ours.given_out(self.store.url, prefix, "posts", len(made))}
+        return {"seconds": seconds, "cpu": cpu, "folds": ours.emitted_folds(self.store.url, prefix, "posts", len(made))}
 
     def seed_in_memory(self) -> dict[str, Any]:
         """Fold with the seed's algorithm the same way; folded events go nowhere."""

@@ -101,13 +101,13 @@ class Stack:
         return asyncio.run(self._run({"count": "true", **parameters}))
 
     async def _run(self, parameters: Row) -> tuple[int, int, float]:
-        began, came, told, chunk = time.perf_counter(), 0, None, b""
+        began, came, n_found, chunk = time.perf_counter(), 0, None, b""
         async for chunk in frames(self.port, parameters):
             came += chunk.count(EVENT)
-            told = end_of(chunk)
-        if told is None:
+            n_found = end_of(chunk)
+        if n_found is None:
             raise SystemExit(f"a search did not come to its end: {chunk.decode(errors='replace')[-500:]}")
-        return told, came, time.perf_counter() - began
+        return n_found, came, time.perf_counter() - began
 
     def cpu(self) -> float:
         """Return the CPU seconds of everything: the stack is a child of this process."""
@@ -138,13 +138,13 @@ class Bench:
             before = cpu()
             found, seconds = run()
             tries.append((found, seconds, cpu() - before))
-        found, seconds = min(told[0] for told in tries), min(told[1] for told in tries)
+        found, seconds = min(each[0] for each in tries), min(each[1] for each in tries)
         return {
             "job": job,
             "case": case,
             "matches": f"{found:,}",
             "s": round(seconds, 3),
-            "CPU s": min(told[2] for told in tries),
+            "CPU s": min(each[2] for each in tries),
         }
 
     def rated(self, row: Row, events: int) -> None:
@@ -177,8 +177,8 @@ class Bench:
                         self.rated(row, total)
 
             def search(case: str = case, slot: Any = slot) -> tuple[int, float]:
-                told, _, seconds = stack.run(stack.new(slot) | {"from": "start"})
-                return _sure(told, self.wanted(case)), seconds
+                n_found, _, seconds = stack.run(stack.new(slot) | {"from": "start"})
+                return _sure(n_found, self.wanted(case)), seconds
 
             row = self.timed("history", f"{case}: tailrace", search, stack.cpu)
             row |= {f"x {name}": round(seconds / row["s"], 2) for name, seconds in beside.items()}
@@ -209,8 +209,8 @@ class Bench:
             for how in ("counted", "delivered"):
 
                 def search(asked: Row = asked, how: str = how, wanted: int = wanted) -> tuple[int, float]:
-                    told, came, seconds = self.stack.run(asked | {"count": "true" if how == "counted" else "false"})
-                    return _sure(told if how == "counted" else came, wanted), seconds
+                    n_found, came, seconds = self.stack.run(asked | {"count": "true" if how == "counted" else "false"})
+                    return _sure(n_found if how == "counted" else came, wanted), seconds
 
                 row = self.timed("again", f"{case}, {how}", search, self.stack.cpu)
                 self.rated(row | {"x scan": round(scanned / row["s"], 1)}, wanted)

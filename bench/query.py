@@ -102,7 +102,9 @@ def alone(options: argparse.Namespace, peers: Peers) -> list[Row]:
         matches = compile_query(query).matches
         found = [matches(document) for document in documents]
         rows.append(
-            _told({"query": name, "by": "ours"}, best(matches, documents, options.seconds / 2), "matches/s", found)
+            _with_figures(
+                {"query": name, "by": "ours"}, best(matches, documents, options.seconds / 2), "matches/s", found
+            )
         )
         for engine in peers:
             answer = peers.run(engine, [query], raw, options.seconds / 2)
@@ -110,7 +112,7 @@ def alone(options: argparse.Namespace, peers: Peers) -> list[Row]:
             if isinstance(answer, str):
                 rows.append(row | {"note": answer})
             else:
-                rows.append(_told(row, answer["plain"], "matches/s", found))
+                rows.append(_with_figures(row, answer["plain"], "matches/s", found))
     return rows
 
 
@@ -130,7 +132,7 @@ def standing(options: argparse.Namespace, peers: Peers, engines: Iterable[str]) 
                 rows.append(row | {"note": answer})
                 continue
             plain, decoded = answer["plain"], answer["decoded"]
-            row = _told(row, plain, "events/s", found)
+            row = _with_figures(row, plain, "events/s", found)
             row |= {"deliveries/s": round(plain["rate"] * statistics.mean(found))}
             row |= {"decoding: events/s": round(decoded["rate"]), "CPU s/M ": round(decoded["cpu"] * 1e6, 2)}
             rows.append(row)
@@ -215,8 +217,8 @@ def equal(options: argparse.Namespace) -> list[Row]:
             ways["distinct"] = distinct
         ways["match, consumed"] = partial(_consumed, made)
         for way, match in ways.items():
-            told = best(partial(_nothing, match), documents, options.seconds / 2)
-            rows.append(_told({"subscribers": size, "by": way}, told, "events/s"))
+            figures = best(partial(_nothing, match), documents, options.seconds / 2)
+            rows.append(_with_figures({"subscribers": size, "by": way}, figures, "events/s"))
     return rows
 
 
@@ -279,12 +281,12 @@ def _fastest(done: Callable[[], Any]) -> tuple[Any, float]:
     return result, min(taken)
 
 
-def _told(row: Row, told: Figures, unit: str, found: Sequence[int] | None = None) -> Row:
+def _with_figures(row: Row, figures: Figures, unit: str, found: Sequence[int] | None = None) -> Row:
     """Add figures to a row; ``found`` is how many queries each event matches, by ours."""
-    row |= {unit: round(told["rate"]), "CPU s/M": round(told["cpu"] * 1e6, 2), "events": told["events"]}
+    row |= {unit: round(figures["rate"]), "CPU s/M": round(figures["cpu"] * 1e6, 2), "events": figures["events"]}
     if found is not None:
-        row["matched"] = told["matched"]
-        if (ours := sum(found[: told["events"]])) != told["matched"]:
+        row["matched"] = figures["matched"]
+        if (ours := sum(found[: figures["events"]])) != figures["matched"]:
             row["note"] = f"differs: ours matched {ours:,}"
     return row
 

@@ -1,6 +1,6 @@
 """Many viewers of sessions in one process, which does as little as it can with what it gets.
 
-Of a message it reads the header of the WebSocket frame, and looks for the stamp that the writer put in: ``@@`` and
+Of a message it reads the header of the WebSocket frame, and looks for the time that the writer put in: ``@@`` and
 the nanoseconds of the clock, in the text of an event, which LZ4 leaves as it is. Nothing is decompressed. It prints a
 line of JSON when all are subscribed, and one with what it found when its standard input is closed.
 
@@ -133,7 +133,7 @@ def main() -> int:
 
 
 def _tell(every: list[tuple[str, Viewer]], seconds: float) -> None:
-    told = {
+    figures = {
         kind: {
             "lags": [lag for its, viewer in every if its == kind for lag in viewer.lags],
             "counts": [len(viewer.lags) for its, viewer in every if its == kind],
@@ -143,7 +143,7 @@ def _tell(every: list[tuple[str, Viewer]], seconds: float) -> None:
         for kind in ("all", "one")
     }
     used = time.process_time()
-    print(json.dumps({"seconds": seconds, "cpu": used, **told}), flush=True)
+    print(json.dumps({"seconds": seconds, "cpu": used, **figures}), flush=True)
 
 
 if __name__ == "__main__":

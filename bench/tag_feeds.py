@@ -36,7 +36,7 @@ from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOpt
 from tailrace.views.tags.rows.store import StoredRow, writer
 from tailrace.views.tags.store import VIEW
 
-Told: TypeAlias = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
 
 HOUR_MS = 3_600_000
 YEARS_MS = 10 * 365 * 24 * HOUR_MS
@@ -49,7 +49,7 @@ WARM_S = 3.0
 PATIENCE_S = 60.0
 
 
-def given(flags: Told) -> Settings:
+def given(flags: Row) -> Settings:
     """Return the settings that these flags make, and nothing else does."""
     return load(Path(os.devnull), flags)
 
@@ -105,7 +105,7 @@ def catch_up(settings: Settings, tag: str) -> tuple[float, int]:
 # What comes.
 
 
-def visible(spark: Any, flags: Told, readers: Sequence[Told], rate: int, seconds: float) -> Iterator[Told]:
+def visible(spark: Any, flags: Row, readers: Sequence[Row], rate: int, seconds: float) -> Iterator[Row]:
     """Run the pipeline on a new topic, and yield how late its events are for readers with these settings."""
     topic, bootstrap = f"live-{flags['valkey.prefix']}", flags["kafka.bootstrap"]
     admin = AdminClient({"bootstrap.servers": bootstrap})
@@ -128,7 +128,7 @@ def visible(spark: Any, flags: Told, readers: Sequence[Told], rate: int, seconds
         job.join(60)
 
 
-async def _follow(settings: Settings, topic: str, rate: int, seconds: float) -> Told:
+async def _follow(settings: Settings, topic: str, rate: int, seconds: float) -> Row:
     """Follow the tag from its end; return how old its events were when they came."""
     delay = settings.tags.delay if settings.tags.store == "cassandra" else None
     ages: list[float] = []
@@ -146,12 +146,12 @@ async def _follow(settings: Settings, topic: str, rate: int, seconds: float) -> 
             await asyncio.sleep(1)
             await asyncio.to_thread(send, settings.kafka.bootstrap, topic, rate, stretch)
             await asyncio.wait_for(receiving, PATIENCE_S)
-    told: Told = {"events/s": rate, "events": len(ages)}
+    row: Row = {"events/s": rate, "events": len(ages)}
     if settings.tags.store == "cassandra":
-        told["delay"] = "auto" if delay is None else f"{round(delay.total_seconds() * 1000)} ms"
-    told |= {f"p{share} ms": round(1000 * percentile(ages, share / 100)) for share in (50, 99)}
-    told["over ms"] = told["p99 ms"] - round(delay.total_seconds() * 1000 if delay else 0)
-    return told
+        row["delay"] = "auto" if delay is None else f"{round(delay.total_seconds() * 1000)} ms"
+    row |= {f"p{share} ms": round(1000 * percentile(ages, share / 100)) for share in (50, 99)}
+    row["over ms"] = row["p99 ms"] - round(delay.total_seconds() * 1000 if delay else 0)
+    return row
 
 
 def _wait_for_query(spark: Any, job: threading.Thread) -> None:
@@ -196,7 +196,7 @@ class Asked:
         Session.execute_async = self._plain
 
 
-def start_from_nothing(settings: Settings) -> Iterator[Told]:
+def start_from_nothing(settings: Settings) -> Iterator[Row]:
     """Write tags whose events are ten years apart in all, and yield what it costs to find the first and the last."""
     options = CassandraOptions.of(settings.cassandra)
     prepare(Shards(StoreOptions.of(settings.valkey)).open())
@@ -207,8 +207,8 @@ def start_from_nothing(settings: Settings) -> Iterator[Told]:
         writer(options).write(_row(tag, number, ms) for number, ms in enumerate(times, 1))
     disconnect(options)
     for tag, times in cases.items():
-        told = asyncio.run(_from_nothing(settings, tag, len(times)))
-        yield {"case": f"{len(times):,} of {YEARS_MS // HOUR_MS:,} buckets", **told}
+        row = asyncio.run(_from_nothing(settings, tag, len(times)))
+        yield {"case": f"{len(times):,} of {YEARS_MS // HOUR_MS:,} buckets", **row}
     seconds = _ask_all(options, end_ms)
     yield {
         "case": f"asking {YEARS_MS // HOUR_MS:,} buckets",
@@ -217,7 +217,7 @@ def start_from_nothing(settings: Settings) -> Iterator[Told]:
     }
 
 
-async def _from_nothing(settings: Settings, tag: str, events: int) -> Told:
+async def _from_nothing(settings: Settings, tag: str, events: int) -> Row:
     async with opened(settings) as store:
         # Connections are made and statements are prepared once for all feeds.
         async for _ in frames(store, "none", start="start", follow=False):
@@ -231,8 +231,8 @@ async def _from_nothing(settings: Settings, tag: str, events: int) -> Told:
                         first, first_asked = time.perf_counter() - began, asked.queries
                     found += len(batch)
             last = time.perf_counter() - began
-            told = {"first ms": round(1000 * first), "queries to first": first_asked, "last ms": round(1000 * last)}
-            return told | {"queries": asked.queries, "events": found}
+            row = {"first ms": round(1000 * first), "queries to first": first_asked, "last ms": round(1000 * last)}
+            return row | {"queries": asked.queries, "events": found}
 
 
 def _ask_all(options: CassandraOptions, end_ms: int) -> float:

@@ -97,7 +97,7 @@ def _watched(
     used, grown = cpu_seconds([service.pid]) - used, service.memory_info().rss - before
     found = _ended(watching)
     writing.wait()
-    wanted = sum(written["stamps"][names[number % sessions]] for number in range(viewers))
+    wanted = sum(written["markers"][names[number % sessions]] for number in range(viewers))
     lags = found["all"]["lags"] + found["one"]["lags"]
     if not lags:
         raise SystemExit(f"no viewer got anything: {found}")
@@ -170,9 +170,9 @@ def _ended(process: subprocess.Popen[str]) -> Any:
     """Close its standard input, and return what it says to that."""
     assert process.stdin is not None
     process.stdin.close()
-    told = _line(process)
+    answer = _line(process)
     process.wait()
-    return told
+    return answer
 
 
 def write(url: str, names: list[str], rate: float, seconds: float) -> None:
@@ -183,7 +183,7 @@ def write(url: str, names: list[str], rate: float, seconds: float) -> None:
     chance = np.random.default_rng(1)
     each = round(rate * 1e6 * EVERY_S / len(names) / CHANNELS / 4)
     pool = chance.random(2**20, np.float32)
-    stamps, size = dict.fromkeys(names, 0), 0
+    markers, size = dict.fromkeys(names, 0), 0
     with ExitStack() as stack:
         writers = {}
         for name in names:
@@ -204,9 +204,9 @@ def write(url: str, names: list[str], rate: float, seconds: float) -> None:
                     size += len(data)
                 writer.event(1, now, text=f"@@{time.time_ns()}")
                 writer.flush()
-                stamps[name] += 1
+                markers[name] += 1
         spent = time.perf_counter() - began
-    print(json.dumps({"stamps": stamps, "bytes": size, "seconds": spent}), flush=True)
+    print(json.dumps({"markers": markers, "bytes": size, "seconds": spent}), flush=True)
 
 
 if __name__ == "__main__":

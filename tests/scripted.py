@@ -313,8 +313,8 @@ class ScriptedSearches:
             shown = "" if counts else f"data: {json.dumps(self.events[number], ensure_ascii=False)}\n"
             text += f"id: {cursor(number + 1)}\n{shown}\n"
         ends = asked.get("follow") == "false" or sent == limit
-        said = json.dumps({"reason": "caught-up", "events": sent})
-        text += f"id: {LIFE}.{last}~end\nevent: end\ndata: {said}\n\n" if ends else ""
+        facts = json.dumps({"reason": "caught-up", "events": sent})
+        text += f"id: {LIFE}.{last}~end\nevent: end\ndata: {facts}\n\n" if ends else ""
         async for chunk in plan.sent(text):
             yield chunk
         if plan.keep is None and not ends:

@@ -51,11 +51,11 @@ def the_rule() -> Rule:
 
 def bursts(rows: int, changes: int, times: int = 2) -> list[tuple[int, Change]]:
     """Return sample changes with the times of their records: bursts with a long pause in between."""
-    told = []
+    timed = []
     for burst in range(times):
         for turn, events in enumerate(sample(Random(burst), rows, changes)):
-            told += [(NOON + burst * 60_000 + turn * 100, event["value"]) for event in events]
-    return told
+            timed += [(NOON + burst * 60_000 + turn * 100, event["value"]) for event in events]
+    return timed
 
 
 def folds_of(changes: list[tuple[int, Change]]) -> list[Fold]:

@@ -110,7 +110,7 @@ def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Se
     return {"seconds": ended - began, "cpu": cpu, "folds": len(inputs)}
 
 
-def given_out(url: str, prefix: str, rule: str, events: int) -> int:
+def emitted_folds(url: str, prefix: str, rule: str, events: int) -> int:
     """Return how many folds a rule gave out of so many events, once nothing is open."""
     shards = Shards(StoreOptions(url, prefix=prefix))
     counts: dict[str, int] = {}

@@ -113,9 +113,9 @@ def test_ctrl_c_prints_the_command_that_resumes_exactly(service: ScriptedService
         assert process.stdout is not None
         assert [json.loads(process.stdout.readline())["offset"] for _ in range(3)] == [0, 1, 2]
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=20)
+        rest, stderr = process.communicate(timeout=20)
     assert (process.returncode, rest) == (130, "")
-    resume = shlex.split(said.strip().splitlines()[-1].removeprefix("to go on: "))
+    resume = shlex.split(stderr.strip().splitlines()[-1].removeprefix("to go on: "))
     assert resume == ["tailrace", "tail", NAME, "--after", "7.3", "-n", "2", "--url", service.url]
     service.feeds[NAME] = 9
     done = tailrace(*resume[1:])

@@ -131,10 +131,10 @@ def test_204_ends_a_feed(service: ScriptedService) -> None:
 def test_control_frames_are_told_and_can_be_read_with_the_events(service: ScriptedService) -> None:
     service.feeds[NAME] = 1
     service.control = 'id: 7.0\nevent: gap\ndata: {"from": "6.1", "to": "7.0", "reason": "expired"}\n\n'
-    told: list[Control] = []
-    assert len(follow(service.url, follow=False, on_control=told.append)) == 1
-    assert [control.kind for control in told] == ["gap", "caught-up", "end"]
-    assert told[0].data["reason"] == "expired"
+    controls: list[Control] = []
+    assert len(follow(service.url, follow=False, on_control=controls.append)) == 1
+    assert [control.kind for control in controls] == ["gap", "caught-up", "end"]
+    assert controls[0].data["reason"] == "expired"
 
     async def read() -> list[str]:
         async with tailrace.connect(service.url) as river, river.tail(NAME, follow=False) as feed:

@@ -40,7 +40,7 @@ STINT = 420
 """Seconds in which each car has gone out, come back, and gone out again."""
 
 
-def told(seed: int, seconds: int, cars: int = 2, every: float = 0.1) -> Iterator[dict[str, Any]]:
+def generate(seed: int, seconds: int, cars: int = 2, every: float = 0.1) -> Iterator[dict[str, Any]]:
     clock = [BEGAN]
     laps = Laps(Random(seed), lambda: clock[0], cars)
     for _ in range(round(seconds / every)):
@@ -54,13 +54,13 @@ def told(seed: int, seconds: int, cars: int = 2, every: float = 0.1) -> Iterator
 
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
-    return list(told(5, STINT))
+    return list(generate(5, STINT))
 
 
 def test_the_same_seed_tells_the_same_records() -> None:
-    assert list(told(7, 20)) == list(told(7, 20))
-    assert list(told(7, 20)) != list(told(8, 20))
-    assert list(told(7, 20, cars=0)) == []
+    assert list(generate(7, 20)) == list(generate(7, 20))
+    assert list(generate(7, 20)) != list(generate(8, 20))
+    assert list(generate(7, 20, cars=0)) == []
 
 
 def test_a_session_opens_drives_and_closes_and_the_next_one_has_another_identity(records: list[dict[str, Any]]) -> None:
@@ -131,7 +131,7 @@ def test_there_are_gears_sectors_laps_and_warnings(records: list[dict[str, Any]]
 
 
 def test_a_car_that_was_not_asked_for_long_goes_on_with_what_is_now() -> None:
-    held = [record for record in told(3, 300, cars=1, every=60) if record["type"] == "data"]
+    held = [record for record in generate(3, 300, cars=1, every=60) if record["type"] == "data"]
     assert 4 * 20 <= len(held) <= 5 * 21
 
 

@@ -17,21 +17,21 @@ from tailrace.demo.carts import RULES, THINGS, TOPIC, examples, stories, with_ta
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
 
 
-def told(seed: int, seconds: float, rate: float = 0.5) -> list[dict[str, Any]]:
+def generate(seed: int, seconds: float, rate: float = 0.5) -> list[dict[str, Any]]:
     found = list(stories(Random(seed), lambda: BEGAN, rate).until(seconds))
     assert {topic for topic, _ in found} <= {TOPIC}
     return [event for _, event in found]
 
 
 def test_the_same_seed_tells_the_same_events() -> None:
-    assert told(7, 60) == told(7, 60)
-    assert told(7, 60) != told(8, 60)
-    assert told(7, 600, rate=0) == []
+    assert generate(7, 60) == generate(7, 60)
+    assert generate(7, 60) != generate(8, 60)
+    assert generate(7, 600, rate=0) == []
 
 
 def test_a_cart_is_opened_filled_and_ended_and_its_tags_say_so() -> None:
     carts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in told(1, 300):
+    for event in generate(1, 300):
         carts[event["key"][0]].append(event["value"])
     whole = [events for events in carts.values() if events[-1]["type"] in ("cart.checked-out", "cart.abandoned")]
     assert len(whole) > 50

@@ -31,20 +31,20 @@ AFTER: dict[str, set[str]] = {
 }
 
 
-def told(seed: int, count: int, *, queues: int = 3, jobsets: int = 12) -> list[dict[str, Any]]:
+def generate(seed: int, count: int, *, queues: int = 3, jobsets: int = 12) -> list[dict[str, Any]]:
     clock = datetime(2026, 11, 15, 8, tzinfo=UTC)
     return list(islice(stories(Random(seed), lambda: clock, queues=queues, jobsets=jobsets), count))
 
 
 def test_the_same_seed_tells_the_same_stories() -> None:
-    assert told(7, 500) == told(7, 500)
-    assert told(7, 500) != told(8, 500)
+    assert generate(7, 500) == generate(7, 500)
+    assert generate(7, 500) != generate(8, 500)
 
 
 def test_every_job_lives_a_life_that_makes_sense() -> None:
     states: dict[str, str] = defaultdict(str)
-    for given in told(1, 20_000):
-        value = given["value"]
+    for event in generate(1, 20_000):
+        value = event["value"]
         if "job" in value:
             assert value["type"] in AFTER[states[value["job"]]], value
             states[value["job"]] = value["type"]
@@ -53,8 +53,8 @@ def test_every_job_lives_a_life_that_makes_sense() -> None:
 def test_a_jobset_starts_and_finishes_when_all_its_jobs_have_ended() -> None:
     open_jobs: dict[str, int] = {}
     finished = 0
-    for given in told(2, 20_000):
-        name, value = "/".join(given["key"]), given["value"]
+    for event in generate(2, 20_000):
+        name, value = "/".join(event["key"]), event["value"]
         if value["type"] == "jobset.started":
             assert not open_jobs.get(name)
             open_jobs[name] = value["jobs"]
@@ -67,13 +67,13 @@ def test_a_jobset_starts_and_finishes_when_all_its_jobs_have_ended() -> None:
 
 
 def test_events_are_of_a_likely_size_and_all_streams_are_there() -> None:
-    events = told(3, 5_000)
-    sizes = [len(msgspec.json.encode(given["value"])) for given in events]
+    events = generate(3, 5_000)
+    sizes = [len(msgspec.json.encode(event["value"])) for event in events]
     assert 200 < sum(sizes) / len(sizes) < 400
-    names = {"/".join(given["key"]) for given in events}
+    names = {"/".join(event["key"]) for event in events}
     assert len(names) == 12
     assert example(3, 12) in names
-    assert len({"/".join(given["key"]) for given in told(3, 5_000, queues=7, jobsets=40)}) == 40
+    assert len({"/".join(event["key"]) for event in generate(3, 5_000, queues=7, jobsets=40)}) == 40
 
 
 def test_bursts_keep_the_rate() -> None:

@@ -28,17 +28,17 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def told(seed: int, seconds: float, accounts: int = 8) -> list[Post]:
+def generate(seed: int, seconds: float, accounts: int = 8) -> list[Post]:
     return list(takewhile(lambda post: post.at < seconds, posts(Random(seed), accounts)))
 
 
 def values(seed: int, seconds: float) -> list[dict[str, Any]]:
-    return [post.event["value"] for post in told(seed, seconds)]  # type: ignore[misc]
+    return [post.event["value"] for post in generate(seed, seconds)]  # type: ignore[misc]
 
 
 def test_the_same_seed_tells_the_same_posts() -> None:
-    assert told(7, 60) == told(7, 60)
-    assert told(7, 60) != told(8, 60)
+    assert generate(7, 60) == generate(7, 60)
+    assert generate(7, 60) != generate(8, 60)
     assert list(posts(Random(7), 0)) == []
 
 
@@ -55,7 +55,7 @@ def test_metrics_only_grow_and_an_event_has_those_that_did() -> None:
 
 def test_a_post_belongs_to_one_account_and_has_its_own_key() -> None:
     owners: dict[str, str] = {}
-    for post in told(2, 10 * MINUTES):
+    for post in generate(2, 10 * MINUTES):
         event: Any = post.event
         assert event["key"] == ["posts", event["value"]["account_id"], event["value"]["id"]]
         assert owners.setdefault(event["value"]["id"], event["value"]["account_id"]) == event["value"]["account_id"]
@@ -64,7 +64,7 @@ def test_a_post_belongs_to_one_account_and_has_its_own_key() -> None:
 
 
 def test_steps_send_every_event_within_its_step() -> None:
-    expected = told(3, 2 * MINUTES)
+    expected = generate(3, 2 * MINUTES)
     now, sent = 0.0, list[tuple[float, dict[str, object]]]()
     for wait, together in islice(steps(posts(Random(3), 8)), 400):
         assert together
@@ -94,7 +94,7 @@ def folds_of(settings: Settings, events: list[Post]) -> list[ClosedFold]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_demo_folds_as_much_as_production_does(seed: int) -> None:
-    events = told(seed, 10 * MINUTES)
+    events = generate(seed, 10 * MINUTES)
     found = folds_of(with_rule(load()), events)
     assert sum(fold.clump.count for fold in found) == len(events)
     assert 0.85 <= 1 - len(found) / len(events) <= 0.98

@@ -41,7 +41,7 @@ def shop(seed: int, orders: float = 2.0) -> Stories:
     return stories(Random(seed), lambda: BEGAN, orders)
 
 
-def told(seed: int, seconds: float, orders: float = 2.0) -> list[tuple[str, dict[str, Any]]]:
+def generate(seed: int, seconds: float, orders: float = 2.0) -> list[tuple[str, dict[str, Any]]]:
     return list(shop(seed, orders).until(seconds))
 
 
@@ -53,14 +53,14 @@ def by_order(events: list[tuple[str, dict[str, Any]]]) -> dict[str, list[tuple[s
 
 
 def test_the_same_seed_tells_the_same_events() -> None:
-    assert told(7, 60) == told(7, 60)
-    assert told(7, 60) != told(8, 60)
-    assert told(7, 10 * MINUTES, orders=0) == []
+    assert generate(7, 60) == generate(7, 60)
+    assert generate(7, 60) != generate(8, 60)
+    assert generate(7, 10 * MINUTES, orders=0) == []
 
 
 def test_what_is_told_does_not_depend_on_how_often_it_is_asked_for() -> None:
     asked = shop(1)
-    assert [event for _, sent in islice(asked.plan(), 600) for event in sent] == told(1, 600 * STEP)
+    assert [event for _, sent in islice(asked.plan(), 600) for event in sent] == generate(1, 600 * STEP)
 
 
 def test_an_event_tells_the_time_at_which_it_is_asked_for() -> None:
@@ -75,14 +75,14 @@ def test_an_event_tells_the_time_at_which_it_is_asked_for() -> None:
 
 def test_the_rate_is_that_of_orders() -> None:
     for rate in (0.5, 2.0, 50.0):
-        placed = [topic for topic, _ in told(2, 3_000 / rate, orders=rate) if topic in (EU, US)]
+        placed = [topic for topic, _ in generate(2, 3_000 / rate, orders=rate) if topic in (EU, US)]
         assert abs(len(placed) - 3_000) < 300
 
 
 def test_an_order_is_placed_then_paid_for_and_each_failure_is_logged_as_an_error() -> None:
     failed = tried_again = 0
     # Of about 2,400 orders the last ones may still go on.
-    for lines in list(by_order(told(3, 20 * MINUTES)).values())[:2_000]:
+    for lines in list(by_order(generate(3, 20 * MINUTES)).values())[:2_000]:
         (where, placed), *rest = lines
         assert where in (EU, US)
         assert placed["type"] == "order.placed"
@@ -106,7 +106,7 @@ def test_an_order_is_placed_then_paid_for_and_each_failure_is_logged_as_an_error
 def test_keys_are_lists_of_strings_that_are_bounded_in_number() -> None:
     keys: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     owners: dict[str, str] = {}
-    for topic, event in told(4, 1.1 * len(NUMBERS) / 100, orders=100):
+    for topic, event in generate(4, 1.1 * len(NUMBERS) / 100, orders=100):
         assert all(isinstance(part, str) for part in event["key"])
         keys["logs" if topic == LOGS else "orders"].add(tuple(event["key"]))
         if topic != LOGS:
@@ -120,14 +120,14 @@ def test_keys_are_lists_of_strings_that_are_bounded_in_number() -> None:
 
 def test_log_lines_mention_orders_and_hosts() -> None:
     hosts = {host for each in HOSTS.values() for host in each}
-    lines = [event["value"] for topic, event in told(5, 10 * MINUTES) if topic == LOGS]
+    lines = [event["value"] for topic, event in generate(5, 10 * MINUTES) if topic == LOGS]
     assert {line["level"] for line in lines} == {"INFO", "WARN", "ERROR"}
     assert all(line["order"] in line["message"] for line in lines)
     assert sum(any(host in line["message"] for host in hosts) for line in lines) > len(lines) / 2
 
 
 def test_events_are_of_a_likely_size_and_all_topics_have_some() -> None:
-    events = told(6, 10 * MINUTES)
+    events = generate(6, 10 * MINUTES)
     sizes = [len(msgspec.json.encode(event["value"])) for _, event in events]
     assert 300 < sum(sizes) / len(sizes) < 360
     assert {topic for topic, _ in events} == set(TOPICS)
@@ -147,7 +147,7 @@ def test_each_search_to_try_finds_something_in_minutes_but_not_everything(line: 
         record = Record(topic, 0, 0, 0, event["key"], {})
         return topic in over and compiled.matches(event["value"], record)
 
-    events = told(7, 5 * MINUTES)
+    events = generate(7, 5 * MINUTES)
     assert 3 <= sum(map(matches, events)) < len(events) / 10
 
 

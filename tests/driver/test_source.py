@@ -68,8 +68,8 @@ def test_spark_is_given_the_same_choice_in_its_own_dialect(monkeypatch: pytest.M
 
 
 def test_a_property_that_only_java_knows_reaches_spark_and_not_our_own_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_ = {"security.protocol": "SASL_SSL", "sasl.jaas.config": "secret"}
-    settings = _settings(monkeypatch, kafka__properties=given_)
+    properties = {"security.protocol": "SASL_SSL", "sasl.jaas.config": "secret"}
+    settings = _settings(monkeypatch, kafka__properties=properties)
     assert reader_options(settings, {})["kafka.sasl.jaas.config"] == "secret"
     assert "sasl.jaas.config" not in client_properties(settings)
     assert client_properties(settings)["security.protocol"] == "SASL_SSL"
@@ -117,8 +117,8 @@ def test_a_view_that_is_new_does_not_make_a_gap_of_what_others_have_applied() ->
 
 
 def test_a_mark_beyond_the_end_begins_at_the_end_and_is_told() -> None:
-    told = [LostRange("jobs:0", 10, 51)]
-    assert _start({("jobs", 0): (0, 10)}, {Partition("jobs", 0): 50}) == ({"0": 10}, told)
+    lost = [LostRange("jobs:0", 10, 51)]
+    assert _start({("jobs", 0): (0, 10)}, {Partition("jobs", 0): 50}) == ({"0": 10}, lost)
 
 
 def test_a_generation_has_marks_of_its_own() -> None:

@@ -146,5 +146,5 @@ def test_the_parts_of_the_stack_are_told_where_it_is(
     own = own_parts(load(flags=flags), tmp_path, kafka, valkey, address, demo=False, cassandra=node)
     for name, value in own[0].env.items():
         monkeypatch.setenv(name, value)
-    told = load().cassandra
-    assert (told.hosts, told.port, told.user) == (("127.0.0.1",), node.port, "")
+    settings = load().cassandra
+    assert (settings.hosts, settings.port, settings.user) == (("127.0.0.1",), node.port, "")

@@ -59,12 +59,15 @@ def test_the_demo_is_ready_when_its_first_events_are_in_a_stream(tmp_path: Path)
 def test_commands_find_the_stack_that_runs_in_the_folder(tmp_path: Path, own_valkey: EmbeddedValkey) -> None:
     folder = tmp_path / "stack"
     bare = settings(folder, 0)
-    told = load(flags={"embedded.dir": str(folder), "valkey.url": "valkey://elsewhere:1/0"})
+    elsewhere = load(flags={"embedded.dir": str(folder), "valkey.url": "valkey://elsewhere:1/0"})
     with lock_folder(folder):
         (folder / PORTS_FILE).write_text(json.dumps({"kafka": 9, "valkey": own_valkey.port}), "utf-8")
         found = at_stack(bare)
         assert (found.valkey.url, found.kafka.bootstrap) == (own_valkey.url, "127.0.0.1:9")
-        assert (at_stack(told).valkey.url, at_stack(told).kafka.bootstrap) == (told.valkey.url, "127.0.0.1:9")
+        assert (at_stack(elsewhere).valkey.url, at_stack(elsewhere).kafka.bootstrap) == (
+            elsewhere.valkey.url,
+            "127.0.0.1:9",
+        )
         done = subprocess.run(
             (sys.executable, "-m", "tailrace", "pack", "--dir", str(folder)),
             capture_output=True,

@@ -83,12 +83,12 @@ class Stack:
         assert self.process.stdout.readline() == "UP\n"
 
     def end(self, *signals: int) -> tuple[int, str]:
-        """Send the signals and wait; the exit code and what it told."""
+        """Send the signals, wait, and return the exit code and the standard error."""
         for number in signals:
             self.process.send_signal(number)
             time.sleep(0.3)
-        _, told = self.process.communicate(timeout=20)
-        return self.process.returncode, told
+        _, stderr = self.process.communicate(timeout=20)
+        return self.process.returncode, stderr
 
     def part(self, name: str) -> dict[str, Any]:
         parts = json.loads((self.folder / "parts.json").read_text(encoding="utf-8"))
@@ -138,9 +138,9 @@ def test_parts_start_in_order_each_when_the_one_before_it_serves(stack: Callable
 def test_a_signal_drains_in_reverse_order_and_leaves_no_process(stack: Callable[..., Stack], number: int) -> None:
     running = stack()
     running.wait_up()
-    code, told = running.end(number)
+    code, stderr = running.end(number)
     assert code == 0
-    assert told.index("second    stopped") < told.index("first     stopping")
+    assert stderr.index("second    stopped") < stderr.index("first     stopping")
     assert running.left() == []
     assert running.part("first")["state"] == "stopped"
 
@@ -153,8 +153,8 @@ def test_a_killed_part_is_started_again_and_said_so(stack: Callable[..., Stack])
     eventually(lambda: running.part("first")["restarts"] == 1 and running.part("first")["state"] == "ready")
     assert running.part("first")["pid"] != first
     eventually(lambda: len(running.left()) == 4)
-    _, told = running.end(signal.SIGTERM)
-    assert "first     died (exit -9), restarting in 0.1 s" in told
+    _, stderr = running.end(signal.SIGTERM)
+    assert "first     died (exit -9), restarting in 0.1 s" in stderr
     assert running.left() == []
 
 
@@ -170,9 +170,9 @@ def test_the_pause_doubles_to_its_limit_and_is_forgotten_after_a_minute_of_healt
 def test_a_part_that_ignores_the_signal_is_killed_after_its_time(stack: Callable[..., Stack]) -> None:
     running = stack("stubborn")
     running.wait_up()
-    code, told = running.end(signal.SIGTERM)
+    code, stderr = running.end(signal.SIGTERM)
     assert code == 0
-    assert "second    killed" in told
+    assert "second    killed" in stderr
     assert running.left() == []
 
 
@@ -211,10 +211,10 @@ def test_a_part_that_does_not_come_up_is_an_error_with_the_end_of_its_log(
     stack: Callable[..., Stack], behaviour: str, reason: str
 ) -> None:
     running = stack(behaviour)
-    code, told = running.end()
+    code, stderr = running.end()
     assert code == 1
-    assert f"embedded.failed: second {reason}" in told
-    assert f"about to {behaviour}" in told
+    assert f"embedded.failed: second {reason}" in stderr
+    assert f"about to {behaviour}" in stderr
     assert running.left() == []
 
 

@@ -99,8 +99,8 @@ class Laps:
             commands.append((key, ("HGET", key, "tEnd")))
         answers = shards.run_keyed(commands)
         return any(
-            told is not None and state is not None and int(told) > (Session.decode(state_of(state)).end or 0)
-            for state, told in zip(answers[::2], answers[1::2], strict=True)
+            end is not None and state is not None and int(end) > (Session.decode(state_of(state)).end or 0)
+            for state, end in zip(answers[::2], answers[1::2], strict=True)
         )
 
     def check(self) -> None:
@@ -114,10 +114,10 @@ class Laps:
         assert not counts().get("dead", 0)
         for partition in range(LAP_PARTITIONS):
             found = read_stream(self._installation.shards(), f"{self.topic}-{partition}")
-            told = {each.jsons[0]["identity"]: each for each in found.values()}
-            assert told.keys() == {session for session in self.sent if _partition(session) == partition}
-            assert len(found) == len(told)
-            for session, each in told.items():
+            sessions = {each.jsons[0]["identity"]: each for each in found.values()}
+            assert sessions.keys() == {session for session in self.sent if _partition(session) == partition}
+            assert len(found) == len(sessions)
+            for session, each in sessions.items():
                 n = self.sent[session] * SAMPLES
                 wanted = list(zip((T0 + i * MS for i in range(n)), doubles(*range(n)), strict=True))
                 assert each.samples == {0: wanted, 1: wanted}
@@ -162,8 +162,8 @@ class Posts:
         self.topic = topic or installation.topic(name, PARTITIONS, **kept)
         self.output = f"{installation.prefix}-folds-{name}"
         """No topic that the pipeline reads."""
-        told = {"topics": [self.topic], "group": "account_id", "collect": {"posts": "set id"}, "output": self.output}
-        self.rule = told | {"quiet": f"{QUIET_MS}ms"} | rule
+        base = {"topics": [self.topic], "group": "account_id", "collect": {"posts": "set id"}, "output": self.output}
+        self.rule = base | {"quiet": f"{QUIET_MS}ms"} | rule
         self.sent: list[Record] = []
         self._producer = Producer({"bootstrap.servers": installation.kafka, "log_level": 0})
         self._offsets = [0] * PARTITIONS
@@ -248,8 +248,8 @@ class Posts:
             found: list[dict[str, Any]] = wait_for(f"{wanted} posts in folds", enough, 120)
         except AssertionError as error:
             seen = sum(fold["count"] for fold in self.published())
-            counts, said = self.installation.counts("folds"), self.installation.log()
-            raise AssertionError(f"{error}; there were {seen}, counted {counts}. It said:\n{said}") from None
+            counts, log = self.installation.counts("folds"), self.installation.log()
+            raise AssertionError(f"{error}; there were {seen}, counted {counts}. It said:\n{log}") from None
         return found
 
     def check(self) -> None:

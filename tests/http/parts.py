@@ -25,12 +25,12 @@ class Streams:
     def write(self, name: str, values: list[Any], *, time_ms: int | None = None, batch: int = 5) -> None:
         """Append values in batches of a few records, so that there are several runs; bytes go as they are."""
         key = json.dumps([unquote(element) for element in name.split("/")]).encode()
-        stamp = round(time.time() * 1000) if time_ms is None else time_ms
+        first_ms = round(time.time() * 1000) if time_ms is None else time_ms
         for start in range(0, len(values), batch):
             records = []
             for i, value in enumerate(values[start : start + batch]):
                 text = value if isinstance(value, bytes) else json.dumps(value).encode()
-                records.append(Record(self._offset, key, text, stamp + i))
+                records.append(Record(self._offset, key, text, first_ms + i))
                 self._offset += 1
             self._writer.write(records)
 

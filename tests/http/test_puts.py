@@ -91,9 +91,9 @@ def test_a_time_is_refused_where_the_broker_gives_it(broker_client: httpx.Client
     refused = broker_client.post(
         f"/v1/topics/{topic}", content=lines({"value": 2}, {"value": 3, "time": 1_700_000_000_123})
     )
-    said = problem(refused, 422, "event.refused")
-    assert "event 2" in said
-    assert "CreateTime" in said
+    detail = problem(refused, 422, "event.refused")
+    assert "event 2" in detail
+    assert "CreateTime" in detail
     after = broker_client.post(f"/v1/topics/{topic}", content=b'{"key": "a", "value": 1}').json()["events"]
     assert after[0]["offset"] <= 1, "nothing of the refused request was written"
 
@@ -123,9 +123,9 @@ def test_one_bad_event_keeps_all_out_and_is_named_by_its_line(
     broker_client: httpx.Client, kafka: EmbeddedKafka, topic: str, bad: bytes, why: str
 ) -> None:
     refused = broker_client.post(f"/v1/topics/{topic}", content=lines({"value": 1}, b"", bad, {"value": 2}))
-    said = problem(refused, 422, "event.refused")
-    assert "line 3" in said
-    assert why in said
+    detail = problem(refused, 422, "event.refused")
+    assert "line 3" in detail
+    assert why in detail
     answer = broker_client.post(f"/v1/topics/{topic}", content=b"[" + b'{"value":1},' + b'{"value":1,"x":2}]')
     assert "event 2" in problem(answer, 422, "event.refused")
 

@@ -1,4 +1,4 @@
-"""Stamps: time-UUIDs that sort by millisecond and offset, here and in Cassandra alike."""
+"""Timeuuids sort by millisecond and offset, here and in Cassandra alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _as_cassandra_compares(given: UUID) -> tuple[int, list[int]]:
 
 
 @given(st.tuples(_ms, _offset, _place), st.tuples(_ms, _offset, _place))
-def test_stamps_sort_here_as_they_do_in_cassandra(
+def test_timeuuids_sort_here_as_they_do_in_cassandra(
     one: tuple[int, int, Partition], two: tuple[int, int, Partition]
 ) -> None:
     a, b = make_timeuuid(*one), make_timeuuid(*two)
@@ -30,7 +30,7 @@ def test_stamps_sort_here_as_they_do_in_cassandra(
 
 
 @given(_ms, _ms, _offset, _offset, _place)
-def test_along_a_partition_stamps_rise_with_the_offsets(
+def test_along_a_partition_timeuuids_rise_with_the_offsets(
     one: int, two: int, low: int, high: int, place: Partition
 ) -> None:
     (one, two), (low, high) = sorted((one, two)), sorted((low, high))
@@ -38,7 +38,9 @@ def test_along_a_partition_stamps_rise_with_the_offsets(
 
 
 @given(_ms, _offset, _place)
-def test_a_stamp_lies_inside_its_millisecond_and_is_a_time_uuid(ms: int, offset: int, place: Partition) -> None:
+def test_a_timeuuid_lies_inside_its_millisecond_and_is_a_uuid_of_version_1(
+    ms: int, offset: int, place: Partition
+) -> None:
     given = make_timeuuid(ms, offset, place)
     assert ms_of(given) == ms
     assert given.version == 1

@@ -86,12 +86,12 @@ def test_null_means_in_both_versions_what_is_told(query: str, event: str, eight:
 
 
 def test_all_operators_and_fields_of_the_record_are_told() -> None:
-    told = {
+    documented = {
         name
         for row in table("| operator | an element satisfies it if it | missing, null | arrays |")
         for name in code(row[0])
     }
-    assert told | {"$options"} == QUERY_OPERATORS
+    assert documented | {"$options"} == QUERY_OPERATORS
     assert {name for row in table("| | |") for name in code(row[1])} == EXPRESSION_OPERATORS
     assert {name for row in table("| field | |") for name in code(row[0])} == METADATA
 
@@ -119,8 +119,8 @@ def test_a_query_is_refused_with_the_message_that_is_told(query: str, message: s
 
 
 def test_all_limits_are_told() -> None:
-    told = {code(row[0])[0]: int(row[1].replace(",", "")) for row in table("| limit | default | of | why |")}
-    assert told == msgspec.to_builtins(QueryLimits())
+    documented = {code(row[0])[0]: int(row[1].replace(",", "")) for row in table("| limit | default | of | why |")}
+    assert documented == msgspec.to_builtins(QueryLimits())
 
 
 @pytest.mark.parametrize(("written", "canonical"), table("| query | canonical |"))
@@ -140,7 +140,7 @@ def test_queries_are_not_taken_for_equal_where_an_event_tells_them_apart(query: 
 def test_the_session_in_python_goes_as_told() -> None:
     [session] = blocks("python")
     run = doctest.DocTestRunner(verbose=False)
-    said: list[str] = []
-    run.run(doctest.DocTestParser().get_doctest(session, {}, "query.md", None, 0), out=said.append)
-    assert not said, "".join(said)
+    report: list[str] = []
+    run.run(doctest.DocTestParser().get_doctest(session, {}, "query.md", None, 0), out=report.append)
+    assert not report, "".join(report)
     assert run.tries > 15

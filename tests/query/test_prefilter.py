@@ -14,17 +14,17 @@ from tests.query.generators import random_document, random_query
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_query_matches_passes_however_it_is_written(seed: int) -> None:
-    chance, told = random.Random(seed), 0
+    chance, n_filters = random.Random(seed), 0
     for _ in range(300):
         # What is infinite is no JSON.
         documents = [document for _ in range(4) if "nf" not in str(document := random_document(chance))] or [{}]
         query = compile_query(random_query(chance, chance.choice(documents)))
         passes = prefilter([query])
-        told += passes is not None
+        n_filters += passes is not None
         for document in documents:
             if passes is not None and query.matches(document):
                 assert passes(None, written(document, chance)), (query.canonical, document)
-    assert told > 50
+    assert n_filters > 50
 
 
 def written(value: Any, chance: random.Random) -> bytes:

@@ -184,17 +184,17 @@ class Past:
 
     def produce(self, records: Sequence[Record]) -> None:
         """Write records to Kafka, and see that they are where they say they are."""
-        told: list[tuple[int, Any]] = []
+        deliveries: list[tuple[int, Any]] = []
         for r in records:
             headers: Any = r.headers or []
 
             def delivered(error: object, message: Any, offset: int = r.offset) -> None:
-                told.append((offset, error or message.offset()))
+                deliveries.append((offset, error or message.offset()))
 
             place = {"partition": r.partition, "timestamp": r.time, "headers": headers}
             self.producer.produce(r.topic, r.value, r.key, on_delivery=delivered, **place)
         self.producer.flush()
-        assert all(wanted == offset for wanted, offset in told), told
+        assert all(wanted == offset for wanted, offset in deliveries), deliveries
         self.produced += records
 
     def put(self, records: Sequence[Record], at_once: int = 10) -> Sequence[Record]:
@@ -289,12 +289,12 @@ class Restoring:
         bounds = self.orders.work.extent.shards[shard_of(name, self._shards.options.shards)]
         newest: dict[Partition, int] = {}
         found: list[SpooledRecord] = []
-        cleaned = self.orders.work.erased.get(name, {})
+        erased = self.orders.work.erased.get(name, {})
         for r, more in sorted(self._past.named(name), key=lambda each: each[0].offset):
             source = Partition(r.topic, r.partition)
             first, last = bounds.get(source, (1, 0))
-            is_cleaned = more and more[0] in cleaned and cleaned[more[0]].covers(str(source), r.offset)
-            if first <= r.offset <= last and not is_cleaned:
+            is_erased = more and more[0] in erased and erased[more[0]].covers(str(source), r.offset)
+            if first <= r.offset <= last and not is_erased:
                 newest[source] = max(newest.get(source, 0), r.time)
                 body = encode_body((r.key, r.headers or (), r.value, *more))
                 found.append(SpooledRecord(source, r.offset, r.time, newest[source], body))

@@ -170,10 +170,10 @@ def test_every_kind_of_damage_is_found_and_named(past: Make) -> None:
     client.delete(gone, *(here.segment_key("vanished", i)[1] for i in range(2)))
 
     found = here.audit(keys=True)
-    told: dict[str, set[str]] = {}
+    kinds: dict[str, set[str]] = {}
     for finding in found.findings:
-        told.setdefault(finding.name, set()).add(finding.kind)
-    assert told == {
+        kinds.setdefault(finding.name, set()).add(finding.kind)
+    assert kinds == {
         "deleted": {"gone", "missing"},
         "lost-entry": {"count", "missing"},
         "broken": {"damaged", "missing"},

@@ -132,8 +132,8 @@ class Interleaving(RuleBasedStateMachine):
         gone = self.gone[reader.name]
         if not reader.cursor:
             reader.at = gone
-        told = [json.loads(f.data)["reason"] for f in frames if isinstance(f, ControlFrame) and f.name == "gap"]
-        assert told == (["expired"] if reader.at < gone else [])
+        reasons = [json.loads(f.data)["reason"] for f in frames if isinstance(f, ControlFrame) and f.name == "gap"]
+        assert reasons == (["expired"] if reader.at < gone else [])
         reader.at = max(reader.at, gone)
         wanted = [record.id for record in self.events[reader.name][reader.at : reader.at + limit]]
         assert [json.loads(f.data)["id"] for f in frames if isinstance(f, EventFrame)] == wanted

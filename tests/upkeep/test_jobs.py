@@ -94,15 +94,15 @@ def test_what_spark_packs_is_what_this_process_packs(
         for at in range(0, 240, 60):
             writer.write(some_days()[at : at + 60])
     before = asyncio.run(read_view(store))
-    told: list[tuple[int, int]] = []
-    here = pack.Packing("days", NOW, Scope(progress=lambda *far: told.append(far)), spread=spread)
+    progress: list[tuple[int, int]] = []
+    here = pack.Packing("days", NOW, Scope(progress=lambda *far: progress.append(far)), spread=spread)
     run_job(settings(store), here)
     there = pack.Packing("days", pack.PackRules(0, spark_from=0), spread=spread)
     run_job(settings(other), there)
     assert here.facts() == there.facts()
     assert capfd.readouterr().out == "", "standard output is for results; Spark writes elsewhere"
     assert (here.outcome.segments, here.found.days, here.outcome.events, here.outcome.left) == (60, 3, 240, {})
-    assert told[-1] == (here.found.bytes, here.found.bytes)
+    assert progress[-1] == (here.found.bytes, here.found.bytes)
     assert asyncio.run(read_view(store)) == asyncio.run(read_view(other)) == before
     for options in (store, other):
         with Keeper(options) as keeper:

@@ -130,11 +130,11 @@ async def test_a_cursor_into_what_expired_is_told_once_and_goes_on_at_the_first_
             dropped = keeper.expire("a", 10 * DAY)
             assert (dropped.segments, dropped.events, dropped.ended) == (2, 10, False)
         for i in range(9):
-            told = await feeds.all("a", after=frames[i].cursor, follow=False)
-            assert isinstance(told[0], ControlFrame)
-            facts = json.loads(told[0].data)
+            rest = await feeds.all("a", after=frames[i].cursor, follow=False)
+            assert isinstance(rest[0], ControlFrame)
+            facts = json.loads(rest[0].data)
             assert (facts["reason"], facts["from"]) == ("expired", frames[i].cursor)
-            assert ids(told) == [r.id for r in records[10:]]
+            assert ids(rest) == [r.id for r in records[10:]]
         assert await feeds.ids("a", after=frames[9].cursor) == [r.id for r in records[10:]]
         untold = await feeds.all("a", after=frames[9].cursor, follow=False)
         assert not [f for f in untold if isinstance(f, ControlFrame) and f.name == "gap"]
@@ -153,8 +153,8 @@ async def test_a_stream_that_expired_as_a_whole_leaves_no_key_without_an_end(any
             assert not keeper.log("a").segments
             assert keeper.registry.count() == 0
             assert keeper.unowned() == []
-            told = await feeds.all("a", after=frames[3].cursor, follow=False)
-            assert next(f.name for f in told if isinstance(f, ControlFrame)) == "gap"
+            rest = await feeds.all("a", after=frames[3].cursor, follow=False)
+            assert next(f.name for f in rest if isinstance(f, ControlFrame)) == "gap"
             assert await feeds.all("a", after=frames[9].cursor, follow=False)
             await asyncio.to_thread(writer.write, [Record(10, b"a", time=NOON)])
             assert keeper.log("a").segments[0].start_ms == NOON - NOON % DAY + 2 * DAY, "the floor outlives the stream"

@@ -69,10 +69,10 @@ async def test_a_stream_with_a_rebuilt_day_in_the_middle_is_read_to_its_end(any_
             assert await feeds.ids("a", after=frame.cursor) == wanted[i + 1 :]
             assert await feeds.ids("a", until=frame.cursor) == wanted[: i + 1]
         for i, frame in enumerate(before):
-            told = await feeds.all("a", after=frame.cursor, follow=False)
+            rest = await feeds.all("a", after=frame.cursor, follow=False)
             inside = 5 <= i < 9
-            assert _gaps(told) == (["rebuilt"] if inside else [])
-            assert ids(told) == (wanted[5:] if inside else wanted[i + 1 :])
+            assert _gaps(rest) == (["rebuilt"] if inside else [])
+            assert ids(rest) == (wanted[5:] if inside else wanted[i + 1 :])
 
 
 async def test_what_expired_behind_a_rebuilt_day_is_told_to_readers_of_both_epochs(any_store: StoreOptions) -> None:

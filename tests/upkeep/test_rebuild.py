@@ -72,13 +72,13 @@ def _event(source: int, offset: int, newest: int) -> RestoredEvent:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.booleans()), max_size=30))
 def test_what_is_carried_over_and_what_kafka_has_are_merged_by_time_and_each_source_keeps_its_order(
-    given_: list[tuple[int, int, bool]],
+    drawn: list[tuple[int, int, bool]],
 ) -> None:
     """Of each source, the older part is carried over; times come in any order."""
     old: list[RestoredEvent] = []
     new: list[RestoredEvent] = []
     for source in range(3):
-        mine = [(ms, is_new) for s, ms, is_new in given_ if s == source]
+        mine = [(ms, is_new) for s, ms, is_new in drawn if s == source]
         split = sum(not is_new for _, is_new in mine)
         old += [_event(source, i, ms) for i, (ms, _) in enumerate(mine[:split])]
         new += [_event(source, split + i, ms) for i, (ms, _) in enumerate(mine[split:])]

@@ -77,7 +77,7 @@ class Holder:
     def reach(self, name: str, watermark_ms: int) -> None:
         self._folds.publish_watermarks({name: watermark_ms})
 
-    def given_out(self) -> list[dict[str, Any]]:
+    def outbox(self) -> list[dict[str, Any]]:
         """Return the folded events that wait to be published, each with topic and key of its record."""
         count = self.shards.options.shards
         answers = self.shards.run_all([(s, ("XRANGE", self.shards.keys.outbox(s), "-", "+")) for s in range(count)])

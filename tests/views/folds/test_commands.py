@@ -68,7 +68,7 @@ def test_a_group_is_named_by_an_array_an_object_or_a_plain_text(holder: Holder) 
     assert (refused.returncode, refused.stdout) == (1, "")
     assert """if it is a text, write '["[odd]"]' (request.invalid)""" in refused.stderr
     assert rows(folds("flush", "accounts", "--all"))[0]["groups"] == 1
-    reasons = {tuple(given["group"].values()): given["reason"] for given in holder.given_out()}
+    reasons = {tuple(fold["group"].values()): fold["reason"] for fold in holder.outbox()}
     assert reasons == {
         ("account_1",): "flush",
         ("[odd]",): "flush",

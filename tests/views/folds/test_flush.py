@@ -26,14 +26,14 @@ def test_a_flush_gives_out_the_group_and_leaves_nothing_of_it(client: httpx.Clie
     hold(holder)
     done = flush(client, {"group": group})
     assert (done.status_code, done.json()) == (200, {"folds": ["accounts:posts:0:0"], "groups": 1})
-    (given,) = holder.given_out()
-    assert (given["topic"], given["key"], given["reason"]) == ("folds.accounts", ["folds", "accounts"], "flush")
-    assert given["group"] == {"account_id": "account_1"}
-    assert given["values"] == {
+    (fold,) = holder.outbox()
+    assert (fold["topic"], fold["key"], fold["reason"]) == ("folds.accounts", ["folds", "accounts"], "flush")
+    assert fold["group"] == {"account_id": "account_1"}
+    assert fold["values"] == {
         "metrics": ["likes", "shares", "comments", "impressions"],
         "posts": ["post_1", "post_2", "post_3", "post_4"],
     }
-    assert (given["count"], given["emitted"], given["due"]) == (4, iso_time(NOON + 3_000), iso_time(NOON + 8_000))
+    assert (fold["count"], fold["emitted"], fold["due"]) == (4, iso_time(NOON + 3_000), iso_time(NOON + 8_000))
     assert [row["group"]["account_id"] for row in client.get("/v1/folds/accounts/pending").json()["groups"]] == [
         "account_2"
     ]
@@ -53,7 +53,7 @@ def test_what_was_due_when_it_was_flushed_keeps_its_own_reason_and_what_is_delet
     holder.reach("accounts", NOON + 61_000)
     assert len(flush(client, {"group": ["a"]}).json()["folds"]) == 2
     assert flush(client, {"group": ["b"]}, what="delete").json()["groups"] == 1
-    reasons = {(given["group"]["account_id"], given["first"]): given["reason"] for given in holder.given_out()}
+    reasons = {(fold["group"]["account_id"], fold["first"]): fold["reason"] for fold in holder.outbox()}
     early, late = iso_time(NOON), iso_time(NOON + 60_000)
     assert reasons == {
         ("a", early): "quiet",
@@ -61,7 +61,7 @@ def test_what_was_due_when_it_was_flushed_keeps_its_own_reason_and_what_is_delet
         ("b", early): "deleted",
         ("b", late): "deleted",
     }
-    assert {given["emitted"] for given in holder.given_out()} == {iso_time(NOON + 61_000)}
+    assert {fold["emitted"] for fold in holder.outbox()} == {iso_time(NOON + 61_000)}
 
 
 @pytest.mark.parametrize(("what", "reason"), [("flush", "flush"), ("delete", "deleted")])
@@ -71,7 +71,7 @@ def test_all_groups_can_be_given_out_at_once(client: httpx.Client, holder: Holde
     holder.add("rows", {"table": "t", "row": {"id": 1}}, NOON)
     done = flush(client, {"all": True}, what=what).json()
     assert (len(set(done["folds"])), done["groups"]) == (700, 700)
-    assert {given["reason"] for given in holder.given_out()} == {reason}
+    assert {fold["reason"] for fold in holder.outbox()} == {reason}
     assert holder.left("accounts") == []
     assert rule_of(client, "rows")["pending"] == 1
     assert flush(client, {"all": True}, what=what).json() == {"folds": [], "groups": 0}
@@ -109,11 +109,11 @@ def test_an_event_that_comes_between_reading_and_giving_out_is_in_the_fold(
 
     monkeypatch.setattr(nodes, "read", reading)
     assert flush(client, {"group": ["account_1"]}).json()["folds"] == ["accounts:posts:0:0"]
-    (given,) = holder.given_out()
-    assert (given["count"], late) == (6, [])
+    (fold,) = holder.outbox()
+    assert (fold["count"], late) == (6, [])
     late += SEED[4:]
     assert flush(client, {"all": True}).json()["groups"] == 1
-    assert sum(given["count"] for given in holder.given_out()) == 10
+    assert sum(fold["count"] for fold in holder.outbox()) == 10
 
 
 def test_every_event_is_in_exactly_one_fold_while_others_write_and_flush(
@@ -135,8 +135,8 @@ def test_every_event_is_in_exactly_one_fold_while_others_write_and_flush(
     flush(client, {"all": True})
     offsets = [
         offset
-        for given in holder.given_out()
-        for part in given["inputs"]
+        for fold in holder.outbox()
+        for part in fold["inputs"]
         for first, last in part["offsets"]
         for offset in range(first, last + 1)
     ]
@@ -168,9 +168,9 @@ def test_a_body_that_names_no_group_is_refused(client: httpx.Client) -> None:
         (b'{"group": ["\\ud800"]}', "group"),
         (b'{"group": [%b]}' % deep, "group"),
     ]
-    for body, said in refused:
+    for body, message in refused:
         for what in ("flush", "delete"):
-            assert said in problem(flush(client, body, what=what), 400, "request.invalid")
+            assert message in problem(flush(client, body, what=what), 400, "request.invalid")
 
 
 def test_nothing_is_given_out_while_no_pipeline_has_begun_in_the_store(client: httpx.Client, holder: Holder) -> None:
@@ -179,7 +179,7 @@ def test_nothing_is_given_out_while_no_pipeline_has_begun_in_the_store(client: h
         holder.shards.run_all([(shard, ("HSET", holder.shards.keys.meta(shard), "run_id", "another process"))])
     for body in ({"group": ["account_1"]}, {"all": True}):
         problem(flush(client, body), 503, "store.unavailable")
-    assert holder.given_out() == []
+    assert holder.outbox() == []
 
 
 def test_a_rule_that_does_not_exist_is_not_found(client: httpx.Client) -> None:

@@ -148,7 +148,7 @@ def test_an_answer_that_was_lost_is_no_reason_to_stop(own_valkey: EmbeddedValkey
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         ({"group": "a", "quiet": "1s"}, "a rule has a name"),
         ({"name": "r", "group": "a"}, "quiet"),
@@ -157,8 +157,8 @@ def test_an_answer_that_was_lost_is_no_reason_to_stop(own_valkey: EmbeddedValkey
         ({"name": "r", "group": "a", "quiet": "1s", "where": {"a": {"$gtt": 1}}}, r"where: .*\$gtt at 'a': unknown"),
     ],
 )
-def test_a_rule_that_cannot_be_used_is_refused_with_the_reason(rule: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_rule_that_cannot_be_used_is_refused_with_the_reason(rule: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Folder(rule, "valkey://127.0.0.1:1/0")
 
 

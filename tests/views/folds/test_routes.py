@@ -240,8 +240,8 @@ def test_windows_that_the_settings_would_not_take_are_refused_by_key(client: htt
         ({"max_bytes": "3MiB"}, "max_bytes: wanted at most half of pipeline.max_event_bytes"),
         ({"group": ["id"]}, "group: cannot change while it runs"),
     ]
-    for windows, said in refused:
-        assert said in problem(set_windows(client, **windows), 422, "windows.refused")
+    for windows, message in refused:
+        assert message in problem(set_windows(client, **windows), 422, "windows.refused")
     assert wanted(holder) == {"max_count": 5}
 
 

@@ -168,9 +168,9 @@ def test_a_group_that_cannot_be_one_is_refused_with_what_would_be() -> None:
     for array in ([], [1], [1, 2, 3]):
         with pytest.raises(ValueError, match=r"an array of 2: a, b\.c"):
             parse_group(array, rule)
-    for given_ in ({}, {"a": 1}, {"a": 1, "b": {"c": 2}}, {"a": 1, "b.c": 2, "d": 3}):
+    for group in ({}, {"a": 1}, {"a": 1, "b": {"c": 2}}, {"a": 1, "b.c": 2, "d": 3}):
         with pytest.raises(ValueError, match=r"an object with a, b\.c"):
-            parse_group(given_, rule)
+            parse_group(group, rule)
 
 
 def test_a_group_lives_in_one_shard() -> None:

@@ -86,7 +86,7 @@ def test_windows_change_as_they_would_be_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("wanted", "message"),
     [
         ({"quiet": "0s", "max_count": 0}, r"quiet: wanted a duration of 1ms .*; max_count: wanted greater than or eq"),
         ({"quiet": "6s"}, "max_wait: wanted at least quiet, 6s"),
@@ -95,10 +95,10 @@ def test_windows_change_as_they_would_be_configured() -> None:
     ],
 )
 def test_windows_that_could_not_be_configured_are_refused_with_every_problem(
-    wanted: dict[str, object], said: str
+    wanted: dict[str, object], message: str
 ) -> None:
     settings = settings_of(a=RULE | {"max_wait": "5s"})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         with_windows(settings, "a", wanted)
 
 

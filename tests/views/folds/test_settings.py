@@ -81,7 +81,7 @@ def test_every_problem_is_told_by_its_full_path_and_all_at_once(tmp_path: Path) 
         '[folds.rules."two words"]\ngroup = ["a"]\nquiet = "1s"\n'
     )
     lines = problems({}).splitlines()
-    for path, said in {
+    for path, message in {
         "folds.begin": "got 'middle', wanted 'end' or 'start'",
         "folds.rules.accounts.group": 'got [], wanted at least one dotted path in the value, such as ["account.id"]',
         "folds.rules.accounts.quiet": "got '0s', wanted a duration of 1ms to 36500d",
@@ -94,7 +94,7 @@ def test_every_problem_is_told_by_its_full_path_and_all_at_once(tmp_path: Path) 
         "folds.rules.others.quiet": "not given, and there is no default",
         "folds.rules.two words": "got 'two words', wanted a name of letters, digits, '_' and '-', at most 64",
     }.items():
-        assert any(line.strip().startswith(f"{path} (file {file}): {said}") for line in lines), path
+        assert any(line.strip().startswith(f"{path} (file {file}): {message}") for line in lines), path
     assert len(lines) == 11
 
 

@@ -64,7 +64,7 @@ class Bursts:
         """Write bursts of several groups over all partitions; some records are late, and some are none to fold."""
         # A topic that is new may refuse the first records; without idempotence they would come after the next ones.
         producer = Producer({"bootstrap.servers": self._address, "log_level": 0, "enable.idempotence": True})
-        told: list[tuple[int, Any]] = []
+        deliveries: list[tuple[int, Any]] = []
         now = begin
         for _ in range(steps):
             now += chance.choice([0, 1, 20, 300, 1_000, 2_500, 5_000, 12_000])
@@ -81,12 +81,12 @@ class Bursts:
             self.events.append(Event(topic, partition, offset, at, value))
 
             def delivered(error: object, message: Any, offset: int = offset) -> None:
-                told.append((offset, error or message.offset()))
+                deliveries.append((offset, error or message.offset()))
 
             producer.produce(topic, value, partition=partition, timestamp=at, on_delivery=delivered)
         producer.flush()
-        assert len(told) == steps
-        assert all(wanted == offset for wanted, offset in told), told
+        assert len(deliveries) == steps
+        assert all(wanted == offset for wanted, offset in deliveries), deliveries
 
 
 class Counts(NamedTuple):
@@ -191,9 +191,11 @@ def test_what_cannot_be_tuned_is_said_in_one_sentence(kafka: EmbeddedKafka, spar
     bursts.produce(random.Random(1), groups=2, steps=40, begin=round(time.time() * 1000) - 600_000)
     settings = bursts.settings()
 
-    def refused(said: str, rule: str = "accounts", since: str = "-1h", at: Settings = settings, **given: Any) -> None:
+    def refused(
+        message: str, rule: str = "accounts", since: str = "-1h", at: Settings = settings, **given: Any
+    ) -> None:
         asked: dict[str, Any] = {"windows": [], "json": True, "plot": None, **given}
-        with pytest.raises(BadRequest, match=said):
+        with pytest.raises(BadRequest, match=message):
             run_tune(at, rule, since=since, spark=spark, **asked)
 
     refused("no fold rule 'acounts': folds.rules has accounts", rule="acounts")

@@ -255,21 +255,21 @@ for (const kind of ["open", "message", "error", "caught-up", "progress", "gap", 
 class Page:
     """A page that follows one feed and tells what happens to it."""
 
-    def __init__(self, told: Iterator[dict[str, Any]]) -> None:
+    def __init__(self, messages: Iterator[dict[str, Any]]) -> None:
         self.happened: list[dict[str, Any]] = []
-        self._told: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._listen, args=(told,), daemon=True).start()
+        self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._listen, args=(messages,), daemon=True).start()
 
-    def _listen(self, told: Iterator[dict[str, Any]]) -> None:
-        for each in told:
-            self._told.put(each)
+    def _listen(self, messages: Iterator[dict[str, Any]]) -> None:
+        for each in messages:
+            self._messages.put(each)
 
     def until(self, condition: Callable[[Page], bool]) -> None:
         """Wait for a condition over what happened."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition(self):
             try:
-                self.happened.append(self._told.get(timeout=max(0.0, deadline - time.monotonic())))
+                self.happened.append(self._messages.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 raise AssertionError(f"waited in vain; this has happened: {self.happened}") from None
 

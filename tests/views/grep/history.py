@@ -425,12 +425,12 @@ class History(Site):
             if written.id in found or written.id in reader.gone:
                 continue
             offset = written.record.offset
-            told = any(s == written.source and first <= offset < until for s, first, until in reader.lost)
+            announced = any(s == written.source and first <= offset < until for s, first, until in reader.lost)
             live = offset >= pins.get(written.source, 0)
             asked = self.born[life] if live else self._asked_for(life, written)
             # Gone before anybody asked for it, or before the live query came to it, of which nothing is known.
             unknown = asked is None or (written.dropped or 0) <= asked or (live and not written.passed)
-            if written.dropped is not None and (told or unknown):
+            if written.dropped is not None and (announced or unknown):
                 continue
             raise AssertionError(
                 f"{written.id} is missing: written at {written.at}, asked for at {asked}, "

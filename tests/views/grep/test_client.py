@@ -126,10 +126,10 @@ def test_a_query_too_long_for_an_address_goes_in_a_body_also_when_it_connects_ag
 def test_progress_is_told_while_the_past_is_scanned(service: ScriptedSearches) -> None:
     service.have(1)
     service.control = f'id: {LIFE}.0\nevent: progress\ndata: {{"percent": 12.5, "records": 1, "of": 8}}\n\n'
-    told: list[Control] = []
-    assert len(grep(service.url, follow=False, on_control=told.append)) == 1
-    assert [control.kind for control in told] == ["progress", "end"]
-    assert told[0].data["percent"] == 12.5
+    controls: list[Control] = []
+    assert len(grep(service.url, follow=False, on_control=controls.append)) == 1
+    assert [control.kind for control in controls] == ["progress", "end"]
+    assert controls[0].data["percent"] == 12.5
 
 
 def test_a_feed_knows_how_many_there_were_when_it_has_ended(service: ScriptedSearches) -> None:

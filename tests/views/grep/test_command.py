@@ -133,7 +133,7 @@ def test_a_query_is_read_from_standard_input_or_a_file_and_may_be_long(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("{total: 5}",), "the query {total: 5} is no JSON"),
         (("{total:", "5}"), "the query came as 2 words"),
@@ -146,13 +146,13 @@ def test_a_query_is_read_from_standard_input_or_a_file_and_may_be_long(
     ],
 )
 def test_a_query_that_cannot_be_read_is_refused_in_one_sentence(
-    service: ScriptedSearches, words: tuple[str, ...], said: str
+    service: ScriptedSearches, words: tuple[str, ...], message: str
 ) -> None:
     done = grep("orders", *words, "-e", given="nonsense")
     assert (done.returncode, done.stdout, service.asked) == (2, "", [])
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
-    assert done.stderr.endswith("(query.invalid)\n" if "cannot be read" not in said else "(request.invalid)\n")
+    assert done.stderr.endswith("(query.invalid)\n" if "cannot be read" not in message else "(request.invalid)\n")
     if words[0].startswith("{"):
         assert """in single quotes, as in '{"total": {"$gt": 100}}'""" in done.stderr
 
@@ -209,8 +209,8 @@ def test_a_query_that_names_no_field_colours_nothing() -> None:
 
 def test_how_far_the_scan_is_is_told_on_a_terminal_only(service: ScriptedSearches) -> None:
     service.have(1)
-    told = '{"percent": 12.5, "records": 1000, "of": 8000, "matches": 3, "seconds_left": 4.2}'
-    service.control = f"id: {LIFE}.0\nevent: progress\ndata: {told}\n\n"
+    progress = '{"percent": 12.5, "records": 1000, "of": 8000, "matches": 3, "seconds_left": 4.2}'
+    service.control = f"id: {LIFE}.0\nevent: progress\ndata: {progress}\n\n"
     line = "scanned 12.5% of 8,000 records, 3 found, about 4 s left"
     assert on_a_terminal("orders", "-c") == f"\r{line}\r{' ' * len(line)}\r1\r\n"
     assert f"\r{' ' * len(line)}\r2026-11-15" in on_a_terminal("orders", "-e")
@@ -235,9 +235,9 @@ def stopped(service: ScriptedSearches, *words: str, lines: int) -> tuple[str, li
         for _ in range(lines):
             process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=20)
+        rest, stderr = process.communicate(timeout=20)
     assert (process.returncode, rest) == (130, "")
-    before, _, resume = said.rpartition("to go on: ")
+    before, _, resume = stderr.rpartition("to go on: ")
     return before, shlex.split(resume)
 
 
@@ -264,9 +264,9 @@ def test_a_count_that_is_stopped_says_what_it_counted_and_the_command_that_resum
             assert time.monotonic() < until, "waited in vain"
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130
-    counted, resume = said.strip().splitlines()
+    counted, resume = stderr.strip().splitlines()
     rest = grep(*shlex.split(resume.removeprefix("to go on: "))[2:])
     assert int(counted.removeprefix("counted so far: ")) + int(rest.stdout) == 9
 
@@ -284,8 +284,8 @@ def test_a_query_from_standard_input_is_written_out_in_the_command_that_resumes(
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        said = process.stderr.read()
-    resume = shlex.split(said.strip().removeprefix("to go on: "))
+        stderr = process.stderr.read()
+    resume = shlex.split(stderr.strip().removeprefix("to go on: "))
     assert resume[2:6] == ["orders", '{"name": "O\'Hara"}', "--after", f"{LIFE}.1"]
 
 

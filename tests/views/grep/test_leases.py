@@ -99,14 +99,14 @@ async def test_a_lease_says_what_its_connection_asks_for_also_after_its_process_
     numbers = [await held.take(life.search.id, asked), await held.take(life.search.id)]
     found = connections(shards, life.search.id)
     assert found.keys() == {f"{held.process} {number}" for number in numbers}
-    said = found[f"{held.process} {numbers[0]}"]
-    since = said.pop("since_ms")
-    assert said == {"life": life.number, "start": "-1h", "window": 4096, "client": "me"}
+    connection = found[f"{held.process} {numbers[0]}"]
+    since = connection.pop("since_ms")
+    assert connection == {"life": life.number, "start": "-1h", "window": 4096, "client": "me"}
     monkeypatch.setattr(module, "SILENT_MS", 0)
     Watchdog(shards, DAY_MS).look()
     assert connections(shards, life.search.id) == {}
     await held.beat()
-    assert connections(shards, life.search.id)[f"{held.process} {numbers[0]}"] == {**said, "since_ms": since}
+    assert connections(shards, life.search.id)[f"{held.process} {numbers[0]}"] == {**connection, "since_ms": since}
     for number in numbers:
         await held.give_up(number)
     assert connections(shards, life.search.id) == {}

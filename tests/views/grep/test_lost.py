@@ -41,16 +41,16 @@ async def test_what_expires_between_the_request_and_the_scan_is_said_before_the_
             frames = await serving.all(EVERYTHING, start="start")
             numbered(site, topic, 10, 12)
             again = await serving.all(EVERYTHING, start="start")
-        told = [
+        gaps = [
             {"source": f"{topic}:0", "first": 0, "until": 4, "reason": "expired"},
             {"source": f"{topic}:1", "first": 0, "until": 10, "reason": "expired"},
         ]
-        assert facts(frames, "gap") == facts(again, "gap") == told
+        assert facts(frames, "gap") == facts(again, "gap") == gaps
         assert offsets(frames) == [4, 5, 6, 7, 8, 9]
         assert [name for name in controls(frames) if name != "progress"] == ["gap", "gap", "caught-up", "end"]
         # Who was cut off after it was said, and before the place was left, hears it again; behind it nobody does.
         [at, *_] = [n for n, frame in enumerate(again) if getattr(frame, "name", "") == "gap"]
-        assert facts(await serving.all(EVERYTHING, last_event_id=again[at].cursor), "gap") == told
+        assert facts(await serving.all(EVERYTHING, last_event_id=again[at].cursor), "gap") == gaps
         [moved] = [frame for frame in again[at:] if isinstance(frame, Moved)][:1]
         assert facts(await serving.all(EVERYTHING, last_event_id=moved.cursor), "gap") == []
         [counted] = facts(await serving.all(EVERYTHING, start="start", count=True), "end")
@@ -211,15 +211,15 @@ async def test_what_is_noted_of_a_search_goes_with_it(site: Site) -> None:
 
 
 def test_what_is_lost_of_a_range_is_what_lies_before_the_beginning() -> None:
-    def told(before: int, after: int) -> list[tuple[int, int, str]]:
+    def lost(before: int, after: int) -> list[tuple[int, int, str]]:
         return [(each.first, each.until, each.reason) for each in lost_offsets("a:0", (10, 20), before, after)]
 
-    assert told(10, 10) == told(0, 5) == told(3, LATER) == []
-    assert told(15, 15) == told(15, LATER) == [(10, 15, "expired")]
-    assert told(25, 30) == [(10, 20, "expired")]
-    assert told(12, 15) == [(10, 12, "expired"), (12, 15, "expired")]
-    assert told(GONE, GONE) == [(10, 20, "deleted")]
-    assert told(12, GONE) == [(10, 12, "expired"), (12, 20, "deleted")]
+    assert lost(10, 10) == lost(0, 5) == lost(3, LATER) == []
+    assert lost(15, 15) == lost(15, LATER) == [(10, 15, "expired")]
+    assert lost(25, 30) == [(10, 20, "expired")]
+    assert lost(12, 15) == [(10, 12, "expired"), (12, 15, "expired")]
+    assert lost(GONE, GONE) == [(10, 20, "deleted")]
+    assert lost(12, GONE) == [(10, 12, "expired"), (12, 20, "deleted")]
 
 
 # How far a scan is.
@@ -240,7 +240,7 @@ async def test_progress_says_what_the_log_has_and_what_was_read_also_to_who_come
         for _ in range(2):
             feed = await serving.open(search, start="start")
             async for frames in feed:
-                if told := facts(frames, "progress"):
+                if progress := facts(frames, "progress"):
                     break
             await feed.aclose()
-            assert told == [{"percent": 66.7, "records": 20, "of": 30, "bytes": size, "matches": 8}]
+            assert progress == [{"percent": 66.7, "records": 20, "of": 30, "bytes": size, "matches": 8}]

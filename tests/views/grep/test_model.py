@@ -274,15 +274,15 @@ def test_a_request_that_makes_no_sense_is_refused(given: dict[str, Any]) -> None
 def test_progress_is_told_at_most_once_a_second_and_counts_nothing_outside_the_ranges() -> None:
     now = [NOW]
     progress = ScanProgress(Stretch(1, 0, {"a:0": (100, 200), "b:0": (0, 300)}), lambda: now[0])
-    told = [progress.facts({"a:0": -1, "b:0": -1}, 0, 0)]
+    facts = [progress.facts({"a:0": -1, "b:0": -1}, 0, 0)]
     assert not progress.is_due()
     now[0] += PROGRESS_MS
-    told.append(progress.facts({"a:0": 149, "b:0": 49}, 1, 10))
+    facts.append(progress.facts({"a:0": 149, "b:0": 49}, 1, 10))
     now[0] += 2 * PROGRESS_MS
-    told.append(progress.facts({"a:0": 1000, "b:0": 1000}, 7, 40))
+    facts.append(progress.facts({"a:0": 1000, "b:0": 1000}, 7, 40))
     now[0] -= 86_400_000
-    told.append(progress.facts({"a:0": 1000, "b:0": 1000}, 7, 40))  # the clock was set back
-    assert told == [
+    facts.append(progress.facts({"a:0": 1000, "b:0": 1000}, 7, 40))  # the clock was set back
+    assert facts == [
         {"percent": 0.0, "records": 0, "of": 400, "bytes": 0, "matches": 0},
         {"percent": 25.0, "records": 100, "of": 400, "bytes": 10, "matches": 1, "seconds_left": 3.0},
         {"percent": 100.0, "records": 400, "of": 400, "bytes": 40, "matches": 7, "seconds_left": 0.0},
@@ -291,8 +291,8 @@ def test_progress_is_told_at_most_once_a_second_and_counts_nothing_outside_the_r
 
 
 def test_a_scan_of_nothing_is_done() -> None:
-    told = ScanProgress(Stretch(1, 0, {}), lambda: NOW).facts({}, 0, 0)
-    assert told["percent"] == 100.0
+    facts = ScanProgress(Stretch(1, 0, {}), lambda: NOW).facts({}, 0, 0)
+    assert facts["percent"] == 100.0
 
 
 # Who may search some topics only.

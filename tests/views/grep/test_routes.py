@@ -82,8 +82,8 @@ async def test_a_search_shows_what_it_is_who_follows_it_and_what_it_found(
     connections = details.pop("connections")
     assert details == shown
     assert {row["process"] for row in connections} == {held.process}
-    said = [(row["number"], row["start"], row["window"], row["client"]) for row in connections]
-    assert said == [(1, "-1h", 4096, "me"), (2, "-1h", 4096, None)]
+    fields = [(row["number"], row["start"], row["window"], row["client"]) for row in connections]
+    assert fields == [(1, "-1h", 4096, "me"), (2, "-1h", 4096, None)]
     assert len((await client.get(f"{PATH}/{one.search.id}", params={"limit": 1})).json()["connections"]) == 1
     assert (await client.get(f"{PATH}/{two.search.id}")).json()["connections"] == []
 
@@ -138,8 +138,8 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
     life = await searches.register(make_search("jobs", {}), NOON)
     url = f"{PATH}/{life.search.id}"
     number = await held.take(life.search.id)
-    said = problem(await client.delete(url), 409, "search.followed")
-    assert "1 connection" in said
+    detail = problem(await client.delete(url), 409, "search.followed")
+    assert "1 connection" in detail
     assert (await client.get(url)).json()["life"] == life.number
     assert (await client.delete(url, params={"force": "true"})).json() == {
         "id": life.search.id,
@@ -157,18 +157,18 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
 # As commands.
 
 
-def told(service: ServiceThread) -> dict[str, str]:
+def environment(service: ServiceThread) -> dict[str, str]:
     """Where the service is, and nothing else."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
     return known | {"TAILRACE_URL": service.url}
 
 
 def tailrace(service: ServiceThread, *words: str) -> subprocess.CompletedProcess[str]:
-    return run("searches", *words, env=told(service))
+    return run("searches", *words, env=environment(service))
 
 
 def on_a_terminal(service: ServiceThread, *words: str) -> str:
-    return command_line.on_a_terminal("searches", *words, term="xterm", columns=240, env=told(service))
+    return command_line.on_a_terminal("searches", *words, term="xterm", columns=240, env=environment(service))
 
 
 async def test_the_commands_list_show_and_end(service: ServiceThread, nodes: Nodes) -> None:

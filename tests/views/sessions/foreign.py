@@ -99,8 +99,8 @@ class Foreign:
 
     def describe(self, **more: object) -> str:
         """Say what the session is now."""
-        said = {"identity": self.identity, "state": "open", "timestamp": "2021-05-04T11:50:55+00:00"}
-        text = json.dumps(said | {"identifier": f"Run {self.identity}"} | more)
+        fields = {"identity": self.identity, "state": "open", "timestamp": "2021-05-04T11:50:55+00:00"}
+        text = json.dumps(fields | {"identifier": f"Run {self.identity}"} | more)
         self.client.hset(self.key, mapping={"json": text, "lastUpdated": time.time_ns() // 1_000_000})
         self.append(session_json(text))
         return text

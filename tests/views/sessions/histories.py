@@ -43,18 +43,18 @@ class History:
     def check(self) -> None:
         """Compare the streams with what the records say."""
         for partition, lives in self.lives.items():
-            found = self.track.told(partition)
-            assert [told.jsons[0]["identity"] for told in found] == [life.session for life in lives]
-            for told, life in zip(found, lives, strict=True):
-                assert told.samples == life.samples
-                assert told.events == life.events
-                times = [t for samples in told.samples.values() for t, _ in samples] + [t for t, _ in told.events]
-                assert not times or told.ranges[-1] == (min(times), max(times))
-                assert told.ranges == sorted(set(told.ranges), key=lambda span: span[1] - span[0])
-                assert told.kinds[0] == ["session_json"]
-                assert life.state == "open" or told.kinds[-1] == ["session_json"]
-                assert [json["state"] for json in told.jsons] == ["open"] * (len(told.jsons) - 1) + [life.state]
-                versions = list(dict.fromkeys(json["version"] for json in told.jsons if "version" in json))
+            found = self.track.sessions(partition)
+            assert [session.jsons[0]["identity"] for session in found] == [life.session for life in lives]
+            for session, life in zip(found, lives, strict=True):
+                assert session.samples == life.samples
+                assert session.events == life.events
+                times = [t for samples in session.samples.values() for t, _ in samples] + [t for t, _ in session.events]
+                assert not times or session.ranges[-1] == (min(times), max(times))
+                assert session.ranges == sorted(set(session.ranges), key=lambda span: span[1] - span[0])
+                assert session.kinds[0] == ["session_json"]
+                assert life.state == "open" or session.kinds[-1] == ["session_json"]
+                assert [json["state"] for json in session.jsons] == ["open"] * (len(session.jsons) - 1) + [life.state]
+                versions = list(dict.fromkeys(json["version"] for json in session.jsons if "version" in json))
                 assert versions == life.versions
             for life in {life.session: life for life in lives}.values():
                 assert self.track.hash(life.session)["state"] == life.state

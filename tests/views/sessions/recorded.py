@@ -23,7 +23,7 @@ Samples = dict[int, list[tuple[int, bytes]]]
 """Of each channel: time and bytes of its samples, in the order of the stream."""
 
 
-class Told(NamedTuple):
+class RecordedSession(NamedTuple):
     """What a stream says of one session."""
 
     entries: int
@@ -35,53 +35,55 @@ class Told(NamedTuple):
     """What each entry holds."""
 
 
-def read_stream(shards: Shards, stream: str, width: int = 8) -> dict[int, Told]:
+def read_stream(shards: Shards, stream: str, width: int = 8) -> dict[int, RecordedSession]:
     """Return what a stream says of each of its sessions, by number. All samples have one width."""
     key = shards.keys.stream(stream)
-    found: dict[int, Told] = {}
+    found: dict[int, RecordedSession] = {}
     for _, flat in shards.run_keyed([(key, ("XRANGE", key, "-", "+"))])[0]:
         fields = mapping(flat)
         assert set(fields) == {b"id", b"data"}
         data = unpack(fields[b"data"], "block")
         assert len(data) <= MAX_BURST
-        told = found.setdefault(int(fields[b"id"]), Told(0, [], [], {}, [], []))
-        kinds = [_add(told, message, width) for message in parse(data).data]
-        told.kinds.append(kinds)
-        found[int(fields[b"id"])] = told._replace(entries=told.entries + 1)
+        session = found.setdefault(int(fields[b"id"]), RecordedSession(0, [], [], {}, [], []))
+        kinds = [_add(session, message, width) for message in parse(data).data]
+        session.kinds.append(kinds)
+        found[int(fields[b"id"])] = session._replace(entries=session.entries + 1)
     return found
 
 
-def _add(told: Told, message: Any, width: int) -> str:
+def _add(session: RecordedSession, message: Any, width: int) -> str:
     kind: str = message.WhichOneof("data")
     if kind == "session_json":
-        told.jsons.append(json.loads(message.session_json))
+        session.jsons.append(json.loads(message.session_json))
     elif kind == "time_range":
-        told.ranges.append((message.time_range.start_time, message.time_range.end_time))
+        session.ranges.append((message.time_range.start_time, message.time_range.end_time))
     elif kind == "periodic_data":
         part = message.periodic_data
         assert part.samples * width == len(part.buffer)
-        _samples(told, part.channel_id, [part.start_timestamp + i * part.interval for i in range(part.samples)], part)
+        _samples(
+            session, part.channel_id, [part.start_timestamp + i * part.interval for i in range(part.samples)], part
+        )
     elif kind == "timestamped_data":
         part, at, times = message.timestamped_data, message.timestamped_data.start_timestamp, list[int]()
         for delta in part.timestamp_deltas:
             at += delta * part.timestamp_deltas_scale
             times.append(at)
-        _samples(told, part.channel_id, times, part)
+        _samples(session, part.channel_id, times, part)
     elif kind == "row_data":
         part = message.row_data
         size = len(part.buffer) // len(part.channel_ids)
         for i, channel in enumerate(part.channel_ids):
             sample = part.timestamp, part.buffer[i * size : (i + 1) * size]
-            told.samples.setdefault(channel, []).append(sample)
+            session.samples.setdefault(channel, []).append(sample)
     else:
-        told.events.append((message.event.timestamp, message.event.status_text))
+        session.events.append((message.event.timestamp, message.event.status_text))
     return kind
 
 
-def _samples(told: Told, channel: int, times: Sequence[int], part: Any) -> None:
+def _samples(session: RecordedSession, channel: int, times: Sequence[int], part: Any) -> None:
     size = len(part.buffer) // len(times)
     assert size * len(times) == len(part.buffer)
-    told.samples.setdefault(channel, []).extend(
+    session.samples.setdefault(channel, []).extend(
         (time, part.buffer[i * size : (i + 1) * size]) for i, time in enumerate(times)
     )
 
@@ -147,7 +149,7 @@ class Track:
     def stream(self, partition: int = 0) -> str:
         return self.plan.stream_of(self.topic, partition)
 
-    def told(self, partition: int = 0, width: int = 8) -> list[Told]:
+    def sessions(self, partition: int = 0, width: int = 8) -> list[RecordedSession]:
         """Return what the stream says of its sessions, in the order of their numbers."""
         found = read_stream(self.shards, self.stream(partition), width)
         return [found[number] for number in sorted(found)]

@@ -188,8 +188,8 @@ class RtaClient:
         assert isinstance(frame, bytes), "a text frame"
         burst = decode(frame)
         self.bursts.append(burst)
-        for said in burst.sessions:
-            self.session |= {name: value for name, value in said.items() if value is not None}
+        for session in burst.sessions:
+            self.session |= {name: value for name, value in session.items() if value is not None}
         for start, end in burst.ranges:
             self.range = min((self.range or (start, end))[0], start), max((self.range or (start, end))[1], end)
         self.samples.update({(channel, at): data for channel, at, data in burst.samples})

@@ -103,10 +103,10 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def test_a_session_goes_on_over_broken_connections(track: Track, service: ServiceThread) -> None:
     track.write(track.open())
-    told: list[Control] = []
+    controls: list[Control] = []
     wire = Cuttable(service.port)
     async with wire.listening() as url, connect(url) as river, asyncio.timeout(40):
-        feed = river.session("lap", start="start", pixel="3ms", on_control=told.append)
+        feed = river.session("lap", start="start", pixel="3ms", on_control=controls.append)
         got: list[Burst] = []
         bursts = aiter(feed)
         for part in range(3):
@@ -120,7 +120,7 @@ async def test_a_session_goes_on_over_broken_connections(track: Track, service: 
         whole = [burst async for burst in river.session("lap", start="start", pixel="3ms")]
         assert samples(got) == samples(whole)
         assert samples(got)["1"][-1] == expected(59)[0]
-        assert [control.kind for control in told] == ["caught-up", "end"]
+        assert [control.kind for control in controls] == ["caught-up", "end"]
         assert feed.cursor is not None
         assert feed.cursor.endswith("~end")
         rest = river.session("lap", after=got[1].cursor, pixel="3ms")

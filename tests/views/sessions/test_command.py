@@ -67,11 +67,11 @@ def test_ctrl_c_prints_the_command_that_resumes_exactly(service: ServiceThread, 
         assert process.stdout is not None
         got = [json.loads(process.stdout.readline())]
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=20)
+        rest, stderr = process.communicate(timeout=20)
     assert (process.returncode, rest) == (130, "")
     lap(track, 2, 3)
     track.write(track.close())
-    resume = shlex.split(said.strip().splitlines()[-1].removeprefix("to go on: "))
+    resume = shlex.split(stderr.strip().splitlines()[-1].removeprefix("to go on: "))
     assert resume[:7] == ["tailrace", "sessions", "watch", "-c", "1", "--pixel", "4ms"]
     assert resume[resume.index("-n") + 1] == "8"
     got += rows(run(*resume[1:]))

@@ -88,9 +88,9 @@ async def test_a_session_is_followed_from_its_start_to_its_close(any_store: Stor
         feed = await opened(feeds, start="start")
         before = await until(feed, lambda found: any(isinstance(f, ControlFrame) for f in found))
         assert samples(before) == {"1": expected(*range(30))}
-        ((name, said),) = controls(before)
+        ((name, facts),) = controls(before)
         assert name == "caught-up"
-        assert said["position"] == str(SessionCursor.parse(before[-1].cursor).position)
+        assert facts["position"] == str(SessionCursor.parse(before[-1].cursor).position)
         assert shown_in(before)[0]["json"]["state"] == "open"
         feed = await opened(feeds, last_event_id=before[-1].cursor)
         lap(track, 2, 3)
@@ -109,9 +109,9 @@ async def test_what_is_joined_says_all_that_was_said_of_the_session(store: Store
     track.write(track.record("lap", "session", json={"details": None, "configBindings": []}))
     track.write(track.record("lap", "close"))
     async with views(track) as feeds:
-        said = [frame["json"] for frame in shown_in(await read(feeds, follow=False)) if "json" in frame]
-    assert len(said) == 1
-    assert (said[0]["details"], said[0]["configBindings"], said[0]["state"]) == ({"driver": "Ada"}, [], "closed")
+        jsons = [frame["json"] for frame in shown_in(await read(feeds, follow=False)) if "json" in frame]
+    assert len(jsons) == 1
+    assert (jsons[0]["details"], jsons[0]["configBindings"], jsons[0]["state"]) == ({"driver": "Ada"}, [], "closed")
 
 
 async def test_values_are_converted_once_and_times_are_exact(store: StoreOptions) -> None:
@@ -362,8 +362,8 @@ async def test_a_stream_that_others_trim_may_have_a_gap(store: StoreOptions) -> 
             assert "gap" not in dict(controls(whole))
             client.xtrim(f"stream:{mine.stream}", minid=ids[3], approximate=False)
             got = await read(feeds, mine.identity, follow=False)
-            name, said = controls(got)[0]
-            assert (name, said["reason"], said["possible"]) == ("gap", "trimmed", True)
+            name, facts = controls(got)[0]
+            assert (name, facts["reason"], facts["possible"]) == ("gap", "trimmed", True)
             assert samples(got) == {"1": [(T0 + 3, 3.0), (T0 + 4, 4.0)]}
 
 
@@ -422,8 +422,8 @@ async def test_a_viewer_that_was_dropped_goes_on_at_the_end_and_is_told(store: S
         feed.drop()
         while not any(isinstance(f, ControlFrame) and f.name == "dropped" for f in got):
             got += await anext(iterator)
-        said = dict(controls(got))["dropped"]
-        assert said["bytes"] >= missed
+        facts = dict(controls(got))["dropped"]
+        assert facts["bytes"] >= missed
         assert samples(got) == {}
         lap(track, 1, 5)
         track.write(track.close())

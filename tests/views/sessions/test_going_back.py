@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gaps(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
-    return [said for name, said in controls(frames) if name == "gap"]
+    return [facts for name, facts in controls(frames) if name == "gap"]
 
 
 def check(frames: list[AnyFrame], whole: Whole, writes: list[tuple[EntryId, EntryId, int]], thinned: bool) -> int:
@@ -90,7 +90,7 @@ async def test_from_every_cursor_that_a_feed_gave_exactly_the_rest_comes_after_i
     track: Kept, kafka: EmbeddedKafka, tmp_path: Path, asked: dict[str, str]
 ) -> None:
     whole = lap(track, 3)
-    writes, told, in_the_middle = track.writes(), 0, 0
+    writes, n_gaps, in_the_middle = track.writes(), 0, 0
     async with archived(track, kafka, tmp_path) as feeds:
         given = await read(feeds, start="start", follow=False, **asked)
         assert check(given, whole, writes, bool(asked)) == 0
@@ -100,10 +100,10 @@ async def test_from_every_cursor_that_a_feed_gave_exactly_the_rest_comes_after_i
                 cursor = SessionCursor.parse(given[at - 1].cursor)
                 rest = await read(feeds, after=str(cursor.renewed()), follow=False, **asked)
                 in_the_middle += any(first <= cursor.position.entry < last for first, last, _ in writes)
-                told += check([*given[:at], *rest], whole, writes, bool(asked))
+                n_gaps += check([*given[:at], *rest], whole, writes, bool(asked))
                 ranges = [int(shown["range"][0]) for shown in shown_in(rest) if "range" in shown]
                 assert set(ranges) <= {T0}
-        assert 0 < told <= in_the_middle
+        assert 0 < n_gaps <= in_the_middle
 
 
 @pytest.mark.usefixtures("small")
@@ -209,12 +209,12 @@ async def test_others_in_the_stream_change_nothing(store: StoreOptions, kafka: E
             track.write(track.periodic("lap", 5 * i, [i] * 5), track.periodic("beside", 100 * i, [3.0], partition=1))
             whole["1"] += [(T0 + n * MS, float(i)) for n in range(5 * i, 5 * i + 5)]
     async with archived(track, kafka, tmp_path) as feeds:
-        given_out = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
+        events = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 4)
         await track.trim(feeds, 3, "beside")
-        for at, frame in enumerate(given_out, 1):
+        for at, frame in enumerate(events, 1):
             rest = await read(feeds, after=frame.cursor, follow=False)
-            assert (samples([*given_out[:at], *rest]), gaps(rest)) == (whole, [])
+            assert (samples([*events[:at], *rest]), gaps(rest)) == (whole, [])
 
 
 async def test_what_came_from_several_partitions_is_told_and_not_left_out(

@@ -76,12 +76,12 @@ def losses(store: SessionStore, updates: int, *, hash_first: bool, tail_first: b
     for i in range(n_orders):
         meeting = Meeting(store)
 
-        def said(n: int, meeting: Meeting = meeting) -> list[Callable[[], None]]:
+        def update_steps(n: int, meeting: Meeting = meeting) -> list[Callable[[], None]]:
             steps = [lambda: meeting.put(n), lambda: meeting.append(n)]
             return steps if hash_first else steps[::-1]
 
         reader = [meeting.look_at_tail, meeting.look_at_hash]
-        writer = [step for n in range(1, updates + 1) for step in said(n)]
+        writer = [step for n in range(1, updates + 1) for step in update_steps(n)]
         for step in list(orders(writer, reader if tail_first else reader[::-1]))[i]:
             step()
         found.append(meeting.missed(updates))

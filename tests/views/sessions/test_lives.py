@@ -107,7 +107,7 @@ async def test_a_stream_of_ours_that_somebody_else_cuts_may_have_a_gap(store: St
         key = track.shards.keys.stream(track.stream())
         track.shards.run_keyed([(key, ("XTRIM", key, "MINID", f"{ids[4][0]}-{ids[4][1]}"))])
         got = await read(feeds, follow=False)
-        assert [said.get("possible") for name, said in controls(got) if name == "gap"] == [None, True]
+        assert [facts.get("possible") for name, facts in controls(got) if name == "gap"] == [None, True]
         assert samples(got) == expected(3, 4, 5)
         at = SessionCursor.parse(next(f.cursor for f in got if isinstance(f, EventFrame) and b'"v":' in f.data))
         assert "gap" not in names(await read(feeds, after=str(at), follow=False))
@@ -227,9 +227,9 @@ async def test_a_session_that_is_opened_again_in_another_stream_is_followed_ther
             async for frames in batches:
                 got += frames
             assert samples(got) == {"1": [(T0, 1.0), (T0 + 1, 2.0)]}
-            said = dict(controls(got))
-            assert (said["life"]["before"], said["life"]["number"]) == (first.number, second.number)
-            assert said["end"]["reason"] == "closed"
+            facts = dict(controls(got))
+            assert (facts["life"]["before"], facts["life"]["number"]) == (first.number, second.number)
+            assert facts["end"]["reason"] == "closed"
 
 
 async def test_whoever_comes_back_after_several_lives_gets_all_of_them(store: StoreOptions) -> None:
@@ -287,7 +287,7 @@ async def test_a_life_that_is_over_before_it_is_joined_is_not_skipped(
         track.write(track.close(), track.open())
         got = await until(feed, ended)
         assert samples(got) == expected(0, 1, 2)
-        assert [said["number"] for name, said in controls(got) if name == "life"] == [*seen, seen[0] + 1]
+        assert [facts["number"] for name, facts in controls(got) if name == "life"] == [*seen, seen[0] + 1]
 
 
 async def test_what_is_left_of_a_life_between_is_found_also_without_its_beginning(store: StoreOptions) -> None:
@@ -306,7 +306,7 @@ async def test_what_is_left_of_a_life_between_is_found_also_without_its_beginnin
         track.shed(number, ids[:2])
         got = await until(feed, ended)
         assert samples(got) == expected(0, 2, 3)
-        assert [said["reason"] for name, said in controls(got) if name == "gap"] == ["trimmed"]
+        assert [facts["reason"] for name, facts in controls(got) if name == "gap"] == ["trimmed"]
 
 
 # What is trimmed before anybody has read it.
@@ -328,7 +328,7 @@ async def test_a_live_viewer_is_told_what_was_trimmed_before_its_stream_was_read
                 if len(samples(got)["1"]) > 1:
                     break
         assert samples(got) == expected(0, 3)
-        assert [said["reason"] for name, said in controls(got) if name == "gap"] == ["trimmed"]
+        assert [facts["reason"] for name, facts in controls(got) if name == "gap"] == ["trimmed"]
 
 
 async def test_whoever_comes_back_to_a_stream_without_entries_is_told_what_is_gone(store: StoreOptions) -> None:
@@ -340,7 +340,7 @@ async def test_whoever_comes_back_to_a_stream_without_entries_is_told_what_is_go
         number = (await located_in(feeds)).number
         track.shed(number, ids)
         got = await read(feeds, after=f"{number}.{ids[0][0]}-{ids[0][1]}", follow=False)
-        (gap,) = [said for name, said in controls(got) if name == "gap"]
+        (gap,) = [facts for name, facts in controls(got) if name == "gap"]
         assert (gap["to"], gap["reason"]) == (f"{ids[-1][0]}-{ids[-1][1]}", "trimmed")
         assert "gap" not in names(await read(feeds, after=f"{number}.{ids[-1][0]}-{ids[-1][1]}", follow=False))
 

@@ -25,9 +25,9 @@ def test_what_must_be_in_a_session_json_and_is_missing_is_filled_in() -> None:
     session = opened()
     wanted = {"identity": "lap", "state": "open", "timestamp": "2026-09-12T12:00:00.000Z", "identifier": "lap"}
     assert json.loads(session.json) == json.loads(session.merged) == wanted
-    given_ = {"state": "waiting", "timestamp": "2021-05-04T11:50:55+01:00", "identifier": "Lap 7", "more": [1, {}]}
-    assert json.loads(opened(**given_).json) == {"identity": "lap", **given_}
-    assert opened(**given_).state == "waiting"
+    fields = {"state": "waiting", "timestamp": "2021-05-04T11:50:55+01:00", "identifier": "Lap 7", "more": [1, {}]}
+    assert json.loads(opened(**fields).json) == {"identity": "lap", **fields}
+    assert opened(**fields).state == "waiting"
 
 
 def test_properties_of_a_wrong_kind_are_left_out_and_told() -> None:
@@ -52,23 +52,27 @@ def test_properties_of_a_wrong_kind_are_left_out_and_told() -> None:
 def test_null_and_missing_properties_stay_and_empty_ones_replace() -> None:
     session = opened(details={"a": 1}, children=["x"], alternates=None, group="g")
     session = session.updated({"details": None, "children": [], "version": "2"})
-    told, merged = json.loads(session.json), json.loads(session.merged)
-    assert (told["details"], told["children"], told["group"], told["version"]) == (None, [], "g", "2")
+    own, merged = json.loads(session.json), json.loads(session.merged)
+    assert (own["details"], own["children"], own["group"], own["version"]) == (None, [], "g", "2")
     assert (merged["details"], merged["children"], merged["alternates"]) == ({"a": 1}, [], None)
-    told = json.loads(session.updated({"type": None}).json)
-    assert "details" not in told
-    assert "children" not in told
+    own = json.loads(session.updated({"type": None}).json)
+    assert "details" not in own
+    assert "children" not in own
 
 
 def test_a_session_is_abandoned_and_back_and_closed_for_good() -> None:
     session = opened(configBindings=[{"identifier": "c", "channelOffset": 2}]).heard_of(NOON).placed(5, "3-1")
-    given_up = session.abandoned()
-    assert (given_up.state, json.loads(given_up.json)["state"], given_up.is_closed) == ("abandoned", "abandoned", False)
-    assert given_up.order > session.order
-    assert given_up.abandoned() is given_up
-    back = given_up.awake().heard_of(NOON + 1)
+    abandoned = session.abandoned()
+    assert (abandoned.state, json.loads(abandoned.json)["state"], abandoned.is_closed) == (
+        "abandoned",
+        "abandoned",
+        False,
+    )
+    assert abandoned.order > session.order
+    assert abandoned.abandoned() is abandoned
+    back = abandoned.awake().heard_of(NOON + 1)
     assert (back.state, json.loads(back.merged)["state"]) == ("open", "open")
-    assert back.order > given_up.order
+    assert back.order > abandoned.order
     assert back.awake() is back
     closed = back.updated({"state": "truncated"})
     assert closed.is_closed

@@ -178,14 +178,14 @@ def test_the_sessions_are_listed_in_a_page(store: StoreOptions, tmp_path: Path) 
         with browsing(f"{service.url}/sessions", tmp_path) as tab:
             rows = 'JSON.stringify([...document.querySelectorAll("#rows tr")].map((row) => row.innerText.split("\\t")))'
             deadline = time.monotonic() + PATIENCE_S
-            while "Car 1" not in (said := tab.evaluate(rows) or ""):
-                assert time.monotonic() < deadline, said
+            while "Car 1" not in (text := tab.evaluate(rows) or ""):
+                assert time.monotonic() < deadline, text
                 time.sleep(0.1)
-            assert "open" in said
+            assert "open" in text
             tab.evaluate('document.querySelector("#rows a").focus()')
-            before = said
-            while (said := tab.evaluate(rows)) == before:  # how long ago it was updated
-                assert time.monotonic() < deadline, said
+            before = text
+            while (text := tab.evaluate(rows)) == before:  # how long ago it was updated
+                assert time.monotonic() < deadline, text
                 time.sleep(0.1)
             focused = tab.evaluate('document.activeElement.getAttribute("href")')
             tab.evaluate(TYPED.format(name="filter", text="grace"))

@@ -71,8 +71,8 @@ def test_no_samples_pass_an_update_or_a_row_of_their_channel() -> None:
     take(made, 2, "a", type="data", periodic=[periodic(1, 1, 1), periodic(2, 1, 1)])
     take(made, 3, "a", type="data", rows=[{"channels": [1], "time": T0, "values": [1]}])
     take(made, 4, "a", type="data", periodic=[periodic(1, 2, 1), periodic(2, 2, 1)])
-    said = kinds(made.write())[2:]
-    assert said == ["periodic_data"] * 2 + ["session_json"] + ["periodic_data"] * 2 + ["row_data", "periodic_data"]
+    messages = kinds(made.write())[2:]
+    assert messages == ["periodic_data"] * 2 + ["session_json"] + ["periodic_data"] * 2 + ["row_data", "periodic_data"]
 
 
 def test_a_second_life_is_not_written_together_with_the_first() -> None:

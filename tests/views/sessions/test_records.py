@@ -35,7 +35,7 @@ def test_topics_without_sessions_are_counted_and_left_alone(store: StoreOptions)
     track.write(Record(0), Record(1, value=None), Record(2, value=b"{"))
     assert read_counts(track.shards, VIEW) == {"in": 3, "dead": 1, "skipped:no-sessions": 2}
     assert lowest(read_marks(track.shards, VIEW))[Partition("jobs", 0)] == -1
-    assert not track.told()
+    assert not track.sessions()
 
 
 def test_bad_records_and_parts_go_to_the_dead_letters_and_their_neighbours_into_the_stream(store: StoreOptions) -> None:
@@ -85,9 +85,9 @@ def test_bad_records_and_parts_go_to_the_dead_letters_and_their_neighbours_into_
         assert what in part["what"]
     reasons = [letter["reason"] for letter in letters[len(bad) :]]
     assert reasons == ["bad-record"] * 6 + ["no-session", "bad-identity", "invalid-json"]
-    (told,) = track.told()
+    (session,) = track.sessions()
     for i in range(len(bad)):
-        assert told.samples[101 + i] == [(T0, *doubles(1)), (T0 + MS, *doubles(2))]
+        assert session.samples[101 + i] == [(T0, *doubles(1)), (T0 + MS, *doubles(2))]
     assert read_counts(track.shards, VIEW) == {"in": len(records), "stored": 1, "dead": len(records) - 1}
 
 
@@ -106,8 +106,8 @@ def test_a_record_with_a_field_that_only_configurations_have_is_of_its_session_a
         (2, "bad-part"),
         (3, "bad-record"),
     ]
-    (told,) = track.told()
-    assert told.ranges == [(1, 3)]
+    (session,) = track.sessions()
+    assert session.ranges == [(1, 3)]
 
 
 def test_times_may_be_any_of_64_bits(store: StoreOptions) -> None:
@@ -118,13 +118,13 @@ def test_times_may_be_any_of_64_bits(store: StoreOptions) -> None:
         track.data(periodic=[{"channel": 2, "start": first, "interval": last, "values": [1, 2, 3]}]),
         track.data(timestamped=[{"channel": 3, "times": [first, last, 0], "values": [1, 2, 3]}]),
     )
-    (told,) = track.told()
-    assert {channel: [time for time, _ in samples] for channel, samples in told.samples.items()} == {
+    (session,) = track.sessions()
+    assert {channel: [time for time, _ in samples] for channel, samples in session.samples.items()} == {
         1: [last],
         2: [first, -1, last - 1],
         3: [first, last, 0],
     }
-    assert told.ranges == [(first, last)]
+    assert session.ranges == [(first, last)]
 
 
 _NAMES = "type session identifier json config configs state periodic timestamped rows events range other"
@@ -141,12 +141,12 @@ _FIELDS = st.lists(st.tuples(st.sampled_from(_NAMES.split(" ")), _JSON), max_siz
 
 
 @examples(25)
-@given(given_=st.lists(st.tuples(_WORDS, _FIELDS, st.booleans()), min_size=1, max_size=20))
-def test_whatever_records_are_each_of_them_is_stored_skipped_or_dead(store: StoreOptions, given_: Any) -> None:
+@given(drawn=st.lists(st.tuples(_WORDS, _FIELDS, st.booleans()), min_size=1, max_size=20))
+def test_whatever_records_are_each_of_them_is_stored_skipped_or_dead(store: StoreOptions, drawn: Any) -> None:
     track = Track(msgspec.structs.replace(store, prefix=f"{store.prefix}r{next(_fresh)}"))
     track.write(track.open())
     records: list[Record] = []
-    for kind, fields, at_end in given_:
+    for kind, fields, at_end in drawn:
         pairs = [*fields, ("type", kind)] if at_end else [("type", kind), *fields]
         written = ",".join(f"{json.dumps(name)}:{json.dumps(value)}" for name, value in pairs)
         records.append(track.raw(f"{{{written}}}".encode()))
@@ -165,10 +165,10 @@ def test_a_large_record_becomes_several_messages_and_no_burst_is_over_the_limit(
         track.data(periodic=[{"channel": 1, "start": T0, "interval": 7, "data": data}], timestamped=[timed]),
         track.periodic("lap", 0, [5.0], channel=3),
     )
-    (told,) = track.told()
-    assert told.samples[1] == list(zip((T0 + 7 * i for i in range(len(values))), doubles(*values), strict=True))
-    assert told.samples[2] == list(zip(times, doubles(*values[: len(times)]), strict=True))
-    assert told.entries > (8 * len(values) + 9 * len(times)) // (64 << 10)
+    (session,) = track.sessions()
+    assert session.samples[1] == list(zip((T0 + 7 * i for i in range(len(values))), doubles(*values), strict=True))
+    assert session.samples[2] == list(zip(times, doubles(*values[: len(times)]), strict=True))
+    assert session.entries > (8 * len(values) + 9 * len(times)) // (64 << 10)
 
 
 def test_session_json_that_no_message_can_hold_goes_to_the_dead_letters(store: StoreOptions) -> None:
@@ -185,8 +185,8 @@ def test_session_json_that_no_message_can_hold_goes_to_the_dead_letters(store: S
     assert [(letter["offset"], letter["reason"]) for letter in track.letters()] == [
         (offset, "session-too-large") for offset in (1, 3, 4)
     ]
-    (told,) = track.told()
-    assert [json["state"] for json in told.jsons] == ["open", "open", "closed"]
+    (session,) = track.sessions()
+    assert [json["state"] for json in session.jsons] == ["open", "open", "closed"]
     assert track.hash("big") == {}
 
 
@@ -199,9 +199,9 @@ def test_properties_that_are_missing_or_null_stay_and_empty_ones_replace(store: 
         track.record("lap", "session", json={"configBindings": [], "details": {"driver": 5, "wet": True}}),
         track.record("lap", "session", json={"configBindings": "c", "details": {"a": {"b": 1}}, "quality": 0.5}),
     )
-    (told,) = track.told()
-    required = {"identity": "lap", "identifier": "lap", "state": "open", "timestamp": told.jsons[0]["timestamp"]}
-    assert told.jsons == [
+    (session,) = track.sessions()
+    required = {"identity": "lap", "identifier": "lap", "state": "open", "timestamp": session.jsons[0]["timestamp"]}
+    assert session.jsons == [
         {**required, "details": {"driver": "A"}, "configBindings": bindings, "group": "g"},
         {**required, "group": "g", "details": None, "children": ["x"]},
         {**required, "group": "g", "configBindings": [], "details": {"driver": 5, "wet": True}},
@@ -253,7 +253,7 @@ def test_a_session_that_is_open_in_another_stream_is_refused_until_it_is_over_th
         (1, 0, "session-elsewhere"),
         (1, 1, "session-elsewhere"),
     ]
-    assert [told.samples for told in track.told(1)] == [{1: [(T0, *doubles(2))]}]
+    assert [session.samples for session in track.sessions(1)] == [{1: [(T0, *doubles(2))]}]
     assert track.hash()["streamName"] == track.stream(1)
 
 
@@ -267,7 +267,7 @@ def test_a_task_that_died_in_an_opening_does_not_keep_its_partition_from_a_name_
     track.write(track.open(partition=0), track.close(partition=0))
     track.write(opening)
     assert track.hash()["streamName"] == track.stream(1)
-    assert len(track.told(1)) == 1
+    assert len(track.sessions(1)) == 1
 
 
 def test_a_session_that_was_given_up_is_open_again_when_it_speaks(store: StoreOptions) -> None:
@@ -288,9 +288,9 @@ def test_a_session_that_was_given_up_is_open_again_when_it_speaks(store: StoreOp
     assert track.hash()["state"] == "open"
     assert give_up() is Verdict.OK
     track.write(track.close())
-    (told,) = track.told()
-    assert [json["state"] for json in told.jsons] == ["open", "open", "closed"]
-    assert told.samples == {1: [(T0, *doubles(1)), (T0 + MS, *doubles(2))]}
+    (session,) = track.sessions()
+    assert [json["state"] for json in session.jsons] == ["open", "open", "closed"]
+    assert session.samples == {1: [(T0, *doubles(1)), (T0 + MS, *doubles(2))]}
 
 
 def messages(flat: Any) -> list[Any]:

@@ -80,8 +80,8 @@ async def test_what_kafka_no_longer_has_is_told(track: Kept, kafka: EmbeddedKafk
         await track.trim(feeds, 9)
         track.expire(4)  # the first samples are in record 3
         got = await read(feeds, follow=False)
-        name, said = controls(got)[0]
-        assert (name, said["from"], said["to"], said["reason"]) == ("gap", "k0", "k3", "expired")
+        name, facts = controls(got)[0]
+        assert (name, facts["from"], facts["to"], facts["reason"]) == ("gap", "k0", "k3", "expired")
         assert samples(got) == {"vCar:Chassis": whole["vCar:Chassis"][400:]}
         track.admin.delete_topics([track.topic])[track.topic].result(20)
         gone = await read(feeds, follow=False)

@@ -190,7 +190,7 @@ def test_after_a_subscription_the_stream_is_read_back_and_nothing_comes_twice(
         assert values(viewer.samples) == {(1, T0 + i): float(i) for i in range(50)}
         assert sum(len(got.samples) for got in viewer.bursts) == 50 == sum(len(got.events) for got in viewer.bursts)
         # What was said of the session before is not said again.
-        assert [said.get("version") for got in viewer.bursts for said in got.sessions] == ["2"]
+        assert [session.get("version") for got in viewer.bursts for session in got.sessions] == ["2"]
 
 
 def test_trimming_while_the_stream_is_read_back_leaves_out_what_is_gone(

@@ -44,14 +44,14 @@ def listed(client: Any, session: Foreign, updated_ms: int = 1) -> Foreign:
 def test_a_session_has_the_time_range_of_its_hash_and_all_that_its_writer_said(
     http: httpx.Client, client: Any, store: StoreOptions
 ) -> None:
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "details": None,
         "configBindings": [{"identifier": "cfg", "channelOffset": 0}],
         "children": [],
         "extDetails": {},
         "later": {"n": 12345678901234567890},
     }
-    made = Foreign(client, store.prefix, f"{store.prefix}/lap 1").open(**said)
+    made = Foreign(client, store.prefix, f"{store.prefix}/lap 1").open(**fields)
     end = T0 + 9_007_199_254_740_993
     made.send(event(1, T0, "x"), start=T0 + 1, end=end)
     answer = http.get(f"/rta/v2/sessions/{quote(made.identity, safe='')}")
@@ -61,7 +61,7 @@ def test_a_session_has_the_time_range_of_its_hash_and_all_that_its_writer_said(
     assert f'"endTime":{end}' in answer.text
     assert (found["startTimestamp"], found["endTimestamp"]) == (iso(T0 + 1), iso(end))
     assert found["startTimestamp"] == "2021-05-04T11:50:55.000000Z"
-    assert {name: found[name] for name in said} == said
+    assert {name: found[name] for name in fields} == fields
     assert "group" not in found
     assert http.head(f"/rta/v2/sessions/{quote(made.identity, safe='')}").status_code == 200
 
@@ -96,10 +96,10 @@ def test_sessions_are_listed_by_any_property_in_pages_the_newest_first(
 ) -> None:
     assert http.get("/rta/v2/sessions").json() == {"sessions": []}
     times = ["2026-01-01T12:00:00+02:00", "2026-01-01T11:00:00+00:00", "2026-01-01T10:30:00.5Z", "2026-01-01T09:00:00Z"]
-    for i, (stamp, quality) in enumerate(zip(times, (0.5, None, 1, 0.25), strict=True)):
+    for i, (timestamp, quality) in enumerate(zip(times, (0.5, None, 1, 0.25), strict=True)):
         details = {"laps": i} if i else {}
         made = Foreign(client, store.prefix, f"{store.prefix}{i}")
-        listed(client, made.open(timestamp=stamp, quality=quality, details=details), i)
+        listed(client, made.open(timestamp=timestamp, quality=quality, details=details), i)
     client.zadd(Keys(PREFIX).sessions(), {"expired": 99})
 
     def order(**query: Any) -> str:

@@ -189,8 +189,8 @@ def test_times_beyond_what_a_double_holds_stay_exact() -> None:
         buffer=st.binary(max_size=40),
     )
 )
-def test_whatever_a_writer_has_put_together_reading_it_does_not_fail(given_: TimestampedData) -> None:
-    decoded = samples_of(StreamDataBurst(data=[StreamData(timestamped_data=given_)]), CHANNELS)
+def test_whatever_a_writer_has_put_together_reading_it_does_not_fail(message: TimestampedData) -> None:
+    decoded = samples_of(StreamDataBurst(data=[StreamData(timestamped_data=message)]), CHANNELS)
     assert all(len(each.times) == len(each.raw) for each in decoded.series)
 
 

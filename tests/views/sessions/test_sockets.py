@@ -48,19 +48,19 @@ def test_a_websocket_without_the_subprotocol_is_answered_with_406(
     service: ServiceThread, session: Foreign, caplog: pytest.LogCaptureFixture, offered: Any
 ) -> None:
     with caplog.at_level("WARNING"):
-        status, said = refused(service.url, session.identity, subprotocols=offered)
+        status, problem = refused(service.url, session.identity, subprotocols=offered)
         service.stop()
-    assert (status, said["code"]) == (406, "http.406")
-    assert SUBPROTOCOL in said["detail"]
+    assert (status, problem["code"]) == (406, "http.406")
+    assert SUBPROTOCOL in problem["detail"]
     logged = [record.message for record in caplog.records if record.name.startswith("tailrace.http")]
     assert not logged, "a refusal is an answer, and no error of the service"
 
 
 @pytest.mark.parametrize("origin", ["https://elsewhere.example", "null", "http://127.0.0.1:1", "http://["])
 def test_a_page_of_somewhere_else_is_refused(service: ServiceThread, session: Foreign, origin: Any) -> None:
-    status, said = refused(service.url, session.identity, subprotocols=[SUBPROTOCOL], origin=origin)
-    assert (status, said["code"]) == (403, "access.denied")
-    assert "sessions.origins" in said["detail"]
+    status, problem = refused(service.url, session.identity, subprotocols=[SUBPROTOCOL], origin=origin)
+    assert (status, problem["code"]) == (403, "access.denied")
+    assert "sessions.origins" in problem["detail"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_where_nothing_is_served_and_where_there_is_no_room_a_websocket_is_told_
         assert json.loads(caught.value.response.body)["code"] == "route.not_found"
         with RtaClient(running.url, session.identity) as viewer:
             viewer.receive()
-            status, said = refused(running.url, quote(session.identity), subprotocols=[SUBPROTOCOL])
-            assert (status, said["code"]) == (503, "service.overloaded")
+            status, problem = refused(running.url, quote(session.identity), subprotocols=[SUBPROTOCOL])
+            assert (status, problem["code"]) == (503, "service.overloaded")
             session.append(time_range(T0, T0))
             assert decode(viewer.ws.recv(20)).kinds == ["range"]  # type: ignore[arg-type]

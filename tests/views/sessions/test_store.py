@@ -270,14 +270,14 @@ def test_the_watchdog_has_no_mark_and_is_refused_when_the_session_spoke(any_stor
     store.write([Write(stream, "t:0", NOTHING, 0, [a_change(stream, identity, number, 1)], [(number, b"a")])])
     seen = store.read(stream, "", [identity])[1][identity]
     word = a_change(stream, identity, number, 1, seen=seen, state="abandoned", amendment=1)
-    told = Write(stream, "", NOTHING, NOTHING, [word], [(number, b"gone")])
-    assert store.write([told]) == [Verdict.OK]
-    assert store.write([told]) == [Verdict.CONFLICT]
+    write = Write(stream, "", NOTHING, NOTHING, [word], [(number, b"gone")])
+    assert store.write([write]) == [Verdict.OK]
+    assert store.write([write]) == [Verdict.CONFLICT]
     assert hash_of(store, identity)["state"] == "abandoned"
     assert store.stream_marks([stream]) == {stream: {"t:0": 0}}
     spoken = a_change(stream, identity, number, 2, seen=store.read(stream, "", [identity])[1][identity])
     assert store.write([Write(stream, "t:0", 0, 1, [spoken], [(number, b"b")])]) == [Verdict.OK]
-    assert store.write([told]) == [Verdict.OLD]
+    assert store.write([write]) == [Verdict.OLD]
     assert hash_of(store, identity)["state"] == "open"
 
 

@@ -96,7 +96,7 @@ def entries(draw: st.DrawFn) -> list[tuple[int | None, list[Series[str]]]]:
     return found
 
 
-def told(series: Iterable[Series[str]]) -> list[tuple[str, list[tuple[int, str]]]]:
+def lines_of(series: Iterable[Series[str]]) -> list[tuple[str, list[tuple[int, str]]]]:
     """Lines and samples in their order; numbers as text, since some are not themselves."""
     return plain((each.line, list(zip(each.times.tolist(), each.values.tolist(), strict=True))) for each in series)
 
@@ -115,45 +115,45 @@ THINNINGS = st.builds(Thinning, st.sampled_from(["extremes", "first"]), st.integ
 @examples(150)
 @given(entries(), THINNINGS)
 def test_what_goes_out_and_what_is_held_is_what_a_loop_over_samples_finds(
-    given_: list[tuple[int | None, list[Series[str]]]], thinning: Thinning
+    drawn: list[tuple[int | None, list[Series[str]]]], thinning: Thinning
 ) -> None:
     state, wanted = State[str](), Plain(thinning)
-    for seq, (newest, series) in enumerate(given_):
+    for seq, (newest, series) in enumerate(drawn):
         before = StreamPosition(True, 1000, seq)
         out, state = step(thinning, state, before, newest, series)
-        assert told(out) == plain(wanted.take(before, newest, samples_in(series)))
+        assert lines_of(out) == plain(wanted.take(before, newest, samples_in(series)))
         assert state.key == (wanted.cell, wanted.origin)
-        assert told(state.held) == plain(wanted.held.items())
+        assert lines_of(state.held) == plain(wanted.held.items())
 
 
 @examples(60)
 @given(entries(), THINNINGS)
 def test_an_entry_that_is_thinned_alone_has_one_series_of_each_line_that_has_samples(
-    given_: list[tuple[int | None, list[Series[str]]]], thinning: Thinning
+    drawn: list[tuple[int | None, list[Series[str]]]], thinning: Thinning
 ) -> None:
-    for _, series in given_:
+    for _, series in drawn:
         lines = by_line(samples_in(series)).items()
         wanted = [(line, Plain(thinning).left(samples)) for line, samples in lines if samples]
-        assert told(thinned(series, thinning)) == plain(wanted)
+        assert lines_of(thinned(series, thinning)) == plain(wanted)
 
 
 @examples(60)
 @given(entries(), st.none() | st.integers(-40, 100), st.none() | st.integers(-40, 100))
 def test_the_samples_between_two_times_are_those_of_each_series(
-    given_: list[tuple[int | None, list[Series[str]]]], since: int | None, until: int | None
+    drawn: list[tuple[int | None, list[Series[str]]]], since: int | None, until: int | None
 ) -> None:
     first, last = (-math.inf if since is None else EPOCH + since), (math.inf if until is None else EPOCH + until)
-    for _, series in given_:
+    for _, series in drawn:
         wanted = [
             (line, [each for each in samples if first <= each[0] <= last]) for line, samples in samples_in(series)
         ]
         found = between(series, None if since is None else EPOCH + since, None if until is None else EPOCH + until)
-        assert told(found) == plain(wanted)
+        assert lines_of(found) == plain(wanted)
 
 
 def test_numbers_keep_their_type_beside_those_of_other_lines() -> None:
     times = np.array([EPOCH, EPOCH + 1], np.int64)
-    given_ = [Series(kind, times, np.array(["x", "y"] if kind == "O" else [1, 2], kind)) for kind in KINDS]
-    assert [each.values.dtype for each in thinned(given_, Thinning("extremes", 10))] == [
+    series = [Series(kind, times, np.array(["x", "y"] if kind == "O" else [1, 2], kind)) for kind in KINDS]
+    assert [each.values.dtype for each in thinned(series, Thinning("extremes", 10))] == [
         np.dtype(kind) for kind in KINDS
     ]

@@ -251,8 +251,8 @@ def test_a_session_whose_records_are_old_is_not_silent_while_they_come(site: Sit
 def test_the_word_of_a_watchdog_that_died_comes_to_the_stream_all_the_same(site: Site) -> None:
     site.open("lap", heard=1_000)
     (value,) = site.store.read("cars-0", "", ["lap"])[1].values()
-    said = Session.decode(state_of(value)).abandoned()
-    change = SessionChange("lap", said.number, value, said.encode(), said.order, said.fields())
+    abandoned = Session.decode(state_of(value)).abandoned()
+    change = SessionChange("lap", abandoned.number, value, abandoned.encode(), abandoned.order, abandoned.fields())
     site.store.put([Write("cars-0", "", NOTHING, NOTHING, [change])])
     assert site.state("lap") == ("abandoned", "open")
     assert site.abandon() == {"sessions": 0}  # it has been said for ten minutes by the clock of the store here
@@ -294,9 +294,9 @@ def test_sessions_that_are_not_open_stay_what_they_are(site: Site, state: str) -
 @pytest.mark.parametrize("order", ["put append speak", "put speak append", "speak put append"])
 def test_a_session_that_speaks_meanwhile_is_open(site: Site, order: str) -> None:
     session = site.open("lap", heard=10_000)
-    value, said = site.store.read("cars-0", "", ["lap"])[1]["lap"], session.abandoned()
-    change = SessionChange("lap", said.number, value, said.encode(), said.order, said.fields())
-    word = Write("cars-0", "", NOTHING, NOTHING, [change], [(said.number, b"abandoned")])
+    value, abandoned = site.store.read("cars-0", "", ["lap"])[1]["lap"], session.abandoned()
+    change = SessionChange("lap", abandoned.number, value, abandoned.encode(), abandoned.order, abandoned.fields())
+    word = Write("cars-0", "", NOTHING, NOTHING, [change], [(abandoned.number, b"abandoned")])
     for step in order.split():
         if step == "put":
             put = site.store.put([word])

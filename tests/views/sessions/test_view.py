@@ -36,11 +36,11 @@ def test_a_session_begins_with_its_json_alone_and_ends_with_it(any_store: StoreO
         track.periodic("lap", 3, [4]),
         track.close(),
     )
-    (told,) = track.told()
-    assert told.kinds == [["session_json"], ["time_range", "periodic_data"], ["session_json"]]
-    assert told.samples == {1: [(T0 + i * MS, value) for i, value in enumerate(doubles(1, 2, 3, 4))]}
-    assert told.ranges == [(T0, T0 + 3 * MS)]
-    first, last = told.jsons
+    (session,) = track.sessions()
+    assert session.kinds == [["session_json"], ["time_range", "periodic_data"], ["session_json"]]
+    assert session.samples == {1: [(T0 + i * MS, value) for i, value in enumerate(doubles(1, 2, 3, 4))]}
+    assert session.ranges == [(T0, T0 + 3 * MS)]
+    first, last = session.jsons
     assert first["identity"] == "lap"
     assert first["identifier"] == "Lap 1"
     assert first["state"] == "open"
@@ -147,12 +147,12 @@ def test_partitions_that_share_a_stream_and_a_session_read_again_what_the_other_
     together(run, 3)
     track.write(*[record for each in records for record in each])
     track.write(track.close(partition=2))
-    (told,) = track.told()
+    (session,) = track.sessions()
     for partition in range(3):
-        assert told.samples[partition] == [(T0 + i * MS, *doubles(i // 10)) for i in range(300)]
-    assert told.ranges == sorted(set(told.ranges))
+        assert session.samples[partition] == [(T0 + i * MS, *doubles(i // 10)) for i in range(300)]
+    assert session.ranges == sorted(set(session.ranges))
     assert (track.hash()["state"], track.hash()["tEnd"]) == ("closed", str(T0 + 299 * MS))
-    assert told.kinds[-1] == ["session_json"]
+    assert session.kinds[-1] == ["session_json"]
 
 
 def together(run: Callable[[int], None], n: int) -> None:
@@ -207,7 +207,7 @@ def test_a_view_that_begins_at_the_end_takes_nothing_from_before_though_others_r
     records = [track.periodic("lap", i, [i]) for i in range(6)]
     advance(track.shards, VIEW, track.driver.epoch, {source: 2})
     track.write(*records[:5])
-    assert track.told()[0].samples == {1: [(T0 + i * MS, *doubles(i)) for i in (3, 4)]}
+    assert track.sessions()[0].samples == {1: [(T0 + i * MS, *doubles(i)) for i in (3, 4)]}
     assert read_counts(track.shards, VIEW) == {"in": 2, "stored": 2}
     # Beyond the last record are offsets without any; nothing is read again because of them.
     advance(track.shards, VIEW, track.driver.epoch, {source: 9})

@@ -195,12 +195,12 @@ async def test_a_viewer_too_far_behind_goes_on_at_the_end_and_is_told_what_it_mi
             session.append(event(1, T0 + i, os.urandom(4000).hex()))
         session.describe(version="2", details={"lap": 3})
         await level(hub, session)
-        told = decode(await pull() or b"")
-        assert told.kinds == ["session"]
-        (said,) = told.sessions
-        assert (said["version"], said["details"]) == ("2", {"lap": 3})
-        assert said["tailraceDropped"]["bursts"] == 31
-        assert abs(said["tailraceDropped"]["bytes"] - sum(sizes)) < 2000
+        burst = decode(await pull() or b"")
+        assert burst.kinds == ["session"]
+        (update,) = burst.sessions
+        assert (update["version"], update["details"]) == ("2", {"lap": 3})
+        assert update["tailraceDropped"]["bursts"] == 31
+        assert abs(update["tailraceDropped"]["bytes"] - sum(sizes)) < 2000
         session.append(event(2, T0, "after"))
         assert decode(await pull() or b"").events == [(2, T0, "after")]
 

@@ -250,9 +250,9 @@ def test_protoc_itself_encodes_a_burst_of_everything_to_our_bytes_and_decodes_th
     burst = next(bursts(EVERYTHING))
     kind = "rta.model.net.stream.StreamDataBurst"
     assert _protoc(f"--encode={kind}", TEXT.encode()) == burst
-    told = _protoc(f"--decode={kind}", burst)
-    assert _protoc(f"--encode={kind}", told) == burst
-    assert told.decode().split() == TEXT.split()
+    text = _protoc(f"--decode={kind}", burst)
+    assert _protoc(f"--encode={kind}", text) == burst
+    assert text.decode().split() == TEXT.split()
 
 
 def test_a_raw_block_is_literals_of_the_burst_when_there_is_nothing_to_match() -> None:

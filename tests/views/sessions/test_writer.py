@@ -19,7 +19,7 @@ from tailrace.errors import EventRefused, StoreError, StoreUnavailable
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write, state_of
-from tests.views.sessions.recorded import MS, T0, Told, doubles, read_stream
+from tests.views.sessions.recorded import MS, T0, RecordedSession, doubles, read_stream
 from tests.views.sessions.severed import Severed
 
 CONFIG = {
@@ -47,7 +47,7 @@ class Rig:
         with SessionWriter(url or self.store.url, **more) as writer:
             yield writer
 
-    def told(self, width: int = 8) -> list[Told]:
+    def sessions(self, width: int = 8) -> list[RecordedSession]:
         found = read_stream(self.shards, self.stream, width)
         return [found[number] for number in sorted(found)]
 
@@ -74,14 +74,14 @@ def test_a_program_writes_sessions_as_the_pipeline_does(any_store: StoreOptions)
         writer.range(T0 - MS, T0)
         writer.update({"group": "g"})
         writer.close_session("truncated")
-    (told,) = rig.told()
-    assert told.kinds[0] == told.kinds[-1] == ["session_json"]
-    assert [value for _, value in told.samples[1]][:2] == doubles(1, 2)
-    assert [time for time, _ in told.samples[1]] == [T0 + i * MS for i in range(5)]
-    assert told.samples[2] == [(T0, *doubles(1.5)), (T0 + 5 * MS, *doubles(2.5))]
-    assert (told.samples[3], told.samples[4]) == ([(T0 + MS, *doubles(7))], [(T0 + MS, *doubles(8))])
-    assert told.events == [(T0 + 2 * MS, "over speed")]
-    assert told.ranges == [(T0 - MS, T0 + 5 * MS)]
+    (session,) = rig.sessions()
+    assert session.kinds[0] == session.kinds[-1] == ["session_json"]
+    assert [value for _, value in session.samples[1]][:2] == doubles(1, 2)
+    assert [time for time, _ in session.samples[1]] == [T0 + i * MS for i in range(5)]
+    assert session.samples[2] == [(T0, *doubles(1.5)), (T0 + 5 * MS, *doubles(2.5))]
+    assert (session.samples[3], session.samples[4]) == ([(T0 + MS, *doubles(7))], [(T0 + MS, *doubles(8))])
+    assert session.events == [(T0 + 2 * MS, "over speed")]
+    assert session.ranges == [(T0 - MS, T0 + 5 * MS)]
     stored = rig.hash("run")
     assert (stored["state"], stored["writer"], stored["streamName"]) == ("truncated", "~w", rig.stream)
     assert msgspec.json.decode(stored["merged"])["details"] == {"driver": "A"}
@@ -93,7 +93,7 @@ def test_the_package_has_it_without_spark_and_the_store_needs_nothing_before(own
     rig = Rig(StoreOptions(own_valkey.url, prefix="own"))
     with rig.writer() as writer:
         writer.periodic(1, T0, MS, [1], session="run")
-    assert rig.told()[0].jsons[0]["identifier"] == "run"
+    assert rig.sessions()[0].jsons[0]["identifier"] == "run"
 
 
 def test_one_writer_has_several_sessions_and_a_name_has_several_lives(rig: Rig) -> None:
@@ -106,10 +106,10 @@ def test_one_writer_has_several_sessions_and_a_name_has_several_lives(rig: Rig) 
                 writer.periodic(1, T0 + i * MS, MS, [10 + life])
             writer.close_session(session="a")
             writer.close_session()
-    found = rig.told()
-    assert [told.jsons[0]["identity"] for told in found] == ["a", "b"] * 3
-    for i, told in enumerate(found):
-        assert [value for _, value in told.samples[1]] == doubles(i // 2 + 10 * (i % 2)) * 4
+    found = rig.sessions()
+    assert [session.jsons[0]["identity"] for session in found] == ["a", "b"] * 3
+    for i, session in enumerate(found):
+        assert [value for _, value in session.samples[1]] == doubles(i // 2 + 10 * (i % 2)) * 4
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -132,20 +132,20 @@ def test_answers_that_get_lost_repeat_nothing(valkey_server: EmbeddedValkey, rig
     finally:
         wire.close()
     assert wire.lost
-    found = rig.told()
-    assert {told.jsons[0]["identity"]: told.samples[1] for told in found} == written
-    for told in found:
-        assert [json["state"] for json in told.jsons] == ["open", "closed"]
-        assert told.ranges == sorted(set(told.ranges))
+    found = rig.sessions()
+    assert {session.jsons[0]["identity"]: session.samples[1] for session in found} == written
+    for recorded in found:
+        assert [json["state"] for json in recorded.jsons] == ["open", "closed"]
+        assert recorded.ranges == sorted(set(recorded.ranges))
 
 
 def test_a_new_process_with_the_name_of_an_old_one_goes_on_after_it(rig: Rig) -> None:
     for i in range(3):
         with rig.writer() as writer:
             writer.periodic(1, T0 + i * MS, MS, [i], session="run")
-    (told,) = rig.told()
-    assert told.samples[1] == [(T0 + i * MS, *doubles(i)) for i in range(3)]
-    assert len(told.jsons) == 1
+    (session,) = rig.sessions()
+    assert session.samples[1] == [(T0 + i * MS, *doubles(i)) for i in range(3)]
+    assert len(session.jsons) == 1
     assert SessionStore(rig.shards).stream_marks([rig.stream]) == {rig.stream: {"~w": 2}}
 
 
@@ -199,8 +199,8 @@ def test_what_is_refused_costs_nothing_else(rig: Rig) -> None:
         for call in (lambda: writer.periodic(1, T0, MS, [1]), writer.close_session):
             with pytest.raises(EventRefused, match=r"session-closed|nothing-to-close"):
                 call()
-    (told,) = rig.told(width=2)
-    assert told.samples == {1: [(T0, b"\1\0"), (T0 + MS, b"\xff\xff"), (T0 + 2 * MS, b"\3\0")]}
+    (session,) = rig.sessions(width=2)
+    assert session.samples == {1: [(T0, b"\1\0"), (T0 + MS, b"\xff\xff"), (T0 + 2 * MS, b"\3\0")]}
     assert SessionStore(rig.shards).configs([rig.stream])
 
 
@@ -220,9 +220,9 @@ def test_a_program_may_use_its_arrays_again_at_once(rig: Rig) -> None:
         writer.row(np.array([3, 4]), T0, np.array([5.0, 6.0]))  # type: ignore[arg-type]
         times[:], values[:], details["driver"], buffer[:] = 9, 9, "B", bytes(8)
         writer._is_lost = True  # so that all is recorded anew
-    (told,) = rig.told()
-    assert told.jsons[0]["details"] == {"driver": "A"}
-    assert told.samples == {
+    (session,) = rig.sessions()
+    assert session.jsons[0]["details"] == {"driver": "A"}
+    assert session.samples == {
         1: [(1, *doubles(1)), (2, *doubles(2))],
         2: [(T0, *doubles(3))],
         3: [(T0, *doubles(5))],
@@ -236,17 +236,17 @@ def test_a_session_that_was_given_up_is_open_again_when_it_speaks(rig: Rig) -> N
         writer.open("run")
         writer.flush()
         _, values = store.read(rig.stream, "", ["run"])
-        given_up = Session.decode(state_of(values["run"])).abandoned()
+        abandoned = Session.decode(state_of(values["run"])).abandoned()
         change = SessionChange(
-            "run", given_up.number, values["run"], given_up.encode(), given_up.order, given_up.fields()
+            "run", abandoned.number, values["run"], abandoned.encode(), abandoned.order, abandoned.fields()
         )
         assert store.write([Write(rig.stream, "", 0, 0, [change])]) == [Verdict.OK]
         assert rig.hash("run")["state"] == "abandoned"
         writer.periodic(1, T0, MS, [1])
-    (told,) = rig.told()
+    (session,) = rig.sessions()
     assert rig.hash("run")["state"] == "open"
-    assert told.jsons[-1]["state"] == "open"
-    assert told.samples[1] == [(T0, *doubles(1))]
+    assert session.jsons[-1]["state"] == "open"
+    assert session.samples[1] == [(T0, *doubles(1))]
 
 
 def test_a_name_that_is_open_in_another_stream_is_refused(rig: Rig) -> None:
@@ -274,5 +274,5 @@ def test_a_store_that_is_away_keeps_what_was_written_until_it_is_back(own_valkey
         own_valkey.start(30)
         writer.periodic(1, T0 + MS, MS, [2])
     rig.shards = Shards(rig.store).open()
-    (told,) = rig.told()
-    assert told.samples[1] == [(T0, *doubles(1)), (T0 + MS, *doubles(2))]
+    (session,) = rig.sessions()
+    assert session.samples[1] == [(T0, *doubles(1)), (T0 + MS, *doubles(2))]

@@ -92,7 +92,7 @@ class World:
     # Somebody else.
 
     def put(self, tag: str, *rows: tuple[str, int, int | UUID]) -> None:
-        """Write rows as somebody else: source, number, and the millisecond of the stamp, or the stamp."""
+        """Write rows as somebody else: source, number, and the millisecond of the timeuuid, or the timeuuid."""
         assert self.rows is not None
         made: list[StoredRow] = []
         for pid, number, when in rows:
@@ -155,8 +155,8 @@ class Follower(reading.Follower):
     def names(self) -> list[str]:
         return names(self.frames)
 
-    async def is_told(self, control: str, seconds: float = 30) -> None:
-        """Wait until the feed has said something of itself."""
+    async def wait_for_control(self, control: str, seconds: float = 30) -> None:
+        """Wait until the feed has sent such a control frame."""
         async with asyncio.timeout(seconds):
             while control not in controls(self.frames):
                 if self._task.done():
@@ -199,7 +199,7 @@ def shown(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
     return [json.loads(frame.data) for frame in events(frames)]
 
 
-def stamps(frames: Iterable[AnyFrame]) -> list[UUID]:
+def timeuuids(frames: Iterable[AnyFrame]) -> list[UUID]:
     return [UUID(data["timeuuid"]) for data in shown(frames)]
 
 

@@ -24,7 +24,7 @@ THEIRS = Partition("theirs", 0)
 
 
 def their_row(tag: str, pid: str, number: int, at: UUID, place: Partition, span_ms: int) -> StoredRow:
-    """A row of somebody else: an event of a source, by its number and its stamp."""
+    """A row of somebody else: an event of a source, by its number and its timeuuid."""
     return StoredRow(
         tag=tag,
         bucket_ms=bucket_start(ms_of(at), span_ms),
@@ -77,9 +77,9 @@ class Rows:
         raise_floors(self.writer.shards, self.writer.epoch, {Partition("jobs", partition): now for partition in named})
 
     def put(self, tag: str, *rows: tuple[str, int, int], span_ms: int = HOUR) -> None:
-        """Write rows of somebody else: source, number, and the millisecond of the stamp."""
-        stamps = [make_timeuuid(ms, number, Partition(pid, 0)) for pid, number, ms in rows]
-        made = [their_row(tag, *row[:2], at, THEIRS, span_ms) for row, at in zip(rows, stamps, strict=True)]
+        """Write rows of somebody else: source, number, and the millisecond of the timeuuid."""
+        timeuuids = [make_timeuuid(ms, number, Partition(pid, 0)) for pid, number, ms in rows]
+        made = [their_row(tag, *row[:2], at, THEIRS, span_ms) for row, at in zip(rows, timeuuids, strict=True)]
         writer(self.options).write(made)
 
     def close(self) -> None:

@@ -226,19 +226,19 @@ class _View(TagsWriter):
 
 
 class _Shards(Shards):
-    """The shards, for a task that dies when it has told some of them, or all."""
+    """The shards of a task that dies when some of them, or all, have applied their windows."""
 
-    told = 0
+    n_applied = 0
 
     def call_all(self, calls: Sequence[Call]) -> Any:
         if not any(name == "apply" for _, name, _ in calls):
             return super().call_all(calls)
-        super().call_all(calls[: self.told] if self.told else calls)
+        super().call_all(calls[: self.n_applied] if self.n_applied else calls)
         raise Died
 
 
-def dying(driver: Writer, step: str, told: int = 1) -> Writer:
-    """Return a task that dies after a step; of some shards so many are told."""
+def dying(driver: Writer, step: str, n_applied: int = 1) -> Writer:
+    """Return a task that dies after a step; at "some shards", so many have applied their windows."""
     task = driver.another_task()
     view = view_of(driver, _View)
     assert isinstance(view, _View)
@@ -246,7 +246,7 @@ def dying(driver: Writer, step: str, told: int = 1) -> Writer:
     task.host._views = [view]
     if step.endswith("shards"):
         mortal = _Shards(driver.plan.store, dict(driver.plan.run_ids))
-        mortal.told = told if step == "some shards" else 0
+        mortal.n_applied = n_applied if step == "some shards" else 0
         task.host._shards = mortal
     return task
 

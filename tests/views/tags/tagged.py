@@ -62,8 +62,8 @@ class Tagger:
         self._offsets[partition] = offset + 1
         n = len(self.sent)
         value = json.dumps({"n": n, "tags": list(tags), **data}).encode()
-        stamp = NOON + n * 1000 if time_ms is None else time_ms
-        record = Record(offset, json.dumps([pid]).encode(), value, stamp, partition)
+        timestamp = NOON + n * 1000 if time_ms is None else time_ms
+        record = Record(offset, json.dumps([pid]).encode(), value, timestamp, partition)
         self.sent.append(Sent(record.id, pid, tuple(tags), partition, offset, n))
         return record
 

@@ -71,10 +71,10 @@ def test_ctrl_c_prints_the_command_that_resumes_exactly(
         assert process.stdout is not None
         got = [json.loads(process.stdout.readline())["id"] for _ in range(3)]
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=20)
+        rest, stderr = process.communicate(timeout=20)
     assert (process.returncode, rest) == (130, "")
     tagger.write("p", [first, second], 4)
-    resume = shlex.split(said.strip().splitlines()[-1].removeprefix("to go on: "))
+    resume = shlex.split(stderr.strip().splitlines()[-1].removeprefix("to go on: "))
     assert resume[:4] == ["tailrace", "tagged", "--query", '{"n": {"$gte": 0}}']
     assert resume[resume.index("-n") + 1] == "3"
     got += [row["id"] for row in rows(run(*resume[1:]))]

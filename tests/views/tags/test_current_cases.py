@@ -22,7 +22,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tests.log.rig import controls, now_ms
-from tests.views.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, stamps
+from tests.views.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, timeuuids
 from tests.views.tags.reading import events, names
 from tests.views.tags.stored import Died, dying
 
@@ -107,7 +107,7 @@ async def test_C_06_every_event_has_a_time_that_is_not_in_the_future_and_does_no
         world.settle()
     latest = now_ms() + SECOND  # as far ahead as tags.future_limit allows
     async with world.reading(delay="1100ms") as read:
-        found = stamps(await read.all("green"))
+        found = timeuuids(await read.all("green"))
     assert len(found) == 30
     assert all(0 < ms_of(each) <= latest for each in found)
     if world.in_rows:
@@ -140,7 +140,7 @@ async def test_C_08_a_current_feed_over_rows_waits_the_delay_out_before_it_ends(
         frames: list[AnyFrame] = []
         async for batch in feed:
             if world.in_rows and events(batch):
-                assert now_ms() >= max(map(ms_of, stamps(batch))) + delay_ms
+                assert now_ms() >= max(map(ms_of, timeuuids(batch))) + delay_ms
             frames += batch
     assert names(frames) == run("a", 1, 3)
     assert controls(frames) == ["caught-up", "end"]
@@ -223,13 +223,13 @@ async def test_C_17_without_a_delay_thousands_of_one_bucket_come_in_order(world:
     assert len(names(frames)) == 5_019
     assert in_turn(names(frames))
     if world.in_rows:
-        assert stamps(frames) == sorted(stamps(frames), key=order)
+        assert timeuuids(frames) == sorted(timeuuids(frames), key=order)
 
 
 async def test_C_18_an_event_of_the_very_millisecond_in_which_a_feed_begins_is_in_it(world: World) -> None:
     world.write("a", "green", count=3)
     async with world.reading() as read:
-        last = ms_of(stamps(await read.all("green"))[-1])
+        last = ms_of(timeuuids(await read.all("green"))[-1])
     async with world.reading(delay="0s", clock=lambda: last) as read:
         assert await read.current("green") == run("a", 1, 3)
     behind_ms = now_ms() - last + 1

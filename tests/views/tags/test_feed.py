@@ -83,7 +83,7 @@ async def test_the_start_grammar_finds_its_place(store: StoreOptions) -> None:
             assert controls(got)[-1] == "end"
 
 
-async def test_a_time_is_that_of_the_stamp_which_never_falls(store: StoreOptions) -> None:
+async def test_a_time_is_that_of_the_timeuuid_which_never_falls(store: StoreOptions) -> None:
     tagger = Tagger(store)
     times = [NOON, NOON + 60_000, NOON + 1_000, NOON + 2_000, NOON + 61_000]
     wanted = [tagger.write("p", ["gpu"], time_ms=time_ms)[0] for time_ms in times]
@@ -122,7 +122,7 @@ async def test_by_any_an_event_of_several_requested_tags_is_shown_once(any_store
     async with reading(any_store) as feeds:
         for names in (("a", "b"), ("b", "a"), ("c", "a", "d"), ("d", "b", "none", "a", "c")):
             frames = events(await feeds.all(*names, follow=False))
-            assert ids(frames) == tagger.ids(*names), "by the order of the stamps, which are the times here"
+            assert ids(frames) == tagger.ids(*names), "by the order of the timeuuids, which are the times here"
             for frame in map(shown, frames):
                 assert frame["tag"] == next(name for name in names if name in frame["tags"])
 

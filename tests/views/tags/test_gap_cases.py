@@ -118,7 +118,7 @@ async def test_G_05_what_is_missing_appears_piece_by_piece_in_the_bucket_before(
 async def test_G_06_a_source_first_seen_in_the_middle_is_delivered_when_its_search_is_over(theirs: World) -> None:
     async with theirs.reading(refresh="50ms", **NEVER) as read:
         follower = await read.follow("green", start=iso_time(now_ms() - SECOND))
-        await follower.is_told("caught-up")
+        await follower.wait_for_control("caught-up")
         theirs.put("green", ("p1", 11, now_ms()))
         assert await follower.until(1) == ["p1:11"]
         theirs.put("green", ("p1", 12, now_ms() + 1))

@@ -143,7 +143,7 @@ def test_c_14_in_an_old_bucket_the_first_event_after_the_start_is_taken_for_the_
     assert live.poll() == ["p1:10", "p1:11"]
 
 
-def test_l_05_what_is_written_a_little_late_comes_in_the_order_of_stamps_while_the_delay_lasts() -> None:
+def test_l_05_what_is_written_a_little_late_comes_in_the_order_of_timeuuids_while_the_delay_lasts() -> None:
     live = Live(delay_ms=2_000)
     now = HOUR // 2
     live.put(("p1", 1, now - 9), ("p1", 2, now))
@@ -229,7 +229,7 @@ def test_b_09_a_source_never_seen_comes_in_order() -> None:
     assert live.poll(1_000) == ["p9:1", "p9:2"]
 
 
-def test_b_10_what_is_found_together_comes_in_the_order_of_stamps() -> None:
+def test_b_10_what_is_found_together_comes_in_the_order_of_timeuuids() -> None:
     live = _looking()
     live.put(("p5", 2, 50_000), ("p4", 2, 40_000), ("p5", 1, 30_000), ("p4", 1, 20_000))
     assert live.poll(1_000) == ["p4:1", "p5:1", "p4:2", "p5:2"]
@@ -295,7 +295,7 @@ def test_a_source_may_begin_with_any_number_where_its_place_has_marks() -> None:
     assert reader.poll() == ["a:-2", "a:-1", "a:0", "a:1", "a:2"]
 
 
-def test_events_that_share_a_stamp_are_all_delivered_also_from_the_cursor_between_them() -> None:
+def test_events_that_share_a_timeuuid_are_all_delivered_also_from_the_cursor_between_them() -> None:
     live = Live()
     same = [Row(pid, 1, row("x", 1, 10).timeuuid, row("x", 1, 10).partition, 1) for pid in "abc"]
     live.store.put(*same)

@@ -79,8 +79,8 @@ class Life:
                 assert restoring.restore(tag).verdict in ("rebuilt", "same")
         for tag in TAGS:
             wanted = {r.id for r, _ in self.here.named(tag) if self._is_retained(r.id)}
-            gone = {r.id for r, more in self.here.named(tag) if self._is_cleaned(tag, more[0], r.id)}
-            kept = {i for i, e in carried[tag].items() if not self._is_cleaned(tag, e.source, i)}
+            gone = {r.id for r, more in self.here.named(tag) if self._is_erased(tag, more[0], r.id)}
+            kept = {i for i, e in carried[tag].items() if not self._is_erased(tag, e.source, i)}
             assert {e.id for e in self.here.events(tag)} == (wanted - gone) | kept, tag
         self.damaged = False
 
@@ -102,14 +102,14 @@ class Life:
         place, _, offset = event.rpartition(":")
         return int(offset) >= self.first[int(place.rpartition(":")[2])]
 
-    def _is_cleaned(self, tag: str, pid: str, event: str) -> bool:
+    def _is_erased(self, tag: str, pid: str, event: str) -> bool:
         place, _, offset = event.rpartition(":")
         return int(offset) < self.marks.get((tag, pid), (0, 0))[int(place.rpartition(":")[2])]
 
     def check(self) -> None:
         """A tag that is not damaged has gapless numbers up to those that were given out.
 
-        Its stamps never fall along a partition, where times do not.
+        Its timeuuids never fall along a partition, where times do not.
         """
         if self.damaged:
             return
@@ -120,10 +120,10 @@ class Life:
         for examined in examine(shards, "tags", logs, {}, check_numbers=copy.check_numbers):
             assert not examined.findings, examined.findings
         for tag in TAGS:
-            stamps: dict[str, list[Seen]] = {}
+            by_partition: dict[str, list[Seen]] = {}
             for event in self.here.events(tag):
-                stamps.setdefault(event.id.rpartition(":")[0], []).append(event)
-            for events in () if self.back_ms else stamps.values():
+                by_partition.setdefault(event.id.rpartition(":")[0], []).append(event)
+            for events in () if self.back_ms else by_partition.values():
                 assert [e.ms for e in events] == sorted(e.ms for e in events)
 
 
@@ -146,6 +146,6 @@ async def test_tags_stay_gapless_and_cursors_exact_whatever_happens_to_them(
                 at = chance.randrange(len(frames))
                 rest = await feeds.all("red", after=frames[at].cursor, follow=False)
                 seen = set(ids([*frames[: at + 1]]))
-                told = [f for f in rest if isinstance(f, ControlFrame) and f.name == "gap"]
-                assert told == [] or step == life.cleanup
+                gaps = [f for f in rest if isinstance(f, ControlFrame) and f.name == "gap"]
+                assert gaps == [] or step == life.cleanup
                 assert ids(rest) == [e.id for e in here.events("red") if e.id not in seen]

@@ -1,4 +1,4 @@
-"""Partitions that lag, clocks that step and stamps that are equal: feeds lose and repeat nothing, from any cursor.
+"""Partitions that lag, clocks that step and timeuuids that are equal: feeds lose and repeat nothing, from any cursor.
 
 The pipeline writes all of it. Readers are 50 ms behind the clock, which is the profile of low latency: no delay is long
 enough for what is hours late, and none has to be.
@@ -18,7 +18,7 @@ from tailrace.log.timeuuid import ms_of, order
 from tailrace.views.tags.store import raise_floors
 from tailrace.views.tags.write import TagsWriter
 from tests.log.rig import now_ms
-from tests.views.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, stamps
+from tests.views.tags.cases import HOUR, SECOND, Reading, World, in_turn, run, timeuuids
 from tests.views.tags.reading import events, names
 from tests.views.tags.stored import view_of
 from tests.writing import Writer
@@ -135,15 +135,15 @@ async def test_times_of_records_step_by_an_hour_and_back(world: World) -> None:
         found = follower.names
         assert len(found) == written
         assert in_turn(found)
-        assert max(map(ms_of, stamps(follower.frames))) <= now_ms() + SECOND
+        assert max(map(ms_of, timeuuids(follower.frames))) <= now_ms() + SECOND
         await check_every_cursor(read, follower.frames, found)
 
 
-async def test_a_stamp_that_is_ahead_of_the_clock_is_read_when_its_time_has_come(theirs: World) -> None:
-    """No refresh is waited for: a producer whose clock is a little ahead makes such stamps all the time."""
+async def test_a_timeuuid_that_is_ahead_of_the_clock_is_read_when_its_time_has_come(theirs: World) -> None:
+    """No refresh is waited for: a producer whose clock is a little ahead makes such timeuuids all the time."""
     async with theirs.reading(refresh="1h", back_track="off", long_back_track="off") as read:
         follower = await read.follow("green")
-        await follower.is_told("caught-up")
+        await follower.wait_for_control("caught-up")
         for n in range(1, 4):
             theirs.write("a", "green", at=now_ms() + 400)
             assert (await follower.until(n, 20))[-1] == f"a:{n}"
@@ -170,7 +170,7 @@ async def test_the_clock_of_a_reader_steps_by_an_hour_and_back(world: World, ste
 
 @pytest.mark.parametrize("steps", [(HOUR, 0), (-HOUR, 0), (HOUR, -HOUR, 0)])
 async def test_the_clock_of_the_pipeline_steps_by_an_hour_and_back(theirs: World, steps: tuple[int, ...]) -> None:
-    """What was written while it was ahead has stamps of then; what comes after is not before that, and is not lost."""
+    """Events written while it was ahead keep their timeuuids; later events come after them, and none is lost."""
     world, clock = theirs, Clock()
     world.begin(2)
     task = _task(world.writer, clock)
@@ -195,7 +195,7 @@ def _task(driver: Writer, clock: Clock) -> Writer:
     return task
 
 
-# Equal stamps.
+# Equal timeuuids.
 
 
 @pytest.mark.parametrize("page", [1, 2, 3, 500])
@@ -211,13 +211,13 @@ async def test_two_sources_interleave_in_one_millisecond(world: World, page: int
         found = names(frames)
         assert len(found) == 18
         assert in_turn(found)
-        assert len(set(stamps(frames))) == 18
-        assert {ms_of(each) for each in stamps(frames)} == {at}
+        assert len(set(timeuuids(frames))) == 18
+        assert {ms_of(each) for each in timeuuids(frames)} == {at}
         await check_every_cursor(read, frames, found)
 
 
 @pytest.mark.parametrize("page", [1, 2, 500])
-async def test_sources_of_somebody_else_have_the_very_same_stamps(theirs: World, page: int) -> None:
+async def test_sources_of_somebody_else_have_the_very_same_timeuuids(theirs: World, page: int) -> None:
     """The same hundred nanoseconds, by nodes of other names, or the same to the last bit."""
     second = now_ms() // 1000 - 5
     ticks = [second * 10_000_000 + 0x01B21DD213814000 + n // 2 for n in range(8)]
@@ -234,5 +234,5 @@ async def test_sources_of_somebody_else_have_the_very_same_stamps(theirs: World,
         found = names(frames)
         assert in_turn(found)
         assert sorted(found) == sorted(name for pid in "abcd" for name in run(pid, 1, 8))
-        assert stamps(frames) == sorted(stamps(frames), key=order)
+        assert timeuuids(frames) == sorted(timeuuids(frames), key=order)
         await check_every_cursor(read, frames, found)

@@ -152,7 +152,7 @@ async def test_B_09_a_source_that_was_never_seen_appears_minutes_behind(theirs: 
         assert (await follower.until(5))[3:] == ["a:2", "b:3"]
 
 
-async def test_B_10_what_is_found_together_comes_in_the_order_of_its_stamps(theirs: World) -> None:
+async def test_B_10_what_is_found_together_comes_in_the_order_of_its_timeuuids(theirs: World) -> None:
     at = now_ms() - SECOND
     theirs.put("green", ("p1", 1, at))
     late = [("p2", 1, at - 4 * MINUTE), ("p3", 1, at - 3 * MINUTE), ("p2", 2, at - 2 * MINUTE), ("p3", 2, at - MINUTE)]
@@ -188,7 +188,7 @@ async def test_B_11_late_events_of_many_sources_come_in_order_and_block_nobody(t
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"back_track": "off", "long_back_track": "2m"}, "back_track too"),
         ({"back_track": "2m", "long_back_track": "2m"}, "longer than back_track"),
@@ -196,9 +196,9 @@ async def test_B_11_late_events_of_many_sources_come_in_order_and_block_nobody(t
         ({"back_track_period": "off"}, "back_track_period"),
     ],
 )
-def test_B_12_looks_that_cannot_be_meant_are_refused(given: dict[str, str], said: str) -> None:
+def test_B_12_looks_that_cannot_be_meant_are_refused(given: dict[str, str], message: str) -> None:
     """Periods need not be shorter than any other time: sources are forgotten by their number, not by their age."""
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(ValidationError, match=message):
         TagsSettings(**given)  # type: ignore[arg-type]
     assert TagsSettings(back_track="off", long_back_track="off").back_track is None  # type: ignore[arg-type]
 
@@ -258,7 +258,7 @@ SCAN: dict[str, Any] = {**SOON, "new_source_scan": "1h"}
 async def test_S_01_where_there_is_nothing_nothing_is_expected(theirs: World) -> None:
     async with theirs.reading(**SOON) as read:
         follower = await read.follow("green", start=iso_time(now_ms() - SECOND))
-        await follower.is_told("caught-up")
+        await follower.wait_for_control("caught-up")
         theirs.put("green", ("p1", 1, now_ms()))
         assert await follower.until(1) == ["p1:1"]
 
@@ -266,7 +266,7 @@ async def test_S_01_where_there_is_nothing_nothing_is_expected(theirs: World) ->
 async def test_S_02_the_lowest_number_after_the_start_is_expected_of_each_source(theirs: World) -> None:
     at = now_ms() - SECOND
     theirs.put("green", ("p2", 4, at - 1))
-    # Numbers are what counts, and not the order in which their stamps happen to be.
+    # Numbers are what counts, and not the order in which their timeuuids happen to be.
     theirs.put("green", ("p2", 6, at + 1), ("p1", 1, at + 2), ("p2", 5, at + 3), ("p1", 2, at + 4), ("p2", 7, at + 5))
     async with theirs.reading(**SCAN) as read:
         found = await (await read.follow("green", start=iso_time(at))).until(5, 20)

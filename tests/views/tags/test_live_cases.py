@@ -1,7 +1,7 @@
 """Behaviour cases of live feeds (L): what there is, and then whatever is written, as it is written.
 
 Cases that both stores can have run over both. A log in Valkey has the order in which events were written, and needs no
-delay for it; rows come in the order of their stamps, as far as the delay lets it.
+delay for it; rows come in the order of their timeuuids, as far as the delay lets it.
 """
 
 # ruff: noqa: N802 cases have their ids in the names of their tests
@@ -43,7 +43,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_L_01_a_tag_without_events_is_followed_in_silence(world: World) -> None:
     async with world.reading(refresh="50ms") as read:
         follower = await read.follow("green")
-        await follower.is_told("caught-up")
+        await follower.wait_for_control("caught-up")
         await follower.is_silent()
         assert controls(follower.frames) == ["caught-up"]
         world.write("a", "green")
@@ -145,7 +145,7 @@ async def test_L_08_new_events_that_come_while_nobody_asks_wait(world: World, sm
         assert found == run("a", 1, 12)
 
 
-async def test_L_09_of_many_sources_those_with_earlier_stamps_come_first(world: World) -> None:
+async def test_L_09_of_many_sources_those_with_earlier_timeuuids_come_first(world: World) -> None:
     """Of a log in Valkey the order is that of writing."""
     world.begin(2)
     now = now_ms()
@@ -166,7 +166,7 @@ async def test_L_09_of_many_sources_those_with_earlier_stamps_come_first(world: 
 async def test_L_10_a_notification_wakes_a_reader_long_before_the_refresh(world: World) -> None:
     async with world.reading(delay="0s", refresh="1h", back_track="off", long_back_track="off") as read:
         follower = await read.follow("green")
-        await follower.is_told("caught-up")
+        await follower.wait_for_control("caught-up")
         for n in range(1, 11):
             world.write("a", "green", partition=n % 3)
             assert (await follower.until(n, 20))[-1] == f"a:{n}"
@@ -208,7 +208,7 @@ async def test_L_11_notifications_of_one_interval_are_folded_into_one_look(
             views._levels = CountedFloors(views._levels._nodes)
             counted.append(views._levels)
             followers.append(await each.follow("green" if each is read else "black"))
-        await followers[0].is_told("caught-up")
+        await followers[0].wait_for_control("caught-up")
         before, begin = [each.looks for each in counted], now_ms()
         for _ in range(60):
             await asyncio.to_thread(world.write, "a", "green")

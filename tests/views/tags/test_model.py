@@ -1,4 +1,4 @@
-"""Tagging: which tags an event has, whose it is, and what its numbers and stamps are."""
+"""Tagging: which tags an event has, whose it is, and what its numbers and timeuuids are."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_source_written_from_two_places_is_a_conflict() -> None:
     assert SourceProgress().conflict(0, "carts:1") == ""
 
 
-def test_stamps_do_not_fall_back_and_not_run_ahead() -> None:
+def test_timeuuids_do_not_fall_back_and_not_run_ahead() -> None:
     here, there = SourceProgress(1, 1, 500, "carts:0"), SourceProgress(1, 1, 500, "carts:1")
     assert timeuuid_ms(100, 0, [], PLACE, 10_000) == 100
     assert timeuuid_ms(100, 300, [], PLACE, 10_000) == 300

@@ -85,14 +85,14 @@ def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tupl
         store.times.update(dict.fromkeys(PLACES, 0))
         reads = msgspec.structs.replace(reads, known_sources=100)
     reader, before = Reader(store, START, reads, from_beginning=True), list[Row]()
-    for name, *given_ in ops:
+    for name, *arguments in ops:
         match name:
             case "produce":
-                store.produce(*given_)
+                store.produce(*arguments)
             case "write":
-                store.write(*given_)
+                store.write(*arguments)
             case "apply":
-                store.apply(*given_)
+                store.apply(*arguments)
             case "theirs":
                 if with_others:
                     theirs, their_ms = theirs + 1, max(store.now - T0, their_ms + 1)
@@ -100,13 +100,13 @@ def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tupl
             case "raise":
                 store.raise_floors()
             case "tick":
-                store.now += given_[0]
+                store.now += arguments[0]
             case "begin":
-                reader.begin(between=given_[0])
+                reader.begin(between=arguments[0])
             case "page":
-                reader.page(given_[0])
+                reader.page(arguments[0])
             case "poll":
-                reader.poll(given_[0])
+                reader.poll(arguments[0])
             case "restart":
                 before += reader.rows
                 reader = Reader(store, _again(reader.reading.position()), reads)
@@ -163,7 +163,7 @@ def test_a_reader_that_begins_at_any_cursor_gets_exactly_the_rest_also_what_was_
         resumed = Reader(store, TagCursor.parse(text, 1).positions[0], reads)
         _drain(store, resumed)
         if each.position.reached:
-            event("above the low-water stamp")
+            event("above the low-water timeuuid")
         _check([e.row for e in got[: i + 1]] + resumed.rows, store)
 
 

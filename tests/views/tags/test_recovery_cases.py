@@ -28,9 +28,9 @@ def stored(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[Stor
     made.close()
 
 
-def dies(stored: Stored, step: str, records: Sequence[Record], told: int = 1) -> None:
+def dies(stored: Stored, step: str, records: Sequence[Record], n_applied: int = 1) -> None:
     with pytest.raises(Died):
-        dying(stored.driver, step, told).write(records)
+        dying(stored.driver, step, n_applied).write(records)
 
 
 def at_once(*tasks: tuple[Writer, Sequence[Record]]) -> None:
@@ -106,12 +106,12 @@ async def test_R_06_a_write_that_was_under_way_at_the_end_is_shown_with_its_numb
 ) -> None:
     stored.driver.write(stored.events("p1", "red", 3))
     dies(stored, step, stored.events("p1", "red", 1))
-    told = stored.mark("red") == 3
-    assert told or step != "all shards"
-    assert not told or step.endswith("shards")
-    assert stored.progress("red", "p1").number == (4 if told else 3)
-    assert await shown(stored, "red") == ["p1:1", "p1:2", "p1:3", "p1:4"][: 4 if told else 3]
-    there = told or (stored.rows is not None and step != "read")
+    applied = stored.mark("red") == 3
+    assert applied or step != "all shards"
+    assert not applied or step.endswith("shards")
+    assert stored.progress("red", "p1").number == (4 if applied else 3)
+    assert await shown(stored, "red") == ["p1:1", "p1:2", "p1:3", "p1:4"][: 4 if applied else 3]
+    there = applied or (stored.rows is not None and step != "read")
     assert stored.numbers("red") == {"p1": [1, 2, 3, 4] if there else [1, 2, 3]}
 
 
@@ -129,7 +129,7 @@ def test_R_08_a_task_that_dies_at_every_fifth_event_and_twenty_times_loses_and_d
     chance = random.Random(8)
     for crash in range(20):
         batch = [stored.event(f"p{i % 2}", "red", "blue", at=crash * MINUTE) for i in range(5)]
-        dies(stored, chance.choice(STEPS), batch, told=chance.randint(1, 2))
+        dies(stored, chance.choice(STEPS), batch, n_applied=chance.randint(1, 2))
         stored.driver.another_task().write(batch)
     assert sum(map(len, stored.numbers("red").values())) == 100
     stored.check()
@@ -214,7 +214,7 @@ def test_R_11_rows_whose_mark_was_lost_are_written_again_with_the_same_numbers_o
     stored.driver.another_task().write(batch)
     after = stored.held()
     for tag, held in before.items():
-        assert set(held) <= set(after[tag]), "each with the same number, stamp, bucket and value"
+        assert set(held) <= set(after[tag]), "each with the same number, timeuuid, bucket and value"
     if stored.rows is not None:
         assert sum(map(len, before.values())) == (4 + 15 if step == "all rows" else 4 + 15 - 15 // 2)
     stored.check()

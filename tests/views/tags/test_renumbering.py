@@ -28,10 +28,10 @@ def _event(pid: str, partition: int, offset: int, ms: int) -> RestoredEvent:
 
 
 @given(_events, st.dictionaries(st.sampled_from("pqr"), st.integers(0, 40)), st.integers(0, 10))
-def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
-    given_: list[tuple[str, int, int]], ends: dict[str, int], split: int
+def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_timeuuids_never_fall(
+    drawn: list[tuple[str, int, int]], ends: dict[str, int], split: int
 ) -> None:
-    events = [_event(pid, partition, i, ms) for i, (pid, partition, ms) in enumerate(given_)]
+    events = [_event(pid, partition, i, ms) for i, (pid, partition, ms) in enumerate(drawn)]
     counts = counted(events)
     made = list(renumbered(events, Ends(ends, {}), counts, {}, LATEST))
     for pid in counts:
@@ -39,12 +39,12 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_stamps_never_fall(
         end = ends.get(pid, 0)
         assert numbers == list(range(end - len(numbers) + 1, end + 1))
     for partition in range(2):
-        stamps = [e.fields.ms for e in made if e.fields is not None and e.partition.partition == partition]
-        assert stamps == sorted(stamps)
+        times_ms = [e.fields.ms for e in made if e.fields is not None and e.partition.partition == partition]
+        assert times_ms == sorted(times_ms)
     for pid in counts:
         mine = [(e.fields.ms, e.partition) for e in made if e.fields is not None and e.fields.source == pid]
         assert all(a[0] < b[0] if a[1] != b[1] else a[0] <= b[0] for a, b in pairwise(mine))
-    # What was made once is made the same again, also from the middle: stamps and numbers are those that are there.
+    # What was made once is made the same again, also from the middle: timeuuids and numbers are those that are there.
     known = {
         e.fields.source: SourceProgress(e.fields.number, e.fields.seq, e.fields.ms, str(e.partition))
         for e in made[:split]

@@ -240,9 +240,9 @@ def test_all_of_it_is_the_same_where_events_rest_in_cassandra(
 @pytest.mark.parametrize("path", ["/v1/tags", "/v1/tags/gpu/events", "/v1/tags/events?tag=a", "/v1/tags/a/sources"])
 def test_where_nothing_is_tagged_it_is_said_what_to_configure(serve: Serve, path: str) -> None:
     with serve().client() as client:
-        said = problem(client.get(path), 404, "tags.off")
-        assert "tags.paths" in said
-        assert "tags.rules" in said
+        detail = problem(client.get(path), 404, "tags.off")
+        assert "tags.paths" in detail
+        assert "tags.rules" in detail
     with serve(tags__paths=["tags"], pipeline__views=["days"]).client() as client:
         assert "pipeline.views" in problem(client.get(path), 404, "tags.off")
 

@@ -28,13 +28,13 @@ from tailrace.views.tags.rows.cursor import (
 NOW = 1_800_000_000_000
 PLACE = Partition("jobs", 3)
 _ms = st.integers(0, 1 << 42)
-_stamps = (
+_timeuuids = (
     st.builds(make_timeuuid, _ms, st.integers(0, 1 << 44), st.just(PLACE)) | st.builds(last_of, _ms) | st.just(BEGIN)
 )
 _reached = st.builds(Reached, st.text().map(hashed), st.integers(0, 1 << 44), _ms)
 _open = st.builds(OpenSource, st.text().map(hashed), st.integers(-(1 << 20), 1 << 40), _ms, st.integers(0, 1 << 40))
 _parts = st.builds(
-    TagPosition, _stamps, st.lists(_reached, max_size=3).map(tuple), st.lists(_open, max_size=3).map(tuple)
+    TagPosition, _timeuuids, st.lists(_reached, max_size=3).map(tuple), st.lists(_open, max_size=3).map(tuple)
 )
 _count = st.none() | st.integers(0, 10**15)
 _cursors = st.builds(TagCursor, st.lists(_parts, min_size=1, max_size=4).map(tuple), _count, _count) | st.builds(
@@ -59,7 +59,7 @@ def test_as_much_as_there_is_room_for_has_its_size(tags: int) -> None:
     assert len(str(cursor)) <= MAX_CURSOR_BYTES
 
 
-def test_a_cursor_with_nothing_ahead_is_one_stamp() -> None:
+def test_a_cursor_with_nothing_ahead_is_one_timeuuid() -> None:
     assert len(str(TagCursor((TagPosition(make_timeuuid(NOW, 41, PLACE)),)))) == 23
 
 

@@ -325,9 +325,9 @@ async def test_the_delay_follows_the_places_when_it_is_measured(
             assert len(await follower.until(2 * n)) == 2 * n
         await follower.close()
         frames = events(follower.frames)
-        stamps = [json.loads(frame.data)["timeuuid"] for frame in frames]
-        assert stamps == sorted(stamps, key=lambda text: order(UUID(text)))
-        assert all("." not in frame.cursor for frame in frames)  # one stamp, and nothing above it
+        timeuuids = [json.loads(frame.data)["timeuuid"] for frame in frames]
+        assert timeuuids == sorted(timeuuids, key=lambda text: order(UUID(text)))
+        assert all("." not in frame.cursor for frame in frames)  # one timeuuid, and nothing above it
 
 
 def _iso(ms: int) -> str:

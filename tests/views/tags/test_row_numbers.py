@@ -8,7 +8,7 @@ from tailrace.views.tags.rows.numbering import AGAIN, FILLS, IN_ORDER, MissingNu
 
 
 def take(numbers: NumberCheck, *rows: tuple[int, int]) -> list[str]:
-    """Give rows of one source: number and offset, in the order of their stamps."""
+    """Give rows of one source: number and offset, in the order of their timeuuids."""
     found = [numbers.take("p", number, ms, ("a:0", offset)) for ms, (number, offset) in enumerate(rows)]
     for number, offset in rows:
         numbers.recall("p", number, ("a:0", offset))
@@ -21,7 +21,7 @@ def test_a_source_may_begin_anywhere_and_has_no_gap_after_that() -> None:
     assert (list(numbers.gaps()), numbers.ends(), numbers.is_doubtful) == ([], {"p": 1}, False)
 
 
-def test_numbers_that_are_missing_are_told_with_the_stamps_around_them() -> None:
+def test_numbers_that_are_missing_are_told_with_the_timeuuids_around_them() -> None:
     numbers = NumberCheck()
     take(numbers, (1, 1), (2, 2), (6, 6), (8, 8))
     assert list(numbers.gaps()) == [MissingNumbers("p", 3, 5, 1, 2), MissingNumbers("p", 7, 7, 2, 3)]

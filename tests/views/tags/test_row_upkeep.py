@@ -38,14 +38,14 @@ def past(kafka: EmbeddedKafka, store: StoreOptions, rows_store: CassandraOptions
     return make
 
 
-def told(here: RowPast, **changes: Any) -> set[tuple[str, str, str, int, int]]:
+def audit_findings(here: RowPast, **changes: Any) -> set[tuple[str, str, str, int, int]]:
     """Return what an audit finds."""
     findings = here.audit(**changes).findings
     return {(f.name, f.kind, f.source, f.expected, f.found) for f in findings}
 
 
 def assert_in_order(rows: list[StoredRow]) -> None:
-    """Numbers have no gap along a source, and stamps rise along sources and partitions."""
+    """Numbers have no gap along a source, and timeuuids rise along sources and partitions."""
     numbers: dict[str, int] = {}
     offsets: dict[Any, int] = {}
     for row in sorted(rows, key=lambda row: order(row.timeuuid)):
@@ -77,7 +77,7 @@ def test_an_audit_finds_rows_whole_and_names_what_is_lost_misnumbered_stale_or_t
     assert (found.clean, found.repeats) == (True, 1), found.findings
     here.lose(red["p", 3], red["r", 8])
     here.rows_writer.write([msgspec.structs.replace(red["q", 4], tag_seq=2)])
-    findings = told(here)
+    findings = audit_findings(here)
     assert {("red", "numbers", "p", 3, 4), ("red", "numbers", "r", 8, 7), ("red", "conflict", "q", 1, 2)} <= findings
     assert {f[0] for f in findings} == {"red"}
     rebuilt = here.rebuild("red")
@@ -125,7 +125,7 @@ def test_history_is_tagged_while_the_pipeline_writes_and_a_run_that_died_is_begu
     pids = [f"p{i}" for i in range(4)]
     here.put(here.history(pids, "red", hours=3, each=5))
     here.restart(rules=TagRules({"big": Where({"n": {"$gte": 3}}), "red": Where({"n": 100})}))
-    assert {f[:2] for f in told(here)} == {("big", "missing"), ("red", "different")}
+    assert {f[:2] for f in audit_findings(here)} == {("big", "missing"), ("red", "different")}
 
     def write(turn: int) -> None:
         here.put([here.event(pids[turn % 3], "red", at=4 * HOUR + turn * MINUTE, n=turn % 6)])
@@ -193,8 +193,8 @@ def test_a_source_is_taken_out_for_good_and_comes_back_when_it_is_asked_for(past
     here = past(2)
     here.put(here.history(["p", "q", "gone"], "red", "blue", hours=2), at_once=5)
     before = {tag: here.rows(tag) for tag in ("red", "blue")}
-    looked = here.clean_rows("gone", dry_run=True)
-    assert {each.tag: each.events for each in looked.erased} == {"red": 8, "blue": 8}
+    preview = here.clean_rows("gone", dry_run=True)
+    assert {each.tag: each.events for each in preview.erased} == {"red": 8, "blue": 8}
     assert {tag: here.rows(tag) for tag in before} == before
 
     for step in STEPS:

@@ -102,7 +102,7 @@ async def test_a_range_leaves_its_beginning_out_and_has_its_end(
     assert [b.start_ms for b in await reader.buckets("green", NOON + HOUR, NOON + HOUR)] == [NOON + HOUR]
 
 
-async def test_stamps_order_as_they_do_in_cassandra(reader: RowReader, rows_store: CassandraOptions) -> None:
+async def test_timeuuids_order_as_they_do_in_cassandra(reader: RowReader, rows_store: CassandraOptions) -> None:
     chance = random.Random(7)
     places = [Partition(f"t{i}", i, i % 3) for i in range(5)]
     made = {
@@ -117,7 +117,7 @@ async def test_stamps_order_as_they_do_in_cassandra(reader: RowReader, rows_stor
     found = [r.timeuuid for r in await all_of(reader.rows("green", *ALL))]
     assert found == sorted(made.values(), key=order)
     by_place = [(ms, offset) for ms, offset, i in sorted(made, key=lambda k: order(made[k])) if i == 0]
-    assert by_place == sorted(by_place), "along a place, stamps rise with the offsets"
+    assert by_place == sorted(by_place), "along a place, timeuuids rise with the offsets"
 
 
 async def test_a_batch_of_150_rows_of_8_kib_goes_through_and_comes_back(
@@ -151,8 +151,8 @@ async def test_to_write_again_is_to_have_written_once_and_leaves_no_tombstones(
         )
         answer = connection.session.execute(text, trace=True)
         assert len(list(answer)) == 300
-        said = [event.description for event in answer.get_query_trace(10).events]
-        assert "Read 300 live rows and 0 tombstone cells" in said
+        trace = [event.description for event in answer.get_query_trace(10).events]
+        assert "Read 300 live rows and 0 tombstone cells" in trace
     finally:
         connection.close()
 
@@ -182,7 +182,7 @@ async def test_every_page_size_gives_the_same_rows(page: int, reader: RowReader,
     assert await all_of(reader.rows_down("green", ALL[1], page=page)) == wanted[::-1]
 
 
-async def test_one_goes_on_after_any_row_also_among_those_of_one_stamp(
+async def test_one_goes_on_after_any_row_also_among_those_of_one_timeuuid(
     reader: RowReader, rows_store: CassandraOptions
 ) -> None:
     rows = in_order(

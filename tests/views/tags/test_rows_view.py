@@ -43,7 +43,7 @@ async def read_rows(options: CassandraOptions) -> dict[str, list[StoredRow]]:
 
 
 def check(records: list[Record], found: dict[str, list[StoredRow]]) -> None:
-    """Each event once in each of its tags; per source 1, 2, 3 in the order of stamps; stamps rise with the offsets."""
+    """Each event once in each of its tags; per source 1, 2, 3 by timeuuid; timeuuids rise with offsets."""
     expected: dict[str, set[str]] = {}
     for record in records:
         for tag in msgspec.json.decode(record.value or b"")["tags"]:

@@ -20,7 +20,7 @@ def load(tmp_path: Path, text: str) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[tags]\nbucket = "2h"', "tags.bucket"),
         ('[tags]\nstore = "redis"', "tags.store"),
@@ -35,10 +35,10 @@ def load(tmp_path: Path, text: str) -> Settings:
         ('[cassandra]\nkeyspace = "a-b"', "cassandra.keyspace"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_what_would_be(tmp_path: Path, text: str, said: str) -> None:
+def test_what_cannot_be_meant_is_refused_with_what_would_be(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, text)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

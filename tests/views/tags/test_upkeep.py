@@ -113,11 +113,11 @@ def test_an_audit_finds_tags_whole_as_they_came_and_packed_and_names_what_was_lo
             fields = {**fields, b"r": encode(msgspec.structs.replace(run, tag_columns=wrong))}
         client.xadd(key, fields, entry)
     found = here.audit()
-    told = {(f.name, f.kind, f.source, f.expected, f.found) for f in found.findings}
+    findings = {(f.name, f.kind, f.source, f.expected, f.found) for f in found.findings}
     pid = lost.tag_columns.sources[0] if lost.tag_columns is not None else ""
-    assert ("red", "numbers", pid, 14, 15) in told
+    assert ("red", "numbers", pid, 14, 15) in findings
     assert {f.kind for f in found.findings if f.name == "red"} == {"numbers", "count", "missing"}
-    assert ("green", "numbers", "q", 3, 7) in told
+    assert ("green", "numbers", "q", 3, 7) in findings
     assert {f.name for f in found.findings} == {"red", "green"}
 
 
@@ -146,7 +146,7 @@ def test_audits_of_tags_that_nobody_writes_begin_no_session(past: Make) -> None:
 # Rebuilds.
 
 
-def test_a_tag_that_was_damaged_or_lost_comes_back_with_the_same_numbers_and_stamps(past: Make) -> None:
+def test_a_tag_that_was_damaged_or_lost_comes_back_with_the_same_numbers_and_timeuuids(past: Make) -> None:
     here = past(2)
     pids = ["p", "q", "r", "s", "t"]
     here.put(here.history(pids, "red", "blue", "whole", hours=4), at_once=7)
@@ -260,8 +260,8 @@ async def test_a_source_is_taken_out_for_good_and_nobody_else_notices(past: Make
         keeper.pack()
     here.put(here.history(["p", "gone"], "red", hours=1, first=4))
     before = {tag: here.events(tag) for tag in ("red", "blue", "alone")}
-    told = here.cleanup("gone", dry_run=True)
-    assert {each.tag: each.events for each in told.erased} == {"red": 20, "blue": 12, "alone": 4}
+    preview = here.cleanup("gone", dry_run=True)
+    assert {each.tag: each.events for each in preview.erased} == {"red": 20, "blue": 12, "alone": 4}
     assert {tag: here.events(tag) for tag in before} == before
     async with tag_feeds(here.store) as feeds:
         frames = [f for f in await feeds.all("red", follow=False) if isinstance(f, EventFrame)]
@@ -345,14 +345,14 @@ def test_the_command_says_what_it_would_take_out_and_one_that_is_killed_is_compl
         done = run(store, "tags", "cleanup", "q", "-J", *arguments, **changes)
         return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
-    code, (blue, red, summary), said = clean()
+    code, (blue, red, summary), stderr = clean()
     assert (code, blue["tag"], blue["events"], red["tag"], red["events"]) == (0, "blue", 2, "red", 4)
     assert (summary["dry_run"], summary["events"], summary["tags"]) == (True, 6, 2)
-    assert "tag 'red': 4 event(s) of 'q' would be erased" in said
-    code, told, _ = clean("--no-dry-run", "--tag", "red", **{FAILPOINT: "thinned"})
-    assert (code, told) == (-signal.SIGKILL, [])
-    code, (red, _), said = clean("--no-dry-run", "--tag", "red", "--wait", "10")
-    assert (code, red["verdict"], red["events"]) == (0, "cleaned", 3), said
+    assert "tag 'red': 4 event(s) of 'q' would be erased" in stderr
+    code, lines, _ = clean("--no-dry-run", "--tag", "red", **{FAILPOINT: "thinned"})
+    assert (code, lines) == (-signal.SIGKILL, [])
+    code, (red, _), stderr = clean("--no-dry-run", "--tag", "red", "--wait", "10")
+    assert (code, red["verdict"], red["events"]) == (0, "cleaned", 3), stderr
     with Keeper(store, view="tags") as keeper:
         check = TagLogCopy(TagsPlan(), Settings().tags).check_numbers
         logs = read_logs(keeper.shards, "tags", ["red"])

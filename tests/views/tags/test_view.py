@@ -63,7 +63,7 @@ def check(records: list[Record], found: dict[str, list[dict[str, Any]]]) -> None
     assert {tag: {event["id"] for event in events} for tag, events in found.items()} == expected
     for tag, events in found.items():
         assert len({event["id"] for event in events}) == len(events)
-        offsets, stamps, numbers = dict[int, int](), dict[Any, int](), dict[str, int]()
+        offsets, timeuuids, numbers = dict[int, int](), dict[Any, int](), dict[str, int]()
         for event in events:
             assert event["tag"] == tag
             assert tag in event["tags"]
@@ -71,10 +71,10 @@ def check(records: list[Record], found: dict[str, list[dict[str, Any]]]) -> None
             assert event["offset"] > offsets.get(partition, -1)
             assert event["tag_seq"] == numbers.get(pid, 0) + 1
             place = order(msgspec.convert(event["timeuuid"], type=_uuid))
-            assert place > stamps.get(partition, -1)
-            assert place > stamps.get(pid, -1)
+            assert place > timeuuids.get(partition, -1)
+            assert place > timeuuids.get(pid, -1)
             offsets[partition], numbers[pid] = event["offset"], event["tag_seq"]
-            stamps[partition] = stamps[pid] = place
+            timeuuids[partition] = timeuuids[pid] = place
 
 
 _uuid = type(make_timeuuid(0, 0, Partition("a", 0)))
@@ -155,8 +155,10 @@ async def test_two_tasks_that_number_the_same_sources_at_once_make_no_gap_and_no
 async def test_a_source_written_from_two_places_is_reported_and_stored(store: StoreOptions) -> None:
     writer = Writer(store, VIEWS, tags=OPTIONS)
     writer.write([tagged(0, "cart-1", "red"), tagged(0, "cart-1", "red", partition=1)])
-    told = read_conflicts(writer.shards, 10)
-    assert [(c["conflict"], c["tag"], c["source"], c["id"]) for c in told] == [("place", "red", "cart-1", "carts:1:0")]
+    conflicts = read_conflicts(writer.shards, 10)
+    assert [(c["conflict"], c["tag"], c["source"], c["id"]) for c in conflicts] == [
+        ("place", "red", "cart-1", "carts:1:0")
+    ]
     assert read_counts(writer.shards, "tags")["conflict:place"] == 1
     assert [e["tag_seq"] for e in (await read_tags(store))["red"]] == [1, 2]
 
