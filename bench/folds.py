@@ -1,4 +1,4 @@
-"""What folding costs: ours, and others that come near it, over the same posts in one run.
+"""Cost of folding: ours, and others that come near it, over the same posts in one run.
 
     nothing      Spark reads the topic and drops it: the bare Kafka read
     ours         the pipeline: Spark, open folds in Valkey with appendfsync always, emitter, publisher; exactly once

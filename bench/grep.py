@@ -1,4 +1,4 @@
-"""What searches cost: over the past, again, when they are resumed, and live; beside kcat with grep and jq.
+"""Cost of searches: over the past, again, when they are resumed, and live; beside kcat with grep and jq.
 
     history      a search over a whole topic that nobody made before, counted: `GET /v1/grep?from=start&follow=false&
                  count=true`, of which nothing, one in a hundred, or all matches; and on the same topic
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "1 %": (7, '"slot":7}', ".slot == 7"),
     "all": ({"$gte": 0}, '"slot":', ".slot >= 0"),
 }
-"""What a search asks of the field `slot`, and how grep and jq ask for the same events."""
+"""A search's condition on the field `slot`, and the same for grep and jq."""
 
 
 class Stack:

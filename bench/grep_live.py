@@ -30,7 +30,7 @@ CLIENTS = 200
 RATES = (50, 100, 200, 400, 800, 1600)
 """Events a second that are sent to all clients; the first rate that they do not keep up with is the last."""
 LATE_S = 2.0
-"""Who is later than this does not keep up."""
+"""Age of an event at which its client no longer keeps up."""
 PATIENCE_S = 60.0
 EVENT = b'\ndata: {"id"'
 
@@ -72,7 +72,7 @@ def end_of(chunk: bytes) -> int | None:
 
 
 class Seen(NamedTuple):
-    """What readers saw: how many events, when the first and the last came, and how old events were."""
+    """Figures of readers: number of events, arrival of the first and of the last, and ages of events."""
 
     events: int
     first: float
@@ -111,7 +111,7 @@ class Readers:
 
 
 class _Room:
-    """Where the readers of a process put what they see."""
+    """Sink for the events of a process's readers."""
 
     def __init__(self, all_ages: bool) -> None:
         self._all_ages = all_ages

@@ -134,7 +134,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "a deep document": lambda: ({"$expr": {"$eq": ["$a", "$c"]}}, _deep(400)),
     "a long path": lambda: ({".".join(["b"] * 190): 1}, _deep(400)),
 }
-"""What makes each pair, by name."""
+"""Makers of a query and a document, by name."""
 
 
 def _deep(levels: int) -> dict[str, Any]:

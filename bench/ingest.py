@@ -1,4 +1,4 @@
-"""How fast records get from Kafka into day streams, in one run with the bare read and with a plain consumer.
+"""Speed of records from Kafka into day streams, in one run with the bare read and with a plain consumer.
 
     nothing   Spark reads the topic and drops it: the bare Kafka read, no Python
     handed    Spark reads the topic and hands it to Python, which drops it: what any Python pipeline pays

@@ -1,4 +1,4 @@
-"""How long an event takes from its producer to a client's socket, through the whole stack; and what the stack costs
+"""Time of an event from its producer to a client's socket, through the whole stack; and what the stack costs
 idle.
 
 The stack is `tailrace up` in an empty folder. Events carry the time at which they were due to be sent (open loop: a

@@ -1,4 +1,4 @@
-"""What every measurement needs: CPU time of whole process trees, and one way to print results."""
+"""Base of every measurement: CPU time of whole process trees, and one way to print results."""
 
 from __future__ import annotations
 

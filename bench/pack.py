@@ -1,4 +1,4 @@
-"""What packing saves, how fast it is, and what it costs those who write meanwhile.
+"""Packing: the bytes it saves, its speed, and its cost for those who write meanwhile.
 
 Days of streams are written through the pipeline's own write path (without Spark), in runs of a few events as a live
 pipeline makes them. Then, on the same server:

@@ -1,4 +1,4 @@
-"""What matching costs: ours, and others that speak the same language, over the same events in one run, on one core.
+"""Cost of matching: ours, and others that speak the same language, over the same events in one run, on one core.
 
     one          queries alone, on decoded events: ours, mongoquery, mongomock, sift and mingo
     standing     up to 50,000 mixed queries at once, half of them distinct: a FilterSet, and everybody's loop

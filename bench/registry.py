@@ -1,4 +1,4 @@
-"""How long upkeep takes to walk the registries of very many streams, of which few or none have something to do.
+"""Time that upkeep takes to walk the registries of very many streams, of which few or none have something to do.
 
 Streams are written through the pipeline's own write path, one event each; then `tailrace pack --dry-run` and `tailrace
 sweep --dry-run` walk all of them. Nothing is ever scanned: the keyspace may hold anything else.

@@ -1,4 +1,4 @@
-"""How the cost of one event is measured: passes over the same events, of which the best counts.
+"""Measurement of the cost of one event: passes over the same events, of which the best counts.
 
 Uses nothing but Python, so that it runs in any environment.
 """

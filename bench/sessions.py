@@ -1,4 +1,4 @@
-"""What sessions cost: telemetry into Valkey, by the pipeline and by the writer library; and viewers of what is written.
+"""Cost of sessions: telemetry into Valkey, by the pipeline and by the writer library; and its viewers.
 
     nothing    Spark reads the topic and drops it: the bare Kafka read, no Python
     pipeline   Spark reads the topic, and every sample goes into its session's stream, in bursts, exactly once

@@ -1,4 +1,4 @@
-"""What queries are measured with: events of a shop of some 330 bytes, and the queries of those who wait for some.
+"""Data for measuring queries: events of a shop of some 330 bytes, and the queries of those who wait for some.
 
 Everything is the same in every run. Uses nothing but Python, so that it runs in any environment.
 """

@@ -1,4 +1,4 @@
-"""What tags cost: written by the pipeline into Valkey and into Cassandra, and read; beside a plain loop, in one run.
+"""Cost of tags: written by the pipeline into Valkey and into Cassandra, and read; beside a plain loop, in one run.
 
     write        the pipeline: Spark reads a topic, and every event goes to its tags, numbered; rows rest in Valkey
                  (appendfsync always) or in one node of Cassandra (commitlog_sync batch). `nothing` is the bare read of
@@ -53,7 +53,7 @@ from tailrace.views.tags.store import VIEW
 Row: TypeAlias = dict[str, Any]
 
 PATHS = ("cluster", "queue", "type")
-"""Where the events have their tags: three, seven and five different ones."""
+"""Paths of the tags in events: three, seven and five different ones."""
 PARTITIONS = 4
 STORES = ("valkey", "cassandra")
 KEYSPACE = "written"

@@ -60,7 +60,7 @@ class CountsWriter(Writer):
 
 @dataclass(frozen=True)
 class CountsPlan:
-    """What Spark tasks must know: nothing but the plan of all views."""
+    """Plan for Spark tasks: nothing but the plan of all views."""
 
     name: str = NAME
 

@@ -1,4 +1,4 @@
-"""How many random examples a property is shown: ``--examples=0.25`` shows each a quarter of its own number."""
+"""Number of random examples of a property: ``--examples=0.25`` shows each a quarter of its own number."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import tailrace
 
 PRELOADED = ("tests.views.folds.rig", "rich.markdown", "rich.table", "typer.rich_utils")
-"""What programs import besides the package."""
+"""Modules that programs import besides the package."""
 TIMEOUT_S = 60.0
 
 _origin: list[socket.socket] = []

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """How often it was done."""
+    """Number of turns so far."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -27,7 +27,7 @@ class CutError(Exception):
 
 @dataclass
 class Plan:
-    """What happens to one connection of a feed; the default is nothing bad."""
+    """Fate of one connection of a feed; by default it is whole."""
 
     status: int = 200
     keep: int | None = None
@@ -39,7 +39,7 @@ class Plan:
     """Seconds of silence at the end."""
 
     async def sent(self, text: str) -> AsyncIterator[bytes]:
-        """What gets through of a text."""
+        """Yield the part of a text that gets through."""
         whole = text.encode()
         part = whole if self.keep is None else whole[: self.keep]
         for start in range(0, len(part), self.chunk):
@@ -70,7 +70,7 @@ class ScriptedService:
     url: str = ""
     plans: list[Plan] = field(default_factory=list)
     feeds: dict[str, int] = field(default_factory=dict)
-    """How many events each stream has."""
+    """Number of events of each stream."""
     control: str = ""
     """Text put before the events of the first connection, such as a control frame."""
     follow_for: float = 0.0
@@ -82,7 +82,7 @@ class ScriptedService:
     written: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     bodies: list[int] = field(default_factory=list)
     unavailable: int = 0
-    """How many of the next writes are answered with 503."""
+    """Number of next writes that are answered with 503."""
 
     def reset(self) -> None:
         fresh = ScriptedService(url=self.url)

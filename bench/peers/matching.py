@@ -26,7 +26,7 @@ from bench.rounds import Figures, best
 
 
 class Task(TypedDict):
-    """What to measure: events, encoded, against queries, for so many seconds."""
+    """A measurement: encoded events against queries, for so many seconds."""
 
     engine: str
     queries: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Task(TypedDict):
 
 
 class Answer(TypedDict):
-    """What came of it: the seconds it took to make the queries ready, and matching without and with decoding."""
+    """Its result: the seconds it took to make the queries ready, and matching without and with decoding."""
 
     build: float
     plain: Figures

@@ -1,4 +1,4 @@
-"""What is folded: posts whose metrics change in bursts. Accounts are heard of some twenty times, then rest."""
+"""Posts to fold: their metrics change in bursts. Accounts are heard of some twenty times, then rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 QUIET_MS = 1000
-"""How long an account rests before its fold is closed; far longer than the gaps inside a burst."""
+"""Time that an account rests before its fold is closed; far longer than the gaps inside a burst."""
 RATE = 2000
 """Posts per second, by their own times."""
 AT_A_TIME = 100

@@ -24,7 +24,7 @@ from bench.peers.task import Watch, given
 
 AT_ONCE = 500
 POLL_S = 0.1
-"""How often the poller looks."""
+"""Seconds between two looks of the poller."""
 
 
 class PostMetricUpdated(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class SortedSetFolder:
         self._store = valkey.Valkey.from_url(url)
         self._groups, self._metrics = f"{prefix}:groups", f"{prefix}:metrics:"
         self.new = 0
-        """How many times ZADD answered 1."""
+        """Number of times that ZADD answered 1."""
 
     def add(self, events: Sequence[tuple[bytes, int]]) -> None:
         """Add events with their times."""

@@ -1,4 +1,4 @@
-"""What a peer is told, and what it answers. Uses nothing but Python, so that it runs in any environment."""
+"""Task and answer of a peer. Uses nothing but Python, so that it runs in any environment."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from tests.faults.rig import Load, LoadedInstallation, Standing
 
 
 class End(NamedTuple):
-    """How a driver ended."""
+    """End of a driver."""
 
     met: bool
-    """Whether it was at the moment that was aimed at."""
+    """True if it was at the intended moment."""
     exit_code: int
     log: str
 
@@ -80,7 +80,7 @@ class Life:
         self.ends.setdefault(way, []).append(End(met, driver.wait_end(), driver.log))
 
     def uneven(self) -> bool:
-        """Whether a shard is ahead of another now: a start would begin at the lowest mark, and replay."""
+        """Return True if a shard is ahead of another now: a start would begin at the lowest mark, and replay."""
         marks = read_marks(self.installation.shards(), "days")
         return any(len({shard.get(source, -1) for shard in marks}) > 1 for source in set().union(*marks))
 

@@ -89,7 +89,7 @@ class Laps:
         assert not self.failures
 
     def hash_is_ahead(self) -> bool:
-        """Whether the hash of a session says more now than its stream does."""
+        """Return True if the hash of a session is ahead of its stream now."""
         shards = self._installation.shards()
         keys, commands = shards.keys, []
         for session in self.sent:
@@ -347,11 +347,11 @@ class Searches:
         self._searchers.append(self._following.enter_context(Searcher(self._installation, search)))
 
     def half_scanned(self) -> bool:
-        """Whether the scan for the last of the searches has written something, and is not done."""
+        """Return True if the scan for the last search has written something, and is not done."""
         return self._stretches() > self._written and bool(pending_stretches(self._installation.shards()))
 
     def scanned(self) -> bool:
-        """Whether the scan for the last of the searches has written something, and is done."""
+        """Return True if the scan for the last search has written something, and is done."""
         return self._stretches() > self._written and not pending_stretches(self._installation.shards())
 
     def check(self) -> None:
@@ -401,7 +401,7 @@ class Tagged:
             }
 
     def rows_are_ahead(self) -> bool:
-        """Whether there are rows now whose shard has not been told of them."""
+        """Return True if there are rows now that their shard has not applied."""
         ask = self._connection
         marks = read_marks(self._installation.shards(), "tags")[shard_of("all", self._installation.store.shards)]
         buckets = [start for (start,) in ask.execute(ask.text(_BUCKETS))]

@@ -1,4 +1,4 @@
-"""What the fault tests share: the pipeline as a process of its own, a load that remembers what Kafka acknowledged, and
+"""Base of the fault tests: the pipeline as a process of its own, a load that remembers what Kafka acknowledged, and
 the comparison of that with what the view holds.
 """
 
@@ -146,7 +146,7 @@ class Load:
 
     @property
     def total(self) -> int:
-        """How many records Kafka has acknowledged."""
+        """Number of records that Kafka has acknowledged."""
         return sum(map(len, list(self.acknowledged.values())))
 
     def __enter__(self) -> Load:

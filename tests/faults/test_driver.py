@@ -23,10 +23,10 @@ ENDS = (
     "overtaken by another",
     "stopped, and back when another is there",
 )
-"""What happens one after the other, and then from the start again."""
+"""Ends of drivers, in turn, and then from the start again."""
 
 BY_CHANCE = {"killed at any moment", "killed between hash and stream"}
-"""Where it is not certain that the moment is met: between hash and stream there is a millisecond."""
+"""Ends that may miss their moment: between hash and stream there is a millisecond."""
 
 pytestmark = pytest.mark.timeout(3600)
 

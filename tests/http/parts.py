@@ -1,4 +1,4 @@
-"""What tests of the service are made of: streams written by the pipeline's own path, a server on a free port."""
+"""Parts for tests of the service: streams written by the pipeline's own path, a server on a free port."""
 
 from __future__ import annotations
 

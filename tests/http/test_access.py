@@ -1,4 +1,4 @@
-"""Who may search what, on a real server: users as a proxy names them."""
+"""Rights to search topics, on a real server: users as a proxy names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What status and metrics say of upkeep, from the reports that its jobs leave in a real store."""
+"""Upkeep in status and metrics, from the reports that its jobs leave in a real store."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Follower:
     """A reader in the background that keeps what it has got."""
 
     shown = staticmethod(ids)
-    """How its events are told."""
+    """Names of its events."""
 
     def __init__(self, feed: AnyFeed) -> None:
         self.frames: list[AnyFrame] = []

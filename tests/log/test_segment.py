@@ -1,4 +1,4 @@
-"""Where a reader goes on: the rule behind exact resume, checked against a list of events that was really appended."""
+"""The position at which a reader goes on: the rule behind exact resume, against a list of events that was appended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _logs(draw: st.DrawFn) -> tuple[list[Segment], list[Position]]:
 
 
 def _rest(segments: list[Segment], after: Position) -> list[Position]:
-    """What a reader gets that follows locate, segment by segment."""
+    """Return the events that a reader gets by following locate, segment by segment."""
     place = locate(Log(segments), after)
     assert place.gap is None
     found: list[Position] = []

@@ -49,7 +49,7 @@ def random_document(rng: random.Random) -> dict[str, Json]:
 
 
 def random_record(rng: random.Random) -> dict[str, Json]:
-    """What carried a document: the arguments of a ``Record``."""
+    """Return arguments of a ``Record`` that carries a document."""
     headers = {name: rng.choice(("x", "xy", "", None, ["x", "y"], [])) for name in ("h", "trace") if rng.random() < 0.6}
     return {
         "topic": rng.choice(TOPICS),
@@ -173,7 +173,7 @@ def _operator(rng: random.Random, depth: int) -> dict[str, Json]:
 
 
 def _equal(rng: random.Random, depth: int) -> Json:
-    """What ``$eq`` compares with: also documents that look like operators, which are literal there and only there."""
+    """Return an operand of ``$eq``: also documents that look like operators, which are literal there and only there."""
     return {rng.choice(("$x", "$eq")): 1} if rng.random() < 0.05 else _literal(rng)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Missing:
-    """What a path yields where there is nothing: less than null, and equal to it in a query (not in ``$expr``)."""
+    """Value of a path that leads nowhere: less than null, and equal to it in a query (not in ``$expr``)."""
 
 
 MISSING = Missing()
@@ -36,7 +36,7 @@ FLAGS = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE,
 
 
 def holds(query: dict[str, Any], doc: Any, record: dict[str, Any] | None = None, mongo: int = 8) -> bool:
-    """Whether the document (and the record that carried it) satisfies the query."""
+    """Return True if the document (and the record that carried it) satisfies the query."""
     metadata = {"$time" if name == "time_ms" else "$" + name: value for name, value in (record or {}).items()}
     return _query(query, doc if isinstance(doc, dict) else {}, metadata, mongo)
 
@@ -69,7 +69,7 @@ def _has_operators(operand: Any) -> bool:
 
 
 def _in_millis(operand: Any) -> Any:
-    """What is asked of the time of a record, with every time that is written out turned into milliseconds."""
+    """Return a condition on the time of a record, with every time that is written out turned into milliseconds."""
     if isinstance(operand, str):
         time = datetime.fromisoformat(operand)
         return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
@@ -164,7 +164,7 @@ def _elem_match(operand: dict[str, Any], array: Any, mongo: int) -> bool:
 
 
 def _satisfies(element: Any, name: str, operand: Any, siblings: dict[str, Any]) -> bool:
-    """Whether one element satisfies one operator that looks at elements one by one."""
+    """Return True if one element satisfies one operator that looks at elements one by one."""
     if name == "$in":
         return any(_satisfies(element, "$eq", member, siblings) for member in operand)
     if element is MISSING:

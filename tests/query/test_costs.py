@@ -1,4 +1,4 @@
-"""What would be slow if it were done simply (a test that hangs has found one); and shortcuts, which must be sound."""
+"""Queries that a simple matcher would be slow at (a test that hangs found one); and shortcuts, which must be sound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scan leaves out unread: never a record that a search matches."""
+"""Records that a scan leaves out unread: never one that a search matches."""
 
 from __future__ import annotations
 

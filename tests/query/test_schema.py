@@ -64,7 +64,7 @@ def test_what_an_editor_should_underline_is_not_valid(query: dict[str, Any]) -> 
 
 
 def _mixed(value: Any) -> bool:
-    """Whether a document has names with a dollar that MongoDB takes for data."""
+    """Return True if a document has names with a dollar that MongoDB takes for data."""
     if isinstance(value, list):
         return any(map(_mixed, value))
     if not isinstance(value, dict):

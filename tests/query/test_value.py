@@ -75,7 +75,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values, parsed, are the same by the rules of JSON."""
+    """Return True if two parsed values are the same by the rules of JSON."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):

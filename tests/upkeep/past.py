@@ -235,7 +235,7 @@ class Past:
 
     @contextmanager
     def restorer(self, day: int | None = None, **changes: Any) -> Iterator[Restoring]:
-        """What a task of a rebuild has, in this process: epochs, marks, and Kafka's records in their order."""
+        """Return the input of a rebuild's task, in this process: epochs, marks, and Kafka's records in their order."""
         history = History(self.settings, None, self.upkept.copy(self.settings))
         with Keeper(self.store, view=self.view_name) as keeper:
             opened = keeper.staging.reopen(round(time.time()))

@@ -35,7 +35,7 @@ class Reader:
     def __init__(self, name: str, begin: int) -> None:
         self.name = name
         self.at = begin
-        """Where it stands in the list of all events ever written to the stream."""
+        """Its index in the list of all events ever written to the stream."""
         self.cursor = ""
 
 

@@ -1,4 +1,4 @@
-"""What commands share: their options, their questions to the service, and how answers are printed.
+"""Base of the commands: their options, their requests to the service, and the printing of answers.
 
 An alias such as ``Json`` is one option as typer reads it. A group such as ``FeedOptions`` is a set of options that many
 commands have: ``@grouped`` lets a command take a group as one parameter while typer sees its fields.

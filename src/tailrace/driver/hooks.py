@@ -27,7 +27,7 @@ class Times(Enum):
 
     NONE = 0
     RECORDS = 1
-    """Where a shard has records of a partition: the time of the last of them."""
+    """For each partition that a shard has records of, the time of the last of them."""
     MARKS = 2
     """With every mark: the time of everything up to it."""
 

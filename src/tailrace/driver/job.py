@@ -51,7 +51,7 @@ HEALTHY_S = 30.0
 """A query that ran this long was well: the next restart does not wait."""
 
 UNNAMED = "you must specify all TopicPartitions"
-"""What Spark says of a partition that came after its offsets were listed and before it looked."""
+"""Spark's message for a partition that came after its offsets were listed and before it looked."""
 
 GONE = -1
 """The generation of a topic that is not there: if it comes back, it gets the next one before it is read."""

@@ -36,13 +36,13 @@ _decode_headers = msgspec.msgpack.Decoder(list[tuple[str, bytes | None]]).decode
 ID_HEADER = "tailrace-id"
 BATCH = 500
 LOOK_BACK = 10_000
-"""How many records at the end of each partition of a target are searched for ids that are already there."""
+"""Records at the end of each partition of a target that are searched for ids that are already there."""
 MAX_BYTES = 16 << 20
 """The largest message our own client lets through; the topic has its own limit."""
 OVERHEAD = 1024
-"""What Kafka adds to a message, rounded up."""
+"""Bytes that Kafka adds to a message, rounded up."""
 QUOTED = 64 << 10
-"""How much of a message that was too large a dead letter shows."""
+"""Bytes of a message that was too large that its dead letter shows."""
 
 
 class Publisher(threading.Thread):

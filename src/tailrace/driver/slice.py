@@ -35,14 +35,14 @@ from tailrace.query import Record
 from tailrace.valkey.shards import Arg, Shards, StoreOptions
 
 MAX_QUOTED = 64 << 10
-"""How much of a poisoned value a dead letter carries; the rest is in Kafka under its coordinates."""
+"""Bytes of a poisoned value that a dead letter carries; the rest is in Kafka under its coordinates."""
 ROWS = 5_000
 """Records of a range that are taken at once."""
 WAIT_S = 0.1
 SILENCE_S = 20.0
-"""How long the broker may send nothing."""
+"""Seconds that the broker may send nothing."""
 SHORT_S = 10.0
-"""How long a partition may be shorter than it was, as it may be while its leader changes, before it is believed."""
+"""Seconds that a partition must stay shorter than it was to be believed; a change of leader looks the same."""
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode
 _decode = msgspec.json.Decoder().decode
@@ -60,7 +60,7 @@ COLUMNS = (
     # An array of structures costs more on its way to Python than all other columns together, also when it is empty.
     "to_json(headers) AS headers",
 )
-"""What a task gets of each record, in this order, as SQL over Spark's Kafka reader."""
+"""Columns of each record that a task gets, in this order, as SQL over Spark's Kafka reader."""
 
 
 class _Header(msgspec.Struct):
@@ -194,7 +194,7 @@ def _all_text(column: Any) -> bool:
 
 
 Passes = Callable[[bytes | None, bytes], bool]
-"""Whether a record may match, by its key and its value."""
+"""True if a record may match, by its key and its value."""
 
 
 _idle: dict[str, Consumer] = {}
@@ -310,8 +310,8 @@ class Window(msgspec.Struct, frozen=True):
     time: int | None = None
     """The running-maximum time that the shard keeps with the mark, if it does."""
     rows: Sequence[Any] = ()
-    """What is written elsewhere, before the shard is told. A window that ends where its shard is, or before, has only
-    that."""
+    """Rows that are written elsewhere before the shard applies the window. A window that ends where its shard is, or
+    before, has only these."""
 
 
 class AppliedMarks(NamedTuple):
@@ -329,10 +329,10 @@ class Writer(Protocol):
     span_ms: int
     """Length of a bucket."""
     future_ms: int
-    """How far beyond the store's clock a bucket may lie."""
+    """Milliseconds that a bucket may lie beyond the store's clock."""
 
     keeps_times: bool = False
-    """Whether all shards keep running-maximum times with their marks."""
+    """True if all shards keep running-maximum times with their marks."""
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Read what the view must know of the store before these slices are cut. Most views need nothing."""

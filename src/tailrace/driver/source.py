@@ -26,7 +26,7 @@ from tailrace.valkey.marks import NOTHING
 
 FETCH_BUDGET = 128 << 20
 LEAST_FETCHED, MOST_FETCHED = 1 << 20, 16 << 20
-"""What one consumer fetches ahead; a larger record is fetched all the same."""
+"""Bounds of the bytes that one consumer fetches ahead; a larger record is fetched all the same."""
 
 
 class LostRange(msgspec.Struct, frozen=True):

@@ -217,7 +217,7 @@ class CompletedBatch(msgspec.Struct, frozen=True):
     facts: dict[str, Any] = {}
     ends: dict[Partition, int] = {}
     latest: dict[Partition, int] = {}
-    """Where the topics ended, asked for after ``listed_ms``."""
+    """Latest offsets of the topics, asked for after ``listed_ms``."""
     listed_ms: int = 0
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the broker is asked for: topics, with their ids, the offsets of their partitions, and ranges of records.
+"""Questions to the broker: topics, with their ids, the offsets of their partitions, and ranges of records.
 
 ``Broker`` asks and waits, for the driver and for upkeep; ``BrokerTopics`` asks in threads, for the service. Invariant:
 an answer includes everything that was written before the request, since nobody shares a call to the broker that was

@@ -31,7 +31,7 @@ from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
 
 MEMORY = Path("/dev/shm")
-"""Where Linux keeps files in memory: there, what a server must have on disk before it answers costs no time."""
+"""Folder that Linux keeps in memory: a server that syncs its files before it answers loses no time there."""
 
 _numbers = count()
 _sparks: list[Any] = []

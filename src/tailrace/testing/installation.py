@@ -27,7 +27,7 @@ from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
 
 PATIENCE_S = 90.0
-"""How long a condition is waited for; the machine may be busy with other things."""
+"""Seconds to wait for a condition; the machine may be busy with other things."""
 
 
 _installations = count()

@@ -37,7 +37,7 @@ READ_BYTES = 1 << 20
 SMALL_BYTES, SMALL_LOGS = 64 << 10, 200
 """Logs below so many stored bytes are read together, up to so many logs or ``READ_BYTES`` in one round trip."""
 AGAIN = 5
-"""How often a log that changes while it is read is begun again."""
+"""Attempts to read a log that changes meanwhile."""
 
 _MASK = (1 << 31) - 1
 _encode = msgspec.msgpack.Encoder().encode

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 BACKOFF_S = (1.0, 60.0)
 """Pauses after a run that could not begin: the store does not answer, or another process is at work."""
 TURN_S = 60.0
-"""How long a job may work when another one is due."""
+"""Seconds that a job may work when another one is due."""
 
 
 def jobs_of(settings: Settings, views: Iterable[View], spread: Spread) -> Jobs:

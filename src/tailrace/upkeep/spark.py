@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NICE = 10
 LOOK_S = 0.2
 ATTEMPTS = 3
-"""How often a job is begun in all when Kafka drops the records that it reads."""
+"""Attempts of a job, in all, while Kafka drops the records that it reads."""
 EXECUTORS_S = 60.0
 """Limit of the wait for a cluster's first executor."""
 

@@ -169,7 +169,7 @@ def by_node(addresses: Iterable[Address | None]) -> dict[Address | None, list[in
 
 
 class _Client:
-    """What both clients know: the node of every shard."""
+    """Base of both clients: the node of every shard."""
 
     def __init__(self, options: StoreOptions) -> None:
         self.options = options

@@ -1,4 +1,4 @@
-"""What listings say of days that are sealed, packed and expired, and of the largest streams, on a real store."""
+"""Listings of days that are sealed, packed and expired, and of the largest streams, on a real store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a view begins that is to begin at the end."""
+"""The first offsets of a view that begins at the end."""
 
 from __future__ import annotations
 

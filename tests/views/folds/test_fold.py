@@ -70,7 +70,7 @@ Reading: TypeAlias = tuple[Windows, dict[str, list[Input]], list[Turn]]
 
 
 class Held:
-    """What one group holds. Between any two steps there is nothing but the bytes of the store."""
+    """The state of one group. Between any two steps there is nothing but the bytes of the store."""
 
     def __init__(self, folding: Folding) -> None:
         self.folding, self.state = folding, b""

@@ -54,7 +54,7 @@ class Tick(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """What is given out: a key, what was in it, from when to when it was open, and why it closed."""
+    """An emitted fold: its key, its items, when it was opened and due, and why it closed."""
 
     items: list[int]
     opened: int

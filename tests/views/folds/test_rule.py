@@ -1,4 +1,4 @@
-"""What a rule takes of an event: its group, typed and in one form, and what each collector is given."""
+"""Inputs that a rule takes from an event: its group, typed and in one form, and the value for each collector."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Client:
         self.last = last
         """The last id of a whole frame."""
         self.connections = 0
-        """How often it has got an answer."""
+        """Number of answers it has got."""
         self.done = False
         self.reading: asyncio.Task[Client] | None = None
         self._ports = cycle(ports)
@@ -164,7 +164,7 @@ async def read_all(clients: Sequence[Client], at_once: int = 100) -> None:
 
 
 def is_event(frame: SseFrame) -> bool:
-    """Whether a frame is neither about the feed itself nor an id alone."""
+    """Return True if a frame is an event: neither a control frame nor an id alone."""
     return frame.event == "message" and frame.data is not None
 
 
@@ -186,7 +186,7 @@ class Tap(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._tail = b""
         self.events = 0
-        """How many events have come."""
+        """Number of events that have come."""
         self.lost = False
         self._transport: asyncio.WriteTransport | None = None
 

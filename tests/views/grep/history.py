@@ -35,7 +35,7 @@ class Written:
         self.dropped: int | None = None
         """When Kafka dropped it."""
         self.passed = False
-        """Whether the live query had read it by then."""
+        """True if the live query had read it by then."""
 
     @property
     def id(self) -> str:
@@ -43,7 +43,7 @@ class Written:
 
 
 class Reader:
-    """Who asks for a search, is cut off and comes back, and what they were told."""
+    """A client that asks for a search, is cut off and comes back, with the frames it got."""
 
     def __init__(self, search: Search, at: int, **wanted: Any) -> None:
         self.search, self.at, self.wanted = search, at, wanted
@@ -75,7 +75,7 @@ class Reader:
 
     @contextmanager
     def forgiving(self) -> Iterator[None]:
-        """Who wanted to fail goes on where it was, and lets what is gone be gone."""
+        """After a gap, let a reader with ``on_gap=fail`` go on where it was, with ``skip``."""
         try:
             yield
         except CursorGone:
@@ -95,7 +95,7 @@ class Reader:
 
 
 class History(Site):
-    """What happens, and what was written."""
+    """Random steps over a site, with a ledger of everything that was written."""
 
     def __init__(self, kafka: str, store: StoreOptions, seed: int) -> None:
         chance = random.Random(f"history {seed}")

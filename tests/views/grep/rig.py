@@ -1,4 +1,4 @@
-"""What tests of searches share: random records, and a straightforward reading of what a search finds in them."""
+"""Base of the tests of searches: random records, and a straightforward list of what a search finds in them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def random_search(chance: random.Random, topics: str | tuple[str, ...] = ".*") -
 
 
 def finds(search: Search, record: Record) -> bool:
-    """Whether a search finds a record: the query read by the oracle, the record by Python's own JSON."""
+    """Return True if a search finds a record: the oracle reads the query, Python's own JSON the record."""
     if record.topic not in TopicFilter(search.topics) or record.value is None:
         return False
     if record.value == BEYOND:

@@ -239,7 +239,7 @@ class CountedScanner(Scanner):
     """The driver's scanner, and what it has read."""
 
     stop_after: int | None = None
-    """How many batches are read before it stops in the middle, where that can be told."""
+    """Index of the batch at which a scan stops in the middle; None to read all."""
 
     def __init__(self, site: Site) -> None:
         plan = site.writer.plan

@@ -1,4 +1,4 @@
-"""What many feeds of one search show is made once; what each of them sees is the same as if he were alone."""
+"""Batches that many feeds of one search share: each is made once, and each feed sees what it would see alone."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_an_event_source_goes_on_after_restarts_sees_each_event_once_and_stops_a
 
 
 def test_ids_alone_move_an_event_source_that_was_never_shown_anything(site: Site, tmp_path: Path) -> None:
-    """What lies before the time that was asked for is passed over, and is not passed over again."""
+    """Events before the requested time are passed over once, and not again after a reconnect."""
     topic = site.topic("a")
     numbered(site, topic, 20, 40)
     numbered(site, topic, 0, 20)  # late ones: they lie behind what is wanted

@@ -146,7 +146,7 @@ def distinct(site: Site, topics: Sequence[str], count: int) -> list[Search]:
 
 
 class Figures:
-    """What a service process takes, printed between steps: for whoever runs this with ``-s`` and large numbers."""
+    """Memory and CPU of a service process, printed between steps: for runs with ``-s`` and large numbers."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)

@@ -99,7 +99,7 @@ async def test_readers_that_come_and_go_while_records_topics_and_drivers_do_get_
 
 
 class Reader:
-    """Who follows a search, and goes on where it was when it comes back."""
+    """A client that follows a search, and goes on where it was when it comes back."""
 
     def __init__(self, serving: Serving, search: Search, since: int | None) -> None:
         self.search, self.since = search, since

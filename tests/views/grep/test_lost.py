@@ -1,4 +1,4 @@
-"""What Kafka drops before a scan comes to it is said, of which source and which offsets; and nothing else is."""
+"""Gaps for records that Kafka drops before a scan reads them: with source and offsets, and for nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much searches are used, and which are forgotten first: on a real store; time passes by moving what it wrote."""
+"""Use of searches, and which are forgotten first: on a real store; time passes by moving what it wrote."""
 
 from __future__ import annotations
 

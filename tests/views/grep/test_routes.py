@@ -158,7 +158,7 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
 
 
 def environment(service: ServiceThread) -> dict[str, str]:
-    """Where the service is, and nothing else."""
+    """Return an environment with the address of the service and no other setting."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
     return known | {"TAILRACE_URL": service.url}
 

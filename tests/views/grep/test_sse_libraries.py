@@ -33,7 +33,7 @@ VALUES = (
 
 
 class Seen(NamedTuple):
-    """What a library makes of a frame."""
+    """A frame as a library reads it."""
 
     id: str
     event: str

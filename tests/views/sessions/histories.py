@@ -12,7 +12,7 @@ from tests.writing import Record
 
 
 class Life:
-    """What must be told of a session from its opening to its end."""
+    """Expected contents of a stream for a session, from its opening to its end."""
 
     def __init__(self, session: str) -> None:
         self.session, self.state = session, "open"

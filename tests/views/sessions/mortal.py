@@ -10,7 +10,7 @@ from tests.writing import Writer
 
 
 class Died(Exception):
-    """What a task of these tests dies of."""
+    """Ends a task of these tests."""
 
 
 STEPS = [
@@ -26,7 +26,7 @@ STEPS = [
     ("apply", 1),
     ("apply", None),
 ]
-"""How far a task comes: so many calls of a function have been carried out, or all that it made at once."""
+"""Moments at which a task dies: after so many calls of a function, or after all that it made at once."""
 
 
 class _Mortal(Shards):

@@ -24,7 +24,7 @@ Samples = dict[int, list[tuple[int, bytes]]]
 
 
 class RecordedSession(NamedTuple):
-    """What a stream says of one session."""
+    """Contents of a stream that belong to one session."""
 
     entries: int
     jsons: list[dict[str, Any]]
@@ -32,7 +32,7 @@ class RecordedSession(NamedTuple):
     samples: Samples
     events: list[tuple[int, str]]
     kinds: list[list[str]]
-    """What each entry holds."""
+    """Kinds of the messages of each entry."""
 
 
 def read_stream(shards: Shards, stream: str, width: int = 8) -> dict[int, RecordedSession]:

@@ -67,7 +67,7 @@ def _integers(data: bytes) -> list[int]:
 
 @dataclass
 class Burst:
-    """What one frame had in it, in its order."""
+    """Contents of one frame, in its order."""
 
     size: int
     kinds: list[str] = field(default_factory=list)
@@ -209,7 +209,7 @@ class RtaClient:
         return self.bursts
 
     def quiet(self, seconds: float = 0.3) -> bool:
-        """Whether nothing comes for a while."""
+        """Return True if nothing comes for a while."""
         try:
             self.receive(seconds)
         except TimeoutError:

@@ -36,7 +36,7 @@ from tests.examples import examples
 
 NOW = 1_620_129_055_123_456_789
 OVERHEAD = 64
-"""What a message and its place in a burst take beside samples and deltas."""
+"""Bytes that a message and its place in a burst take beside samples and deltas."""
 
 
 def unknown(channel: int) -> None:

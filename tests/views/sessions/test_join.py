@@ -54,7 +54,7 @@ class Meeting:
         self.known = json.decode()
 
     def missed(self, updates: int) -> list[int]:
-        """What a reader never gets that goes on after the tail it saw, with what the hash said."""
+        """Return the updates that a reader misses: neither in the hash it read nor after the tail it saw."""
         key = self.store.shards.keys.stream(self.stream)
         entries = self.store.shards.run_keyed([(key, ("XRANGE", key, f"({self.tail}", "+"))])[0]
         got = {int(mapping(fields)[b"data"]) for _, fields in entries}
@@ -70,7 +70,7 @@ def orders(writer: list[Callable[[], None]], reader: list[Callable[[], None]]) -
 
 
 def losses(store: SessionStore, updates: int, *, hash_first: bool, tail_first: bool) -> list[list[int]]:
-    """What is missed in each order of steps."""
+    """Return the missed updates for each order of steps."""
     found: list[list[int]] = []
     n_orders = sum(1 for _ in combinations(range(2 * updates + 2), 2))
     for i in range(n_orders):

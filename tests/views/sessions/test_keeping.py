@@ -1,4 +1,4 @@
-"""What upkeep does to the streams of sessions, on a real Valkey, a real cluster and Redis."""
+"""Upkeep of the streams of sessions, on a real Valkey, a real cluster and Redis."""
 
 from __future__ import annotations
 

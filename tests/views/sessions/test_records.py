@@ -1,4 +1,4 @@
-"""What records say: what becomes of them in the streams of sessions, of bad ones, and of those of other streams."""
+"""Records in the streams of sessions: good ones, bad ones, and those of other streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What streams keep of their sessions."""
+"""Retention of sessions in their streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may open a WebSocket, and how one is refused that may not: on a real server, and by the rule itself."""
+"""The right to open a WebSocket, and its refusal: on a real server, and by the rule itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where sessions rest: marks, versions, claims and the order of steps, on a real Valkey, a real cluster and Redis."""
+"""The store of sessions: marks, versions, claims and the order of steps, on a real Valkey, a real cluster and Redis."""
 
 from __future__ import annotations
 

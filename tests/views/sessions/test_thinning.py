@@ -33,7 +33,7 @@ EPOCH = 1_789_200_000_000_000_000
 
 
 class Brought(msgspec.Struct, frozen=True):
-    """What an entry brings: times and values by line, and the newest time of its session."""
+    """Contents of an entry: times and values by line, and the newest time of its session."""
 
     place: StreamPosition
     lines: dict[str, list[tuple[int, Any]]]

@@ -77,7 +77,7 @@ class Site:
         return [number for number, _ in self.entries(stream)]
 
     def reached(self, watermark_ms: int | None) -> None:
-        """What the driver of the pipeline last said."""
+        """Store the watermark as the driver's last report."""
         key = self.shards.keys.status("sessions")
         self.shards.run_all([(0, ("SET", key, msgspec.json.encode({"view": "sessions", "frontier_ms": watermark_ms})))])
 
@@ -102,7 +102,7 @@ class Site:
         return self.speak(Session.opening(identity, "cars-0", writer, offset, heard, json or {}).heard_of(heard))
 
     def state(self, identity: str) -> tuple[str, str]:
-        """What the hash says of a session, and what is said beside its stream."""
+        """Return the state of a session in its hash, and the state beside its stream."""
         ((json, state),) = self.store.hash_fields([identity], ["json", "state"])
         assert json is not None
         assert state is not None

@@ -158,7 +158,7 @@ VECTORS: dict[str, tuple[str, str, bytes]] = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescriptorSet:
-    """What protoc makes of the protos now, beside the code that is committed."""
+    """Descriptors of the protos as protoc compiles them now, to compare with the committed code."""
     target = tmp_path_factory.mktemp("protoc") / "set"
     assert protoc.main(["protoc", f"-I{SOURCE}", f"--descriptor_set_out={target}", *PROTOS]) == 0
     return descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes())

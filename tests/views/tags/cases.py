@@ -130,7 +130,7 @@ class Reading(reading.Reading):
         return feed
 
     async def current(self, *tags: str, **parameters: Any) -> list[str]:
-        """What there is, as p1:2; checks that the feed ends as it should."""
+        """Return the names of all events, such as p1:2; check that the feed ends as it should."""
         frames = await self.all(*tags, **parameters)
         assert controls(frames)[-1:] == ["end"]
         return names(frames)
@@ -209,7 +209,7 @@ def run(pid: str, first: int, last: int) -> list[str]:
 
 
 def in_turn(found: Iterable[str]) -> bool:
-    """Whether the events of each source come in the order of their numbers, from 1, none twice and none missing."""
+    """Return True if each source's events come in the order of their numbers, from 1, none twice and none missing."""
     last: dict[str, int] = {}
     for name in found:
         pid, _, number = name.rpartition(":")

@@ -30,7 +30,7 @@ def theirs(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]
 
 @pytest.fixture
 def tagger(store: StoreOptions) -> Iterator[Tagger]:
-    """Who writes tagged events into Valkey."""
+    """A writer of tagged events into Valkey."""
     made = Tagger(store)
     yield made
     made.close()

@@ -202,11 +202,11 @@ class Stored:
 
 
 class Died(Exception):
-    """What a task of these tests dies of."""
+    """Ends a task of these tests."""
 
 
 STEPS = ("read", "some rows", "all rows", "some shards", "all shards")
-"""How far a task comes before it dies: numbers read; rows written; shards told, and nobody heard of it."""
+"""Moments at which a task dies: after it read numbers, wrote rows, or had shards apply windows without an answer."""
 
 
 class _View(TagsWriter):

@@ -139,7 +139,7 @@ class Reader:
 
     @property
     def names(self) -> list[str]:
-        """What was delivered, as p1:2."""
+        """Names of the delivered rows, such as p1:2."""
         return [f"{each.source}:{each.tag_seq}" for each in self.rows]
 
     def begin(self, until: UUID | None = None, between: Partition | None = None) -> None:

@@ -129,7 +129,7 @@ async def test_C_07_empty_buckets_between_are_passed_and_the_consumer_may_pause(
 
 
 async def test_C_08_a_current_feed_over_rows_waits_the_delay_out_before_it_ends(world: World) -> None:
-    """What is just written comes when the delay is over, not before, and no refresh is waited for.
+    """New events come when the delay is over, not before; the feed does not wait for a refresh.
 
     A log in Valkey needs no delay.
     """

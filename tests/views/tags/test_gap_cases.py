@@ -23,7 +23,7 @@ from tests.views.tags.cases import HOUR, SECOND, World, in_turn, run
 from tests.views.tags.reading import events, names
 
 NEVER: dict[str, Any] = {"back_track": "off", "long_back_track": "off"}
-"""What is found is found by its number, and not by looking back."""
+"""Late rows are found by their numbers, and not by looking back."""
 
 
 async def test_G_01_the_missing_one_and_what_it_held_follow_in_order_and_others_flow_meanwhile(theirs: World) -> None:
@@ -102,7 +102,7 @@ async def test_G_04_what_is_below_the_first_seen_is_found_in_the_bucket_before(t
 
 
 async def test_G_05_what_is_missing_appears_piece_by_piece_in_the_bucket_before(theirs: World) -> None:
-    """What follows without a gap goes out at once, and need not wait until all is there."""
+    """Events that follow without a gap go out at once; they do not wait for the rest."""
     at = now_ms() - SECOND
     before = bucket_start(at, HOUR) - 10
     theirs.put("green", ("p1", 1, at - 2 * HOUR), ("p1", 4, at))

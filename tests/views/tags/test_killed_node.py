@@ -31,7 +31,7 @@ from tests.writing import Record, Writer
 
 
 def fails(task: Writer, records: Sequence[Record]) -> bool:
-    """Whether Cassandra is not there to take records."""
+    """Return True if Cassandra is not there to take records."""
     try:
         task.write(records)
     except StoreUnavailable:

@@ -29,9 +29,9 @@ from tests.views.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.views.tags.reading import events
 
 SOON: dict[str, Any] = {"refresh": "50ms", "back_track": "off", "long_back_track": "off"}
-"""What is found is found by its number."""
+"""Late rows are found by their numbers."""
 BACK: dict[str, Any] = {"refresh": "1h", "back_track": "50ms", "long_back_track": "off"}
-"""What is found is found by looking back."""
+"""Late rows are found by looking back."""
 
 
 # By their numbers.

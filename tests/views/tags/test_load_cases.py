@@ -36,11 +36,11 @@ from tests.views.tags.tagged import apart
 from tests.writing import Record, batch
 
 SPREAD = 3 * MINUTE
-"""How old the first events are; the last ones are new."""
+"""Milliseconds from the first events to the last, which are new."""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one writer writes: a partition with sources of its own, in turns, with pauses."""
+    """Load of one writer: a partition with sources of its own, in turns, with pauses."""
 
     partition: int
     sources: tuple[str, ...]
@@ -163,7 +163,7 @@ async def run(plan: Plan, shares: Sequence[Share], readers: Sequence[Reader]) ->
 
 @pytest.fixture(params=["valkey", "cassandra"])
 def in_rows(request: pytest.FixtureRequest) -> CassandraOptions | None:
-    """Where events rest, if not in Valkey."""
+    """Options of Cassandra; None if events rest in Valkey."""
     return request.getfixturevalue("rows_store") if request.param == "cassandra" else None
 
 

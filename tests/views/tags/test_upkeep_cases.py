@@ -38,7 +38,7 @@ Make = Callable[..., TagPast]
 
 @pytest.fixture(params=["valkey", "cassandra"])
 def in_rows(request: pytest.FixtureRequest) -> CassandraOptions | None:
-    """Where events rest, if not in Valkey."""
+    """Options of Cassandra; None if events rest in Valkey."""
     return request.getfixturevalue("rows_store") if request.param == "cassandra" else None
 
 

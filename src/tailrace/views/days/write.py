@@ -38,7 +38,7 @@ class DaysPlan(msgspec.Struct, frozen=True):
     seal_when: dict[str, Any] = {}
     """Query of the records that close their bucket; empty for none."""
     future_ms: int = 600_000
-    """How far beyond the store's clock a bucket may lie."""
+    """Milliseconds that a bucket may lie beyond the store's clock."""
     name: str = VIEW
 
     @classmethod

@@ -213,10 +213,10 @@ AT_ONCE = 500
 """Groups of one shard that are read in one call, at most."""
 
 AT_ONCE_BYTES = 8 << 20
-"""What is read in one call; when it was more, fewer groups are read the next time."""
+"""Bytes wanted from one call; after a larger answer, fewer groups are read the next time."""
 
 IDLE_S = 0.5
-"""How often the tasks are told how far time has come while nothing can be due."""
+"""Seconds between two publications of the watermark to tasks while nothing can be due."""
 
 
 class Emitter(threading.Thread):
