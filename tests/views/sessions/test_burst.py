@@ -27,11 +27,10 @@ from tailrace.views.sessions.burst import (
     time_range,
     timestamped,
 )
-from tailrace.views.sessions.channel import BadSample
 from tailrace.views.sessions.rta.data_pb2 import PeriodicData, TimestampedData
 from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamSubscription
 from tailrace.views.sessions.rta.viewer import NOTHING, Subscription
-from tailrace.views.sessions.telemetry import Periodic, SampleRow, TelemetryEvent, Timestamped
+from tailrace.views.sessions.telemetry import BadSample, Periodic, SampleRow, TelemetryEvent, Timestamped
 from tests.examples import examples
 
 NOW = 1_620_129_055_123_456_789

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.channel import WIDTHS, BadSample, Channel, pack_values, unpack_values
+from tailrace.views.sessions.telemetry import WIDTHS, BadSample, Channel, pack_values, unpack_values
 
 FORMATS = {"u8": "B", "s8": "b", "u16": "H", "s16": "h", "u32": "I", "s32": "i", "f32": "f", "f64": "d"}
 LIMITS = {"u8": (0, 255), "s8": (-128, 127), "u16": (0, 2**16 - 1), "s16": (-(2**15), 2**15 - 1)}

@@ -25,7 +25,7 @@ from tailrace.views.sessions.request import (
     parse_session_until,
     parse_thinning,
 )
-from tailrace.views.sessions.thinning import Series, Thinner, thinned
+from tailrace.views.sessions.samples import Series, Thinner, between, thinned
 from tests.examples import examples
 
 EPOCH = 1_789_200_000_000_000_000
@@ -40,11 +40,11 @@ class Brought(msgspec.Struct, frozen=True):
     newest: int
 
     def series(self, floor: int | None = None) -> list[Series[str]]:
-        found = []
+        found: list[Series[str]] = []
         for line, samples in self.lines.items():
             times = np.array([EPOCH + t for t, _ in samples], np.int64)
             values = np.array([v for _, v in samples], object if line == "text" else np.float64)
-            found.append(Series(line, times, values).since(floor))
+            found += between([Series(line, times, values)], floor, None)
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.config.settings import Settings
+from tailrace.driver.hooks import Start
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.sessions.write import VIEW, held_back
+from tailrace.views.sessions.write import VIEW, SessionsDriver
 from tests.examples import examples
 from tests.views.sessions.histories import History
 from tests.views.sessions.mortal import STEPS, Died, dying
@@ -26,6 +28,12 @@ from tests.views.sessions.recorded import MS, T0, Track, doubles
 from tests.writing import Record
 
 _fresh = count()
+
+
+def held_back(track: Track) -> Mapping[Partition, int]:
+    """Where a start of the driver begins to read."""
+    start = Start(Settings(), track.shards, track.driver.epoch)
+    return SessionsDriver(track.plan).marks(start, lowest(read_marks(track.shards, VIEW)))
 
 
 def test_a_session_begins_with_its_json_alone_and_ends_with_it(any_store: StoreOptions) -> None:
@@ -194,8 +202,7 @@ def test_a_store_that_lost_its_last_writes_gets_them_again_and_counts_them_once(
     before = Snapshot(track, pattern)
     passed(track, *history.records[30:60])
     before.put_back()
-    marks = lowest(read_marks(track.shards, VIEW))
-    (start,) = held_back(track.shards, track.plan, marks).values()
+    (start,) = held_back(track).values()
     assert start == 29
     track.driver.another_task().write(history.records[start + 1 :])
     history.check()
@@ -211,4 +218,4 @@ def test_a_view_that_begins_at_the_end_takes_nothing_from_before_though_others_r
     assert read_counts(track.shards, VIEW) == {"in": 2, "stored": 2}
     # Beyond the last record are offsets without any; nothing is read again because of them.
     advance(track.shards, VIEW, track.driver.epoch, {source: 9})
-    assert held_back(track.shards, track.plan, lowest(read_marks(track.shards, VIEW))) == {source: 9}
+    assert held_back(track) == {source: 9}

@@ -24,8 +24,8 @@ from tailrace.views.sessions.burst import (
     timestamped,
     unpack,
 )
-from tailrace.views.sessions.channel import pack_values
 from tailrace.views.sessions.rta import data_pb2, stream_pb2
+from tailrace.views.sessions.telemetry import pack_values
 
 SOURCE = Path(rta.__file__).parents[4]
 PROTOS = ["tailrace/views/sessions/rta/data.proto", "tailrace/views/sessions/rta/stream.proto"]

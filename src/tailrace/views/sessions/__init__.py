@@ -17,18 +17,14 @@ if TYPE_CHECKING:
 
 
 class SessionsView(View):
-    """The view of telemetry sessions."""
-
     name = "sessions"
 
     def plan(self, settings: Settings) -> SessionPlan:
-        """Return what tasks must know."""
         from tailrace.views.sessions.write import SessionPlan
 
         return SessionPlan.of(settings)
 
     def driver(self, settings: Settings) -> SessionsDriver:
-        """Return the hooks of one start of the driver."""
         from tailrace.views.sessions.write import SessionsDriver
 
         return SessionsDriver(self.plan(settings))

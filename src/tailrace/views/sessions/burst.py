@@ -37,10 +37,20 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from tailrace.errors import BadBurst, BadRequest, TooLarge
-from tailrace.views.sessions.channel import WIDTHS, BadSample, Channel, pack_values
 from tailrace.views.sessions.rta.data_pb2 import Event, PeriodicData, RowData, TimestampedData
 from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst, StreamTimeRange
-from tailrace.views.sessions.telemetry import Periodic, SampleRow, TelemetryEvent, Time, Timestamped, nanoseconds
+from tailrace.views.sessions.telemetry import (
+    WIDTHS,
+    BadSample,
+    Channel,
+    Periodic,
+    SampleRow,
+    TelemetryEvent,
+    Time,
+    Timestamped,
+    nanoseconds,
+    pack_values,
+)
 
 MAX_BURST = 1 << 20
 """Limit of the bytes of a burst before compression."""

@@ -98,8 +98,6 @@ def sessions_watch(
 
 
 class SessionPrinter(Printer):
-    """Prints the feed of a session."""
-
     channels: Sequence[str]
     rate: float | None
     pixel: str | None
@@ -169,12 +167,7 @@ RATE_NS = 5_000_000_000
 
 
 class Board:
-    """The table of a session on a terminal, as large as the terminal allows.
-
-    Args:
-        identity: The session's.
-        clock: Returns nanoseconds since the epoch.
-    """
+    """The table of a session on a terminal, as large as the terminal allows. The clock returns nanoseconds."""
 
     def __init__(self, identity: str, clock: Callable[[], int] = time_ns) -> None:
         self.identity, self._clock = identity, clock
@@ -252,8 +245,6 @@ class Board:
 
 
 class Gauge:
-    """Values of one channel."""
-
     def __init__(self, name: str, unit: str) -> None:
         self.name, self.unit = name, unit
         self.last: Value = None

@@ -27,13 +27,10 @@ _decode = msgspec.json.Decoder(Burst, strict=False).decode
 
 
 def read_burst(frame: SseFrame) -> Burst:
-    """Read a burst's frame."""
     return read_frame(frame, _decode, "no burst")
 
 
 class SessionsClient(Connection):
-    """Telemetry sessions of a ``River``."""
-
     def session(
         self,
         identity: str,

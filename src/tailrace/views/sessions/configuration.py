@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tailrace.errors import BadRequest
-from tailrace.views.sessions.channel import MAX_CHANNEL, WIDTHS, BadSample, Channel
+from tailrace.views.sessions.telemetry import MAX_CHANNEL, WIDTHS, BadSample, Channel
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -118,7 +118,6 @@ class Conversion(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """Name of the kind in configurations."""
         return _KINDS[type(self.how)]
 
     @property
@@ -152,6 +151,10 @@ def _quadratic(x: Array, a: float, b: float, c: float) -> Array:
     return total + a * (x * x) if a else total
 
 
+def _without(struct: msgspec.Struct, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(struct).items() if name not in names}
+
+
 class Parameter(msgspec.Struct, frozen=True):
     """A measured quantity: one or several channels, and the conversion of their raw numbers."""
 
@@ -171,19 +174,8 @@ class Parameter(msgspec.Struct, frozen=True):
 
     def described(self) -> dict[str, Any]:
         """Return it as JSON for clients; they get converted values, unless ``converted`` is false."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "description": self.description,
-            "unit": self.unit,
-            "format": self.format,
-            "min": self.min,
-            "max": self.max,
-            "warn_min": self.warn_min,
-            "warn_max": self.warn_max,
-            "conversion": self.conversion.kind,
-            "converted": self.conversion.is_computed,
-        }
+        conversion = {"conversion": self.conversion.kind, "converted": self.conversion.is_computed}
+        return _without(self, "app", "channels", "conversion") | conversion
 
 
 class EventDefinition(msgspec.Struct, frozen=True):
@@ -206,13 +198,7 @@ class EventDefinition(msgspec.Struct, frozen=True):
         return converted
 
     def described(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "app": self.app,
-            "code": self.code,
-            "description": self.description,
-            "priority": self.priority,
-        }
+        return _without(self, "conversions")
 
 
 _MASK = re.compile(r"(?:0[xX])?([0-9A-Fa-f]{1,8})")
@@ -375,8 +361,6 @@ def _channel(written: _Channel, app: str, big_endian: bool) -> Channel:
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """A parsed configuration."""
-
     channels: tuple[Channel, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     events: tuple[EventDefinition, ...] = ()
@@ -480,14 +464,8 @@ class Channels:
     def described(self) -> list[dict[str, Any]]:
         """Return the channels as JSON for clients, by number, each with its parameters."""
         return [
-            {
-                "id": channel.id,
-                "name": channel.name,
-                "type": channel.type,
-                "source": channel.source,
-                "interval": channel.interval,
-                "parameters": [parameter.described() for parameter in self.parameters_of(channel.id)],
-            }
+            _without(channel, "big_endian")
+            | {"parameters": [parameter.described() for parameter in self.parameters_of(channel.id)]}
             for channel in sorted(self, key=lambda each: each.id)
         ]
 
@@ -508,7 +486,6 @@ def bindings_in(json: Mapping[str, Any]) -> tuple[Binding, ...]:
 
 
 def identifiers(bindings: Iterable[Binding]) -> set[str]:
-    """Return the names of configurations."""
     return {binding.identifier for binding in bindings}
 
 

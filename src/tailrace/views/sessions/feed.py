@@ -4,15 +4,29 @@ Invariant: from any cursor a feed yields exactly the samples and events after it
 as a gap. Samples that it held in an open cell when it stopped, it reads again. The end of the stream is read before the
 session's hash, and writers write the hash before the stream, so nothing is lost between the two: ``caught-up`` marks
 the begin of live samples.
+
+A frame as JSON:
+
+    {"session": "lap-7", "position": "1789200000000-3", "range": ["1789…", "1789…"], "json": {…},
+     "channels": [{"channel": 1, "name": "vCar:Chassis", "unit": "km/h", "start": "1789200000000000000",
+                   "t": [0, 5000000], "v": [12.5, null]}],
+     "events": [{"id": 4, "app": "engine", "time": "1789…", "text": "over speed", "values": [301.5]}]}
+
+The binary form is the length of a header (32 bits, little-endian), the header, which is JSON and has the cursor as
+``id``, zeros up to a multiple of eight, and the samples: for each channel ``n`` times as int64 at ``times`` and as many
+values as float64 at ``values``, in bytes from the begin of the samples; texts are in the header, as ``v``. Offsets of
+times in JSON are below 2^53.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
+import struct
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import FromStart
@@ -23,21 +37,24 @@ from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.reader import LostStretch
 from tailrace.views.sessions.request import (
     FromSessionCursor,
+    Line,
+    Selection,
     SessionCursor,
     SessionRequest,
     SessionStart,
     StreamPosition,
     UnsentSamples,
 )
-from tailrace.views.sessions.samples import Line, LineSeries, SampleFrame, Selection, as_json
+from tailrace.views.sessions.samples import LineSeries, Thinner, Times, Values, between, concatenated
 from tailrace.views.sessions.streams import Located
 from tailrace.views.sessions.telemetry import CLOSED
-from tailrace.views.sessions.thinning import Thinner, between
 
 BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512
 """Limits of one batch, after which the viewer has its turn even if there is nothing to show."""
 JOINED_SAMPLES, JOINED_ENTRIES = 20_000, 64
 """Limits of one frame of several entries; an entry is not divided."""
+FARTHEST = 1 << 52
+"""Limit of nanoseconds between samples of one item: twice that is the last integer that a double holds."""
 POLL_S = 0.5
 """Interval of the search for a missing session."""
 CHECK_S = 5.0
@@ -48,14 +65,92 @@ GRACE_NS = 1_000_000_000
 """Time after ``until`` for which a live feed waits for samples under way."""
 
 Span: TypeAlias = tuple[int, int]
-Form = Callable[[SampleFrame, str], bytes]
 
 _encode = msgspec.json.Encoder().encode
 
 
-class SessionFeeds:
-    """Opens feeds of sessions."""
+class SampleFrame(msgspec.Struct, frozen=True):
+    """One frame: the thinned content of consecutive entries."""
 
+    session: str
+    position: str
+    json: str | None = None
+    range: tuple[int, int] | None = None
+    series: tuple[LineSeries, ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return self.json is None and self.range is None and not self.series and not self.events
+
+
+Form = Callable[[SampleFrame, str], bytes]
+
+
+def as_json(shown: SampleFrame, cursor: str) -> bytes:
+    """Return the JSON form for SSE and lines; the cursor is sent beside it."""
+    channels = []
+    for line, times, values in _items(shown.series):
+        start = int(times.min())
+        channels.append({**_named(line), "start": str(start), "t": (times - start).tolist(), "v": values.tolist()})
+    return _encode({**_head(shown), "channels": channels, "events": shown.events})
+
+
+def as_bytes(shown: SampleFrame, cursor: str) -> bytes:
+    channels: list[dict[str, Any]] = []
+    arrays: list[bytes] = []
+    at = 0
+    for line, times, values in _items(shown.series):
+        item = {**_named(line), "n": len(times), "times": at}
+        arrays.append(times.astype("<i8").tobytes())
+        if values.dtype == object:
+            item["v"] = values.tolist()
+        else:
+            item["values"] = at + len(arrays[-1])
+            arrays.append(values.astype("<f8").tobytes())
+        at = sum(map(len, arrays))
+        channels.append(item)
+    header = _encode({"id": cursor, **_head(shown), "channels": channels, "events": shown.events})
+    return message(header) + b"".join(arrays)
+
+
+def message(header: bytes) -> bytes:
+    """Return a header with its length and padding: the part of a binary message before the samples."""
+    return struct.pack("<I", len(header)) + header + bytes(-(len(header) + 4) % 8)
+
+
+def _head(shown: SampleFrame) -> dict[str, Any]:
+    head: dict[str, Any] = {"session": shown.session, "position": shown.position}
+    if shown.range is not None:
+        head["range"] = [str(shown.range[0]), str(shown.range[1])]
+    if shown.json is not None:
+        head["json"] = msgspec.Raw(shown.json.encode())
+    return head
+
+
+def _named(line: Line) -> dict[str, Any]:
+    return {"channel": line.channel, "name": line.name, "unit": line.unit}
+
+
+def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]:
+    """Yield the samples of each line, in as few slices as the limit of offsets allows."""
+    lines: dict[Line, list[LineSeries]] = {}
+    for each in series:
+        lines.setdefault(each.line, []).append(each)
+    for line, found in lines.items():
+        whole = found[0] if len(found) == 1 else concatenated(found)
+        times, values = whole.times, whole.values
+        while len(times):
+            if int(times.max()) - int(times.min()) <= FARTHEST:
+                yield line, times, values
+                break
+            far = np.flatnonzero((times > int(times[0]) + FARTHEST) | (times < int(times[0]) - FARTHEST))
+            end = int(far[0]) if len(far) else len(times)
+            yield line, times[:end], values[:end]
+            times, values = times[end:], values[end:]
+
+
+class SessionFeeds:
     def __init__(self, parts: SessionParts, clock: Callable[[], int]) -> None:
         self.parts = parts
         self._clock = clock
@@ -144,16 +239,12 @@ class SessionFeed:
             await self.aclose()
             raise
 
-    def __aiter__(self) -> AsyncGenerator[list[AnyFrame], None]:
-        return self._batches()
-
     async def aclose(self) -> None:
-        """Stop following."""
         self._ended = True
         if self._life is not None:
             await self._life.stack.aclose()
 
-    async def _batches(self) -> AsyncGenerator[list[AnyFrame], None]:
+    async def __aiter__(self) -> AsyncGenerator[list[AnyFrame], None]:
         try:
             while not self._ended:
                 self._wait.wake.clear()
@@ -362,7 +453,6 @@ class SessionFeed:
         return None if self._until_time is None else self._until_time + GRACE_NS - self._clock() * 1_000_000
 
     def _flush(self) -> list[AnyFrame]:
-        """Return the held samples: no more will come for their cell."""
         self._joined.add(self._thinner.flush())
         return self._frames()
 
@@ -414,7 +504,7 @@ class SessionFeed:
         if not await life.is_whole():
             frames.append(self._gap(LostStretch(self._position, StreamPosition.of(position), "life-over")))
         self._thinner, self._unsent = Thinner(self._request.thinning), None
-        self._wait.reset()
+        self._wait.ending_since = None
         self._range = self._resumed_range = None
         if between is not None:
             self._position = StreamPosition.of(position)
@@ -448,7 +538,8 @@ class _Wait:
         """Set when there may be something."""
         self._clock = asyncio.get_running_loop().time
         self._checked_at = self._clock()
-        self._ending_since: float | None = None
+        self.ending_since: float | None = None
+        """Time since which this life of the session has seemed to be over."""
 
     async def wakes(self, timeout_s: float, left_ns: int | None = None) -> bool:
         """Wait until there may be something, not longer than the request lasts; return False on a timeout."""
@@ -463,7 +554,7 @@ class _Wait:
 
     async def is_due(self, left_ns: int | None) -> bool:
         """Wait until there may be something; return True if the session is to be checked."""
-        left_s = self._checked_at + (CHECK_S if self._ending_since is None else ENDING_S) - self._clock()
+        left_s = self._checked_at + (CHECK_S if self.ending_since is None else ENDING_S) - self._clock()
         if left_s > 0 and await self.wakes(left_s, left_ns):
             return False
         self._checked_at = self._clock()  # also beside other sessions in the stream that are never silent
@@ -471,25 +562,21 @@ class _Wait:
 
     def was_long(self) -> bool:
         """Return True if the session has seemed to be over for long, since the first call."""
-        self._ending_since = self._clock() if self._ending_since is None else self._ending_since
-        return self._clock() - self._ending_since >= CHECK_S
-
-    def reset(self) -> None:
-        """Begin with another life of the session."""
-        self._ending_since = None
+        self.ending_since = self._clock() if self.ending_since is None else self.ending_since
+        return self._clock() - self.ending_since >= CHECK_S
 
 
-class _Joined:
+class _Joined(msgspec.Struct):
     """The content of the next frame: consecutive entries, joined while a viewer catches up."""
 
-    def __init__(self) -> None:
-        self.json: str | None = None
-        self.range: Span | None = None
-        self.series: list[LineSeries] = []
-        self.events: list[dict[str, Any]] = []
-        self.samples = self.entries = 0
-        self.whole: tuple[LifeItem, Hashable] | None = None
-        """If it is all of one entry and nothing else: the item, and the state of thinning before it."""
+    json: str | None = None
+    range: Span | None = None
+    series: list[LineSeries] = []
+    events: list[dict[str, Any]] = []
+    samples: int = 0
+    entries: int = 0
+    whole: tuple[LifeItem, Hashable] | None = None
+    """If it is all of one entry and nothing else: the item, and the state of thinning before it."""
 
     @property
     def is_full(self) -> bool:
@@ -500,7 +587,6 @@ class _Joined:
         self.samples += sum(len(each.times) for each in series)
 
     def add_events(self, events: Iterable[dict[str, Any]], since: int | None, until: int | None) -> None:
-        """Add the events between two times."""
         for event in events:
             time = int(event["time"])
             if (since is None or time >= since) and (until is None or time <= until):

@@ -41,16 +41,18 @@ from tailrace.views.sessions.reader import (
 from tailrace.views.sessions.request import (
     FromMoment,
     FromSessionCursor,
+    Line,
+    Lines,
+    Selection,
     SessionCursor,
     SessionStart,
     StreamPosition,
     Thinning,
     UnsentSamples,
 )
-from tailrace.views.sessions.samples import Content, Line, LineSeries, Selection, content_of, range_end
+from tailrace.views.sessions.samples import Content, LineSeries, Thinner, content_of, range_end, step, thinned
 from tailrace.views.sessions.streams import LiveSessions, Located, OffsetBounds, StreamEntry, offset_bounds, state_of
 from tailrace.views.sessions.telemetry import CLOSED
-from tailrace.views.sessions.thinning import Thinner, step, thinned
 
 AGAIN_S = 1.0
 """Interval of requests for a configuration that is not published yet."""
@@ -122,7 +124,7 @@ class SessionLife:
         self._channels = Channels.of([])
         self._missing: frozenset[str] = frozenset()
         """Configurations that are not in the channels yet."""
-        self._lines = selection.lines(self._channels)
+        self._lines = Lines(selection, self._channels)
         self._loaded_at = 0.0
 
     @classmethod
@@ -265,7 +267,6 @@ class SessionLife:
         return LifeItem(before, self.position, content, shared)
 
     def put_back(self, lost: LostStretch) -> None:
-        """Return it again next time."""
         self._ahead.appendleft(lost)
 
     def drop(self) -> int:
@@ -308,7 +309,7 @@ class SessionLife:
         live = self.parts.live
         self._channels = await live.channels(self._bindings)
         self._missing = frozenset(live.catalogue.missing(identifiers(self._bindings)))
-        self._lines = self._selection.lines(self._channels)
+        self._lines = Lines(self._selection, self._channels)
 
     def _content(self, block: bytes, container: str = "") -> Content:
         return content_of(block, container or self.parts.container, self._channels, self._lines)
@@ -414,7 +415,6 @@ _decode_identity = msgspec.json.Decoder(_IdentityField).decode
 
 
 def _joined(contents: list[Content]) -> Content:
-    """Join the contents of several bursts."""
     if len(contents) == 1:
         return contents[0]
     newest = [each.newest for each in contents if each.newest is not None]
@@ -432,8 +432,6 @@ NEAR_MS = 200
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """The begin of a feed."""
-
     position: StreamPosition
     """Everything up to here was sent, except the unsent samples."""
     unsent: UnsentSamples | None = None

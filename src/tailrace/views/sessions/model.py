@@ -153,7 +153,6 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         return _read(data)
 
     def encode(self) -> bytes:
-        """Return the session as bytes for the store."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -291,8 +290,6 @@ MOST_FAULTS = 20
 
 
 class RecordOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Result of taking a record."""
-
     kind: Literal["stored", "skipped", "dead"]
     reason: str = ""
     faults: tuple[Fault, ...] = ()
@@ -310,8 +307,6 @@ ELSEWHERE: Final = dead("session-elsewhere", "it is open in another stream")
 
 
 class PendingWrites(msgspec.Struct, frozen=True):
-    """Writes that some records need."""
-
     sessions: tuple[Session, ...]
     """Changed sessions, as they are afterwards. A new one has no number yet."""
     entries: tuple[tuple[str, bytes], ...]
@@ -346,13 +341,8 @@ class _Sheet:
 class Recorder:
     """Turns records of one writer into writes of its stream.
 
-    Args:
-        stream: name of the stream.
-        writer: name of the writer.
-        sessions: stored sessions of the stream that the records may belong to.
-        elsewhere: outcomes for records of sessions that cannot be written here.
-        catalogue: known configurations.
-        target: size of a burst, in bytes.
+    ``sessions`` are stored ones of the stream that the records may belong to, and ``elsewhere`` has the outcomes for
+    records of sessions that cannot be written here. Bursts have about ``target`` bytes.
     """
 
     def __init__(

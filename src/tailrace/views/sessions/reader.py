@@ -26,6 +26,7 @@ import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from operator import attrgetter
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -168,9 +169,7 @@ class Tap:
 class StreamHub:
     """The shared readers of a process. Use as ``async with``: its tasks end with it.
 
-    Args:
-        live: reader of the streams.
-        ring_bytes: limit of the buffered entries of all streams together, and of the forms derived from them.
+    ``ring_bytes`` limits the buffered entries of all streams together, and the forms derived from them.
     """
 
     def __init__(self, live: LiveSessions, ring_bytes: int = 64 << 20) -> None:
@@ -197,7 +196,6 @@ class StreamHub:
 
     @property
     def followed(self) -> int:
-        """Number of streams with followers."""
         return len(self._taps)
 
     def form(
@@ -329,7 +327,6 @@ class LostStretch(msgspec.Struct, frozen=True):
         return self.to if self.back or self.reason == "store-rolled-back" else max(position, self.to)
 
     def facts(self, identity: str) -> dict[str, object]:
-        """Return the fields of the control frame."""
         facts = {"session": identity, "from": str(self.after), "to": str(self.to), "reason": self.reason}
         return facts | ({"possible": True} if self.possible else {})
 
@@ -439,8 +436,6 @@ def _pieces(entries: list[StreamEntry]) -> list[StreamPiece | LostStretch]:
 
 
 class Archive(msgspec.Struct, frozen=True):
-    """Access to the records in Kafka."""
-
     records: Records
     is_current: Callable[[Partition], Awaitable[bool]]
     """Returns True if a partition is of the topic that Kafka has under this name now."""
@@ -468,35 +463,24 @@ def partition_of(located: Located) -> Partition | None:
         return None
 
 
+@dataclass(slots=True)
 class KafkaReader:
-    """Reads the trimmed part of one life of a session.
+    """Reads the trimmed part of one life of a session."""
 
-    Args:
-        archive: access to Kafka.
-        live: reader of the stream.
-        located: the session.
-        partition: partition of its records.
-        after: offset of the last record that was read before; that before the opening one if none was.
-        least: an entry that the seam is not before, even if less was trimmed.
-        hole: records to skip.
-    """
-
-    def __init__(
-        self,
-        archive: Archive,
-        live: LiveSessions,
-        located: Located,
-        partition: Partition,
-        after: int,
-        least: EntryId = BEGINNING,
-        hole: Hole | None = None,
-    ) -> None:
-        self._archive, self._live, self._located, self._partition = archive, live, located, partition
-        self._after, self._least, self._hole = after, least, hole
-        self._seam: Seam | None = None
-        self._closed = self._ended = False
-        self._catalogue = Catalogue()
-        self._recorder: Recorder | None = None
+    _archive: Archive
+    _live: LiveSessions
+    _located: Located
+    _partition: Partition
+    _after: int
+    """Offset of the last record that was read before; that before the opening one if none was."""
+    _least: EntryId = BEGINNING
+    """An entry that the seam is not before, even if less was trimmed."""
+    _hole: Hole | None = None
+    _seam: Seam | None = None
+    _closed: bool = False
+    _ended: bool = False
+    _catalogue: Catalogue = field(default_factory=Catalogue)
+    _recorder: Recorder | None = None
 
     @property
     def seam_entry(self) -> EntryId:

@@ -10,13 +10,19 @@ A cursor is a viewer's position in a session, with the samples not yet sent ther
 
 The life is the session's number in its stream: a session that was closed and opened again has another one. Invariant:
 ``parse(str(cursor)) == cursor``; a cursor means the same position for ever, or one that is known to be gone.
+
+A line is a channel converted by one parameter: a channel with several parameters has several lines, one without
+parameters has one, and raw samples have one for each channel. A viewer selects lines by channel id, name, parameter or
+pattern. Invariant: a value is converted exactly once, by the conversion of its line's parameter, or not at all.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from datetime import timedelta
+from fnmatch import translate
 from typing import Literal
 
 import msgspec
@@ -28,6 +34,7 @@ from tailrace.log.cursor import MAX_CURSOR_BYTES, FromCursor, FromEnd, FromLast,
 from tailrace.log.entry_id import EntryId
 from tailrace.log.event import parse_time
 from tailrace.log.request import check_options
+from tailrace.views.sessions.configuration import Channels, Conversion
 
 _POSITION = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
 _STATE = r"~(end)|~(?=[n@])(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?"
@@ -171,6 +178,90 @@ def parse_session_until(text: str, now_ms: int) -> int | SessionCursor:
 def is_session_cursor(text: str) -> bool:
     """Return True if a text looks like a cursor of a session, and not like another start."""
     return re.match(rf"\d+\.{_POSITION}", text, re.ASCII) is not None
+
+
+LISTED = 50
+"""Limit of the names listed in the error for an unknown one."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A channel converted by one of its parameters."""
+
+    channel: int
+    name: str
+    unit: str = ""
+    conversion: Conversion | None = msgspec.field(default=None)
+
+    def __hash__(self) -> int:
+        return hash((self.channel, self.name))
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """The lines that a viewer asked for."""
+
+    names: tuple[str, ...] = ()
+    """Ids, names, parameters or patterns; empty for all."""
+    raw: bool = False
+
+
+class Lines:
+    """The selected lines of the known channels; BadRequest if all are known, and none has one of the names."""
+
+    def __init__(self, selection: Selection, channels: Channels) -> None:
+        self._matcher = _NameMatcher(selection.names)
+        self._lines: dict[int, tuple[Line, ...]] = {}
+        """By channel; one without configuration is added with its first samples."""
+        used: set[str] = set()
+        every: list[str] = []
+        for line, called in _all(selection, channels):
+            every.append(line.name)
+            found = self._matcher.matches(called)
+            used |= found
+            wanted = (line,) if found or not selection.names else ()
+            self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
+        unknown = [name for name in selection.names if name not in used]
+        if unknown and channels.complete:
+            more = f" and {len(every) - LISTED} more" if len(every) > LISTED else ""
+            raise BadRequest(
+                f"no channel of the session is called {unknown[0][:80]!r}: there are {', '.join(every[:LISTED])}{more}"
+            )
+
+    def of(self, channel: int) -> tuple[Line, ...]:
+        found = self._lines.get(channel)
+        if found is None:
+            name = str(channel)
+            is_wanted = self._matcher.is_all or self._matcher.matches((name,))
+            found = self._lines[channel] = (Line(channel, name),) if is_wanted else ()
+        return found
+
+
+def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple[str, ...]]]:
+    """Yield every line of the configured channels, with all of its names."""
+    for channel in sorted(channels, key=lambda each: each.id):
+        own = (str(channel.id), channel.name)
+        parameters = channels.parameters_of(channel.id)
+        if selection.raw or not parameters:
+            called = tuple(name for parameter in parameters for name in (parameter.id, parameter.name))
+            name = channel.name or (parameters[0].id if parameters else str(channel.id))
+            yield Line(channel.id, name), (*own, *called)
+            continue
+        for parameter in parameters:
+            line = Line(channel.id, parameter.id, parameter.unit, parameter.conversion)
+            yield line, (*own, parameter.id, parameter.name)
+
+
+class _NameMatcher:
+    """Matches names: exact ones by look-up, patterns one by one."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.is_all = not names
+        self._names = frozenset(names)
+        self._patterns = [(name, re.compile(translate(name))) for name in names if is_pattern(name)]
+
+    def matches(self, called: tuple[str, ...]) -> frozenset[str]:
+        """Return the requested names and patterns that match one of a line's names."""
+        found = self._names.intersection(called)
+        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
 
 
 def is_pattern(name: str) -> bool:

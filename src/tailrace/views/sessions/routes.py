@@ -52,12 +52,11 @@ from tailrace.log.entry_id import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.views.sessions.configuration import Channels, Conversion, TextTable, bindings_in
-from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
+from tailrace.views.sessions.feed import SessionFeed, SessionFeeds, as_bytes, message
 from tailrace.views.sessions.life import SessionParts
 from tailrace.views.sessions.reader import Archive, StreamHub
 from tailrace.views.sessions.request import make_session_request
 from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
-from tailrace.views.sessions.samples import as_bytes, message
 from tailrace.views.sessions.streams import LiveSessions, Located
 
 Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
@@ -271,7 +270,6 @@ class LiveFeed:
 
 
 def encode_frame(frame: AnyFrame) -> bytes:
-    """Return a frame as a message."""
     if isinstance(frame, EventFrame):
         return frame.data
     position = {"id": frame.cursor} if frame.cursor else {}

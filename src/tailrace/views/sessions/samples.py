@@ -1,49 +1,293 @@
-"""Decodes bursts into samples of a viewer's lines, and encodes frames of them in two forms.
+"""Decodes bursts into samples of a viewer's lines, and thins them.
 
 Invariant: times are integers of nanoseconds from end to end, never floats. Decoding is lenient with known mistakes of
-writers: of unequal numbers of times and samples the common prefix is taken, and the message is counted. A channel
-without configuration is read as ``f64`` if its samples are 8 bytes wide; otherwise it is unreadable, and counted. Where
-a configured channel is narrower, samples of 8 bytes are ``f64``, too: they were written before it was published.
+writers: of unequal numbers of times and samples the common prefix is taken. A channel without configuration is read as
+``f64`` if its samples are 8 bytes wide; otherwise it is left out. Where a configured channel is narrower, samples of 8
+bytes are ``f64``, too: they were written before it was published.
 
-A line is a channel converted by one parameter: a channel with several parameters has several lines, one without
-parameters has one, and raw samples have one for each channel. A viewer selects lines by channel id, name, parameter or
-pattern. Invariant: a value is converted exactly once, by the conversion of its line's parameter, or not at all.
+Thinning keeps of each cell of time the least and the greatest sample of a line, or the first. Cells have one length and
+are aligned to the epoch. All cells before that of the session's newest sample are closed, for all channels alike; so at
+most one is open. The samples of an entry are reduced within their cells, together with those of the open cell: closed
+cells go out, the open one is held. A sample that is too late for its cell forms a cell of its own, which goes out at
+once. Invariant: the output and the held samples depend on the entries in their order alone, not on how often, or where,
+the feed was stopped and resumed: ``UnsentSamples`` tells a successor which samples to read again.
 
-A frame as JSON:
-
-    {"session": "lap-7", "position": "1789200000000-3", "range": ["1789…", "1789…"], "json": {…},
-     "channels": [{"channel": 1, "name": "vCar:Chassis", "unit": "km/h", "start": "1789200000000000000",
-                   "t": [0, 5000000], "v": [12.5, null]}],
-     "events": [{"id": 4, "app": "engine", "time": "1789…", "text": "over speed", "values": [301.5]}]}
-
-The binary form is the length of a header (32 bits, little-endian), the header, which is JSON and has the cursor as
-``id``, zeros up to a multiple of eight, and the samples: for each channel ``n`` times as int64 at ``times`` and as many
-values as float64 at ``values``, in bytes from the begin of the samples; texts are in the header, as ``v``. Offsets of
-times in JSON are below 2^53.
+The functions on numpy arrays work on a lot: samples of many lines, line after line in ascending order of their numbers,
+those of a line in the order of time; a cell is a slice of them. A lot costs a few numpy calls, however many lines and
+cells it has: feeds have hundreds of lines with a few samples each. Invariant: each line is thinned as if it were alone.
 """
 
 from __future__ import annotations
 
-import re
-import struct
-from collections.abc import Iterator, Sequence
-from fnmatch import translate
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
-from tailrace.errors import BadBurst, BadRequest
+from tailrace.errors import BadBurst
 from tailrace.views.sessions.burst import parse, unpack
-from tailrace.views.sessions.channel import Channel, unpack_values
-from tailrace.views.sessions.configuration import Channels, Conversion
+from tailrace.views.sessions.configuration import Channels
 from tailrace.views.sessions.model import merge_session_json
-from tailrace.views.sessions.request import is_pattern
+from tailrace.views.sessions.request import Line, Lines, StreamPosition, Thinning, UnsentSamples
 from tailrace.views.sessions.rta.data_pb2 import PeriodicData, RowData, TimestampedData
 from tailrace.views.sessions.rta.stream_pb2 import StreamDataBurst
-from tailrace.views.sessions.thinning import Series, Times, Values, concatenated
+from tailrace.views.sessions.telemetry import Channel, unpack_values
+
+Indexes = NDArray[np.intp]
+
+
+def in_order(owners: Indexes, times: NDArray[np.int64]) -> Indexes | None:
+    """Return the indexes that sort samples by time within each line; None if they are sorted."""
+    if not ((times[1:] < times[:-1]) & (owners[1:] == owners[:-1])).any():
+        return None
+    return np.lexsort((times, owners))
+
+
+def starts_of(owners: Indexes, times: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+    """Return a mask of the first sample of each cell."""
+    cells = times // length
+    starts = np.ones(len(times), np.bool_)
+    np.not_equal(cells[1:], cells[:-1], out=starts[1:])
+    starts[1:] |= owners[1:] != owners[:-1]
+    return starts
+
+
+def ends(starts: NDArray[np.bool_]) -> Indexes:
+    """Return the indexes of the first and the last sample of each cell."""
+    last = np.ones(len(starts), np.bool_)
+    last[:-1] = starts[1:]
+    return np.flatnonzero(starts | last)
+
+
+def extremes(values: NDArray[Any], starts: NDArray[np.bool_]) -> Indexes:
+    """Return the indexes of the least and the greatest number of each cell, the first ones if several are equal.
+
+    Of a cell without finite numbers it is the first sample.
+    """
+    cell = np.cumsum(starts) - 1
+    usable = np.isfinite(values) if values.dtype.kind == "f" else None
+    if usable is None or usable.all():
+        return np.flatnonzero(_extremes(values, cell, np.flatnonzero(starts)))
+    at = np.flatnonzero(usable)
+    chosen = starts.copy()
+    chosen[starts] = np.bincount(cell[at], minlength=int(starts.sum())) == 0
+    if len(at):
+        inner = cell[at]
+        chosen[at] |= _extremes(values[at], *_numbered(inner))
+    return np.flatnonzero(chosen)
+
+
+def _extremes(values: NDArray[Any], cell: Indexes, first: Indexes) -> NDArray[np.bool_]:
+    """Return a mask of the first least and the first greatest number of each cell; cells are numbered from 0."""
+    chosen = np.zeros(len(values), np.bool_)
+    for extreme in (np.minimum, np.maximum):
+        at = np.flatnonzero(values == extreme.reduceat(values, first)[cell])
+        chosen[at[_changes(cell[at])]] = True
+    return chosen
+
+
+def _numbered(cell: Indexes) -> tuple[Indexes, Indexes]:
+    """Renumber cells from 0 without gaps; return also the index of each one's begin."""
+    starts = _changes(cell)
+    return np.cumsum(starts) - 1, np.flatnonzero(starts)
+
+
+def _changes(cell: Indexes) -> NDArray[np.bool_]:
+    starts = np.ones(len(cell), np.bool_)
+    np.not_equal(cell[1:], cell[:-1], out=starts[1:])
+    return starts
+
+
+Times = NDArray[np.int64]
+Values = NDArray[Any]
+"""Numbers; texts and triples are objects, and have no least and greatest."""
+K = TypeVar("K", bound=Hashable)
+
+
+class Series(msgspec.Struct, Generic[K], frozen=True):
+    line: K
+    times: Times
+    values: Values
+
+
+class State(msgspec.Struct, Generic[K], frozen=True):
+    """State of thinning: the open cell, its samples, and the position before the first entry of those."""
+
+    cell: int | None = None
+    held: tuple[Series[K], ...] = ()
+    origin: StreamPosition | None = None
+
+    @property
+    def key(self) -> tuple[int | None, StreamPosition | None]:
+        """Equal for equal states of viewers that get the same samples."""
+        return self.cell, self.origin
+
+
+Step = tuple[tuple[Series[K], ...], State[K]]
+"""Output, and the state afterwards."""
+
+
+def step(
+    thinning: Thinning, state: State[K], before: StreamPosition, newest: int | None, series: Iterable[Series[K]]
+) -> Step[K]:
+    """Thin the samples of one entry.
+
+    Args:
+        thinning: the rule.
+        state: state before the entry.
+        before: position before the entry.
+        newest: time of the newest sample in it, of any channel.
+        series: samples of the selected lines.
+    """
+    if newest is None:
+        return (), state
+    cell = newest // thinning.cell
+    if state.cell is not None:
+        cell = max(cell, state.cell)
+    held = {each.line: each for each in state.held}
+    brought = _by_line(series)
+    for line, found in brought.items():
+        if (open_one := held.pop(line, None)) is not None:
+            found.insert(0, open_one)
+    lots = [_thin(lot, thinning) for lot in _lots(list(brought.values()))]
+    is_open = [lot.times >= cell * thinning.cell for lot in lots]
+    lines = list(brought)
+    out = _spread([lot.only(~which) for lot, which in zip(lots, is_open, strict=True)], lines)
+    still_open = _spread([lot.only(which) for lot, which in zip(lots, is_open, strict=True)], lines)
+    if cell != state.cell:
+        out += held.values()
+    elif state.held:
+        still_open = list(
+            ({each.line: each for each in state.held} | {each.line: each for each in still_open}).values()
+        )
+    origin = before if cell != state.cell or state.origin is None else state.origin
+    return tuple(out), State(cell, tuple(still_open), origin if still_open else None)
+
+
+class Thinner(Generic[K]):
+    """Thins the samples of one feed, entry by entry."""
+
+    def __init__(self, thinning: Thinning | None, unsent: UnsentSamples | None = None) -> None:
+        """Begin, or resume: then the entries after ``unsent.after`` must come first."""
+        self._thinning = thinning
+        self.state: State[K] = State(None if thinning is None or unsent is None else unsent.floor // thinning.cell)
+
+    def unsent(self, position: StreamPosition) -> UnsentSamples | None:
+        """Return the held samples for a cursor at the position after the last entry; None without thinning."""
+        state = self.state
+        if self._thinning is None or state.cell is None:
+            return None
+        return UnsentSamples(position if state.origin is None else state.origin, state.cell * self._thinning.cell)
+
+    def take(self, before: StreamPosition, newest: int | None, series: Iterable[Series[K]]) -> Sequence[Series[K]]:
+        """Thin the samples of one entry; return the output. See ``step``."""
+        if self._thinning is None:
+            return [each for each in series if len(each.times)]
+        out, self.state = step(self._thinning, self.state, before, newest, series)
+        return out
+
+    def flush(self) -> Sequence[Series[K]]:
+        """Return the held samples: no more will come for their cell."""
+        out, self.state = self.state.held, State(self.state.cell)
+        return out
+
+
+def thinned(series: Iterable[Series[K]], thinning: Thinning) -> list[Series[K]]:
+    """Thin each cell of each line: one series for a line, in the order of time.
+
+    Thinning the joined output of parts equals thinning the whole, so this may be done once for all viewers.
+    """
+    lines = _by_line(series)
+    return _spread([_thin(lot, thinning) for lot in _lots(list(lines.values()))], list(lines))
+
+
+def between(series: Sequence[Series[K]], since: int | None, until: int | None) -> Sequence[Series[K]]:
+    """Return the samples between two times, both included."""
+    if not series or (since is None and until is None):
+        return series
+    first, last = -(2**63) if since is None else since, 2**63 - 1 if until is None else until
+    times = np.concatenate([each.times for each in series])
+    if not len(times) or (int(times.min()) >= first and int(times.max()) <= last):
+        return series
+    masks = [(each.times >= first) & (each.times <= last) for each in series]
+    return [Series(each.line, each.times[m], each.values[m]) for each, m in zip(series, masks, strict=True)]
+
+
+def concatenated(series: list[Series[K]]) -> Series[K]:
+    values = np.concatenate([each.values for each in series], dtype=_kind(series))
+    return Series(series[0].line, np.concatenate([each.times for each in series]), values)
+
+
+class _Lot(msgspec.Struct, frozen=True):
+    """Samples of lines with values of one dtype, line after line, each with the number of its line."""
+
+    owners: Indexes
+    times: Times
+    values: Values
+
+    def only(self, wanted: Indexes | NDArray[np.bool_]) -> _Lot:
+        return _Lot(self.owners[wanted], self.times[wanted], self.values[wanted])
+
+
+def _by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
+    lines: dict[K, list[Series[K]]] = {}
+    for each in series:
+        lines.setdefault(each.line, []).append(each)
+    return lines
+
+
+def _kind(series: list[Series[K]]) -> np.dtype[Any]:
+    """Return the dtype for the values of several series of a line."""
+    first = series[0].values.dtype
+    for each in series:
+        if each.values.dtype is not first:
+            return np.result_type(*(each.values.dtype for each in series))
+    return first
+
+
+def _lots(lines: Sequence[list[Series[K]]]) -> Iterator[_Lot]:
+    """Join the samples of lines by dtype; the number of a line is its index."""
+    kinds: dict[np.dtype[Any], list[int]] = {}
+    for number, found in enumerate(lines):
+        kinds.setdefault(_kind(found), []).append(number)
+    for kind, numbers in kinds.items():
+        series = [each for number in numbers for each in lines[number]]
+        owners = np.array([number for number in numbers for _ in lines[number]], np.intp)
+        yield _Lot(
+            np.repeat(owners, [len(each.times) for each in series]),
+            np.concatenate([each.times for each in series]),
+            np.concatenate([each.values for each in series], dtype=kind),
+        )
+
+
+def _spread(lots: Iterable[_Lot], lines: Sequence[K]) -> list[Series[K]]:
+    """Split lots into series, in the order of the lines, without empty ones."""
+    found: list[Series[K] | None] = [None] * len(lines)
+    for lot in lots:
+        if not len(lot.owners):
+            continue
+        edges = [0, *(np.flatnonzero(lot.owners[1:] != lot.owners[:-1]) + 1).tolist(), len(lot.owners)]
+        for number, (first, last) in zip(lot.owners[edges[:-1]].tolist(), pairwise(edges), strict=True):
+            found[number] = Series(lines[number], lot.times[first:last], lot.values[first:last])
+    return [each for each in found if each is not None]
+
+
+def _thin(lot: _Lot, thinning: Thinning) -> _Lot:
+    if not len(lot.times):
+        return lot
+    order = in_order(lot.owners, lot.times)
+    if order is not None:
+        lot = lot.only(order)
+    starts = starts_of(lot.owners, lot.times, thinning.cell)
+    if thinning.keeps == "first":
+        return lot.only(starts)
+    return lot.only(ends(starts) if lot.values.dtype == object else extremes(lot.values, starts))
+
 
 SHORT = 4096
 """Largest message whose time offsets are cached."""
@@ -61,8 +305,6 @@ class RawSeries(msgspec.Struct, frozen=True):
 
 
 class Occurrence(msgspec.Struct, frozen=True):
-    """An event in a burst."""
-
     definition: int
     app: str
     time: int
@@ -77,10 +319,6 @@ class Decoded(msgspec.Struct):
     ranges: list[tuple[int, int]] = msgspec.field(default_factory=list)
     series: list[RawSeries] = msgspec.field(default_factory=list)
     events: list[Occurrence] = msgspec.field(default_factory=list)
-    uneven: int = 0
-    """Messages with unequal numbers of times and samples."""
-    unreadable: int = 0
-    """Messages of samples of unknown width, or too short for their channels."""
 
 
 def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
@@ -139,10 +377,8 @@ def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Cha
     if width < _PLAIN_WIDTH and len(buffer) == _PLAIN_WIDTH * count:
         channel, width = _PLAIN, _PLAIN_WIDTH
     if channel is None:
-        decoded.unreadable += 1
         return None
     if len(buffer) != count * width:
-        decoded.uneven += 1
         count = max(0, min(count, len(buffer) // width))
         buffer = buffer[: count * width]
     return unpack_values(channel, buffer) if count else None
@@ -154,7 +390,6 @@ def _rows(decoded: Decoded, numbers: tuple[int, ...], messages: list[RowData], c
     width, plain_width = (sum(channel.width for channel in each) for each in (known, plain))
     whole = [message for message in messages if len(message.buffer) == width]
     early = [message for message in messages if len(message.buffer) == plain_width > width]
-    decoded.unreadable += len(messages) - len(whole) - len(early)
     _columns(decoded, numbers, plain, early)
     _columns(decoded, numbers, known, whole)
 
@@ -171,104 +406,6 @@ def _columns(decoded: Decoded, numbers: tuple[int, ...], known: Sequence[Channel
         decoded.series.append(RawSeries(number, times, unpack_values(channel, column)))
         at += channel.width
 
-
-LISTED = 50
-"""Limit of the names listed in the error for an unknown one."""
-
-
-class Line(msgspec.Struct, frozen=True):
-    """A channel converted by one of its parameters."""
-
-    channel: int
-    name: str
-    unit: str = ""
-    conversion: Conversion | None = msgspec.field(default=None)
-
-    def __hash__(self) -> int:
-        return hash((self.channel, self.name))
-
-
-class Selection(msgspec.Struct, frozen=True):
-    """The lines that a viewer asked for."""
-
-    names: tuple[str, ...] = ()
-    """Ids, names, parameters or patterns; empty for all."""
-    raw: bool = False
-
-    def lines(self, channels: Channels) -> Lines:
-        """Return the selected lines of the known channels.
-
-        Raises:
-            BadRequest: All configurations are known, and none has one of the names.
-        """
-        return Lines(self, channels)
-
-
-class Lines:
-    """The selected lines of a session."""
-
-    def __init__(self, selection: Selection, channels: Channels) -> None:
-        self._matcher = _NameMatcher(selection.names)
-        self._lines: dict[int, tuple[Line, ...]] = {}
-        """By channel; one without configuration is added with its first samples."""
-        used: set[str] = set()
-        every: list[str] = []
-        for line, called in _all(selection, channels):
-            every.append(line.name)
-            found = self._matcher.matches(called)
-            used |= found
-            wanted = (line,) if found or not selection.names else ()
-            self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
-        unknown = [name for name in selection.names if name not in used]
-        if unknown and channels.complete:
-            more = f" and {len(every) - LISTED} more" if len(every) > LISTED else ""
-            raise BadRequest(
-                f"no channel of the session is called {unknown[0][:80]!r}: there are {', '.join(every[:LISTED])}{more}"
-            )
-
-    def of(self, channel: int) -> tuple[Line, ...]:
-        """Return the selected lines of a channel."""
-        found = self._lines.get(channel)
-        if found is None:
-            name = str(channel)
-            is_wanted = self._matcher.is_all or self._matcher.matches((name,))
-            found = self._lines[channel] = (Line(channel, name),) if is_wanted else ()
-        return found
-
-
-def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple[str, ...]]]:
-    """Yield every line of the configured channels, with all of its names."""
-    for channel in sorted(channels, key=lambda each: each.id):
-        own = (str(channel.id), channel.name)
-        parameters = channels.parameters_of(channel.id)
-        if selection.raw or not parameters:
-            called = tuple(name for parameter in parameters for name in (parameter.id, parameter.name))
-            name = channel.name or (parameters[0].id if parameters else str(channel.id))
-            yield Line(channel.id, name), (*own, *called)
-            continue
-        for parameter in parameters:
-            line = Line(channel.id, parameter.id, parameter.unit, parameter.conversion)
-            yield line, (*own, parameter.id, parameter.name)
-
-
-class _NameMatcher:
-    """Matches names: exact ones by look-up, patterns one by one."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.is_all = not names
-        self._names = frozenset(names)
-        self._patterns = [(name, re.compile(translate(name))) for name in names if is_pattern(name)]
-
-    def matches(self, called: tuple[str, ...]) -> frozenset[str]:
-        """Return the requested names and patterns that match one of a line's names."""
-        found = self._names.intersection(called)
-        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
-
-
-FARTHEST = 1 << 52
-"""Limit of nanoseconds between samples of one item: twice that is the last integer that a double holds."""
-
-_encode = msgspec.json.Encoder().encode
 
 LineSeries: TypeAlias = Series[Line]
 
@@ -288,7 +425,6 @@ class Content(msgspec.Struct, frozen=True):
 
     @property
     def samples(self) -> int:
-        """Number of samples of the selected lines."""
         return sum(len(each.times) for each in self.series)
 
     @property
@@ -365,82 +501,3 @@ def _event(event: Occurrence, channels: Channels) -> dict[str, Any]:
         return {**shown, "values": list(event.values)}
     named = {"code": definition.code, "description": definition.description, "priority": definition.priority}
     return {**shown, "values": definition.convert(event.values), **named}
-
-
-class SampleFrame(msgspec.Struct, frozen=True):
-    """One frame: the thinned content of consecutive entries."""
-
-    session: str
-    position: str
-    json: str | None = None
-    range: tuple[int, int] | None = None
-    series: tuple[LineSeries, ...] = ()
-    events: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return self.json is None and self.range is None and not self.series and not self.events
-
-
-def as_json(shown: SampleFrame, cursor: str) -> bytes:
-    """Return the JSON form for SSE and lines; the cursor is sent beside it."""
-    channels = []
-    for line, times, values in _items(shown.series):
-        start = int(times.min())
-        channels.append({**_named(line), "start": str(start), "t": (times - start).tolist(), "v": values.tolist()})
-    return _encode({**_head(shown), "channels": channels, "events": shown.events})
-
-
-def as_bytes(shown: SampleFrame, cursor: str) -> bytes:
-    """Return the binary form."""
-    channels: list[dict[str, Any]] = []
-    arrays: list[bytes] = []
-    at = 0
-    for line, times, values in _items(shown.series):
-        item = {**_named(line), "n": len(times), "times": at}
-        arrays.append(times.astype("<i8").tobytes())
-        if values.dtype == object:
-            item["v"] = values.tolist()
-        else:
-            item["values"] = at + len(arrays[-1])
-            arrays.append(values.astype("<f8").tobytes())
-        at = sum(map(len, arrays))
-        channels.append(item)
-    header = _encode({"id": cursor, **_head(shown), "channels": channels, "events": shown.events})
-    return message(header) + b"".join(arrays)
-
-
-def message(header: bytes) -> bytes:
-    """Return a header with its length and padding: the part of a binary message before the samples."""
-    return struct.pack("<I", len(header)) + header + bytes(-(len(header) + 4) % 8)
-
-
-def _head(shown: SampleFrame) -> dict[str, Any]:
-    head: dict[str, Any] = {"session": shown.session, "position": shown.position}
-    if shown.range is not None:
-        head["range"] = [str(shown.range[0]), str(shown.range[1])]
-    if shown.json is not None:
-        head["json"] = msgspec.Raw(shown.json.encode())
-    return head
-
-
-def _named(line: Line) -> dict[str, Any]:
-    return {"channel": line.channel, "name": line.name, "unit": line.unit}
-
-
-def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]:
-    """Yield the samples of each line, in as few slices as the limit of offsets allows."""
-    lines: dict[Line, list[LineSeries]] = {}
-    for each in series:
-        lines.setdefault(each.line, []).append(each)
-    for line, found in lines.items():
-        whole = found[0] if len(found) == 1 else concatenated(found)
-        times, values = whole.times, whole.values
-        while len(times):
-            if int(times.max()) - int(times.min()) <= FARTHEST:
-                yield line, times, values
-                break
-            far = np.flatnonzero((times > int(times[0]) + FARTHEST) | (times < int(times[0]) - FARTHEST))
-            end = int(far[0]) if len(far) else len(times)
-            yield line, times[:end], values[:end]
-            times, values = times[end:], values[end:]

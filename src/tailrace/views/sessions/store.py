@@ -89,6 +89,11 @@ class SessionChange(msgspec.Struct, frozen=True):
     version: bytes = b""
     """New version, from ``new_version``, if the next write continues from here; otherwise the store makes one."""
 
+    @classmethod
+    def of(cls, session: Session, seen: bytes, version: bytes = b"") -> SessionChange:
+        state, fields = session.encode(), session.fields()
+        return cls(session.identity, session.number, seen, state, session.order, fields, version)
+
 
 class Write(msgspec.Struct, frozen=True):
     """A write of one writer to one stream: entries in order, each with the number of its session, and the new mark.
@@ -146,10 +151,7 @@ def is_stream_name(name: str) -> bool:
 class SessionStore:
     """The blocking client of stored sessions, for the pipeline, the writer library and upkeep.
 
-    Args:
-        shards: an open client, with the functions loaded.
-        options: settings of sessions.
-        clock: seconds since the epoch, for ``lastUpdated`` only.
+    ``shards`` is open and has the functions loaded; the clock is for ``lastUpdated`` only.
     """
 
     def __init__(
@@ -222,7 +224,6 @@ class SessionStore:
         return {name.decode(errors="replace") for name in self.shards.run_keyed([(key, ("SMEMBERS", key))])[0]}
 
     def stream_marks(self, streams: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Return the marks of all writers of streams."""
         names = list(streams)
         commands: list[Keyed] = [(self._keys.stream(s), ("HGETALL", self._keys.stream_marks(s))) for s in names]
         return {
@@ -488,7 +489,7 @@ def _write(store: SessionStore, catalogue: Catalogue, drafts: Sequence[StreamDra
         if len(sessions) < len(draft.written.sessions) or not _publish(store, catalogue, draft.written.configs):
             continue
         numbered = {session.identity: session.number for session in sessions}
-        changes = [_change(session, *draft.versions[session.identity]) for session in sessions]
+        changes = [SessionChange.of(session, *draft.versions[session.identity]) for session in sessions]
         changes += [draft.notes] if draft.notes is not None else []
         entries = [(numbered[identity], data) for identity, data in draft.written.entries]
         writes.append(Write(draft.stream, draft.writer, draft.seen, draft.mark, changes, entries))
@@ -518,11 +519,6 @@ def _placed(session: Session, numbers: Numbers) -> Session | None:
         return session
     found = numbers.get((session.identity, session.writer, session.opened))
     return None if found is None else session.placed(*found)
-
-
-def _change(session: Session, seen: bytes, version: bytes) -> SessionChange:
-    state, fields = session.encode(), session.fields()
-    return SessionChange(session.identity, session.number, seen, state, session.order, fields, version)
 
 
 def _publish(store: SessionStore, catalogue: Catalogue, configs: Mapping[str, bytes]) -> bool:

@@ -99,13 +99,7 @@ def entry_of(answer: Sequence[Any]) -> StreamEntry:
 
 
 class LiveSessions:
-    """Reads sessions.
-
-    Args:
-        nodes: client of the store.
-        template: key of a session's hash, with ``{identity}`` in it.
-        unit_rational: see ``Configuration.parse``.
-    """
+    """Reads sessions. ``template`` is the key of a session's hash, with ``{identity}`` in it."""
 
     def __init__(self, nodes: Nodes, template: str = "sessions:{identity}", unit_rational: bool = False) -> None:
         self.nodes, self.keys = nodes, nodes.keys
@@ -152,7 +146,6 @@ class LiveSessions:
         return listed
 
     async def config(self, identifier: str) -> bytes | None:
-        """Return a published configuration; None if there is none."""
         key = self.keys.config(identifier)
         (found,) = await self.nodes.read_keyed([(key, ("GET", key))])
         return None if found is None else bytes(found)
@@ -165,7 +158,6 @@ class LiveSessions:
                 catalogue.learn({identifier: text})
 
     async def channels(self, bindings: tuple[Binding, ...]) -> Channels:
-        """Return the channels of a session with these bindings."""
         self.catalogue.tidy()
         await self.learn(self.catalogue, bindings)
         return self.catalogue.channels(bindings)

@@ -1,4 +1,4 @@
-"""Telemetry records: the JSON objects that producers write into the topics of sessions.
+"""Telemetry records: the JSON objects that producers write into the topics of sessions, and the samples in them.
 
 A record belongs to the session named by its field ``session``, or else by its key: plain text, or a JSON array of one
 text, as Tailrace's own tools write keys. ``type`` is its kind:
@@ -54,6 +54,9 @@ bad parts and the fault of each. The reasons of dead letters:
     session-elsewhere   the session is open in another stream
     session-key         the key of the session holds something else; the letter names it
     session-too-large   Session JSON that does not fit into a message, alone or merged with the former updates
+
+``pack_values`` and ``unpack_values`` pack samples into the buffers of messages. Invariant: unpacked values equal the
+packed ones, rounded only where the type is a float. A value that the type cannot hold is refused, never clipped.
 """
 
 from __future__ import annotations
@@ -63,10 +66,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from tailrace.errors import BadRequest
+
+MAX_CHANNEL = (1 << 32) - 1
+"""Highest number of a channel."""
 Time: TypeAlias = int | str
 """Nanoseconds since the epoch, as written in JSON."""
-ChannelId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+ChannelId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHANNEL)]
 Type: TypeAlias = Literal["u8", "s8", "u16", "s16", "u32", "s32", "f32", "3f32", "f64"]
 Closed: TypeAlias = Literal["closed", "truncated", "failed"]
 Values: TypeAlias = list[float | None]
@@ -333,3 +342,150 @@ def _parts(name: str, raw: msgspec.Raw, faults: list[Fault]) -> Any:
             yield msgspec.json.decode(each, type=_PARTS[name])
         except (ValueError, RecursionError) as wrong:
             faults.append(Fault(f"{name}[{i}]", str(wrong)))
+
+
+Array: TypeAlias = npt.NDArray[Any]
+
+WIDTHS: dict[str, int] = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "u32": 4, "s32": 4, "f32": 4, "3f32": 12, "f64": 8}
+"""Bytes of one sample of each type; ``3f32`` is three numbers."""
+
+_CODES = {
+    "u8": "u1",
+    "s8": "i1",
+    "u16": "u2",
+    "s16": "i2",
+    "u32": "u4",
+    "s32": "i4",
+    "f32": "f4",
+    "3f32": "f4",
+    "f64": "f8",
+}
+_DTYPES = {(name, big): np.dtype(("<", ">")[big] + code) for name, code in _CODES.items() for big in (False, True)}
+
+
+class BadSample(BadRequest):
+    """Samples that do not fit their channel's type. ``reason`` is short and stable, for counters and dead letters."""
+
+    code = "sample.invalid"
+
+    def __init__(self, reason: str, what: str = "") -> None:
+        self.reason, self.what = reason, what
+        super().__init__(f"{reason}: {what}" if what else reason)
+
+    def __reduce__(self) -> tuple[type[BadSample], tuple[str, str]]:
+        return type(self), (self.reason, self.what)
+
+
+class Channel(msgspec.Struct, frozen=True):
+    id: int
+    """Number in the session: the configuration's number plus the offset of the binding."""
+    name: str = ""
+    type: str = "f64"
+    source: str = "row"
+    interval: int = 0
+    """Nanoseconds between samples; 0 if there is no fixed rate."""
+    big_endian: bool = False
+
+    @property
+    def width(self) -> int:
+        return WIDTHS[self.type]
+
+    @property
+    def is_integer(self) -> bool:
+        """True if samples are integers, which can be shifted and masked."""
+        return "f" not in self.type
+
+
+def pack_values(type_: str, values: Sequence[Any] | Array, big_endian: bool = False) -> bytes:
+    """Pack raw values into a buffer.
+
+    Values are numbers; None, in a float only, is NaN. Those of ``3f32`` are lists of three, or a flat list.
+
+    Raises:
+        BadSample: A value is no number, no integer, or out of the type's range.
+    """
+    dtype = _DTYPES.get((type_, big_endian))
+    if dtype is None:
+        raise BadSample("bad-type", f"no channel has the type {type_!r}: one of {', '.join(WIDTHS)}")
+    if type_ == "3f32":
+        values = _flat(values)
+    array = _floats(values, dtype) if dtype.kind == "f" else _integers(values, dtype)
+    if type_ == "3f32" and array.size % 3:
+        raise BadSample("bad-width", f"{array.size} numbers are no whole samples of three")
+    return array.tobytes()
+
+
+def unpack_values(channel: Channel, buffer: bytes) -> Array:
+    """Return the raw values of a buffer, in native byte order; those of ``3f32`` as rows of three.
+
+    Raises:
+        BadSample: The buffer does not end with a whole sample.
+    """
+    if len(buffer) % channel.width:
+        raise BadSample(
+            "bad-width", f"channel {channel.id}: {len(buffer)} bytes are no whole samples of {channel.type}"
+        )
+    array: Array = np.frombuffer(buffer, _DTYPES[channel.type, channel.big_endian])
+    if channel.big_endian:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array.reshape(-1, 3) if channel.type == "3f32" else array
+
+
+def _flat(values: Sequence[Any] | Array) -> Sequence[Any] | Array:
+    if isinstance(values, np.ndarray):
+        return values.reshape(-1)
+    if list not in set(map(type, values)) and tuple not in set(map(type, values)):
+        return values
+    if any(not isinstance(each, list | tuple) or len(each) != 3 for each in values):
+        raise BadSample("bad-width", "a sample of 3f32 is a list of three numbers")
+    return [number for each in values for number in each]
+
+
+def _floats(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iuf" or values.ndim != 1:
+            raise BadSample("not-a-number", f"an array of {values.dtype} and {values.ndim} dimensions")
+    else:
+        _only(values, (int, float, type(None)))
+    try:
+        wide = np.asarray(values, np.float64)
+    except OverflowError:
+        raise BadSample("out-of-range", "a number is too large for a float") from None
+    with np.errstate(over="ignore"):
+        array = wide.astype(dtype)
+    if dtype.itemsize == 4 and not np.array_equal(np.isinf(array), np.isinf(wide)):
+        raise BadSample("out-of-range", "a number is too large for a float of 32 bits")
+    return array
+
+
+def _integers(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
+    if not isinstance(values, np.ndarray):
+        kinds = _only(values, (int, float))
+        try:
+            values = np.asarray(values, np.float64 if float in kinds else np.int64)
+        except OverflowError:
+            raise _beyond(dtype) from None
+    if values.dtype.kind not in "iuf" or values.ndim != 1:
+        raise BadSample("not-an-integer", f"an array of {values.dtype} and {values.ndim} dimensions")
+    if not values.size:
+        return values.astype(dtype)
+    if values.dtype.kind == "f" and not (np.isfinite(values).all() and (values == np.trunc(values)).all()):
+        raise BadSample("not-an-integer", "a number with a fraction, or none at all")
+    limits = np.iinfo(dtype)
+    if values.min() < limits.min or values.max() > limits.max:
+        raise _beyond(dtype)
+    return values.astype(dtype)
+
+
+def _only(values: Sequence[Any], allowed: tuple[type, ...]) -> set[type]:
+    kinds = set(map(type, values))
+    for kind in kinds:
+        if kind is bool or not issubclass(kind, (*allowed, np.integer, np.floating)):
+            name = "null" if kind is type(None) else kind.__name__
+            raise BadSample("not-a-number", f"{name} among the values")
+    return {float} if any(issubclass(kind, float | np.floating) for kind in kinds) else set()
+
+
+def _beyond(dtype: np.dtype[Any]) -> BadSample:
+    limits = np.iinfo(dtype)
+    return BadSample("out-of-range", f"a number is not from {limits.min} to {limits.max}")

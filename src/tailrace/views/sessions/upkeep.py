@@ -72,7 +72,6 @@ _GLOB = str.maketrans({special: f"\\{special}" for special in "\\*?[]"})
 
 
 def session_jobs(settings: Settings) -> Jobs:
-    """Return the jobs of telemetry sessions."""
     memory, rules, sessions = TrimMemory(), SessionRules.of(settings), settings.sessions
 
     def job(every: timedelta | None, work: Callable[[Scope], Work]) -> ScheduledJob:
@@ -109,8 +108,6 @@ class StreamLimits(msgspec.Struct, frozen=True):
 
 
 class SessionRules(msgspec.Struct, frozen=True):
-    """Settings of the jobs."""
-
     limits: StreamLimits
     options: SessionOptions = SessionOptions()
     abandon_ms: int = 300_000
@@ -223,10 +220,10 @@ def _abandon(store: SessionStore, candidate: _Candidate) -> bool:
     abandoned = session.abandoned()
     if abandoned.state == session.state or session.heard > candidate.heard_ms:
         return False
-    state, fields = abandoned.encode(), abandoned.fields()
-    change = SessionChange(candidate.identity, abandoned.number, value, state, abandoned.order, fields)
     entries = [(abandoned.number, pack(burst)) for burst in bursts([session_json(abandoned.json)])]
-    return store.write([Write(candidate.stream, "", NOTHING, NOTHING, [change], entries)]) == [Verdict.OK]
+    return store.write(
+        [Write(candidate.stream, "", NOTHING, NOTHING, [SessionChange.of(abandoned, value)], entries)]
+    ) == [Verdict.OK]
 
 
 class Forgetting(_SessionJob):
@@ -411,7 +408,6 @@ class SessionUpkeep:
         return {int(number): parse_id(entry) for number, entry in noted.items() if number.isdigit()}
 
     def forget_trimmed(self, stream: str, numbers: Sequence[int]) -> None:
-        """Delete the trim notes of sessions."""
         key = self._keys.trimmed(stream)
         if numbers:
             self._shards.run_keyed([(key, ("HDEL", key, *numbers))])
@@ -469,7 +465,6 @@ class SessionUpkeep:
                 yield {name: updated for name, updated in found.items() if updated >= since_ms}
 
     def enlist(self, updated: Mapping[str, int], now_ms: int) -> None:
-        """Add sessions to the listing."""
         index = self._keys.sessions()
         flat = [part for name, ms in updated.items() for part in (min(ms, now_ms), name)]
         if flat:
@@ -492,7 +487,6 @@ class SessionUpkeep:
         return sum(self._shards.run_keyed(renewed))
 
     def listed(self) -> list[str]:
-        """Return the names of all listed sessions."""
         index = self._keys.sessions()
         return [name.decode() for name in self._shards.run_keyed([(index, ("ZRANGE", index, 0, -1))])[0]]
 
@@ -576,7 +570,6 @@ class Weights:
         return {number: n for number, n in going.items() if n}
 
     def oldest(self, number: int, count: int) -> list[EntryId]:
-        """Return the oldest entries of a session."""
         return self._lines[number].oldest(count)
 
     def drop(self, number: int, count: int) -> int:

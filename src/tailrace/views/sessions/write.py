@@ -62,28 +62,11 @@ class SessionPlan(msgspec.Struct, frozen=True):
         return cls(settings.sessions.topics, settings.sessions.stream, store=SessionOptions.of(settings))
 
     def writer(self, plan: Plan) -> Writer:
-        """Make the writer."""
         return SessionsWriter(plan.store.shards, self, plan.dead_letters)
 
     def stream_of(self, topic: str, partition: int) -> str:
         """Return the name of the stream of a partition's sessions."""
         return self.stream.replace("{topic}", topic).replace("{partition}", str(partition))
-
-
-def held_back(shards: Shards, plan: SessionPlan, marks: Mapping[Partition, int]) -> dict[Partition, int]:
-    """Return the offsets up to which partitions are applied both by the shards and in their streams."""
-    topics = TopicFilter(plan.topics)
-    streams = {s: plan.stream_of(s.topic, s.partition) for s in marks if s.topic in topics}
-    stored = SessionStore(shards, plan.store).stream_marks(set(streams.values()))
-    counted = read_times(shards, VIEW)
-    found = dict(marks)
-    for partition, stream in streams.items():
-        mark, (_, last) = stored[stream].get(str(partition)), counted.get(partition, LONG_AGO)
-        # A stream that is new or gone holds nobody back. Nor does one that has the last counted record: marks go beyond
-        # it, over offsets without records.
-        if mark is not None and mark < last:
-            found[partition] = min(marks[partition], mark)
-    return found
 
 
 class SessionsDriver(ViewDriver):
@@ -100,7 +83,18 @@ class SessionsDriver(ViewDriver):
 
     def marks(self, start: Start, applied: Mapping[Partition, int]) -> Mapping[Partition, int]:
         """Return the offsets up to which partitions are applied both by the shards and in their streams."""
-        return held_back(start.shards, self._sessions, applied)
+        plan, topics = self._sessions, TopicFilter(self._sessions.topics)
+        streams = {p: plan.stream_of(p.topic, p.partition) for p in applied if p.topic in topics}
+        stored = SessionStore(start.shards, plan.store).stream_marks(set(streams.values()))
+        counted = read_times(start.shards, VIEW)
+        found = dict(applied)
+        for partition, stream in streams.items():
+            mark, (_, last) = stored[stream].get(str(partition)), counted.get(partition, LONG_AGO)
+            # A stream that is new or gone holds nobody back. Nor does one that has the last counted record: marks go
+            # beyond it, over offsets without records.
+            if mark is not None and mark < last:
+                found[partition] = min(applied[partition], mark)
+        return found
 
 
 class _SliceNames(NamedTuple):
@@ -246,7 +240,6 @@ class _WindowBuilder:
         self._newest, self.size = 0, 0
 
     def add(self, i: int, outcome: RecordOutcome, *, noted: bool = False) -> None:
-        """Add a record with its outcome."""
         self.end, self.rows = self.records.offsets[i], self.rows + 1
         if noted and outcome is not STORED:
             self.notes[self.end] = outcome
@@ -300,7 +293,6 @@ def _names_in(records: Slice) -> _SliceNames:
 
 
 def _configs_in(record: Record) -> set[str]:
-    """Return the configurations that a record names or has."""
     found = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
     return found | set(record.configs) if isinstance(record, OpenSession) else found
 

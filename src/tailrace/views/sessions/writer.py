@@ -29,7 +29,6 @@ import numpy.typing as npt
 
 from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavailable, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions
-from tailrace.views.sessions.channel import MAX_CHANNEL, WIDTHS
 from tailrace.views.sessions.configuration import Catalogue, bindings_in, identifiers
 from tailrace.views.sessions.model import PROGRAM, STORED, Recorder, RecordOutcome, checked
 from tailrace.views.sessions.store import (
@@ -44,6 +43,8 @@ from tailrace.views.sessions.store import (
 from tailrace.views.sessions.telemetry import (
     CLOSED,
     LAST,
+    MAX_CHANNEL,
+    WIDTHS,
     Close,
     Closed,
     Config,
@@ -202,9 +203,7 @@ class SessionWriter:
                 channel=_channel(channel),
                 start=index(start),
                 interval=None if interval is None else index(interval),
-                values=_values(values),
-                data=_bytes(data),
-                as_=_type(as_),
+                **_samples(values, data, as_),
             ),
         )
 
@@ -222,13 +221,7 @@ class SessionWriter:
         self._part(
             session,
             "timestamped",
-            lambda: Timestamped(
-                channel=_channel(channel),
-                times=_times(times),
-                values=_values(values),
-                data=_bytes(data),
-                as_=_type(as_),
-            ),
+            lambda: Timestamped(channel=_channel(channel), times=_times(times), **_samples(values, data, as_)),
         )
 
     def row(
@@ -248,9 +241,7 @@ class SessionWriter:
             lambda: SampleRow(
                 channels=[_channel(channel) for channel in channels],
                 time=index(time),
-                values=None if values is None else list(values),
-                data=_bytes(data),
-                as_=_type(as_),
+                **_samples(None if values is None else list(values), data, as_),
             ),
         )
 
@@ -443,21 +434,10 @@ def _times(times: Times) -> Any:
     return times.astype(np.int64)
 
 
-def _values(values: Values | None) -> Any:
-    if values is None:
-        return None
-    return values.copy() if isinstance(values, np.ndarray) else list(values)
-
-
-def _bytes(data: bytes | None) -> bytes | None:
-    if data is None:
-        return None
-    if not isinstance(data, bytes | bytearray | memoryview):
+def _samples(values: Values | None, data: bytes | None, type_: Type) -> dict[str, Any]:
+    if data is not None and not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"samples as bytes are wanted, not {type(data).__name__}")
-    return bytes(data)
-
-
-def _type(name: Type) -> Type:
-    if name not in WIDTHS:
-        raise ValueError(f"no channel has the type {name!r}: one of {', '.join(WIDTHS)}")
-    return name
+    if type_ not in WIDTHS:
+        raise ValueError(f"no channel has the type {type_!r}: one of {', '.join(WIDTHS)}")
+    copied = values.copy() if isinstance(values, np.ndarray) else None if values is None else list(values)
+    return {"values": copied, "data": None if data is None else bytes(data), "as_": type_}

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from contextlib import aclosing, suppress
+from functools import partial
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -50,7 +51,6 @@ class Subscription(msgspec.Struct, frozen=True, weakref=True):
     channels: frozenset[int] = frozenset()
 
     def widened(self, more: StreamSubscription) -> Subscription:
-        """Return the subscription extended by a request."""
         every = self.all_channels or more.all_data_channels
         channels = frozenset() if every else self.channels.union(more.data_channel_ids)
         return Subscription(self.all_events or more.all_events, every, channels)
@@ -128,10 +128,9 @@ def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, conta
     return Form(pack(_serialised(chosen)) if chosen else None)
 
 
-def message_block(*messages: bytes) -> bytes:
-    """Return the block of a burst of small messages."""
-    (data,) = burst.bursts(messages, 1 << 20)
-    return pack(data)
+def message_block(message: bytes) -> bytes:
+    """Return the block of a burst of one small message."""
+    return pack(next(burst.bursts([message])))
 
 
 def _serialised(messages: list[StreamData]) -> bytes:
@@ -166,8 +165,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ViewerOptions(msgspec.Struct, frozen=True):
-    """Settings of viewers."""
-
     backfill_ms: int = 60_000
     client_bytes: int = 8 << 20
     drop: bool = True
@@ -286,10 +283,12 @@ class Viewer:
                 for block in self._described(found):
                     yield block
                 continue
+            wanted, container = self._active, self._options.container
+            show = partial(live_form, wanted=wanted, container=container)
             entries, reached = await self._next(tap, located.number)
             for entry, is_shared in entries:
                 self._edge, self._spoke_ms = entry.id, entry.id[0]
-                form = self._note(self._live_form(entry, is_shared))
+                form = self._note(self._form(entry, is_shared, wanted, show))
                 if form.block is not None:
                     yield form.block
             self._edge = reached
@@ -365,12 +364,6 @@ class Viewer:
         read, reached = await self._live.scan(tap.stream, self._edge, OWN_AT_ONCE, number, head)
         return [(entry, False) for entry in read], reached
 
-    def _live_form(self, entry: StreamEntry, is_shared: bool) -> Form:
-        wanted, container = self._active, self._options.container
-        if not is_shared:
-            return live_form(entry, wanted, container)
-        return self._hub.form(entry, wanted, lambda e: live_form(e, wanted, container), lambda form: form.size)
-
     def _note(self, form: Form) -> Form:
         self.unread += bool(form.unread)
         if form.state:
@@ -405,17 +398,15 @@ class Viewer:
             if job.after >= job.until:
                 self._backfills.popleft()
             return None
-        form = self._past_form(job, job.page.popleft())
+        had, wanted, container = job.had, job.wanted, self._options.container
+        form = self._form(
+            job.page.popleft(), job.shared, (had, wanted), lambda entry: past_form(entry, had, wanted, container)
+        )
         self.unread += bool(form.unread)
         return form.block
 
-    def _past_form(self, job: _Backfill, entry: StreamEntry) -> Form:
-        had, wanted, container = job.had, job.wanted, self._options.container
-        if not job.shared:
-            return past_form(entry, had, wanted, container)
-        return self._hub.form(
-            entry, (had, wanted), lambda e: past_form(e, had, wanted, container), lambda form: form.size
-        )
+    def _form(self, entry: StreamEntry, is_shared: bool, key: Hashable, make: Callable[[StreamEntry], Form]) -> Form:
+        return self._hub.form(entry, key, make, lambda form: form.size) if is_shared else make(entry)
 
     async def _wait(self) -> None:
         until = self._checked + CHECK_S
