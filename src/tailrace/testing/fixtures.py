@@ -3,18 +3,25 @@
 ``kafka``, ``valkey_server``, ``valkey_cluster``, ``redis_server`` and ``cassandra_server`` are shared: a test that
 kills, stops or empties a server takes ``own_valkey`` or ``own_cassandra``. ``store`` and ``rows_store`` are a key
 prefix and a keyspace of the test's own; ``any_store`` runs a test on a single Valkey, on a cluster and on Redis.
+
+The first process that needs a server starts it; the others find its ports in a file. A server ends with the process
+that started it, so that process waits in ``SharedServers.close`` until nobody uses the server any more.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from tailrace.config.settings import load
@@ -22,21 +29,111 @@ from tailrace.driver.source import session as begin_session
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.process import EmbeddedServer
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
-from tailrace.testing.servers import SharedServers
 from tailrace.testing.spark import QUICK_JAVA, use_spark_classes
 from tailrace.upkeep.spark import end_session
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
 
+S = TypeVar("S", bound=EmbeddedServer)
+
 MEMORY = Path("/dev/shm")
 """Folder that Linux keeps in memory: a server that syncs its files before it answers loses no time there."""
 
+_POLL_S = 0.1
+
 _numbers = count()
 _sparks: list[Any] = []
-_servers = pytest.StashKey[SharedServers]()
 _writer = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+class _Shared(msgspec.Struct):
+    """The file of one kind of server."""
+
+    owner: int
+    """Process that started it."""
+    ports: list[int]
+    users: list[int]
+    folder: str
+
+
+class SharedServers:
+    """The servers of one test run, in a folder that all its processes know. Call ``close`` at the end of each process.
+
+    Args:
+        folder: Where the servers keep their data, and what this class needs to know of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._used: dict[str, Sequence[EmbeddedServer]] = {}
+
+    def use(
+        self, name: str, start: Callable[[Path], Sequence[S]], attach: Callable[[Path, Sequence[int]], Sequence[S]]
+    ) -> Sequence[S]:
+        """Return the servers of this name; start them if no living process has.
+
+        Args:
+            name: What they are called in this run.
+            start: Start them on a folder that is theirs.
+            attach: Make objects for servers that run on this folder at these ports, and start nothing.
+        """
+        with self._locked(name) as file:
+            shared = _read(file)
+            if shared is not None and _lives(shared.owner):
+                servers = attach(Path(shared.folder), shared.ports)
+                shared.users.append(os.getpid())
+                self._used[name] = ()
+            else:
+                folder = self._folder / f"{name}-{os.getpid()}"
+                servers = self._used[name] = start(folder)
+                shared = _Shared(os.getpid(), [server.port for server in servers], [], str(folder))
+            file.write_bytes(msgspec.json.encode(shared))
+        return servers
+
+    def close(self) -> None:
+        """Let go of all servers; stop those that this process started when no other one uses them."""
+        for name in self._used:
+            with self._locked(name) as file:
+                shared = _read(file)
+                if shared is not None and os.getpid() in shared.users:
+                    shared.users.remove(os.getpid())
+                    file.write_bytes(msgspec.json.encode(shared))
+        for name, servers in self._used.items():
+            if servers:
+                self._stop(name, servers)
+        self._used.clear()
+
+    def _stop(self, name: str, servers: Sequence[EmbeddedServer]) -> None:
+        while True:
+            with self._locked(name) as file:
+                shared = _read(file)
+                if shared is None or not any(map(_lives, shared.users)):
+                    file.unlink(missing_ok=True)
+                    break
+            time.sleep(_POLL_S)
+        for server in servers:
+            server.stop()
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[Path]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self._folder / f"{name}.json"
+
+
+def _read(file: Path) -> _Shared | None:
+    return msgspec.json.decode(file.read_bytes(), type=_Shared) if file.exists() else None
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+_servers = pytest.StashKey[SharedServers]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
