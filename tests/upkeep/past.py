@@ -375,7 +375,7 @@ class TagPast(Past):
         named = self.registry.logs([tag])[0]
         found: list[Seen] = []
         for segment in named.log.segments:
-            for entry in self.registry.entries(tag, segment):
+            for entry in self.registry.read_whole([(tag, segment)])[0]:
                 run = entry.run
                 assert run.tag_columns is not None
                 rows = run.tag_columns.rows(run.offsets, run.times)

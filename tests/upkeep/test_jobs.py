@@ -101,8 +101,8 @@ def test_what_spark_packs_is_what_this_process_packs(
     run_job(settings(other), there)
     assert here.facts() == there.facts()
     assert capfd.readouterr().out == "", "standard output is for results; Spark writes elsewhere"
-    assert (here.outcome.segments, here.found.days, here.outcome.events, here.outcome.left) == (60, 3, 240, {})
-    assert progress[-1] == (here.found.bytes, here.found.bytes)
+    assert (here.outcome.segments, here.found["days"], here.outcome.events, here.outcome.left) == (60, 3, 240, {})
+    assert progress[-1] == (here.found["bytes_before"], here.found["bytes_before"])
     assert asyncio.run(read_view(store)) == asyncio.run(read_view(other)) == before
     for options in (store, other):
         with Keeper(options) as keeper:

@@ -31,7 +31,7 @@ def _replace(keeper: Keeper, day: int) -> None:
     old = keeper.log("a").segments[day]
     entries: list[NumberedRun] = []
     number = 0
-    for entry in keeper.registry.entries("a", old):
+    for entry in keeper.registry.read_whole([("a", old)])[0]:
         n = len(entry.run)
         entries.append(NumberedRun(number + 1, number + n, entry.newest_ms, entry.run, entry.size))
         number += n

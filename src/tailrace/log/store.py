@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 PACKED_BYTES = 1 << 20
 """Approximate bytes of packed pieces that one read returns, so that a reader's memory does not depend on their size."""
 PAGE = 1000
-READ_BYTES = 1 << 20
 STAGED_MS = 3_600_000
 """Time after which staged pieces expire; every further piece of the same segment restarts it."""
 EXPIRE_AT_ONCE = 100
@@ -129,23 +128,25 @@ class LogRegistry:
         self._keys = shards.keys
         self.view = view
 
-    def walk(
-        self, wanted: Callable[[str], bool] = lambda _: True, shards: Sequence[int] | None = None
-    ) -> Iterator[NamedLog]:
+    def walk(self, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[NamedLog]:
         """Yield every log whose name is wanted, shard by shard, in the order of the names' bytes.
 
         A log that is there all the time is seen once; one that is added meanwhile may or may not be.
         """
-        for shard in shards if shards is not None else range(self._shards.options.shards):
-            low = b"-"
-            while True:
-                key = self._keys.names(shard, self.view)
-                page: list[bytes]
-                (page,) = self._shards.run_all([(shard, ("ZRANGE", key, low, "+", "BYLEX", "LIMIT", 0, PAGE))])
-                yield from self._page(shard, [name for name in map(bytes.decode, page) if wanted(name)])
-                if len(page) < PAGE:
-                    break
-                low = b"(" + page[-1]
+        for shard in range(self._shards.options.shards):
+            for names in self.pages(shard, wanted):
+                yield from self._page(shard, names)
+
+    def pages(self, shard: int, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
+        """Yield the wanted names of one shard, page by page, in the order of their bytes."""
+        key, low = self._keys.names(shard, self.view), b"-"
+        while True:
+            page: list[bytes]
+            (page,) = self._shards.run_all([(shard, ("ZRANGE", key, low, "+", "BYLEX", "LIMIT", 0, PAGE))])
+            yield [name for name in map(bytes.decode, page) if wanted(name)]
+            if len(page) < PAGE:
+                return
+            low = b"(" + page[-1]
 
     def logs(self, names: Sequence[str]) -> list[NamedLog]:
         """Return logs by name; one that does not exist has no segments."""
@@ -165,23 +166,6 @@ class LogRegistry:
             shard = shard_of(name, self._shards.options.shards)
             commands.append((shard, ("XRANGE", self._keys.segment(shard, self.view, segment.index, name), "-", "+")))
         return [[e for item in answer for e in read_entries(*item)] for answer in self._shards.run_all(commands)]
-
-    def entries(self, name: str, segment: Segment) -> Iterator[NumberedRun]:
-        """Yield all entries of a segment, reading about READ_BYTES of stored runs at a time."""
-        shard = shard_of(name, self._shards.options.shards)
-        key = self._keys.segment(shard, self.view, segment.index, name)
-        after, count = segment.first - 1, 16
-        while True:
-            command = "XRANGE", key, f"{max(0, after) + 1}-0", "+", "COUNT", count
-            (answer,) = self._shards.run_all([(shard, command)])
-            if not answer:
-                return
-            size = 0
-            for item in answer:
-                size += len(item[1][1]) if not isinstance(item[1], dict) else len(item[1][b"r"])
-                yield from read_entries(*item)
-            after = int(answer[-1][0].partition(b"-")[0])
-            count = max(1, min(1000, READ_BYTES * len(answer) // max(1, size)))
 
     def _page(self, shard: int, names: Sequence[str]) -> Iterator[NamedLog]:
         commands: list[Command] = [(shard, ("HGETALL", self._keys.log(shard, self.view, name))) for name in names]

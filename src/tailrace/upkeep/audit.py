@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from tailrace.config.settings import Settings
 from tailrace.log.segment import DAY_MS
-from tailrace.upkeep.copy import Assignment, History, ViewCopy, WantedNames, may_have_dropped, replay
+from tailrace.upkeep.copy import Assignment, History, ViewCopy, WantedNames, arrow_batch, may_have_dropped, replay
 from tailrace.upkeep.examine import Finding, Tally, fingerprint, stray_keys
-from tailrace.upkeep.job import JobLease, milliseconds, now_ms
+from tailrace.upkeep.job import JobLease, now_ms
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import Shards
 from tailrace.view import View
@@ -125,9 +125,8 @@ class Auditing:
         started = self._clock()
         if self._copy.is_written(shards):  # else no session is started for nothing
             with spark_for(self._settings, self._spark) as session:
-                found = Auditor(self._settings, session, self._copy, self._clock, self._stopped).audit(
-                    shards, self._wanted
-                )
+                auditor = Auditor(self._settings, session, self._copy, self._clock, self._stopped)
+                found = auditor.audit(shards, self._wanted)
             if self._keys:
                 found = msgspec.structs.replace(found, findings=(*found.findings, *stray_keys(shards, self.view)))
             self.found = msgspec.structs.replace(found, seconds=(self._clock() - started) / 1000)
@@ -178,15 +177,12 @@ class Auditor:
                 for field, n in msgspec.json.decode(row.detail, type=dict[str, int]).items():
                     totals[field] = totals.get(field, 0) + n
             else:
-                findings.append(Finding(row.kind, row.name, row.day, row.source, row.expected, row.found, row.detail))
+                findings.append(Finding(*row))
         findings.sort(key=lambda f: (f.name, f.day, f.source, f.kind))
         reported = findings[:MOST_FINDINGS]
         return Audit(
             self._copy.view,
-            names=totals.get("names", 0),
-            days=totals.get("days", 0),
-            events=totals.get("events", 0),
-            expired=totals.get("expired", 0),
+            **{field: totals.get(field, 0) for field in ("names", "days", "events", "expired")},
             findings=tuple(reported),
             more=totals.get("findings", 0) - len(reported),
             retained={str(partition): bounds for partition, bounds in work.extent.ranges.items()},
@@ -235,11 +231,10 @@ class Auditor:
 def _kafka_sums(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[object, ...]]:
     """Yield the sums of Kafka's records."""
     tally: Tally[tuple[str, str, int]] = Tally()
-    for found in replay(work, batches):
-        records = found.records
+    for records, rows in replay(work, batches):
         partition, headers = str(records.partition), records.headers
         offsets, times, keys, values = records.offsets, records.times, records.keys, records.values
-        for i, _, name, fields in found.rows:
+        for i, _, name, fields in rows:
             head = headers[i] if headers is not None else None
             prints = fingerprint(partition, offsets[i], times[i], keys[i], head, values[i] or b"", fields)
             tally.add((name, partition, times[i] // DAY_MS), *prints)
@@ -285,7 +280,7 @@ def _judge(
                         totals[field] += row[column]
                 elif row["note"]:
                     findings.append(_decode_finding(row["note"]))
-                elif may_have_dropped(row, _kept_since(work.copy, row["name"], now_ms)):
+                elif may_have_dropped(row, work.copy.kept_since(row["name"], now_ms)):
                     totals["expired"] += row["kafka"] - row["view"]
                 else:
                     differing.append(row)
@@ -298,25 +293,12 @@ def _judge(
                         unlisted.add(finding.place)
             totals["findings"] += len(findings)
             reported, left = findings[:left], max(0, left - len(findings))
-            yield _batch(JUDGED, (msgspec.structs.astuple(finding) for finding in reported))
+            yield arrow_batch(JUDGED, (msgspec.structs.astuple(finding) for finding in reported))
     finally:
         shards.close()
-    yield _batch(JUDGED, [(TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
-
-
-def _kept_since(copy: ViewCopy, name: str, now_ms: int) -> int:
-    keep = copy.buckets.keep_of(name)
-    return 0 if keep is None else now_ms - milliseconds(keep)
+    yield arrow_batch(JUDGED, [(TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
 
 
 def _sum_batches(rows: Iterator[tuple[object, ...]]) -> Iterator[pa.RecordBatch]:
     while chunk := list(islice(rows, 10_000)):
-        yield _batch(SUMS, chunk)
-
-
-def _batch(schema: str, rows: Iterable[tuple[object, ...]]) -> pa.RecordBatch:
-    types = {"string": pa.string(), "long": pa.int64()}
-    fields = [pa.field(name, types[kind]) for name, _, kind in (f.partition(" ") for f in schema.split(", "))]
-    columns = list(zip(*rows, strict=True)) or [()] * len(fields)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+        yield arrow_batch(SUMS, chunk)

@@ -30,7 +30,7 @@ from tailrace.log.event import Headers, Partition
 from tailrace.log.run import Run
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.upkeep.examine import Bounds, Erasures, Examined, ExaminedEntry, Finding, is_erased
-from tailrace.upkeep.job import BucketSettings, matcher
+from tailrace.upkeep.job import BucketSettings, matcher, milliseconds
 from tailrace.upkeep.spark import ATTEMPTS, collect
 from tailrace.valkey.marks import NOTHING, read_generations, read_marks
 from tailrace.valkey.shards import Shards
@@ -61,12 +61,13 @@ class ViewCopy(ABC):
     def view(self) -> str:
         return self.plan.name
 
-    def require(self, **options: object) -> None:
-        """Refuse options that are set and make no sense here.
+    def kept_since(self, name: str, now_ms: int) -> int:
+        """Return the time before which the log's events have expired; 0 if they are kept for ever."""
+        keep = self.buckets.keep_of(name)
+        return 0 if keep is None else now_ms - milliseconds(keep)
 
-        Raises:
-            BadRequest: One of them is.
-        """
+    def require(self, **options: object) -> None:
+        """Raise BadRequest for an option that is set and makes no sense here."""
         for name, value in options.items():
             if value is not None and value is not False and name in self.refused:
                 raise BadRequest(self.refused[name])
@@ -80,11 +81,7 @@ class ViewCopy(ABC):
         return {}
 
     def names_of(self, shards: Shards, source: str) -> frozenset[str]:
-        """Return the names of logs that have events of a source, or from which it was erased.
-
-        Raises:
-            BadRequest: There is none.
-        """
+        """Return the names of logs that have events of a source, or had them; raise BadRequest if there is none."""
         return frozenset()
 
     def bring_back(self, shards: Shards, token: int, source: str, names: Iterable[str]) -> None:
@@ -107,11 +104,7 @@ class ViewCopy(ABC):
 
     @abstractmethod
     def rebuild(self, spark: Any, plan: RebuildPlan, records: Any) -> Any:
-        """Return the data frame whose rows are the outcomes of a rebuild.
-
-        Args:
-            records: Kafka's records of the extent, or None if there are none.
-        """
+        """Return the data frame of a rebuild's outcomes, given Kafka's records of the extent, or None."""
 
     def numbering(self, shards: Shards, name: str, now_ms: int) -> Numbering | None:
         """Return the numbering of a log that is restored; None if it has no tag fields."""
@@ -119,12 +112,7 @@ class ViewCopy(ABC):
 
     @abstractmethod
     def facts(self, rebuilt: Sequence[Any], left: Mapping[str, int]) -> dict[str, object]:
-        """Return the sums of a rebuild for its report.
-
-        Args:
-            rebuilt: Outcomes of logs that were rebuilt.
-            left: Counts of the others, by verdict.
-        """
+        """Return the sums of a rebuild, given outcomes of rebuilt logs and counts of the others by verdict."""
 
 
 class Numbering(Protocol):
@@ -140,10 +128,8 @@ class Numbering(Protocol):
     def see(self, run: Run, after: int, last: int | None, retained: int) -> None:
         """Take note of a run of the log.
 
-        Args:
-            after: Offset up to which the run repeats earlier events.
-            last: Offset after which events are live, not restored.
-            retained: First offset that Kafka has.
+        It repeats earlier events up to the offset ``after``; after ``last`` they are live, not restored; Kafka has them
+        from ``retained`` on.
         """
 
     def pass_live(self, entries: Iterable[ExaminedEntry]) -> None:
@@ -183,7 +169,6 @@ class WantedNames(msgspec.Struct, frozen=True):
     names: frozenset[str] | None = None
 
     def test(self) -> Callable[[str], bool]:
-        """Return a test of names."""
         matches, names = matcher(self.pattern), self.names
         return matches if names is None else lambda name: name in names and matches(name)
 
@@ -203,7 +188,6 @@ class Assignment(msgspec.Struct, frozen=True):
         return self.copy.view
 
     def writer(self) -> Writer:
-        """Make the view's writer."""
         (writer,) = self.plan.make_writers()
         return writer
 
@@ -246,6 +230,15 @@ class Restored(msgspec.Struct, frozen=True):
     """Readable events of the old ones."""
     segments: int = 0
     replaced: int = 0
+
+
+def arrow_batch(schema: str, rows: Iterable[tuple[object, ...]]) -> pa.RecordBatch:
+    """Return rows as a task hands them to Spark, given their schema as Spark writes it."""
+    types = {"string": pa.string(), "long": pa.int64(), "binary": pa.binary()}
+    fields = [pa.field(name, types[kind]) for name, _, kind in (f.partition(" ") for f in schema.split(", "))]
+    columns = list(zip(*rows, strict=True)) or [()] * len(fields)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
@@ -357,8 +350,7 @@ class History:
         The marks are read before Kafka's bounds: a record that was applied by then was in Kafka.
         """
         marks = read_marks(shards, self._copy.view) if marks is None else marks
-        (adopted,) = shards.run_all([(0, ("HGETALL", shards.keys.topics()))])
-        generations = read_generations(adopted)
+        generations = read_generations(shards.run_all([(0, ("HGETALL", shards.keys.topics()))])[0])
         topics = self._broker.topics()
         same = {name: t for name, t in topics.items() if generations.get(name, (0, ""))[1] == t.id}
         left_out = dict.fromkeys(topics.keys() - same.keys(), "not read by the pipeline yet")
@@ -422,16 +414,13 @@ class History:
         )
 
 
-class HistorySlice(msgspec.Struct, frozen=True):
-    """A slice's part of the history of wanted names."""
+def replay(
+    work: Assignment, batches: Iterable[pa.RecordBatch]
+) -> Iterator[tuple[Slice, list[tuple[int, int, str, TagFields | None]]]]:
+    """Yield the history of wanted names: slices, with row, shard, name and tag fields of each event in them.
 
-    records: Slice
-    rows: list[tuple[int, int, str, TagFields | None]]
-    """Row, shard, name and tag fields of each event; a record that belongs to several logs comes several times."""
-
-
-def replay(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[HistorySlice]:
-    """Yield the history of wanted names, slice by slice."""
+    A record that belongs to several logs comes several times.
+    """
     writer, wanted, erased = work.writer(), work.wanted.test(), work.erased
     for batch in batches:
         for records in slices(batch, work.plan.generations, work.plan.limits):
@@ -441,4 +430,4 @@ def replay(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[Hist
             if erased:
                 rows = [row for row in rows if not is_erased(erased.get(row[2]), row[3], partition, offsets[row[0]])]
             if rows:
-                yield HistorySlice(records, rows)
+                yield records, rows

@@ -25,7 +25,7 @@ from tailrace.log.event import Headers, Partition
 from tailrace.log.name import shard_of
 from tailrace.log.run import NumberedRun, Run
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
-from tailrace.log.store import read_entries, read_log, read_row
+from tailrace.log.store import LogRegistry, read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
 
 Bounds: TypeAlias = Mapping[Partition, tuple[int, int]]
@@ -283,13 +283,12 @@ class ExaminedLog(msgspec.Struct, frozen=True):
         rows = tuple((segment.index, segment.epoch, segment.state) for segment in self.log.segments)
         return rows, self.broken, self.listed
 
-    def horizon(self, keep_ms: int | None, now_ms: int) -> int:
+    def horizon(self, kept_ms: int) -> int:
         """Return the time before which the log may lack events of Kafka's, since it dropped them on purpose.
 
         Args:
-            keep_ms: Retention time; None = for ever.
+            kept_ms: The same by its retention time alone.
         """
-        kept_ms = 0 if keep_ms is None else now_ms - keep_ms
         if not self.has_dropped:
             return kept_ms
         return max(kept_ms, self.log.segments[0].start_ms if self.log.segments else self.floor_ms)
@@ -329,14 +328,8 @@ def _parse(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> E
 
 def walk_logs(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[ExaminedLog]:
     """Yield every listed and wanted log of a shard, in the order of the names' bytes."""
-    low = b"-"
-    while True:
-        command: Command = shard, ("ZRANGE", shards.keys.names(shard, view), low, "+", "BYLEX", "LIMIT", 0, PAGE)
-        page: list[bytes] = shards.run_all([command])[0]
-        yield from read_logs(shards, view, [name for name in map(bytes.decode, page) if wanted(name)])
-        if len(page) < PAGE:
-            return
-        low = b"(" + page[-1]
+    for names in LogRegistry(shards, view).pages(shard, wanted):
+        yield from read_logs(shards, view, names)
 
 
 class Examined(msgspec.Struct, frozen=True):
@@ -362,12 +355,16 @@ def examine(
     logs: Iterable[ExaminedLog],
     bounds: Bounds,
     erased: Mapping[str, Erasures] | None = None,
-    check_numbers: CheckNumbers | None = None,
+    check_numbers: CheckNumbers = lambda *_: (),
 ) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
     for log, entries in _prefetched(shards, view, logs):
         for _ in range(AGAIN):
-            examined = _examine(shards, view, log, entries, bounds, (erased or {}).get(log.name), check_numbers)
+            checker, tally = _read_whole(shards, view, log, entries, bounds, (erased or {}).get(log.name))
+            if checker.counted:
+                checker.findings += check_numbers(shards, log, checker.counted)
+            days = len({segment.start_ms // DAY_MS for segment in log.log.segments})
+            examined = Examined(log.name, days, tally, checker.findings)
             if not examined.findings:
                 break
             again = read_logs(shards, view, [log.name])[0]
@@ -377,21 +374,19 @@ def examine(
         yield examined
 
 
-def _examine(
+def _read_whole(
     shards: Shards,
     view: str,
     log: ExaminedLog,
     entries: dict[int, list[ExaminedEntry]],
     bounds: Bounds,
     erased: Erasures | None,
-    check_numbers: CheckNumbers | None,
-) -> Examined:
-    name, segments = log.name, log.log.segments
-    checker, tally = Checker(name), Tally[tuple[str, int]]()
-    for segment in segments:
+) -> tuple[Checker, Tally[tuple[str, int]]]:
+    checker, tally = Checker(log.name), Tally[tuple[str, int]]()
+    for segment in log.log.segments:
         checker.begin(segment)
         fetched = entries.get(segment.index)
-        for entry in fetched if fetched is not None else read_segment(shards, view, name, segment):
+        for entry in fetched if fetched is not None else read_segment(shards, view, log.name, segment):
             for run in (numbered.run for numbered in checker.take(entry)):
                 within = bounds.get(run.partition)
                 if within is not None:
@@ -399,15 +394,12 @@ def _examine(
                     for _, time_ms, low, high in prints(run, *within, erased=erased):
                         tally.add((label, time_ms // DAY_MS), low, high)
         checker.end()
-    findings = [*checker.findings]
-    if checker.counted and check_numbers is not None:
-        findings += check_numbers(shards, log, checker.counted)
     if log.is_broken or log.broken:
         which = "the registry" if log.is_broken else f"the row of segment {log.broken[0]}"
-        findings.append(Finding("registry", name, found=len(log.broken), detail=f"{which} cannot be read"))
-    elif log.listed and not segments:
-        findings.append(Finding("no-log", name, detail="the name is listed, and has no log"))
-    return Examined(name, len({segment.start_ms // DAY_MS for segment in segments}), tally, findings)
+        checker.findings.append(Finding("registry", log.name, found=len(log.broken), detail=f"{which} cannot be read"))
+    elif log.listed and not log.log.segments:
+        checker.findings.append(Finding("no-log", log.name, detail="the name is listed, and has no log"))
+    return checker, tally
 
 
 def _prefetched(

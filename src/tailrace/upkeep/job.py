@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -86,7 +85,6 @@ Jobs: TypeAlias = Mapping[str, ScheduledJob]
 
 
 def now_ms() -> int:
-    """Return the time by the clock of upkeep."""
     return time.time_ns() // 1_000_000
 
 
@@ -125,11 +123,7 @@ EVERYTHING = Scope()
 
 
 def matcher(pattern: str | None) -> Callable[[str], bool]:
-    """Return a test of whole names against a pattern; without one, every name passes.
-
-    Raises:
-        BadRequest: It is no pattern.
-    """
+    """Return a test of whole names against a pattern; without one, every name passes. Raises BadRequest."""
     if pattern is None:
         return every
     import re2
@@ -152,11 +146,7 @@ class BucketSettings(Protocol):
 
 
 def find_view(settings: Settings, views: Iterable[View], name: str) -> View:
-    """Return the view of this name.
-
-    Raises:
-        BadRequest: The pipeline writes no such view.
-    """
+    """Return the view of this name; raise BadRequest if the pipeline writes no such view."""
     configured = [view for view in views if view.is_configured(settings)]
     for view in configured:
         if view.name == name:
@@ -166,11 +156,7 @@ def find_view(settings: Settings, views: Iterable[View], name: str) -> View:
 
 
 def buckets_of(settings: Settings, view: View) -> BucketSettings:
-    """Return the settings of a view's buckets.
-
-    Raises:
-        BadRequest: The view keeps no logs.
-    """
+    """Return the settings of a view's buckets; raise BadRequest if it keeps no logs."""
     found = view.buckets(settings) if view.keeps_logs(settings) else None
     if found is None:
         raise BadRequest(f"the view {view.name!r} keeps no streams")
@@ -220,11 +206,8 @@ class JobLease:
         shards: An open, prepared client; the renewals use a connection of their own.
         owner: The holder's name, shown to other processes.
         length_s: How long it lasts when it is not renewed.
-        wait_s: How long to wait for another owner to give it back.
+        wait_s: How long to wait for another owner to give it back; then LeaseHeld is raised.
         kind: Name of the lease in the store.
-
-    Raises:
-        LeaseHeld: Another process has held it all the time that we waited.
     """
 
     def __init__(
@@ -233,23 +216,18 @@ class JobLease:
         owner: str,
         length_s: float = 30.0,
         wait_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
         kind: str = LOGS,
     ) -> None:
-        self._kind = kind
-        self._shards, self._owner, self._length_s, self._wait_s, self._clock = shards, owner, length_s, wait_s, clock
+        self._shards, self._owner, self._length_s, self._wait_s, self._kind = shards, owner, length_s, wait_s, kind
         self._ending = threading.Event()
         self._renewing: threading.Thread | None = None
         self._lost = False
         self.token = 0
 
     def __enter__(self) -> JobLease:
-        deadline = self._clock() + self._wait_s
-        while True:
-            answer = self._shards.call(0, "lease", self._kind, self._owner, round(self._length_s * 1000), 0)
-            if answer[0] == b"ok":
-                break
-            if self._clock() >= deadline:
+        deadline = time.monotonic() + self._wait_s
+        while (answer := self._call(self._shards, self._length_s, 0))[0] != b"ok":
+            if time.monotonic() >= deadline:
                 raise LeaseHeld(answer[1].decode(), int(answer[2]) / 1000)
             time.sleep(0.2)
         self.token = int(answer[1])
@@ -261,14 +239,12 @@ class JobLease:
         self._renewing.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ending.set()
         if self._renewing is not None:
             self._renewing.join()
         try:
-            self._shards.call(0, "lease", self._kind, self._owner, 0, self.token)
+            self._call(self._shards, 0, self.token)
         except TailraceError as problem:
             logger.warning("the lease could not be given back: %s; it ends by itself", problem)
 
@@ -277,13 +253,16 @@ class JobLease:
         if self._lost:
             raise StaleUpkeep(self.token, self.token + 1)
 
+    def _call(self, shards: Shards, length_s: float, token: int) -> Any:
+        """Take the lease (without a token), renew it, or give it back (length 0)."""
+        return shards.call(0, "lease", self._kind, self._owner, round(length_s * 1000), token)
+
     def _renew(self) -> None:
         own = Shards(self._shards.options, dict(self._shards.run_ids))
         try:
             while not self._ending.wait(self._length_s / 3):
                 try:
-                    answer = own.call(0, "lease", self._kind, self._owner, round(self._length_s * 1000), self.token)
-                    if answer[0] != b"ok":
+                    if self._call(own, self._length_s, self.token)[0] != b"ok":
                         self._lost = True
                         return
                 except TailraceError as problem:
@@ -339,14 +318,12 @@ def look_once(settings: Settings, work: Looking) -> Facts:
         shards.close()
 
 
-def leave(
-    shards: Shards, job: str, view: str, started_ms: int, ended_ms: int, facts: Mapping[str, Any], error: str
-) -> None:
+def leave(shards: Shards, job: str, view: str, started_ms: int, ended_ms: int, facts: Facts, error: str) -> None:
     """Store the report of a run; a failure to store it is only logged."""
     field, key = f"{job}:{view}", shards.keys.upkeep()
     report = {"job": job, "view": view, "started_ms": started_ms, "ended_ms": ended_ms, **facts, "error": error}
     try:
-        before = _read(shards.run_all([(0, ("HGET", key, field))])[0])
+        before = _read_report(shards, job, view)
         report["succeeded_ms"] = before.get("succeeded_ms") if error else ended_ms
         report["effective"] = dict(facts) if facts.get("segments") else before.get("effective")
         shards.run_all([(0, ("HSET", key, field, msgspec.json.encode(report)))])
@@ -356,11 +333,11 @@ def leave(
 
 def last_end(shards: Shards, job: str, view: str) -> int | None:
     """Return when a job's last run ended, in milliseconds; None without a report of one."""
-    found: int | None = _read(shards.run_all([(0, ("HGET", shards.keys.upkeep(), f"{job}:{view}"))])[0]).get("ended_ms")
-    return found
+    return _read_report(shards, job, view).get("ended_ms")
 
 
-def _read(stored: bytes | None) -> dict[str, Any]:
+def _read_report(shards: Shards, job: str, view: str) -> dict[str, Any]:
+    (stored,) = shards.run_all([(0, ("HGET", shards.keys.upkeep(), f"{job}:{view}"))])
     try:
         return _decode(stored) if stored else {}
     except msgspec.DecodeError:

@@ -11,6 +11,7 @@ themselves. A second restore finds the log restored.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from struct import Struct as Layout
@@ -21,7 +22,6 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
-from tailrace.driver.slice import Writer
 from tailrace.log.event import Partition
 from tailrace.log.segment import DAY_MS, Segment, bucket_start
 from tailrace.log.store import LogRegistry, Staging
@@ -40,6 +40,7 @@ from tailrace.upkeep.copy import (
     RestoredEvent,
     SpooledRecord,
     ViewCopy,
+    arrow_batch,
     decode_body,
     difference,
     encode_body,
@@ -58,7 +59,7 @@ from tailrace.upkeep.examine import (
     read_segment,
     walk_logs,
 )
-from tailrace.upkeep.job import failpoint, milliseconds
+from tailrace.upkeep.job import failpoint
 from tailrace.upkeep.rebuild import (
     Buckets,
     ReplacedPart,
@@ -83,45 +84,38 @@ class Restorer:
     """Restores logs of one view in one task."""
 
     def __init__(self, plan: RebuildPlan, shards: Shards, reached: Callable[[str], None] = failpoint) -> None:
-        self._plan, self._shards, self._reached = plan, shards, reached
-        self._writer = plan.work.writer()
+        self.plan, self.shards, self.reached = plan, shards, reached
+        self.writer = plan.work.writer()
 
     def restore(self, name: str, records: Iterable[SpooledRecord]) -> Restored:
         """Restore a log, given Kafka's records of it in the order of their running-maximum times."""
-        plan = self._plan
+        plan = self.plan
         # The last numbers of sources are read before the log: events that come in between are found there.
-        numbering = plan.work.copy.numbering(self._shards, name, plan.now_ms)
-        log = read_logs(self._shards, plan.work.view, [name])[0]
+        numbering = plan.work.copy.numbering(self.shards, name, plan.now_ms)
+        log = read_logs(self.shards, plan.work.view, [name])[0]
         if log.is_broken:
             return Restored(name, BROKEN)
         if done := [s for s in log.log.segments if s.epoch == plan.start.epochs[log.shard]]:
             return Restored(name, REBUILT, sum(s.events for s in done), 0, len(done))
-        return _LogRestorer(plan, self._shards, self._writer, log, numbering, self._reached).restore(records)
+        return _LogRestorer(self, log, numbering).restore(records)
 
 
 class _LogRestorer:
     """Restores one log."""
 
-    def __init__(
-        self,
-        plan: RebuildPlan,
-        shards: Shards,
-        writer: Writer,
-        log: ExaminedLog,
-        numbering: Numbering | None,
-        reached: Callable[[str], None],
-    ) -> None:
-        self._plan, self._shards, self._log, self._numbering, self._reached = plan, shards, log, numbering, reached
+    def __init__(self, restorer: Restorer, log: ExaminedLog, numbering: Numbering | None) -> None:
+        plan, writer = restorer.plan, restorer.writer
+        self._plan, self._shards, self._reached = plan, restorer.shards, restorer.reached
+        self._log, self._numbering = log, numbering
         self._name, self._view, self._epoch = log.name, plan.work.view, plan.start.epochs[log.shard]
         self._span_ms, self._latest_ms = writer.span_ms, plan.now_ms + writer.future_ms
-        self._staging = Staging(shards, self._view, plan.token)
+        self._staging = Staging(self._shards, self._view, plan.token)
         self._bounds, self._erased = plan.work.extent.shards[log.shard], plan.work.erased.get(log.name)
         self._behind = next((s for s in log.log.segments if s.epoch > self._epoch), None)
-        keep = plan.work.copy.buckets.keep_of(log.name)
-        keep_ms = None if keep is None else milliseconds(keep)
-        self._horizon_ms = log.horizon(keep_ms, plan.now_ms)
+        kept_ms = plan.work.copy.kept_since(log.name, plan.now_ms)
+        self._horizon_ms = log.horizon(kept_ms)
         old = self._old()
-        self._due = 0 if keep_ms is None else min(len(over(log.log, keep_ms, plan.now_ms)), len(old))
+        self._due = min(len(over(log.log, kept_ms)), len(old))
         self._surveys = self._survey(old)
 
     def restore(self, records: Iterable[SpooledRecord]) -> Restored:
@@ -166,7 +160,7 @@ class _LogRestorer:
                 numbering.begin(in_front)
             has_retained, events, low, high = False, 0, 0, 0
             offsets: dict[Partition, tuple[int, int]] = {}
-            carried: dict[Partition, int] = {}
+            carried: Counter[Partition] = Counter()
             for entry in read_segment(self._shards, self._view, self._name, segment):
                 for run in (each.run for each in checker.take(entry)):
                     partition = run.partition
@@ -181,7 +175,7 @@ class _LogRestorer:
                         if offset >= first:
                             has_retained = True
                         else:
-                            carried[partition] = carried.get(partition, 0) + 1
+                            carried[partition] += 1
             sound = checker.end() and segment.epoch > 0
             in_front = in_front and (i < self._due or (sound and not has_retained))
             found.append(Survey(segment, sound, has_retained, events, low, high, offsets, carried))
@@ -191,10 +185,9 @@ class _LogRestorer:
 
     def _events(self, part: ReplacedPart, records: Iterable[SpooledRecord]) -> Iterator[RestoredEvent]:
         """Yield the right events of the replaced part, in order."""
-        counts: dict[Partition, int] = {}
+        counts: Counter[Partition] = Counter()
         for survey in self._surveys[part.begin : part.end]:
-            for partition, n in survey.carried.items():
-                counts[partition] = counts.get(partition, 0) + n
+            counts.update(survey.carried)
         return merged(self._carried(part), self._admitted(part, records), counts)
 
     def _carried(self, part: ReplacedPart) -> Iterator[RestoredEvent]:
@@ -359,7 +352,7 @@ class LogCopy(ViewCopy):
         logs = dict(zip(names, read_logs(shards, self.view, names), strict=True))
         for row in sums:
             log = logs[row["name"]]
-            since_ms = log.horizon(None, now_ms)
+            since_ms = log.horizon(0)
             if log.has_dropped and row["day"] * DAY_MS > now_ms:
                 # Records from the future: their times do not say when they were dropped.
                 since_ms = 1 << 62
@@ -419,26 +412,16 @@ class LogCopy(ViewCopy):
 
 def route(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield Kafka's records with the names of their logs."""
-    types = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.binary()]
-    for found in replay(work, batches):
-        records, rows = found.records, found.rows
-        heads = records.headers
+    for records, rows in replay(work, batches):
+        partition, heads = str(records.partition), records.headers
         bodies: dict[int, bytes] = {}
         for i, _, _, fields in rows:
             if i not in bodies:
                 more = () if fields is None else (fields.source, fields.seq, fields.tags)
                 head = heads[i] if heads is not None else []
                 bodies[i] = encode_body(Body(records.keys[i], head, records.values[i] or b"", *more))
-        at = [row[0] for row in rows]
-        columns: list[list[object]] = [
-            [row[2] for row in rows],
-            [str(records.partition)] * len(rows),
-            [records.offsets[i] for i in at],
-            [records.times[i] for i in at],
-            [bodies[i] for i in at],
-        ]
-        arrays = [pa.array(column, kind) for column, kind in zip(columns, types, strict=True)]
-        yield pa.RecordBatch.from_arrays(arrays, names=["name", "source", "offset", "time", "body"])
+        named = ((name, partition, records.offsets[i], records.times[i], bodies[i]) for i, _, name, _ in rows)
+        yield arrow_batch(RECORDS, named)
 
 
 def outcome_batch(outcome: Restored) -> pa.RecordBatch:

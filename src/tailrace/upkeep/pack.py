@@ -28,6 +28,7 @@ from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import NumberedRun, encode
 from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment
 from tailrace.log.store import PAGE, LogRegistry, PackedPiece, StagedSegment, Staging
+from tailrace.upkeep.examine import read_segment
 from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, failpoint, milliseconds
 from tailrace.upkeep.spark import Spread, step_back
 from tailrace.valkey.shards import Shards, StoreOptions
@@ -204,7 +205,7 @@ class Packer:
         check: Callable[[], None] = lambda: None,
         reached: Callable[[str], None] = failpoint,
     ) -> None:
-        self._registry, self._staging = LogRegistry(shards, view), Staging(shards, view, token)
+        self._shards, self._view, self._staging = shards, view, Staging(shards, view, token)
         self._rules, self._now_ms, self._throttle = rules, now_ms, throttle or Throttle()
         self._reached, self._check = reached, check
 
@@ -225,7 +226,7 @@ class Packer:
     def _pack_small(self, dues: Sequence[DueSegment]) -> PackOutcome:
         """Pack segments together: four round trips for all of them."""
         try:
-            read = self._registry.read_whole([(due.name, due.segment) for due in dues])
+            read = LogRegistry(self._shards, self._view).read_whole([(due.name, due.segment) for due in dues])
         except StoreError as error:
             if type(error) is not StoreError:
                 raise
@@ -273,13 +274,11 @@ class Packer:
         return self._swap([StagedSegment(due.name, due.segment, stage.pieces, stage.bytes, stage.raw_bytes)])
 
     def _entries(self, due: DueSegment) -> Iterator[NumberedRun]:
-        try:
-            yield from self._registry.entries(due.name, due.segment)
-        except StoreError as error:
-            if type(error) is not StoreError:
-                raise
-            logger.error("stream %r, segment %d: %s", due.name, due.segment.index, error)
-            raise _Unreadable from None
+        for entry in read_segment(self._shards, self._view, due.name, due.segment):
+            if entry.damage:
+                logger.error("stream %r, segment %d: %s", due.name, due.segment.index, entry.damage)
+                raise _Unreadable
+            yield from entry.runs
 
     def _swap(self, packed: Sequence[StagedSegment]) -> PackOutcome:
         self._reached("checked")
@@ -338,16 +337,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class DueTotals(msgspec.Struct, frozen=True):
-    """Totals of the segments that are due."""
-
-    segments: int = 0
-    days: int = 0
-    """UTC days in which they begin."""
-    events: int = 0
-    bytes: int = 0
-
-
 class _Stopped(Exception):
     """Ends the run; the rest is for the next one."""
 
@@ -375,14 +364,15 @@ class Packing:
         self.view, self.whole, self._rules, self._spread, self._scope = view, scope.whole, rules, spread, scope
         self._now_ms = scope.clock()
         self._throttle = throttle or Throttle(rules.per_hour, rules.bytes_per_second)
-        self.found = DueTotals()
+        self.found = {"segments": 0, "days": 0, "events": 0, "bytes_before": 0}
+        """Totals of the segments that are due; the days are UTC days in which they begin."""
         self.outcome = PackOutcome()
         self._bytes_done = 0
 
     def facts(self) -> dict[str, object]:
         """Return the figures for reports."""
         o = msgspec.structs.asdict(self.outcome)
-        return {"segments": o.pop("segments"), "days": self.found.days, **o}
+        return {"segments": o.pop("segments"), "days": self.found["days"], **o}
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Count the segments that are due, and change nothing."""
@@ -391,8 +381,8 @@ class Packing:
         for due in self._due(shards):
             segments, events, size = segments + 1, events + due.segment.events, size + due.segment.bytes
             days.add(due.segment.start_ms // DAY_MS)
-        self.found = DueTotals(segments, len(days), events, size)
-        return {"segments": segments, "days": len(days), "events": events, "bytes_before": size}
+        self.found = {"segments": segments, "days": len(days), "events": events, "bytes_before": size}
+        return {**self.found}
 
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Pack all segments that are due.
@@ -403,15 +393,15 @@ class Packing:
         """
         try:
             self.look(shards)
-            if not self.found.segments:
+            if not self.found["segments"]:
                 return
-            spark = self._spread if self._spread is not None and self.found.bytes >= self._rules.spark_from else None
-            if spark is not None and spark.start(self._scope.stopped):
-                self._pack_there(shards, lease, spark)
+            is_much = self.found["bytes_before"] >= self._rules.spark_from
+            if is_much and self._spread is not None and self._spread.start(self._scope.stopped):
+                self._pack_there(shards, lease, self._spread)
             else:
                 self._pack_here(shards, lease)
         except _Stopped:
-            later = self.found.segments - self.outcome.segments - sum(self.outcome.left.values())
+            later = self.found["segments"] - self.outcome.segments - sum(self.outcome.left.values())
             self.outcome += PackOutcome(left={LATER: max(1, later)})
 
     def _due(self, shards: Shards) -> Iterator[DueSegment]:
@@ -449,7 +439,8 @@ class Packing:
     def _add(self, dues: Iterable[DueSegment], outcomes: Iterable[PackOutcome]) -> None:
         self.outcome = sum(outcomes, self.outcome)
         self._bytes_done += sum(due.segment.bytes for due in dues)
-        self._scope.progress(min(self._bytes_done, self.found.bytes), self.found.bytes)
+        total = self.found["bytes_before"]
+        self._scope.progress(min(self._bytes_done, total), total)
 
 
 class PackPlan(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ after the one behind; and ``locate`` finds every reader's position inside the re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
@@ -89,11 +90,8 @@ class Rebuilding:
         """Return the figures for reports."""
         outcomes = self.restored.values()
         rebuilt = [each for each in outcomes if each.verdict == REBUILT]
-        left: dict[str, int] = {}
-        for each in outcomes:
-            if each.verdict != REBUILT:
-                left[each.verdict] = left.get(each.verdict, 0) + 1
-        return {"names": self._names, "rebuilt": len(rebuilt), **self._copy.facts(rebuilt, left)}
+        left = Counter(each.verdict for each in outcomes if each.verdict != REBUILT)
+        return {"names": self._names, "rebuilt": len(rebuilt), **self._copy.facts(rebuilt, dict(left))}
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Return what would be done, and change nothing."""
@@ -303,12 +301,12 @@ def merged(
 
     Of one partition, the former come first: Kafka has dropped them, so their offsets are lower.
     """
-    left = dict(carried)
+    left = Counter(carried)
     a, b = next(old, None), next(new, None)
     while a is not None or b is not None:
-        if b is None or (a is not None and (a.newest_ms <= b.newest_ms or left.get(b.partition, 0) > 0)):
+        if b is None or (a is not None and (a.newest_ms <= b.newest_ms or left[b.partition] > 0)):
             assert a is not None
-            left[a.partition] = left.get(a.partition, 0) - 1
+            left[a.partition] -= 1
             yield a
             a = next(old, None)
         else:

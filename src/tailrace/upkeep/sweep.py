@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import takewhile
 
 import msgspec
 
@@ -40,22 +41,18 @@ class SweepRules(msgspec.Struct, frozen=True):
 
 
 class Sweeping:
-    """One run of the job; ``facts`` has the work so far, also after a failure.
-
-    Args:
-        scope: Its progress is in names.
-    """
+    """One run of the job; ``facts`` has the work so far, also after a failure. Progress is in names."""
 
     name = "sweep"
 
     def __init__(self, view: str, rules: SweepRules, scope: Scope = EVERYTHING) -> None:
         self.view, self.whole, self._rules, self._scope = view, scope.whole, rules, scope
-        self._segments = self._events = self._bytes = self._ended = self._later = 0
+        self._dropped = {"segments": 0, "events": 0, "bytes": 0, "ended": 0}
+        self._later = 0
 
     def facts(self) -> dict[str, object]:
         """Return the figures for reports; ``ended`` counts the logs that are gone."""
-        done = {"segments": self._segments, "events": self._events, "bytes": self._bytes, "ended": self._ended}
-        return {**done, "left": {LATER: self._later}} if self._later else {**done}
+        return {**self._dropped, "left": {LATER: self._later}} if self._later else {**self._dropped}
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Count the segments that would be dropped, and change nothing.
@@ -66,12 +63,10 @@ class Sweeping:
         now_ms = compare_clocks(shards, self._scope.clock)
         for found in LogRegistry(shards, self.view).walk(self._scope.wanted):
             keep = self._rules.keep_of(found.name)
-            gone = over(found.log, milliseconds(keep), now_ms) if keep is not None else ()
+            gone = over(found.log, now_ms - milliseconds(keep)) if keep is not None else ()
             if gone:
-                size = sum(segment.bytes for segment in gone)
-                self._add(
-                    ExpiredCounts(len(gone), sum(s.events for s in gone), size, len(gone) == len(found.log.segments))
-                )
+                events, size = sum(s.events for s in gone), sum(s.bytes for s in gone)
+                self._add(ExpiredCounts(len(gone), events, size, len(gone) == len(found.log.segments)))
         return self.facts()
 
     def run(self, shards: Shards, lease: JobLease) -> None:
@@ -87,7 +82,7 @@ class Sweeping:
         page: list[tuple[str, int]] = []
         for number, found in enumerate(registry.walk(self._scope.wanted), 1):
             keep = self._rules.keep_of(found.name)
-            if keep is not None and over(found.log, milliseconds(keep), now_ms, most=1):
+            if keep is not None and over(found.log, now_ms - milliseconds(keep), most=1):
                 page.append((found.name, milliseconds(keep)))
             if len(page) == PAGE:
                 self._expire(staging, page, now_ms)
@@ -107,25 +102,17 @@ class Sweeping:
             dropped = staging.expire(page, now_ms, self._rules.remember_ms)
             for each in dropped:
                 self._add(each)
-            page = [
-                asked for asked, d in zip(page, dropped, strict=True) if d.segments >= EXPIRE_AT_ONCE and not d.ended
-            ]
+            both = zip(page, dropped, strict=True)
+            page = [asked for asked, each in both if each.segments >= EXPIRE_AT_ONCE and not each.ended]
 
     def _add(self, dropped: ExpiredCounts) -> None:
-        self._segments += dropped.segments
-        self._events += dropped.events
-        self._bytes += dropped.bytes
-        self._ended += dropped.ended
+        for field, n in msgspec.structs.asdict(dropped).items():
+            self._dropped[field] += n
 
 
-def over(log: Log, keep_ms: int, now_ms: int, most: int | None = None) -> Sequence[Segment]:
-    """Return a log's oldest segments that are over the retention time, up to the first that is not."""
-    found: list[Segment] = []
-    for segment in log.segments[:most]:
-        if max(segment.end_ms, segment.newest_ms) + keep_ms > now_ms:
-            break
-        found.append(segment)
-    return found
+def over(log: Log, since_ms: int, most: int | None = None) -> Sequence[Segment]:
+    """Return a log's oldest segments with nothing of this time or later, up to the first that has some."""
+    return list(takewhile(lambda s: max(s.end_ms, s.newest_ms) <= since_ms, log.segments[:most]))
 
 
 def compare_clocks(shards: Shards, clock: Callable[[], int]) -> int:

@@ -170,7 +170,7 @@ class Stored:
         for named in list(registry.walk()):
             held = found.setdefault(named.name, [])
             for segment in named.log.segments:
-                for entry in registry.entries(named.name, segment):
+                for entry in registry.read_whole([(named.name, segment)])[0]:
                     run = entry.run
                     assert run.tag_columns is not None
                     notes = run.tag_columns.rows(run.offsets, run.times)

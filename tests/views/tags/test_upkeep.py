@@ -362,7 +362,7 @@ def test_the_command_says_what_it_would_take_out_and_one_that_is_killed_is_compl
         left = [
             note.source
             for segment in keeper.log("red").segments
-            for entry in keeper.registry.entries("red", segment)
+            for entry in keeper.registry.read_whole([("red", segment)])[0]
             for note in (
                 entry.run.tag_columns.rows(entry.run.offsets, entry.run.times) if entry.run.tag_columns else ()
             )

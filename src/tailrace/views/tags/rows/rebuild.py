@@ -89,9 +89,7 @@ class TagRowCopy(TagCopy):
         with Rows(_store(self.options)) as rows:
             for tag in rows.tags():
                 if crc32(tag.encode()) % parts == part and wanted(tag):
-                    keep = self.buckets.keep_of(tag)
-                    since_ms = 0 if keep is None else now_ms - milliseconds(keep)
-                    yield examine(work, shards, rows, tag, since_ms)
+                    yield examine(work, shards, rows, tag, self.kept_since(tag, now_ms))
 
     def explain(
         self, shards: Shards, sums: Sequence[Mapping[str, Any]], now_ms: int
