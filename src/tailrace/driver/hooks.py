@@ -82,7 +82,6 @@ class ViewDriver:
 
     @property
     def name(self) -> str:
-        """Name of the view."""
         return self._plan.name
 
     def prepare(self, start: Start) -> None:

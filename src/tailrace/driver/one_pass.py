@@ -67,7 +67,6 @@ class IntakePlan(msgspec.Struct, frozen=True):
     name: str = INTAKE
 
     def writer(self, plan: Plan) -> Writer:
-        """Make the writer."""
         return Intake(plan.store.shards, plan.dead_letters)
 
 
@@ -91,7 +90,6 @@ class Host:
         self._places: dict[tuple[str, str], _Known] = {}
 
     def close(self) -> None:
-        """Close the connections."""
         self._shards.close()
 
     def take(self, batch: pa.RecordBatch) -> int:

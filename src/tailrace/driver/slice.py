@@ -421,7 +421,6 @@ class Plan(msgspec.Struct, frozen=True):
     tail_length: int
 
     def make_writers(self) -> list[Writer]:
-        """Make the writers of all views."""
         return [view.writer(self) for view in self.views]
 
     def of(self, kind: type[T]) -> T:
@@ -432,7 +431,6 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(
     settings: Settings, shards: Shards, views: Sequence[ViewPlan], epoch: int, generations: Mapping[str, int]
 ) -> Plan:
-    """Return the plan that the settings give."""
     return Plan(
         store=shards.options,
         run_ids=dict(shards.run_ids),

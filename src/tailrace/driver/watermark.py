@@ -152,7 +152,6 @@ class Timing:
         self._lock = threading.Lock()
 
     def watch(self, topics: Mapping[str, Topic]) -> None:
-        """Take note of the topics that there are."""
         self._topics = topics
 
     def completed(self, batch: CompletedBatch) -> None:

@@ -115,7 +115,6 @@ class Broker:
         return self._offsets(topics, OffsetSpec.earliest())
 
     def ends(self, topics: Iterable[Topic]) -> dict[tuple[str, int], int]:
-        """Return the end of every partition."""
         return self._offsets(topics, OffsetSpec.latest())
 
     def _offsets(self, topics: Iterable[Topic], spec: OffsetSpec) -> dict[tuple[str, int], int]:
@@ -203,7 +202,6 @@ class TopicPattern:
             raise ConfigError(f"kafka.topics or kafka.exclude is no regular expression (RE2): {error}") from None
 
     def fullmatch(self, name: str) -> bool:
-        """Return whether a topic is read."""
         return bool(self._wanted.fullmatch(name)) and not self._excluded.fullmatch(name)
 
 
@@ -240,7 +238,6 @@ class BrokerTopics:
         return [topic for name, topic in existing.items() if name in wanted]
 
     async def ends(self, topics: list[Topic]) -> dict[str, int]:
-        """Return the end of each partition."""
         return await self._labelled("ends", topics, lambda broker: broker.ends(topics))
 
     async def at_time(self, topics: list[Topic], time_ms: int) -> dict[str, int]:
@@ -305,7 +302,6 @@ class Records:
         self._consumers = Consumers(properties, "records", 1 << 10)
 
     async def close(self) -> None:
-        """Disconnect from the broker."""
         await self._consumers.close()
 
     async def read(self, partition: Partition, first: int, last: int) -> RecordStretch:
@@ -375,7 +371,6 @@ class Consumers:
         self._idle: list[Consumer] = []
 
     async def close(self) -> None:
-        """Disconnect from the broker."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for consumer in self._idle:

@@ -61,11 +61,9 @@ class Audit(msgspec.Struct, frozen=True):
 
     @property
     def clean(self) -> bool:
-        """True if there is no finding."""
         return not self.findings and not self.more
 
     def facts(self) -> dict[str, object]:
-        """Return the figures for reports."""
         return {
             "names": self.names,
             "days": self.days,
@@ -229,7 +227,6 @@ class Auditor:
 
 
 def _kafka_sums(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[object, ...]]:
-    """Yield the sums of Kafka's records."""
     tally: Tally[tuple[str, str, int]] = Tally()
     for records, rows in replay(work, batches):
         partition, headers = str(records.partition), records.headers

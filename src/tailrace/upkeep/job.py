@@ -99,7 +99,6 @@ def milliseconds(duration: timedelta) -> int:
 
 
 def every(name: str) -> bool:
-    """Accept every name."""
     return True
 
 
@@ -182,7 +181,6 @@ class Throttle:
         self._buckets_until = self._bytes_until = clock()
 
     def take(self, buckets: int, size: int) -> None:
-        """Count work that was just done."""
         now = self._clock()
         for_buckets, for_bytes = buckets * self._each, size * self._byte
         self._buckets_until = max(self._buckets_until, now - for_buckets) + for_buckets

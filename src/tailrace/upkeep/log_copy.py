@@ -101,8 +101,6 @@ class Restorer:
 
 
 class _LogRestorer:
-    """Restores one log."""
-
     def __init__(self, restorer: Restorer, log: ExaminedLog, numbering: Numbering | None) -> None:
         plan, writer = restorer.plan, restorer.writer
         self._plan, self._shards, self._reached = plan, restorer.shards, restorer.reached

@@ -110,7 +110,6 @@ class JobLoop:
         self._pause = dict.fromkeys(self._due, BACKOFF_S[0])
 
     def run(self) -> None:
-        """Run until told to stop."""
         while not self._stopping.is_set():
             if not self._due:
                 self._stopping.wait()

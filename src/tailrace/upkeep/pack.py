@@ -80,7 +80,6 @@ class PackRules(msgspec.Struct, frozen=True):
         return segments, size
 
     def cut(self, entries: Iterable[NumberedRun]) -> Iterator[list[NumberedRun]]:
-        """Group the entries of a segment into pieces."""
         return pieces(entries, self.piece_bytes, self.piece_events)
 
 
@@ -258,7 +257,6 @@ class Packer:
         return outcome
 
     def _pack_large(self, due: DueSegment) -> PackOutcome:
-        """Pack one segment piece by piece."""
         stage = SegmentStage(self._staging, due.name, due.segment.index, lambda: self._reached("staged"))
         try:
             for part in self._rules.cut(self._entries(due)):
@@ -370,7 +368,6 @@ class Packing:
         self._bytes_done = 0
 
     def facts(self) -> dict[str, object]:
-        """Return the figures for reports."""
         o = msgspec.structs.asdict(self.outcome)
         return {"segments": o.pop("segments"), "days": self.found["days"], **o}
 

@@ -87,7 +87,6 @@ class Rebuilding:
         """The outcome for every log with faults, by name."""
 
     def facts(self) -> dict[str, object]:
-        """Return the figures for reports."""
         outcomes = self.restored.values()
         rebuilt = [each for each in outcomes if each.verdict == REBUILT]
         left = Counter(each.verdict for each in outcomes if each.verdict != REBUILT)

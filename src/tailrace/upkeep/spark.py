@@ -202,7 +202,6 @@ class Spread:
         return found
 
     def stop(self) -> None:
-        """End the session, if there is one."""
         spark, self._spark = self._spark, None
         end_session(spark)
 

@@ -26,7 +26,6 @@ SCAN_PREFIX = b"~"
 
 
 def read_marks(shards: Shards, view: str) -> list[dict[Partition, int]]:
-    """Return the marks of every shard."""
     commands = [(s, ("HGETALL", shards.keys.marks(s, view))) for s in range(shards.options.shards)]
     return [parse_marks(answer) for answer in shards.run_all(commands)]
 

@@ -87,13 +87,11 @@ class StoreOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Valkey) -> StoreOptions:
-        """Return the options from the configuration."""
         password = settings.password.get_secret_value()
         return cls(settings.url, password, settings.prefix, settings.shards, settings.timeout.total_seconds())
 
     @property
     def keys(self) -> Keys:
-        """Key names of this installation."""
         return Keys(self.prefix)
 
     @property
@@ -197,20 +195,17 @@ class Shards(_Client):
         self._nodes: dict[Address | None, valkey.Valkey] = {}
 
     def open(self) -> Shards:
-        """Find the node of every shard."""
         with translated():
             self._slots = None
             self._resolve()
         return self
 
     def close(self) -> None:
-        """Close all connections."""
         for node in self._nodes.values():
             node.close()
         self._nodes.clear()
 
     def client(self, shard: int) -> valkey.Valkey:
-        """Return the client of a shard's node."""
         self._resolve()
         return self._node(self._homes[shard])
 
@@ -219,7 +214,6 @@ class Shards(_Client):
         return [self._node(address) for address in self._resolve().primaries]
 
     def call(self, shard: int, name: str, *args: Arg) -> Any:
-        """Call one function on one shard."""
         return self.call_all([(shard, name, args)])[0]
 
     def call_all(self, calls: Sequence[Call]) -> list[Any]:
@@ -311,13 +305,11 @@ class Nodes(_Client):
         self._blocking: dict[tuple[int | str, str], valkey.asyncio.Valkey] = {}
 
     async def open(self) -> Nodes:
-        """Find the node of every shard."""
         self._slots = None
         await self._resolve()
         return self
 
     async def close(self) -> None:
-        """Close all connections."""
         for client in (*self._clients.values(), *self._blocking.values()):
             await client.aclose()
         self._clients.clear()
@@ -330,7 +322,6 @@ class Nodes(_Client):
         return [[shard] for shard in range(len(self._homes))]
 
     async def read(self, shard: int, *command: Arg) -> Any:
-        """Run one command on the node of a shard."""
         return (await self.read_all([(shard, command)]))[0]
 
     async def read_all(self, commands: Sequence[Command]) -> list[Any]:
