@@ -179,8 +179,8 @@ def test_a_transaction_that_is_committed_while_the_successor_begins_is_not_sent_
     dying._begin()
 
     class Successor(Publisher):
-        def _create_topics(self) -> None:
-            super()._create_topics()
+        def _prepare_topics(self) -> None:
+            super()._prepare_topics()
             for shard in range(4):
                 dying._publish(shard)
 

@@ -15,14 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from confluent_kafka import (
-    OFFSET_BEGINNING,
-    Consumer,
-    KafkaError,
-    KafkaException,
-    Producer,
-    TopicPartition,
-)
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
 
 from tailrace.errors import BrokerUnavailable, PipelineError, StoreError, Unavailable
@@ -117,8 +110,7 @@ class Publisher(threading.Thread):
 
     def _begin(self) -> None:
         """Create the topics, take the transactional ids over and then find the positions."""
-        self._create_topics()
-        self._limits = self._read_limits()
+        self._prepare_topics()
         for shard in range(self._shards.options.shards):
             if self._stopping.is_set():
                 return
@@ -209,16 +201,8 @@ class Publisher(threading.Thread):
         letter["value"] = fields[b"v"][:QUOTED].decode(errors="replace")
         return self._dead_letters, {b"i": fields[b"i"], b"k": fields[b"k"], b"v": msgspec.json.encode(letter)}
 
-    def _read_limits(self) -> dict[str, int]:
-        """Return how large a message each target takes."""
-        admin = AdminClient(self._properties)
-        asked = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in self._targets]
-        found: dict[str, int] = {}
-        for resource, answer in admin.describe_configs(asked).items():
-            found[resource.name] = min(MAX_BYTES, int(answer.result(15)["max.message.bytes"].value))
-        return found
-
-    def _create_topics(self) -> None:
+    def _prepare_topics(self) -> None:
+        """Create the topics that are missing, and read how large a message each target takes."""
         admin = AdminClient(self._properties)
         try:
             present = set(admin.list_topics(timeout=10).topics)
@@ -234,6 +218,11 @@ class Publisher(threading.Thread):
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise
+        asked = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in self._targets]
+        answers = {resource.name: answer.result(15) for resource, answer in admin.describe_configs(asked).items()}
+        self._limits = {
+            name: min(MAX_BYTES, int(config["max.message.bytes"].value)) for name, config in answers.items()
+        }
 
     def _read_positions(self) -> dict[int, Position]:
         found: dict[int, Position] = {}

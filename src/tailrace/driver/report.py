@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -39,9 +39,8 @@ class Report:
         generations: Mapping[str, int],
         timing: Timing,
         failure: str = "",
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._start, self._shards, self._views, self._clock = start, start.shards, views, clock
+        self._start, self._shards, self._views = start, start.shards, views
         self._restarts, self._generations, self._timing = restarts, generations, timing
         self._failure = failure
         """Why the query was started again, if it was."""
@@ -113,7 +112,7 @@ class Report:
             "expired": counts.get("expired", 0),
             "unaccounted": unaccounted,
             "frontier_ms": reached,
-            "updated_ms": round(self._clock() * 1000),
+            "updated_ms": round(time.time() * 1000),
             "restarts": self._restarts,
             "failure": self._failure,
             "outbox": self._waiting,

@@ -145,9 +145,8 @@ class Timing:
         topics: Mapping[str, Topic],
         generations: Mapping[str, int],
         starts: Mapping[Partition, int],
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._broker, self._topics, self._generations, self._clock = broker, topics, generations, clock
+        self._broker, self._topics, self._generations = broker, topics, generations
         self._course = Course(starts)
         self._lock = threading.Lock()
 
@@ -185,7 +184,7 @@ class Timing:
         Raises:
             BrokerUnavailable: It does not say.
         """
-        clock_ms = round(self._clock() * 1000)
+        clock_ms = round(time.time() * 1000)
         ends = self._broker.ends(self._topics.values())
         with self._lock:
             self._course.listed(
@@ -205,7 +204,7 @@ class Timing:
         with self._lock:
             partitions = [each for each in self._course.partitions if reads(each.topic)]
             if not partitions:
-                return round(self._clock() * 1000)
+                return round(time.time() * 1000)
             found = self._course.by_event(partitions) if by_event else self._course.by_arrival(partitions)
         return None if found is None else found - lateness_ms
 

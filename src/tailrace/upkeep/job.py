@@ -209,12 +209,7 @@ class JobLease:
     """
 
     def __init__(
-        self,
-        shards: Shards,
-        owner: str,
-        length_s: float = 30.0,
-        wait_s: float = 0.0,
-        kind: str = LOGS,
+        self, shards: Shards, owner: str, length_s: float = 30.0, wait_s: float = 0.0, kind: str = LOGS
     ) -> None:
         self._shards, self._owner, self._length_s, self._wait_s, self._kind = shards, owner, length_s, wait_s, kind
         self._ending = threading.Event()
@@ -275,7 +270,6 @@ def run_job(
     *,
     alone: bool = True,
     wait_s: float = 0.0,
-    clock: Callable[[], int] = now_ms,
     lease: str = LOGS,
 ) -> Facts:
     """Do one run of a job under a lease, leave its report, and return its facts.
@@ -292,7 +286,7 @@ def run_job(
         owner = f"{socket.gethostname()}:{os.getpid()} {work.name}"
         held = JobLease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s, kind=lease)
         with held if alone else nullcontext():
-            started, error = clock(), ""
+            started, error = now_ms(), ""
             try:
                 work.run(shards, held)
             except BaseException as problem:
@@ -300,7 +294,7 @@ def run_job(
                 raise
             finally:
                 if work.whole:
-                    leave(shards, work.name, work.view, started, clock(), work.facts(), error)
+                    leave(shards, work.name, work.view, started, now_ms(), work.facts(), error)
         return work.facts()
     finally:
         shards.close()
