@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from tailrace.driver.slice import Slice, Window, Writer
+from tailrace.http.delivery import FeedResponse, choose
 from tailrace.http.openapi import FEED
 from tailrace.http.routing import Here, LastEventId, Routes
-from tailrace.http.sse import FeedResponse, choose
 from tailrace.log.event import home_of
 from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.log.segment import DAY_MS

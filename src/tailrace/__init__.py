@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.api.feeds import Burst, Event
+    from tailrace.api.answers import Burst, Event
     from tailrace.client.connection import Feed
     from tailrace.client.river import River, connect
     from tailrace.errors import TailraceError
@@ -24,8 +24,8 @@ __version__ = "0.1.0"
 __all__ = ["Burst", "Event", "Feed", "Folder", "River", "SessionWriter", "TailraceError", "__version__", "connect"]
 
 _HOMES = {
-    "Burst": "tailrace.api.feeds",
-    "Event": "tailrace.api.feeds",
+    "Burst": "tailrace.api.answers",
+    "Event": "tailrace.api.answers",
     "Feed": "tailrace.client.connection",
     "Folder": "tailrace.views.folds.folder",
     "River": "tailrace.client.river",

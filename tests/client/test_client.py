@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tailrace
-from tailrace.api.feeds import Control, Event
+from tailrace.api.answers import Control, Event
 from tailrace.client import connection
 from tailrace.errors import (
     BadRequest,

@@ -1,4 +1,4 @@
-"""Answers of the service: rows of lists, status, problems.
+"""Everything that the service sends: frames of feeds, rows of lists, status, problems.
 
 Fields have defaults where an older service does not send them.
 """
@@ -6,19 +6,30 @@ Fields have defaults where an older service does not send them.
 from __future__ import annotations
 
 import builtins
+from datetime import datetime
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from tailrace.api import TIME, note
+from tailrace.api import TEXT, TIME, note
 
 Next = Annotated[str | None, note("Ask with `after=` this for the next page; null on the last one.")]
 
 
 class Answer(msgspec.Struct, frozen=True):
     """An answer or a part of one. The service sends every field."""
+
+
+class _Named:
+    """Prints as its name, which is its first field."""
+
+    __slots__ = ()
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
+    def __str__(self) -> str:
+        return str(getattr(self, self.__struct_fields__[0]))
 
 
 class Problem(Answer, frozen=True):
@@ -32,16 +43,13 @@ class Problem(Answer, frozen=True):
     retryable: Annotated[bool, note("True if the same request may succeed later.")]
 
 
-class Coordinates(Answer, frozen=True, gc=False):
+class Coordinates(_Named, Answer, frozen=True, gc=False):
     """The position of a written event in Kafka."""
 
     id: str
     topic: str
     partition: int
     offset: int
-
-    def __str__(self) -> str:
-        return self.id
 
 
 class PutResult(Answer, frozen=True):
@@ -50,7 +58,7 @@ class PutResult(Answer, frozen=True):
     events: list[Coordinates]
 
 
-class Stream(Answer, frozen=True):
+class Stream(_Named, Answer, frozen=True):
     """A day stream and its size."""
 
     name: Annotated[str, Meta(examples=["jobs/nightly"])]
@@ -64,9 +72,6 @@ class Stream(Answer, frozen=True):
     last_time: Annotated[str, note("The latest time of all its events.", TIME)] = ""
     memory: Annotated[int | None, note("What its keys take in the server; only with `memory=true`.")] = None
 
-    def __str__(self) -> str:
-        return self.name
-
 
 class Streams(Answer, frozen=True):
     """A page of streams, in the order of their names' bytes; with `top` the largest ones, the largest first."""
@@ -75,7 +80,7 @@ class Streams(Answer, frozen=True):
     next: Next = None
 
 
-class Day(Answer, frozen=True):
+class Day(_Named, Answer, frozen=True):
     """One UTC day of a stream."""
 
     day: Annotated[str, Meta(examples=["2026-11-15"])]
@@ -92,9 +97,6 @@ class Day(Answer, frozen=True):
             extra_json_schema={"enum": ["open", "closed", "sealed", "packed", "partly packed"]},
         ),
     ] = ""
-
-    def __str__(self) -> str:
-        return self.day
 
 
 class Days(Answer, frozen=True):
@@ -124,7 +126,7 @@ class FoldTotals(Answer, frozen=True):
     premature: int = 0
 
 
-class FoldRule(Answer, frozen=True):
+class FoldRule(_Named, Answer, frozen=True):
     """A rule of folds, its pending groups, and how much it has folded."""
 
     name: Annotated[str, Meta(examples=["accounts"])]
@@ -151,9 +153,6 @@ class FoldRule(Answer, frozen=True):
         int | None,
         note("The time, in milliseconds, at which folds were last settled. It stands while nothing is pending."),
     ] = None
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class FoldRules(Answer, frozen=True):
@@ -295,7 +294,7 @@ class SearchEnd(Answer, frozen=True):
     connections: Annotated[int, note("How many followed it; they are told within a few seconds.")]
 
 
-class Tag(Answer, frozen=True):
+class Tag(_Named, Answer, frozen=True):
     """A tag and its size."""
 
     tag: Annotated[str, Meta(examples=["gpu"])]
@@ -305,9 +304,6 @@ class Tag(Answer, frozen=True):
     first_bucket: Annotated[str, note("When the first of them begins.", TIME)] = ""
     last_time: Annotated[str, note("The latest time of its events; in Cassandra the end of its last bucket.")] = ""
 
-    def __str__(self) -> str:
-        return self.tag
-
 
 class TagsPage(Answer, frozen=True):
     """A page of tags, in the order of their bytes."""
@@ -316,7 +312,7 @@ class TagsPage(Answer, frozen=True):
     next: Next = None
 
 
-class TaggedSource(Answer, frozen=True):
+class TaggedSource(_Named, Answer, frozen=True):
     """A source of events with a tag, and its last event."""
 
     source: str
@@ -324,9 +320,6 @@ class TaggedSource(Answer, frozen=True):
     seq: Annotated[int, note("The number that this event has in the source itself.")] = 0
     time: Annotated[str, note("The time of its timeuuid.", TIME)] = ""
     partition: Annotated[str, note("Where it came from.", "orders:0")] = ""
-
-    def __str__(self) -> str:
-        return self.source
 
 
 class SourcesPage(Answer, frozen=True):
@@ -355,7 +348,7 @@ class ReadersPage(Answer, frozen=True):
     readers: list[NamedReader]
 
 
-class SessionRow(Answer, frozen=True):
+class SessionRow(_Named, Answer, frozen=True):
     """A session in the list of sessions."""
 
     identity: str
@@ -365,9 +358,6 @@ class SessionRow(Answer, frozen=True):
     range: Annotated[tuple[str, str] | None, note("Nanoseconds.")] = None
     updated: Annotated[str | None, Meta(extra_json_schema={"format": "date-time"})] = None
     json: dict[str, Any] = {}
-
-    def __str__(self) -> str:
-        return self.identity
 
 
 class SessionRows(Answer, frozen=True):
@@ -485,3 +475,119 @@ class Status(Answer, frozen=True):
     upkeep: Annotated[list[JobStatus], note("The last run of each upkeep job; empty while valkey does not answer.")]
     folds: Annotated[list[FoldStatus], note("The rules of folds; empty while valkey does not answer.")] = []
     searches: Annotated[SearchFigures | None, note("Searches; null while valkey does not answer.")] = None
+
+
+FrameCursor = Annotated[
+    str, note("Resumes exactly after it. Only in lines of JSON; in an event stream it is the `id:` line.")
+]
+
+
+class Event(_Named, msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One record of Kafka in a feed."""
+
+    id: Annotated[str, note("The event's own id, the same in every view, every delivery and after a rebuild.")]
+    topic: str
+    partition: int
+    offset: int
+    time: Annotated[str, note("The record's time in UTC.", TIME)]
+    key: Annotated[Any, note('The elements of the key; null without one; {"base64": …} if it is no text.')]
+    headers: Annotated[dict[str, Any], note("A repeated header is a list.")]
+    late: Annotated[bool, note("True if the record's own day is before the day it is in.")] = False
+    tag: Annotated[str | None, note("Only in feeds of tags: the requested tag that it is shown for.")] = None
+    tags: Annotated[list[str], note("Only in feeds of tags: all its tags.")] = []
+    source: Annotated[str | None, note("Only in feeds of tags: whose event it is.")] = None
+    seq: Annotated[int | None, note("Only in feeds of tags: its number in its source.")] = None
+    tag_seq: Annotated[
+        int | None, note("Only in feeds of tags: its number among the source's events with the tag: 1, 2, 3.")
+    ] = None
+    timeuuid: Annotated[str | None, note("Only in feeds of tags: its position in time in the tag.")] = None
+    payload: Annotated[msgspec.Raw, note("The record's value as it was produced: digits, key order, duplicates.")] = (
+        msgspec.field(name="data")
+    )
+    cursor: FrameCursor = ""
+
+    def __repr__(self) -> str:
+        return f"Event({self.id!r}, time={self.time!r}, key={self.key!r})"
+
+    @property
+    def raw(self) -> bytes:
+        """The record's value: JSON as it was produced."""
+        return bytes(self.payload)
+
+    @cached_property
+    def data(self) -> Any:
+        """The record's value, decoded."""
+        return msgspec.json.decode(self.payload)
+
+    @property
+    def at(self) -> datetime:
+        """The record's time; fails for the few that no calendar has."""
+        return datetime.fromisoformat(self.time)
+
+
+class Control(msgspec.Struct, frozen=True):
+    """A frame about the feed itself."""
+
+    kind: str
+    """``caught-up``, ``gap``, ``progress``, ``problem`` or ``end``; a newer service may have more."""
+    data: dict[str, Any]
+    cursor: str | None = None
+
+
+Value = float | int | str | list[float] | None
+"""A number, a text, three numbers of one sample, or None for a value that is no number."""
+Nanoseconds = Annotated[
+    int, note("Nanoseconds since the epoch, as text: too large for a double.", extra_json_schema={"format": TEXT})
+]
+
+
+class ChannelSeries(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Samples of one channel in a burst, as one of its parameters shows it."""
+
+    channel: int
+    name: Annotated[str, note("Of the parameter, or of the channel if it has none.")]
+    unit: str = ""
+    start: Nanoseconds
+    t: Annotated[list[int], note("Nanoseconds since `start`.")]
+    v: Annotated[list[Any], note("Numbers or texts; null where there is no number.")]
+
+    def __post_init__(self) -> None:
+        if len(self.t) != len(self.v):
+            raise ValueError(f"{len(self.t)} times of {len(self.v)} values")
+
+    @cached_property
+    def samples(self) -> list[tuple[int, Value]]:
+        """Time in nanoseconds since the epoch, and value."""
+        return [(self.start + t, v) for t, v in zip(self.t, self.v, strict=True)]
+
+
+class SessionEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a session."""
+
+    id: int
+    time: Nanoseconds
+    app: str = ""
+    text: str = ""
+    values: list[Any] = []
+    code: str = ""
+    description: str = ""
+    priority: str = ""
+
+
+class Burst(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples and events of a session that came together."""
+
+    session: str
+    position: Annotated[str, note("Of the last entry in it, in the session's stream.")]
+    channels: list[ChannelSeries] = []
+    events: list[SessionEvent] = []
+    json: Annotated[dict[str, Any] | None, note("Session JSON, if it changed.")] = None
+    range: Annotated[tuple[Nanoseconds, Nanoseconds] | None, note("First and last time, if they changed.")] = None
+    cursor: FrameCursor = ""
+
+
+class Closing(msgspec.Struct, frozen=True):
+    """The end of a WebSocket: a code of RFC 6455, and a reason."""
+
+    code: int
+    reason: str

@@ -22,7 +22,7 @@ from tailrace.errors import BadRequest, QueryError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from tailrace.api.feeds import Control, Event
+    from tailrace.api.answers import Control, Event
     from tailrace.client.connection import Feed, FeedKeywords
     from tailrace.client.river import River
 

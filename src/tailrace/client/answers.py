@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tailrace import errors
-from tailrace.api.feeds import Control, Event
+from tailrace.api.answers import Control, Event
 from tailrace.errors import BadRequest, TailraceError, TooLarge, Unavailable, UsageError
 
 MAX_FRAME_BYTES = 64 * 2**20

@@ -22,7 +22,7 @@ from weakref import WeakSet
 import httpx
 import msgspec
 
-from tailrace.api.feeds import Control, Event
+from tailrace.api.answers import Control, Event
 from tailrace.api.requests import FeedParameters
 from tailrace.client.answers import SseFrame, SseReader, error_of, failure, read_control, read_event
 from tailrace.errors import BadRequest, QueryError, TailraceError, Unavailable, UsageError

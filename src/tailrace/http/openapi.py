@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from tailrace.api import TEXT, answers, feeds
-from tailrace.api.answers import Answer, Problem
-from tailrace.api.feeds import Event
+from tailrace.api import TEXT, answers
+from tailrace.api.answers import Answer, Event, Problem
 from tailrace.api.requests import Parameters
 
 ABOUT = """\
@@ -148,8 +147,7 @@ def describe(app: FastAPI) -> None:
 
 
 def _components() -> dict[str, Any]:
-    names = [*vars(answers).values(), *vars(feeds).values()]
-    shapes = [each for each in names if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    shapes = [each for each in vars(answers).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)]
     found: dict[str, Any] = msgspec.json.schema_components(shapes, ref_template=_REFERENCE)[1]
     _write_texts(found)
     for shape in shapes:

@@ -25,14 +25,15 @@ from pydantic import AfterValidator
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
 
 from tailrace.api.requests import FeedParameters, Parameters
 from tailrace.config.settings import Settings
 from tailrace.config.values import compile_pattern
 from tailrace.errors import AccessDenied, BadRequest, TooLarge
+from tailrace.http.delivery import FeedResponse
 from tailrace.http.openapi import Responses, answer, parameters, problems
 from tailrace.http.service import Service
-from tailrace.http.sse import FeedResponse
 
 FEED_PROBLEMS = (400, 404, 410, 503)
 EVERYTHING = ""
@@ -300,14 +301,19 @@ def refuse_partial(settings: Settings, request: HTTPConnection) -> None:
         raise AccessDenied("you may search, with /v1/grep, and nothing else: see serve.topics_by_user")
 
 
+def admit(service: Service, websocket: WebSocket, origins: Iterable[str]) -> None:
+    """Raise AccessDenied for a page of another origin, or a user who may not do everything."""
+    refuse_foreign(websocket.headers.getlist("origin"), websocket.headers.get("host", ""), origins)
+    refuse_partial(service.settings, websocket)
+
+
 def refuse_foreign(sent: list[str], host: str, origins: Iterable[str]) -> None:
     """Refuse a page whose origin is neither ours nor configured. A program sends no origin and is let in."""
     if not sent:
         return
     origin = sent[0].rstrip("/").lower()
-    if len(sent) == 1 and (origin in {each.lower() for each in origins} or _is_at(origin, host)):
-        return
-    raise AccessDenied(f"pages of {sent[0][:80]!r} may not open WebSockets here: see sessions.origins")
+    if len(sent) > 1 or not (origin in {each.lower() for each in origins} or _is_at(origin, host)):
+        raise AccessDenied(f"pages of {sent[0][:80]!r} may not open WebSockets here: see sessions.origins")
 
 
 def _is_at(origin: str, host: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tailrace.http.sse import EVENT_STREAM, LINES, Encoding
+from tailrace.http.delivery import EVENT_STREAM, LINES, Encoding
 from tailrace.log.event import Partition
 from tailrace.log.hub import SegmentEntry
 from tailrace.log.request import Batch, EventFrame

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from tailrace.api.feeds import Burst, Control
+from tailrace.api.answers import Burst, Control
 from tailrace.client.river import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
 from tailrace.testing.service import ServiceThread, served

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tailrace.api.feeds import Burst, ChannelSeries, Value
+from tailrace.api.answers import Burst, ChannelSeries, Value
 from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.cli import CELL_NS, Board, Gauge

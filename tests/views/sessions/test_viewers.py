@@ -18,7 +18,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from tailrace.api.feeds import Closing
+from tailrace.api.answers import Closing
 from tailrace.testing.service import ServiceProcess, ServiceThread, served
 from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.sessions.reader import StreamHub

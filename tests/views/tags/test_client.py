@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import tailrace
-from tailrace.api.feeds import Control
+from tailrace.api.answers import Control
 from tailrace.errors import BadRequest, QueryError, StreamNotFound, TailraceError, UsageError
 from tailrace.testing.service import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions

@@ -22,10 +22,10 @@ from pydantic import AfterValidator
 from tailrace.api.answers import Day, Days, Stream, Streams
 from tailrace.api.requests import MAX_TOP, FeedParameters, Parameters, StreamsFeedParameters, StreamsParameters
 from tailrace.errors import BadRequest, Overloaded, StreamNotFound
+from tailrace.http.delivery import follow_logs
 from tailrace.http.openapi import FEED
 from tailrace.http.routing import Here, LastEventId, Routes, decoded
 from tailrace.http.service import LogService, Service
-from tailrace.http.sse import follow_logs
 from tailrace.log.cursor import Position
 from tailrace.log.event import iso_time
 from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment, day_text

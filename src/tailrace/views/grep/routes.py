@@ -37,10 +37,10 @@ from tailrace.api.requests import (
     read_query,
 )
 from tailrace.errors import SearchNotFound
+from tailrace.http.delivery import answer_feed
 from tailrace.http.openapi import FEED, json_body
 from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded, read_body, topics_of
 from tailrace.http.service import LogService, Service, connected, now_ms
-from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import BrokerTopics, client_properties
 from tailrace.log.event import iso_time
 from tailrace.log.store import Logs

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-    from tailrace.api.feeds import Burst, ChannelSeries, Control, Value
+    from tailrace.api.answers import Burst, ChannelSeries, Control, Value
     from tailrace.client.connection import Feed
     from tailrace.client.river import River
 
@@ -112,7 +112,7 @@ class SessionPrinter(Printer):
     async def screen(self, feed: Feed[Any]) -> None:
         from rich.live import Live
 
-        from tailrace.api.feeds import Burst
+        from tailrace.api.answers import Burst
 
         board = Board(self.names[0])
         with Live(board, refresh_per_second=8, transient=False) as live, _logging_to(board):

@@ -14,8 +14,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from tailrace.api.answers import SessionRow, SessionRows
-from tailrace.api.feeds import Burst
+from tailrace.api.answers import Burst, SessionRow, SessionRows
 from tailrace.api.requests import SessionFeedParameters
 from tailrace.client.answers import SseFrame, read_frame
 from tailrace.client.connection import Connection, Feed, FeedKeywords, as_segment

@@ -30,6 +30,8 @@ from pydantic import AfterValidator
 from starlette.websockets import WebSocket
 
 from tailrace.api.answers import (
+    Burst,
+    Closing,
     RtaSession,
     RtaSessions,
     SessionBuffer,
@@ -38,15 +40,13 @@ from tailrace.api.answers import (
     SessionRow,
     SessionRows,
 )
-from tailrace.api.feeds import Burst, Closing
 from tailrace.api.requests import MAX_SESSIONS, Parameters, RtaParameters, SessionFeedParameters, SessionsParameters
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
+from tailrace.http.delivery import answer_feed, converse
 from tailrace.http.openapi import Responses, answer, feed, reference, text
 from tailrace.http.problems import problem_of
-from tailrace.http.routing import Here, LastEventId, Routes, decoded, read_parameters
+from tailrace.http.routing import Here, LastEventId, Routes, admit, decoded, read_parameters
 from tailrace.http.service import Service, ViewService, now_ms
-from tailrace.http.socket import admit, converse
-from tailrace.http.sse import answer_feed
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.entry_id import BEGINNING, id_text
 from tailrace.log.event import iso_time

@@ -33,7 +33,7 @@ from tailrace.cli.follow import Printer, follow, read_query
 from tailrace.cli.upkeep import run_once, run_rebuild, step_aside
 
 if TYPE_CHECKING:
-    from tailrace.api.feeds import Event
+    from tailrace.api.answers import Event
     from tailrace.client.connection import Feed
     from tailrace.client.river import River
 

@@ -14,10 +14,10 @@ from pydantic import AfterValidator
 from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, Tag, TaggedSource, TagsPage
 from tailrace.api.requests import Parameters, SourcesParameters, TagFeedParameters, TagsFeedParameters, TagsParameters
 from tailrace.errors import StreamNotFound, TagsOff, TailraceError
+from tailrace.http.delivery import answer_feed
 from tailrace.http.openapi import feed_with
 from tailrace.http.routing import Here, LastEventId, Routes, decoded
 from tailrace.http.service import LogService, Service, connected, now_ms
-from tailrace.http.sse import answer_feed
 from tailrace.log.cursor import FromCursor
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of

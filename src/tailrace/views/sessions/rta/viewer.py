@@ -29,7 +29,7 @@ from functools import partial
 import msgspec
 from google.protobuf.message import DecodeError
 
-from tailrace.api.feeds import Closing
+from tailrace.api.answers import Closing
 from tailrace.errors import BadBurst
 from tailrace.log.entry_id import EntryId
 from tailrace.views.sessions import burst

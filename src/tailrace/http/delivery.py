@@ -1,12 +1,17 @@
-"""Feeds over HTTP, as an event stream (for browsers) or as lines of JSON.
+"""Feeds and WebSockets on their way to a client, who may be slow.
 
-Two coroutines meet in a small buffer. One reads the feed while there is room; the other sends: at once when the line
-was quiet, else after ``coalesce_wait`` or ``coalesce_bytes``. Invariants: a client takes at most ``coalesce_bytes`` and
-one batch of the feed in memory, plus the buffer of the server's transport. A send that takes longer than
-``send_timeout`` ends the connection, and the client resumes at its last whole frame; no send is larger than
-``coalesce_bytes``, so a slow client that makes progress is left alone. A frame is whole or absent and has no line break
-inside, so a stream that was cut anywhere can be read up to its last whole frame. A cursor is the same text in both
-forms.
+A feed is an event stream (for browsers) or lines of JSON. Two coroutines meet in a small buffer. One reads the feed
+while there is room; the other sends: at once when the line was quiet, else after ``coalesce_wait`` or
+``coalesce_bytes``. Invariants: a client takes at most ``coalesce_bytes`` and one batch of the feed in memory, plus the
+buffer of the server's transport. A send that takes longer than ``send_timeout`` ends the connection, and the client
+resumes at its last whole frame; no send is larger than ``coalesce_bytes``, so a slow client that makes progress is left
+alone. A frame is whole or absent and has no line break inside, so a stream that was cut anywhere can be read up to its
+last whole frame. A cursor is the same text in both forms.
+
+A WebSocket is a conversation in which neither side waits for the other. One that is not accepted is refused like any
+other request, with a status and a problem document. After that one coroutine sends messages, and another one reads
+what the client sends. Memory for a client is one message, plus the buffer of the server's transport; a slow client's
+connection is dropped with its buffer, since a client that does not read reads no farewell either.
 """
 
 from __future__ import annotations
@@ -14,78 +19,114 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from tailrace.api.answers import Closing
 from tailrace.api.requests import FeedParameters
 from tailrace.errors import TailraceError
 from tailrace.http.problems import problem_json
 from tailrace.http.service import LogService, Service, now_ms
 from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFrame, make_request
 
+logger = logging.getLogger(__name__)
 
-class Encoding(Protocol):
-    """A form of frames on the wire."""
+ABORT = "tailrace.abort"
+"""Key in the scope's state of the function that drops a connection and its buffer."""
+
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Vary": "Accept"}
+_REASON_BYTES = 123
+"""Size of the reason in a close frame."""
+
+R = TypeVar("R")
+
+
+class Encoding:
+    """A form of frames on the wire. An event is ``before``, its cursor, ``between``, its JSON, ``behind``."""
 
     media_type: str
     heartbeat: bytes
+    before: bytes
+    between: bytes
+    behind: bytes
+    skipped = 0
+    """Bytes of the JSON that ``between`` replaces."""
 
     def opening(self, retry_ms: int, cursor: str | None) -> bytes:
         """Return the first bytes, with the cursor where a new request begins."""
-        ...
+        return b""
 
     def frames(self, frames: Sequence[AnyFrame]) -> bytes:
-        """Encode frames."""
-        ...
-
-    def problem(self, document: bytes) -> bytes:
-        """Return the last bytes of a feed that failed."""
-        ...
-
-    def farewell(self, retry_ms: int) -> bytes:
-        """Return the last bytes of a feed that the service ends."""
-        ...
-
-
-class EventStream:
-    """text/event-stream. Frames without ``data`` move a browser's last event id and are not dispatched."""
-
-    media_type = "text/event-stream; charset=utf-8"
-    heartbeat = b": \n\n"
-
-    def opening(self, retry_ms: int, cursor: str | None) -> bytes:
-        start = b"" if cursor is None else b"id: %b\n\n" % cursor.encode("ascii")
-        return b"retry: %d\n\n%b" % (retry_ms, start)
-
-    def frames(self, frames: Sequence[AnyFrame]) -> bytes:
+        """Encode frames; all feeds that send the same batch share its bytes."""
         if isinstance(frames, Batch):
-            return _encode_batch(frames, self.media_type, b"id: ", b"\ndata: ", b"\n\n")
+            written = frames.written.get(self.media_type)
+            if written is None:
+                written = frames.written[self.media_type] = self._batch(frames)
+            return written
+        before, between, behind, skipped = self.before, self.between, self.behind, self.skipped
         out: list[bytes] = []
         for frame in frames:
             cursor = frame.cursor.encode("ascii")
             if isinstance(frame, EventFrame):
-                out.append(b"id: %b\ndata: %b\n\n" % (cursor, one_line(frame.data)))
+                out.append(b"%b%b%b%b%b" % (before, cursor, between, one_line(frame.data)[skipped:], behind))
             elif isinstance(frame, ControlFrame):
-                place = b"id: %b\n" % cursor if cursor else b""
-                out.append(b"%bevent: %b\ndata: %b\n\n" % (place, frame.name.encode(), one_line(frame.data)))
+                out.append(self.control(cursor, frame.name, frame.data))
             else:
-                out.append(b"id: %b\n\n" % cursor)
+                out.append(self.moved(cursor))
         return b"".join(out)
 
-    def problem(self, document: bytes) -> bytes:
-        return b"event: problem\ndata: %b\n\n" % one_line(document)
+    def _batch(self, batch: Batch) -> bytes:
+        head, tail = self.before + batch.head.encode("ascii"), batch.tail.encode("ascii") + self.between
+        behind, skipped = self.behind, self.skipped
+        out = [
+            b"%b%d%b%b%b" % (head, number, tail, one_line(data)[skipped:], behind)
+            for number, data in enumerate(batch.data, batch.first)
+        ]
+        return b"".join(out)
+
+    def control(self, cursor: bytes, name: str, document: bytes) -> bytes:
+        """Encode a frame about the feed itself; it may have no cursor."""
+        raise NotImplementedError
+
+    def moved(self, cursor: bytes) -> bytes:
+        """Encode a frame that only moves the cursor."""
+        raise NotImplementedError
+
+    def farewell(self, retry_ms: int) -> bytes:
+        """Return the last bytes of a feed that the service ends."""
+        return b""
+
+
+class EventStream(Encoding):
+    """text/event-stream. Frames without ``data`` move a browser's last event id and are not dispatched."""
+
+    media_type = "text/event-stream; charset=utf-8"
+    heartbeat = b": \n\n"
+    before, between, behind = b"id: ", b"\ndata: ", b"\n\n"
+
+    def opening(self, retry_ms: int, cursor: str | None) -> bytes:
+        start = b"" if cursor is None else self.moved(cursor.encode("ascii"))
+        return b"retry: %d\n\n%b" % (retry_ms, start)
+
+    def control(self, cursor: bytes, name: str, document: bytes) -> bytes:
+        place = b"id: %b\n" % cursor if cursor else b""
+        return b"%bevent: %b\ndata: %b\n\n" % (place, name.encode(), one_line(document))
+
+    def moved(self, cursor: bytes) -> bytes:
+        return b"id: %b\n\n" % cursor
 
     def farewell(self, retry_ms: int) -> bytes:
         # All clients get it at the same moment; they must not come back at the same moment.
         return b"retry: %d\n\n" % round(retry_ms * random.uniform(0.5, 1.5))
 
 
-class NdjsonEncoding:
+class NdjsonEncoding(Encoding):
     """application/x-ndjson. Events carry their ``cursor``; a line with an ``event`` member is about the feed itself.
 
     An empty line is a heartbeat.
@@ -93,43 +134,17 @@ class NdjsonEncoding:
 
     media_type = "application/x-ndjson"
     heartbeat = b"\n"
+    before, between, behind = b'{"cursor":"', b'",', b"\n"
+    skipped = 1
 
-    def opening(self, retry_ms: int, cursor: str | None) -> bytes:
-        return b""
+    def control(self, cursor: bytes, name: str, document: bytes) -> bytes:
+        place = b',"cursor":"%b"' % cursor if cursor else b""
+        members = one_line(document)[1:].lstrip()
+        comma = b"" if members == b"}" else b","
+        return b'{"event":"%b"%b%b%b\n' % (name.encode(), place, comma, members)
 
-    def frames(self, frames: Sequence[AnyFrame]) -> bytes:
-        if isinstance(frames, Batch):
-            return _encode_batch(frames, self.media_type, b'{"cursor":"', b'",', b"\n", 1)
-        out: list[bytes] = []
-        for frame in frames:
-            cursor = frame.cursor.encode("ascii")
-            if isinstance(frame, EventFrame):
-                out.append(b'{"cursor":"%b",%b\n' % (cursor, one_line(frame.data)[1:]))
-            elif isinstance(frame, ControlFrame):
-                place = b',"cursor":"%b"' % cursor if cursor else b""
-                out.append(b'{"event":"%b"%b%b\n' % (frame.name.encode(), place, _more(frame.data)))
-            else:
-                out.append(b'{"event":"moved","cursor":"%b"}\n' % cursor)
-        return b"".join(out)
-
-    def problem(self, document: bytes) -> bytes:
-        return b'{"event":"problem"%b\n' % _more(document)
-
-    def farewell(self, retry_ms: int) -> bytes:
-        return b""
-
-
-def _encode_batch(batch: Batch, form: str, before: bytes, between: bytes, behind: bytes, skip: int = 0) -> bytes:
-    """Encode a batch; all feeds that send it share the bytes."""
-    written = batch.written.get(form)
-    if written is None:
-        head, tail = before + batch.head.encode("ascii"), batch.tail.encode("ascii") + between
-        out = [
-            b"%b%d%b%b%b" % (head, number, tail, one_line(data)[skip:], behind)
-            for number, data in enumerate(batch.data, batch.first)
-        ]
-        written = batch.written[form] = b"".join(out)
-    return written
+    def moved(self, cursor: bytes) -> bytes:
+        return b'{"event":"moved","cursor":"%b"}\n' % cursor
 
 
 def one_line(document: bytes) -> bytes:
@@ -137,12 +152,6 @@ def one_line(document: bytes) -> bytes:
     if b"\n" in document or b"\r" in document:
         return document.translate(None, b"\r\n")
     return document
-
-
-def _more(document: bytes) -> bytes:
-    """Return the members of an object and its end, to follow other members."""
-    rest = one_line(document)[1:].lstrip()
-    return rest if rest == b"}" else b"," + rest
 
 
 EVENT_STREAM = EventStream()
@@ -177,16 +186,26 @@ def _number(text: str) -> float:
         return 0.0
 
 
-logger = logging.getLogger(__name__)
-
-ABORT = "tailrace.abort"
-"""Key in the scope's state of the function that drops a connection and its buffer."""
-
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Vary": "Accept"}
-
-
 class SlowClientError(Exception):
     """A client took no bytes for ``serve.send_timeout``."""
+
+
+async def send_in(timeout_s: float, send: Send, message: Message) -> None:
+    """Send a message, or raise SlowClientError if it takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send(message)
+    except TimeoutError:
+        raise SlowClientError from None
+
+
+def abort(scope: Scope) -> bool:
+    """Drop a connection and its buffer; return False if the server cannot."""
+    drop = scope.get("state", {}).get(ABORT)
+    if drop is None:
+        return False
+    drop()
+    return True
 
 
 class FeedResponse(Response):
@@ -215,21 +234,9 @@ class FeedResponse(Response):
                 if scope["method"] == "HEAD":
                     await send({"type": "http.response.body", "body": b""})
                 else:
-                    abort = scope.get("state", {}).get(ABORT)
-                    await delivery.run(feed, None if self._resumed else feed.cursor or None, receive, abort)
+                    await delivery.run(feed, None if self._resumed else feed.cursor or None, scope, receive)
             finally:
                 await feed.aclose()
-
-
-class Resumable(Protocol):
-    """A request for a feed, as far as its answer cares."""
-
-    @property
-    def resumed(self) -> bool:
-        """True if it continues an earlier request."""
-
-
-R = TypeVar("R", bound=Resumable)
 
 
 def answer_feed(
@@ -243,7 +250,7 @@ def answer_feed(
     if wanted is None:
         return Response(status_code=204)
     encoding = choose(request.headers.get("accept", ""), format)
-    return FeedResponse(service, lambda: open_feed(wanted), encoding, wanted.resumed)
+    return FeedResponse(service, lambda: open_feed(wanted), encoding, bool(request.headers.get("last-event-id")))
 
 
 def follow_logs(
@@ -285,7 +292,7 @@ class _Delivery:
         if not self._over:
             self._last(self._encoding.farewell(self._retry_ms))
 
-    async def run(self, feed: AnyFeed, cursor: str | None, receive: Receive, abort: Callable[[], None] | None) -> None:
+    async def run(self, feed: AnyFeed, cursor: str | None, scope: Scope, receive: Receive) -> None:
         """Deliver until the feed ends, the client goes, or the service stops."""
         pulling = asyncio.create_task(self._pull(feed))
         listening = asyncio.create_task(self._listen(receive))
@@ -294,8 +301,7 @@ class _Delivery:
         except SlowClientError:
             self._metrics.slow_closes.inc()
             logger.info("closed a feed: the client took no bytes for %g s", self._send_timeout_s)
-            if abort is not None:
-                abort()
+            if abort(scope):
                 await asyncio.wait({listening}, timeout=1.0)
         finally:
             self._over = True
@@ -324,9 +330,8 @@ class _Delivery:
 
     def _fail(self, error: Exception) -> None:
         if not self._over:
-            document = problem_json(error)
             self._metrics.errors.labels(getattr(error, "code", "internal")).inc()
-            self._last(self._encoding.problem(document))
+            self._last(self._encoding.control(b"", "problem", problem_json(error)))
 
     def _last(self, chunk: bytes) -> None:
         self._over = True
@@ -375,11 +380,8 @@ class _Delivery:
     async def _send_chunk(self, chunk: bytes, more: bool = True) -> None:
         if not chunk and more:
             return
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
-        except TimeoutError:
-            raise SlowClientError from None
+        message = {"type": "http.response.body", "body": chunk, "more_body": more}
+        await send_in(self._send_timeout_s, self._send, message)
         self._metrics.bytes.inc(len(chunk))
 
     @staticmethod
@@ -390,3 +392,81 @@ class _Delivery:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
         return event.is_set()
+
+
+class Speaker(Protocol):
+    """Our side of a WebSocket."""
+
+    @property
+    def closing(self) -> Closing:
+        """The close frame to send after the last message."""
+
+    def messages(self) -> AsyncGenerator[bytes | str, None]:
+        """Yield messages until the conversation ends or is stopped."""
+
+    def hear(self, frame: bytes | str) -> Closing | None:
+        """Take a message of the client; return the close frame if it cannot be used."""
+
+    def stop(self) -> None:
+        """Yield no more messages."""
+
+
+async def converse(service: Service, websocket: WebSocket, speaker: Speaker, subprotocol: str | None = None) -> None:
+    """Accept a WebSocket and send on it until one side ends. Raises Overloaded before it is accepted."""
+    metrics, send_timeout_s = service.metrics, service.settings.serve.send_timeout.total_seconds()
+    with service.admitted(speaker), metrics.viewers_open.track_inprogress():
+        try:
+            await websocket.accept(subprotocol)
+        except WebSocketDisconnect:
+            return
+        hearing = asyncio.create_task(_hear(websocket, speaker), name="hears a viewer")
+        closing: Closing | None = None
+        try:
+            async with aclosing(speaker.messages()) as messages:
+                async for message in messages:
+                    if hearing.done():
+                        break
+                    kind = "bytes" if isinstance(message, bytes) else "text"
+                    await send_in(send_timeout_s, websocket.send, {"type": "websocket.send", kind: message})
+                    metrics.viewer_bytes.inc(len(message))
+            closing = await hearing if hearing.done() else speaker.closing
+        except WebSocketDisconnect:
+            pass
+        except SlowClientError:
+            metrics.viewer_slow_closes.inc()
+            logger.info("closed a viewer: the client took no bytes for %g s", send_timeout_s)
+            abort(websocket.scope)
+        except TailraceError as error:
+            metrics.errors.labels(error.code).inc()
+            closing = Closing(1013 if error.retryable else 1011, str(error))
+        except Exception:
+            logger.exception("a viewer failed")
+            closing = Closing(1011, "something went wrong in the service; its log says what")
+        finally:
+            if not hearing.done():
+                hearing.cancel()
+                await asyncio.wait({hearing})
+        if closing is not None:
+            await _close(websocket, closing)
+
+
+async def _hear(websocket: WebSocket, speaker: Speaker) -> Closing | None:
+    """Read from the client until it goes (None), or until it sends what cannot be used."""
+    closing: Closing | None = None
+    while closing is None:
+        message = await websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            break
+        binary = message.get("bytes")
+        closing = speaker.hear(message.get("text", "") if binary is None else binary)
+    speaker.stop()
+    return closing
+
+
+async def _close(websocket: WebSocket, closing: Closing) -> None:
+    reason = closing.reason.encode()[:_REASON_BYTES].decode(errors="ignore")
+    try:
+        async with asyncio.timeout(1.0):
+            await websocket.close(closing.code, reason)
+    except (TimeoutError, WebSocketDisconnect, RuntimeError):
+        abort(websocket.scope)
