@@ -26,7 +26,7 @@ _WANTED_DISK: Final = 2 * 1024 * _MIB
 _EXTRAS: Final = "install Tailrace with its extra 'all': pip install 'tailrace[all]'"
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class Check(msgspec.Struct, frozen=True):
     """Result of one check."""
 
     name: str
@@ -35,28 +35,25 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     advice: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.name}: {self.detail}"
-
 
 def checks(settings: Settings) -> Iterator[Check]:
     """Yield the results, in the order in which the parts depend on each other."""
     running = _running(settings)
-    probes: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
-        ("java", _java),
-        ("memory", lambda: _memory()),
-        ("disk", lambda: _disk(settings)),
-        ("port", lambda: _port(settings, running)),
-        ("stack", lambda: _stack(settings, running)),
-        ("jars", lambda: _jars(settings)),
-        ("kafka", lambda: _kafka(settings, running)),
-        ("valkey", lambda: _valkey(settings, running)),
-    )
-    for name, probe in probes:
+    probes: dict[str, Callable[[], Iterator[Check]]] = {
+        "java": _java,
+        "memory": _memory,
+        "disk": lambda: _disk(settings),
+        "port": lambda: _port(settings, running),
+        "stack": lambda: _stack(settings, running),
+        "jars": lambda: _jars(settings),
+        "kafka": lambda: _kafka(settings, running),
+        "valkey": lambda: _valkey(settings, running),
+    }
+    for name, probe in probes.items():
         try:
             yield from probe()
         except ImportError as error:
-            yield Check(name=name, ok=False, detail=f"the package {error.name} is not installed", advice=_EXTRAS)
+            yield Check(name, False, f"the package {error.name} is not installed", _EXTRAS)
 
 
 def render(results: Iterable[Check], console: Console) -> int:
@@ -77,7 +74,7 @@ def render(results: Iterable[Check], console: Console) -> int:
     return 1 if failed else 0
 
 
-class _Running(msgspec.Struct, frozen=True, kw_only=True):
+class _Running(msgspec.Struct, frozen=True):
     """The embedded stack of the folder, while it runs."""
 
     pid: int
@@ -96,41 +93,34 @@ def _running(settings: Settings) -> _Running | None:
     ports = last_ports(folder / "ports.json")
     if pid is None or not {"kafka", "valkey"} <= ports.keys():
         return None
-    return _Running(pid=pid, kafka=f"{HOST}:{ports['kafka']}", valkey=f"valkey://{HOST}:{ports['valkey']}/0")
+    return _Running(pid, f"{HOST}:{ports['kafka']}", f"valkey://{HOST}:{ports['valkey']}/0")
 
 
 def _java() -> Iterator[Check]:
     from tailrace.embedded.kafka import find_java
 
     try:
-        yield Check(name="java", ok=True, detail=str(find_java()))
+        yield Check("java", True, str(find_java()))
     except PrerequisiteMissing as error:
         what, _, advice = str(error).rpartition(": ")
-        yield Check(name="java", ok=False, detail=what, advice=advice)
+        yield Check("java", False, what, advice)
 
 
 def _memory() -> Iterator[Check]:
     import psutil
 
     memory = psutil.virtual_memory()
-    yield Check(
-        name="memory",
-        ok=True if memory.available >= _WANTED_MEMORY else None,
-        detail=f"{_gib(memory.available)} available of {_gib(memory.total)}",
-        advice=f"the stack wants about {_gib(_WANTED_MEMORY)}: lower spark.driver_memory and embedded.kafka_memory",
-    )
+    detail = f"{_gib(memory.available)} available of {_gib(memory.total)}"
+    advice = f"the stack wants about {_gib(_WANTED_MEMORY)}: lower spark.driver_memory and embedded.kafka_memory"
+    yield Check("memory", True if memory.available >= _WANTED_MEMORY else None, detail, advice)
 
 
 def _disk(settings: Settings) -> Iterator[Check]:
     folder = Path(settings.embedded.dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    yield Check(
-        name="disk",
-        ok=free >= _WANTED_DISK,
-        detail=f"{_gib(free)} free for {folder}",
-        advice=f"free at least {_gib(_WANTED_DISK)} there, or choose another folder with --dir",
-    )
+    advice = f"free at least {_gib(_WANTED_DISK)} there, or choose another folder with --dir"
+    yield Check("disk", free >= _WANTED_DISK, f"{_gib(free)} free for {folder}", advice)
 
 
 def _port(settings: Settings, running: _Running | None) -> Iterator[Check]:
@@ -138,67 +128,50 @@ def _port(settings: Settings, running: _Running | None) -> Iterator[Check]:
 
     host, port = settings.serve.host, settings.serve.port
     if is_free(port, host):
-        yield Check(name="http port", ok=True, detail=f"{host}:{port} is free")
+        yield Check("http port", True, f"{host}:{port} is free")
     elif running:
-        yield Check(name="http port", ok=True, detail=f"{host}:{port} is taken; the embedded stack runs")
+        yield Check("http port", True, f"{host}:{port} is taken; the embedded stack runs")
     else:
-        yield Check(
-            name="http port",
-            ok=None,
-            detail=f"{host}:{port} is taken, and not by the stack of {settings.embedded.dir}",
-            advice="fine if that is your service; else stop what listens there, or choose another port with --port",
-        )
+        detail = f"{host}:{port} is taken, and not by the stack of {settings.embedded.dir}"
+        advice = "fine if that is your service; else stop what listens there, or choose another port with --port"
+        yield Check("http port", None, detail, advice)
 
 
 def _stack(settings: Settings, running: _Running | None) -> Iterator[Check]:
     from tailrace.embedded.supervisor import STATUS_FILE
 
+    folder = Path(settings.embedded.dir)
     if running is None:
-        yield Check(
-            name="embedded stack",
-            ok=None,
-            detail=f"not running in {settings.embedded.dir}",
-            advice="`tailrace up` runs it",
-        )
+        yield Check("embedded stack", None, f"not running in {settings.embedded.dir}", "`tailrace up` runs it")
         return
     try:
-        parts = json.loads((Path(settings.embedded.dir) / STATUS_FILE).read_text(encoding="utf-8"))
+        parts = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         parts = []
     failing = [part["name"] for part in parts if part["state"] not in ("ready", "starting", "running")]
     states = ", ".join(f"{part['name']} {part['state']} (restarts: {part['restarts']})" for part in parts)
-    yield Check(
-        name="embedded stack",
-        ok=not failing,
-        detail=f"process {running.pid}: {states or 'starting'}",
-        advice=f"see the logs of {', '.join(failing)} in {Path(settings.embedded.dir) / 'logs'}",
-    )
+    detail = f"process {running.pid}: {states or 'starting'}"
+    yield Check("embedded stack", not failing, detail, f"see the logs of {', '.join(failing)} in {folder / 'logs'}")
 
 
 def _jars(settings: Settings) -> Iterator[Check]:
     from tailrace.embedded import jars
 
     cache = jars.cache_folder(settings.spark.jars)
+    advice = "the first start fetches them, which needs the network; `make setup` fetches them now"
     for name in jars.SETS:
         missing = jars.missing(name, cache)
-        yield Check(
-            name=f"jars for {name}",
-            ok=None if missing else True,
-            detail=f"{len(missing)} not in {cache} yet" if missing else f"complete in {cache}",
-            advice="the first start fetches them, which needs the network; `make setup` fetches them now",
-        )
+        detail = f"{len(missing)} not in {cache} yet" if missing else f"complete in {cache}"
+        yield Check(f"jars for {name}", None if missing else True, detail, advice)
     connector = next(jar for jar in jars.read_lock("spark") if jar.artifact.startswith("spark-sql-kafka"))
     try:
         spark = importlib.metadata.version("pyspark")
     except importlib.metadata.PackageNotFoundError:
-        yield Check(name="spark", ok=False, detail="pyspark is not installed", advice=_EXTRAS)
+        yield Check("spark", False, "pyspark is not installed", _EXTRAS)
         return
-    yield Check(
-        name="spark",
-        ok=spark == connector.version,
-        detail=f"pyspark {spark} with the Kafka connector {connector.version}",
-        advice=f"the pair must be the same version: install pyspark=={connector.version}",
-    )
+    detail = f"pyspark {spark} with the Kafka connector {connector.version}"
+    advice = f"the pair must be the same version: install pyspark=={connector.version}"
+    yield Check("spark", spark == connector.version, detail, advice)
 
 
 def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
@@ -211,23 +184,15 @@ def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
         admin = AdminClient({**properties, "bootstrap.servers": address, "log_level": 0})
         cluster = admin.list_topics(timeout=3)
     except KafkaException as error:
-        yield Check(
-            name="kafka",
-            ok=False,
-            detail=f"{address} does not answer: {error.args[0].str()}",
-            advice="start the broker (`tailrace up` has its own), or correct kafka.bootstrap and kafka.properties",
-        )
+        advice = "start the broker (`tailrace up` has its own), or correct kafka.bootstrap and kafka.properties"
+        yield Check("kafka", False, f"{address} does not answer: {error.args[0].str()}", advice)
         return
     topics = sum(not name.startswith("__") for name in cluster.topics)
-    yield Check(name="kafka", ok=True, detail=f"{address}: {len(cluster.brokers)} broker(s), {topics} topics")
+    yield Check("kafka", True, f"{address}: {len(cluster.brokers)} broker(s), {topics} topics")
     replication = settings.kafka.new_topic_replication
     if replication > len(cluster.brokers):
-        yield Check(
-            name="kafka topics",
-            ok=False,
-            detail=f"kafka.new_topic_replication is {replication}, but there are {len(cluster.brokers)} brokers",
-            advice="lower it, or no topic can be created",
-        )
+        detail = f"kafka.new_topic_replication is {replication}, but there are {len(cluster.brokers)} brokers"
+        yield Check("kafka topics", False, detail, "lower it, or no topic can be created")
 
 
 def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
@@ -245,12 +210,8 @@ def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
                 yield from _server(node)
             (meta,) = shards.run_all([(0, ("HGETALL", options.keys.meta(0)))])
     except TailraceError as error:
-        yield Check(
-            name="valkey",
-            ok=False,
-            detail=f"{address}: {error}",
-            advice="start the server (`tailrace up` has one of its own), or correct valkey.url and valkey.password",
-        )
+        advice = "start the server (`tailrace up` has one of its own), or correct valkey.url and valkey.password"
+        yield Check("valkey", False, f"{address}: {error}", advice)
         return
     finally:
         shards.close()
@@ -264,53 +225,36 @@ def _server(node: Any) -> Iterator[Check]:
     address = f"{connection.get('host', '')}:{connection.get('port', '')}"
     memory = int(info["used_memory"]) // _MIB
     is_old = "valkey_version" not in info and int(str(version).split(".")[0]) < 7
-    yield Check(
-        name="valkey",
-        ok=not is_old,
-        detail=f"{address}: version {version}, run_id {info['run_id'][:8]}…, {memory} MiB used",
-        advice="functions need Valkey, or Redis 7 or newer",
-    )
+    detail = f"{address}: version {version}, run_id {info['run_id'][:8]}…, {memory} MiB used"
+    yield Check("valkey", not is_old, detail, "functions need Valkey, or Redis 7 or newer")
     names = ("appendonly", "appendfsync", "maxmemory-policy", "stream-node-max-bytes")
     config = {name: _text(node.config_get(name).get(name, "?")) for name in names}
     node_bytes = config.pop("stream-node-max-bytes")
     if node_bytes.isdecimal() and not 0 < int(node_bytes) <= 1024:
-        yield Check(
-            name="valkey streams",
-            ok=None,
-            detail=f"stream-node-max-bytes {node_bytes}",
-            advice="the first run of every day allocates that much: set it to 256 (CONFIG SET, and in the server's "
-            "configuration) if no other application has streams on the server",
+        advice = (
+            "the first run of every day allocates that much: set it to 256 (CONFIG SET, and in the server's "
+            "configuration) if no other application has streams on the server"
         )
+        yield Check("valkey streams", None, f"stream-node-max-bytes {node_bytes}", advice)
     values = ", ".join(f"{name} {value}" for name, value in config.items())
     if config["maxmemory-policy"] != "noeviction":
-        yield Check(
-            name="valkey memory",
-            ok=False,
-            detail=values,
-            advice="the server would evict keys of views: set it to noeviction (CONFIG SET, and in the configuration)",
-        )
+        advice = "the server would evict keys of views: set it to noeviction (CONFIG SET, and in the configuration)"
+        yield Check("valkey memory", False, values, advice)
     is_durable = config["appendonly"] == "yes" and config["appendfsync"] == "always"
-    yield Check(
-        name="valkey durability",
-        ok=True if is_durable else None,
-        detail=values,
-        advice="a crash of the server may lose the last writes (the pipeline reads them again from Kafka, and readers "
-        "beyond them get a gap): set appendonly yes and appendfsync always",
+    advice = (
+        "a crash of the server may lose the last writes (the pipeline reads them again from Kafka, and readers "
+        "beyond them get a gap): set appendonly yes and appendfsync always"
     )
+    yield Check("valkey durability", True if is_durable else None, values, advice)
 
 
 def _layout(meta: dict[str, str], configured: int) -> Check:
     if not meta:
-        return Check(
-            name="valkey layout", ok=None, detail="nothing stored yet", advice="`tailrace run` makes the layout"
-        )
-    return Check(
-        name="valkey layout",
-        ok=int(meta.get("shards", 0)) == configured,
-        detail=f"{meta.get('shards', '?')} shards (configured: {configured}), layout {meta.get('format', '?')}, "
-        f"epoch {meta.get('epoch', '?')}",
-        advice="set valkey.shards to the stored number, or choose another valkey.prefix and rebuild",
-    )
+        return Check("valkey layout", None, "nothing stored yet", "`tailrace run` makes the layout")
+    stored, layout, epoch = (meta.get(key, "?") for key in ("shards", "format", "epoch"))
+    detail = f"{stored} shards (configured: {configured}), layout {layout}, epoch {epoch}"
+    advice = "set valkey.shards to the stored number, or choose another valkey.prefix and rebuild"
+    return Check("valkey layout", int(meta.get("shards", 0)) == configured, detail, advice)
 
 
 def _text(value: object) -> str:

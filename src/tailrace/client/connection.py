@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypedDict
 from urllib.parse import quote, urlsplit
 from weakref import WeakSet
 
@@ -48,6 +48,14 @@ FIRST_WAIT = 0.25
 LONGEST_WAIT = 30.0
 
 R = TypeVar("R")
+
+
+class _Page(Protocol):
+    @property
+    def next(self) -> str | int | None: ...
+
+
+P = TypeVar("P", bound=_Page)
 
 
 class FeedKeywords(TypedDict, total=False):
@@ -339,22 +347,32 @@ class Connection:
         self._feeds.add(feed)
         return feed
 
-    async def _pages(self, path: str, query: dict[str, str | int], limit: int | None) -> AsyncIterator[bytes]:
+    async def _get(self, path: str, kind: type[R], patience: float = 30.0, **query: str | int | None) -> R:
+        """Return an answer; parameters that are None are left out."""
+        given = {name: value for name, value in query.items() if value is not None}
+        return msgspec.json.decode(await self.call("GET", path, patience, params=given), type=kind)
+
+    async def _pages(self, path: str, kind: type[P], limit: int | None, prefix: str | None = None) -> AsyncIterator[P]:
         """Yield page after page; the caller stops when it has enough."""
-        query["limit"] = LARGEST_PAGE if limit is None else max(1, min(limit, LARGEST_PAGE))
-        after: str | int | None = ""
-        while after is not None:
-            page = await self.call("GET", path, params=query)
+        size = LARGEST_PAGE if limit is None else max(1, min(limit, LARGEST_PAGE))
+        page = await self._get(path, kind, prefix=prefix or None, limit=size)
+        yield page
+        while page.next is not None:
+            page = await self._get(path, kind, prefix=prefix or None, limit=size, after=page.next)
             yield page
-            after = query["after"] = msgspec.json.decode(page, type=_Page).next  # type: ignore[assignment]
 
     async def _listed(
-        self, path: str, query: dict[str, str | int], limit: int | None, read: Callable[[bytes], list[R]]
+        self,
+        path: str,
+        kind: type[P],
+        rows: Callable[[P], list[R]],
+        limit: int | None,
+        prefix: str | None = None,
     ) -> list[R]:
-        """Return up to ``limit`` rows of a list; ``read`` takes them from a page."""
+        """Return up to ``limit`` rows of a list."""
         found: list[R] = []
-        async for page in self._pages(path, query, limit):
-            found += read(page)
+        async for page in self._pages(path, kind, limit, prefix):
+            found += rows(page)
             if limit is not None and len(found) >= limit:
                 break
         return found[:limit]
@@ -363,10 +381,6 @@ class Connection:
         return Unavailable(
             f"no service answers at {self.url} ({_reason(error)}): is `tailrace up` or `tailrace serve` running?"
         )
-
-
-class _Page(msgspec.Struct):
-    next: str | int | None = None
 
 
 def _reason(error: httpx.TransportError) -> str:

@@ -98,24 +98,19 @@ class River(FoldsClient, GrepClient, TagsClient, SessionsClient):
             raise BadRequest("give either limit= or top=, not both")
         if memory and top is None:
             raise BadRequest("memory= is only for the largest streams: give top= too")
-        query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
         if top is not None:
-            query |= {"top": top} | ({"memory": "true"} if memory else {})
-            answer = await self.call("GET", "/v1/streams", patience=LONGEST_SEARCH, params=query)
-            return msgspec.json.decode(answer, type=Streams).streams
-        return await self._listed(
-            "/v1/streams", query, limit, lambda page: msgspec.json.decode(page, type=Streams).streams
-        )
+            wanted: dict[str, str | int | None] = {"top": top, "memory": "true" if memory else None}
+            found = await self._get("/v1/streams", Streams, LONGEST_SEARCH, prefix=prefix or None, **wanted)
+            return found.streams
+        return await self._listed("/v1/streams", Streams, lambda page: page.streams, limit, prefix)
 
     async def days(self, name: str) -> list[Day]:
         """List the days of a stream, the oldest first."""
-        answer = await self.call("GET", f"/v1/streams/{as_segment(name)}/days")
-        return msgspec.json.decode(answer, type=Days).days
+        return (await self._get(f"/v1/streams/{as_segment(name)}/days", Days)).days
 
     async def status(self) -> dict[str, Any]:
         """Return rates, lag, batch time and health of every part."""
-        answer: dict[str, Any] = msgspec.json.decode(await self.call("GET", "/v1/status"))
-        return answer
+        return await self._get("/v1/status", dict[str, Any])
 
 
 async def _each(

@@ -18,7 +18,7 @@ from copy import deepcopy
 from datetime import timedelta
 from decimal import Decimal
 from functools import cache
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from pydantic import (
@@ -225,47 +225,43 @@ class Section(BaseModel):
         return []
 
 
-class _Limits(Generic[N]):
-    """The least and the greatest value allowed, and the text that names both."""
+def _check(noun: str, written: Callable[[N], str], least: N, most: N) -> Callable[[N], N]:
+    """Return the function that takes a value from ``least`` to ``most``, and refuses others by naming both."""
+    wanted = f"{noun} of {written(least)} to {written(most)}" if least else f"{noun} of at most {written(most)}"
 
-    def __init__(self, noun: str, written: Callable[[N], str], least: N, most: N) -> None:
-        self._least: N = least
-        self._most: N = most
-        self.wanted = (
-            f"{noun} of {written(least)} to {written(most)}" if least else f"{noun} of at most {written(most)}"
-        )
-
-    def check(self, value: N) -> N:
-        if not self._least <= value <= self._most:
-            raise ValueError(self.wanted)
+    def check(value: N) -> N:
+        if not least <= value <= most:
+            raise ValueError(wanted)
         return value
 
+    return check
 
-def _limits(least: str, most: str = "36500d") -> _Limits[timedelta]:
-    return _Limits("a duration", format_duration, parse_duration(least), parse_duration(most))
+
+def _check_duration(least: str, most: str = "36500d") -> Callable[[timedelta], timedelta]:
+    return _check("a duration", format_duration, parse_duration(least), parse_duration(most))
 
 
 def durations(least: str = "0s", most: str = "36500d") -> AfterValidator:
     """Narrow a duration to these limits, both included."""
-    return AfterValidator(_limits(least, most).check)
+    return AfterValidator(_check_duration(least, most))
 
 
 def sizes(least: str = "0B", most: str = "1TiB") -> AfterValidator:
     """Narrow a size to these limits, both included."""
-    return AfterValidator(_Limits("a size", format_size, parse_size(least), parse_size(most)).check)
+    return AfterValidator(_check("a size", format_size, parse_size(least), parse_size(most)))
 
 
 class DurationOrWord:
     """A duration of at least ``least``, or a word that means None."""
 
     def __init__(self, word: str, least: str) -> None:
-        self._word, self._limits = word, _limits(least)
+        self._word, self._check = word, _check_duration(least)
 
     def read(self, value: object) -> timedelta | None:
         if value is None or value == self._word:
             return None
         try:
-            return self._limits.check(parse_duration(value))
+            return self._check(parse_duration(value))
         except ValueError as error:
             raise ValueError(f'{error}, or "{self._word}"') from None
 
@@ -278,6 +274,19 @@ _NEVER = DurationOrWord("never", "1s")
 _UNBOUNDED = DurationOrWord("", "1m")
 
 
+def _by_pattern(value: object, wanted: str, read: Callable[[Any], V]) -> dict[str, V]:
+    """Read a table whose keys are patterns; an error says for which of them."""
+    if not isinstance(value, Mapping):
+        raise ValueError(wanted)
+    table: dict[str, V] = {}
+    for pattern, item in value.items():
+        try:
+            table[check_pattern(str(pattern))] = read(item)
+        except ValueError as error:
+            raise ValueError(f"for {pattern!r} {error}") from None
+    return table
+
+
 class KeepByName(Table[timedelta | None]):
     """Patterns of names in the order in which they are tried, each with its retention; None is for ever."""
 
@@ -288,15 +297,8 @@ class KeepByName(Table[timedelta | None]):
 
     @classmethod
     def read(cls, value: object) -> Self:
-        if not isinstance(value, Mapping):
-            raise ValueError('a table of patterns and durations, such as {"audit/.*" = "forever"}')
-        table: dict[str, timedelta | None] = {}
-        for pattern, keep in value.items():
-            try:
-                table[check_pattern(str(pattern))] = _FOREVER.read(keep)
-            except ValueError as error:
-                raise ValueError(f"for {pattern!r} {error}") from None
-        return cls(table)
+        wanted = 'a table of patterns and durations, such as {"audit/.*" = "forever"}'
+        return cls(_by_pattern(value, wanted, _FOREVER.read))
 
 
 class TopicsByUser(Table[str]):
@@ -306,16 +308,10 @@ class TopicsByUser(Table[str]):
 
     @classmethod
     def read(cls, value: object) -> Self:
-        if not isinstance(value, Mapping):
-            raise ValueError('a table of patterns for users and for topics, such as {"anna|ben" = "orders-.*"}')
-        table: dict[str, str] = {}
-        for pattern, topics in value.items():
-            try:
-                table[check_pattern(str(pattern))] = check_pattern(topics)
-                if not pattern or not topics:
-                    raise ValueError("a pattern that is not empty")
-            except ValueError as error:
-                raise ValueError(f"for {pattern!r} {error}") from None
+        wanted = 'a table of patterns for users and for topics, such as {"anna|ben" = "orders-.*"}'
+        table = _by_pattern(value, wanted, check_pattern)
+        if empty := [users for users, topics in table.items() if not users or not topics]:
+            raise ValueError(f"for {empty[0]!r} a pattern that is not empty")
         return cls(table)
 
 
@@ -330,10 +326,6 @@ def _bucket(length: timedelta) -> timedelta:
     if not whole or timedelta(days=1) % length:
         raise ValueError('a length from "1h" to "1d" that divides a day evenly, such as "1h" or "6h"')
     return length
-
-
-def _topic_or_none(text: str) -> str:
-    return text and _topic(text)
 
 
 def value_path(text: str) -> str:
@@ -446,7 +438,7 @@ Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kKmMgG]$")]
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_patterns)]
 Topic = Annotated[str, AfterValidator(_topic)]
-TopicOrNone = Annotated[str, AfterValidator(_topic_or_none)]
+TopicOrNone = Annotated[str, AfterValidator(lambda text: text and _topic(text))]
 """A topic, or ``""``."""
 ValuePath = Annotated[str, AfterValidator(value_path)]
 Paths = Annotated[tuple[ValuePath, ...], BeforeValidator(_patterns), AfterValidator(_at_least_one)]

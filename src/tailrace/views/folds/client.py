@@ -32,12 +32,12 @@ class FoldsClient(Connection):
 
     async def fold_rules(self) -> list[FoldRule]:
         """List the rules of folds with their windows, what they hold and how much they fold."""
-        return msgspec.json.decode(await self.call("GET", "/v1/folds"), type=FoldRules).folds
+        return (await self._get("/v1/folds", FoldRules)).folds
 
     async def pending(self, rule: str, limit: int | None = None) -> list[PendingGroup]:
         """List the groups of a rule that hold folds, the first due first; so many at most."""
         path = f"/v1/folds/{as_segment(rule)}/pending"
-        return await self._listed(path, {}, limit, lambda page: msgspec.json.decode(page, type=PendingPage).groups)
+        return await self._listed(path, PendingPage, lambda page: page.groups, limit)
 
     async def flush(self, rule: str, group: Group) -> EmittedFolds:
         """Close the folds of a group now, and emit them."""

@@ -64,12 +64,9 @@ class SessionsClient(Connection):
         self, prefix: str | None = None, limit: int | None = None, *, state: str | None = None
     ) -> list[SessionRow]:
         """List telemetry sessions, those that were updated last first; so many at most, and no more than 1,000."""
-        given = {"prefix": prefix, "state": state, "limit": min(limit or LARGEST_LIST, LARGEST_LIST)}
-        query = {key: value for key, value in given.items() if value is not None}
-        return msgspec.json.decode(await self.call("GET", "/v1/sessions", params=query), type=SessionRows).sessions
+        most = min(limit or LARGEST_LIST, LARGEST_LIST)
+        return (await self._get("/v1/sessions", SessionRows, prefix=prefix, state=state, limit=most)).sessions
 
     async def session_config(self, identity: str) -> dict[str, Any]:
         """Return what a session's configurations say: channels, parameters, kinds of events."""
-        answer = await self.call("GET", f"/v1/sessions/{as_segment(identity)}/config")
-        found: dict[str, Any] = msgspec.json.decode(answer)
-        return found
+        return await self._get(f"/v1/sessions/{as_segment(identity)}/config", dict[str, Any])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Unpack
 
-import msgspec
-
 from tailrace.api.answers import SourcesPage, Tag, TaggedSource, TagsPage
 from tailrace.api.requests import TagsFeedParameters
 from tailrace.client.connection import Connection, Feed, FeedKeywords, as_segment, document_of
@@ -40,14 +38,13 @@ class TagsClient(Connection):
 
     async def tags(self, prefix: str | None = None, limit: int | None = None) -> list[Tag]:
         """List the tags in the order of their names; so many at most."""
-        query: dict[str, str | int] = {"prefix": prefix} if prefix else {}
-        return await self._listed("/v1/tags", query, limit, lambda page: msgspec.json.decode(page, type=TagsPage).tags)
+        return await self._listed("/v1/tags", TagsPage, lambda page: page.tags, limit, prefix)
 
     async def sources(self, tag: str, limit: int | None = None) -> list[TaggedSource]:
         """List the sources that have had events with a tag, in no order; so many at most."""
         found: dict[str, TaggedSource] = {}
-        async for page in self._pages(f"/v1/tags/{as_segment(tag)}/sources", {}, limit):
-            found |= {each.source: each for each in msgspec.json.decode(page, type=SourcesPage).sources}
+        async for page in self._pages(f"/v1/tags/{as_segment(tag)}/sources", SourcesPage, limit):
+            found |= {each.source: each for each in page.sources}
             if limit is not None and len(found) >= limit:
                 break
         return list(found.values())[:limit]
