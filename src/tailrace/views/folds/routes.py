@@ -46,10 +46,10 @@ from tailrace.errors import (
     StoreUnavailable,
     WindowsRefused,
 )
+from tailrace.http.delivery import follow_logs
 from tailrace.http.openapi import FEED, json_body
 from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded
 from tailrace.http.service import LogService, Service, ViewService
-from tailrace.http.sse import follow_logs
 from tailrace.log.event import iso_time
 from tailrace.metrics import FoldMetrics
 from tailrace.valkey.shards import Command, mapping
