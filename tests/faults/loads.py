@@ -36,7 +36,7 @@ from tests.views.folds.rig import Fold, FoldRig
 from tests.views.grep.rig import finds
 from tests.views.grep.site import consume
 from tests.views.sessions.recorded import MS, T0, doubles, read_stream
-from tests.views.tags.test_view import read_tags
+from tests.views.tags.test_write import read_tags
 from tests.writing import Record
 
 LAP_PARTITIONS = 2

@@ -22,7 +22,7 @@ from tailrace.views.tags.rows.store import StoredRow
 from tailrace.views.tags.store import TagOptions, raise_floors
 from tailrace.views.tags.write import TagsWriter
 from tests.examples import examples
-from tests.views.tags.test_view import HOUR, VIEWS, tagged
+from tests.views.tags.test_write import HOUR, VIEWS, tagged
 from tests.writing import NOON, Record, Writer, batch
 
 TAGGING = Tagging(paths=("tags",))
