@@ -87,7 +87,7 @@ class Bench:
         return topic
 
     def best(self, job: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a job several times and return its best figures. A run tells seconds, cpu and folds, if any.
+        """Run a job several times and return its best figures. A run returns seconds, cpu and folds, if any.
 
         Those that are fed from memory fold by the clock on the wall, so what they make depends on how fast they are.
         """

@@ -97,7 +97,7 @@ class Stack:
         return {"topics": TOPIC, "q": {"slot": slot, "x": {"$ne": next(self._differs)}}, "follow": "false", **more}
 
     def run(self, parameters: Row) -> tuple[int, int, float]:
-        """Count, or get, all events of a search; return how many it says it has, how many came, and seconds."""
+        """Count, or get, all events of a search; return its own count, the number that came, and seconds."""
         return asyncio.run(self._run({"count": "true", **parameters}))
 
     async def _run(self, parameters: Row) -> tuple[int, int, float]:
@@ -132,7 +132,7 @@ class Bench:
         print(json.dumps(row), file=sys.stderr, flush=True)
 
     def timed(self, job: str, case: str, run: Callable[[], tuple[int, float]], cpu: Callable[[], float]) -> Row:
-        """Run something several times; return its best. A run tells what it found, and seconds."""
+        """Run something several times; return its best. A run returns the number of matches, and seconds."""
         tries: list[tuple[int, float, float]] = []
         for _ in range(self.options.repeat):
             before = cpu()

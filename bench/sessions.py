@@ -170,7 +170,7 @@ class Bench(Spark):
         return [*self.pids(), *(pid for pid in (self.kafka.pid, self.store.pid) if pid)]
 
     def best(self, row: Row, run: Callable[[], float], samples: int) -> Row:
-        """Run something several times; return its best. A run tells samples per second."""
+        """Run something several times; return its best. A run returns samples per second."""
         rates, costs = [], []
         for _ in range(self.options.repeat):
             self.store.client().flushall()

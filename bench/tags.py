@@ -144,7 +144,7 @@ class Bench(Spark):
             connection.close()
 
     def best(self, row: Row, run: Callable[[], tuple[float, int]], tags: int = 0) -> Row:
-        """Run something several times; return its best. A run tells events per second, and how many there were."""
+        """Run something several times; return its best. A run returns events per second, and their number."""
         rates, costs = [], []
         for again in range(self.options.repeat):
             if again:

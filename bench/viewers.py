@@ -167,7 +167,7 @@ def _line(process: subprocess.Popen[str]) -> Any:
 
 
 def _ended(process: subprocess.Popen[str]) -> Any:
-    """Close its standard input, and return what it says to that."""
+    """Close its standard input, and return its answer."""
     assert process.stdin is not None
     process.stdin.close()
     answer = _line(process)

@@ -1,4 +1,4 @@
-"""A tab of a real browser that does what it is told, through pipes."""
+"""A tab of a real browser, driven through pipes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def browsing(url: str, folder: Path) -> Iterator[Tab]:
 
 
 class Tab:
-    """A tab that does what it is told."""
+    """A tab of a browser."""
 
     def __init__(self, commands: Any, messages: Iterator[dict[str, Any]], url: str) -> None:
         self._commands, self._messages, self._numbers = commands, messages, count(1)

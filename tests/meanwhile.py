@@ -16,7 +16,7 @@ class Turns:
 
 @contextmanager
 def meanwhile(act: Callable[[int], object], pause_s: float = 0.0) -> Iterator[Turns]:
-    """Do something in a thread, again and again, until the block is left; it is told which turn this is, from 0."""
+    """Call ``act`` in a thread, again and again, until the block is left; its argument is the turn, from 0."""
     ended, turns, failed = threading.Event(), Turns(), list[BaseException]()
 
     def work() -> None:

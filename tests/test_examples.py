@@ -59,7 +59,7 @@ def bursts(rows: int, changes: int, times: int = 2) -> list[tuple[int, Change]]:
 
 
 def folds_of(changes: list[tuple[int, Change]]) -> list[Fold]:
-    """Return the folded events that the example's rule makes of changes, in the order in which they are given out."""
+    """Return the folded events that the example's rule makes of changes, in the order in which they are emitted."""
     rule = the_rule()
     reader, folding = RuleReader(rule), rule.folding()
     groups: dict[bytes, list[Clump]] = defaultdict(list)

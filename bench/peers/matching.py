@@ -54,7 +54,7 @@ def maker(engine: str) -> Callable[[dict[str, Any]], Callable[[Any], bool]]:
 
 
 def counted(asked: Sequence[Callable[[Any], bool]]) -> Callable[[Any], int]:
-    """Return what tells how many of them an event matches."""
+    """Return a function that counts the queries that an event matches."""
     if len(asked) == 1:
         return asked[0]
 

@@ -111,7 +111,7 @@ def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Se
 
 
 def emitted_folds(url: str, prefix: str, rule: str, events: int) -> int:
-    """Return how many folds a rule gave out of so many events, once nothing is open."""
+    """Return the number of folds that a rule emitted for so many events, once nothing is open."""
     shards = Shards(StoreOptions(url, prefix=prefix))
     counts: dict[str, int] = {}
     for view in ("folds", "publishers"):

@@ -1,5 +1,5 @@
 """Folds through a real Kafka, Spark and Valkey: a pipeline that was away, that folds history again, or that is given
-other windows, gives out what it would have.
+other windows, emits what it would have.
 
 The tests look at one story, since each start of Spark takes long: a pipeline with three rules, which is stopped and
 comes back, and then another one that finds what the first one was given.
@@ -124,7 +124,7 @@ def _change_windows(posts: Posts, pipeline: PipelineProcess) -> Sequence[Publish
 
 
 def _same(found: dict[str, Any]) -> dict[str, Any]:
-    """A folded event without the time at which it was given out."""
+    """A folded event without the time at which it was emitted."""
     return {k: v for k, v in found.items() if k != "emitted"}
 
 
@@ -138,7 +138,7 @@ def test_history_folded_again_gives_the_folds_that_were_live(story: Story) -> No
     assert folds_of(story.of_live) == expected(story.live.sent, Windows(1_000, 10_000))
 
 
-def test_windows_change_while_it_runs_and_a_rule_that_goes_gives_out_what_it_held(story: Story) -> None:
+def test_windows_change_while_it_runs_and_a_rule_that_goes_emits_what_it_held(story: Story) -> None:
     assert story.too_early == []
     assert [fold["reason"] for fold in story.after_change] == ["quiet"]
     assert [fold["reason"] for fold in story.of_held] == ["quiet", "flush"]

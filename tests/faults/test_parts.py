@@ -1,4 +1,4 @@
-"""A part of the running system dies or loses its memory: the pipeline goes on by itself, readers are told the truth."""
+"""A part of the running system dies or loses its memory: the pipeline goes on, readers get each event or a gap."""
 
 from __future__ import annotations
 

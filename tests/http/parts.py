@@ -43,7 +43,7 @@ Serve = Callable[..., ServiceThread]
 
 
 def problem(response: httpx.Response, status: int, code: str) -> str:
-    """Check that an answer is a whole problem document, and return what it says."""
+    """Check that an answer is a whole problem document, and return its detail."""
     assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json")
     body = response.json()
     assert body.keys() >= {"type", "title", "status", "detail", "code", "retryable"}

@@ -1,4 +1,4 @@
-"""Topics on a real broker: what is acknowledged is there, what is not is said, and a topic may come and go."""
+"""Topics on a real broker: acknowledged records are there, refused ones are reported, and a topic may come and go."""
 
 from __future__ import annotations
 

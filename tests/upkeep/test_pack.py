@@ -1,4 +1,4 @@
-"""Packing, expiry and sealing on a real store: what readers get stays the same, and what is gone is said."""
+"""Packing, expiry and sealing on a real store: readers get the same events as before, and a gap for expired ones."""
 
 from __future__ import annotations
 

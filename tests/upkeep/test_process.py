@@ -60,7 +60,7 @@ def run(options: StoreOptions, *arguments: str, **changes: str) -> subprocess.Co
 
 
 def packed(options: StoreOptions, *arguments: str, **changes: str) -> dict[str, Any]:
-    """Run ``tailrace pack`` to its end; return what it says it did."""
+    """Run ``tailrace pack`` to its end; return its report."""
     done = run(options, "pack", *arguments, **changes)
     assert done.returncode == 0, done.stderr
     facts: dict[str, Any] = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Readers of logs that were rebuilt, expired, forgotten and packed under them: what they get, what they are told."""
+"""Readers of logs that were rebuilt, expired, forgotten and packed under them: the events and gaps they get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups that hold folds, and what was given out of them: written and read as the pipeline does, without Spark."""
+"""Groups that hold folds, and the folds emitted from them: written and read as the pipeline does, without Spark."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ def flush(client: httpx.Client, body: Any, rule: str = "accounts", what: str = "
 
 
 def rule_of(client: httpx.Client, name: str = "accounts") -> dict[str, Any]:
-    """Return what the listing says of a rule."""
+    """Return a rule's entry in the listing."""
     return next(rule for rule in client.get("/v1/folds").json()["folds"] if rule["name"] == name)

@@ -95,10 +95,10 @@ class FoldRig:
         return found
 
     def folds(self) -> list[Fold]:
-        """Return all folds that were given out; no id may be there twice."""
+        """Return all folds that were emitted; no id may be there twice."""
         entries = [value for _, value in self.outbox() if value.get("rule")]
         ids = [value["id"] for value in entries]
-        assert len(ids) == len(set(ids)), "a fold was given out twice"
+        assert len(ids) == len(set(ids)), "a fold was emitted twice"
         return sorted(map(self.read, entries))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Emitters that are killed: every event is in exactly one fold, given out once, when it was due."""
+"""Emitters that are killed: every event is in exactly one fold, emitted once, when it was due."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.views.folds.rig import RULE, FoldRig, expected, post
 from tests.writing import NOON, Record
 
 CALLS = 5
-"""Calls of one turn: what is due when, the watermark told, what is due now, what it holds, the change."""
+"""Calls of one turn: earliest due times, publication of the watermark, due groups, their state, the change."""
 
 
 def _records(first: int = 0, n: int = 60, at_ms: int = 0) -> list[Record]:
@@ -38,7 +38,7 @@ def test_an_emitter_killed_at_a_step_neither_loses_nor_doubles(store: StoreOptio
     assert rig.folds() == expected(records + more)
 
 
-def test_several_emitters_at_once_that_are_killed_and_replaced_give_each_fold_out_once(store: StoreOptions) -> None:
+def test_several_emitters_at_once_that_are_killed_and_replaced_emit_each_fold_once(store: StoreOptions) -> None:
     rig = FoldRig(store)
     records = _records(0, 400)
     for begin in range(0, 400, 100):

@@ -22,7 +22,7 @@ def service(serve: Serve) -> ServiceThread:
 
 
 @pytest.mark.parametrize("group", [["account_1"], {"account_id": "account_1"}])
-def test_a_flush_gives_out_the_group_and_leaves_nothing_of_it(client: httpx.Client, holder: Holder, group: Any) -> None:
+def test_a_flush_emits_the_group_and_leaves_nothing_of_it(client: httpx.Client, holder: Holder, group: Any) -> None:
     hold(holder)
     done = flush(client, {"group": group})
     assert (done.status_code, done.json()) == (200, {"folds": ["accounts:posts:0:0"], "groups": 1})
@@ -65,7 +65,7 @@ def test_what_was_due_when_it_was_flushed_keeps_its_own_reason_and_what_is_delet
 
 
 @pytest.mark.parametrize(("what", "reason"), [("flush", "flush"), ("delete", "deleted")])
-def test_all_groups_can_be_given_out_at_once(client: httpx.Client, holder: Holder, what: str, reason: str) -> None:
+def test_all_groups_can_be_emitted_at_once(client: httpx.Client, holder: Holder, what: str, reason: str) -> None:
     for n in range(700):
         holder.add("accounts", {"account_id": f"{n:0100d}"}, NOON)
     holder.add("rows", {"table": "t", "row": {"id": 1}}, NOON)
@@ -95,7 +95,7 @@ def test_pages_and_flushes_are_the_same_on_every_kind_of_store(serve: Serve, any
     holder.close()
 
 
-def test_an_event_that_comes_between_reading_and_giving_out_is_in_the_fold(
+def test_an_event_that_comes_between_reading_and_emitting_is_in_the_fold(
     service: ServiceThread, client: httpx.Client, holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(holder)
@@ -173,7 +173,7 @@ def test_a_body_that_names_no_group_is_refused(client: httpx.Client) -> None:
             assert message in problem(flush(client, body, what=what), 400, "request.invalid")
 
 
-def test_nothing_is_given_out_while_no_pipeline_has_begun_in_the_store(client: httpx.Client, holder: Holder) -> None:
+def test_nothing_is_emitted_while_no_pipeline_has_begun_in_the_store(client: httpx.Client, holder: Holder) -> None:
     hold(holder)
     for shard in range(holder.shards.options.shards):
         holder.shards.run_all([(shard, ("HSET", holder.shards.keys.meta(shard), "run_id", "another process"))])

@@ -59,7 +59,7 @@ GROUP = b"[1]"
 
 
 class Turn(NamedTuple):
-    """One step of a pipeline: what it reads, how far its watermark lags, and whether what is due is given out first."""
+    """One step of a pipeline: what it reads, how far its watermark lags, and whether what is due is emitted first."""
 
     slices: tuple[tuple[int, int], ...]
     stale: Time
@@ -376,7 +376,7 @@ def test_a_late_event_of_a_fold_that_has_left_opens_one_at_the_watermark() -> No
 
 @settings(max_examples=150, deadline=None)
 @given(_readings, st.integers(0, 200))
-def test_a_flush_gives_out_all_there_is(reading: Reading, watermark: int) -> None:
+def test_a_flush_emits_all_there_is(reading: Reading, watermark: int) -> None:
     windows, history, turns = reading
     held = Held(Folding(RULE.collect, windows))
     events = _read(history, turns, held)

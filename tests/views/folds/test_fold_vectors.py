@@ -1,6 +1,6 @@
 """Examples that other engines are tested with, and what our rule makes of them.
 
-Each has the folds that the other one gives out (``theirs``). Where ours are not the same, ``differs`` says why:
+Each has the folds that the other one emits (``theirs``). Where ours are not the same, ``differs`` says why:
 a gap of exactly ``quiet`` opens the next fold here, and continues the old one in some; an event that comes late is kept
 here, and dropped in some. An engine that joins at exactly its gap has our folds with a ``quiet`` longer by one.
 """
@@ -64,7 +64,7 @@ class Fold(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """An example: windows, what happens, what we give out and still hold, and what the other engine gives out."""
+    """An example: windows, what happens, what we emit and still hold, and what the other engine emits."""
 
     windows: Windows
     steps: Sequence[At | Tick]
@@ -217,13 +217,13 @@ VECTORS = {
 
 
 def _play(vector: Vector) -> tuple[list[Fold], Held]:
-    """Let the steps of an example happen; return what was given out, in order, and what is still held."""
+    """Let the steps of an example happen; return what was emitted, in order, and what is still held."""
     reader, folding = RuleReader(RULE), Folding(RULE.collect, vector.windows)
     groups: Held = {}
     given: list[Fold] = []
     watermark = 0
 
-    def give(group: bytes, finished: Sequence[ClosedFold]) -> None:
+    def emit(group: bytes, finished: Sequence[ClosedFold]) -> None:
         for fold in finished:
             values = json.loads(fold_record(RULE, group, fold, watermark).value)["values"]
             assert values["count"] == fold.clump.count == len(values["items"])
@@ -235,10 +235,10 @@ def _play(vector: Vector) -> tuple[list[Fold], Held]:
             taken = reader.read(json.dumps({"key": step.key, "item": step.item}).encode())
             assert isinstance(taken, RuleInput)
             one = Input(step.time, "vectors:0", offset, taken.size, taken.extracts)
-            give(taken.group, folding.absorb(groups.setdefault(taken.group, []), [one], watermark))
+            emit(taken.group, folding.absorb(groups.setdefault(taken.group, []), [one], watermark))
         else:
             for group, clumps in groups.items():
-                give(group, folding.settle(clumps, watermark))
+                emit(group, folding.settle(clumps, watermark))
     return given, {group: clumps for group, clumps in groups.items() if clumps}
 
 

@@ -80,7 +80,7 @@ def _tried(windows: Sequence[Windows], groups: Sequence[Sequence[Input]], part: 
 
 @given(st.lists(_windows, min_size=1, max_size=4), st.lists(_events, max_size=4), st.integers(1, 70))
 @example([Windows(10, 10, 5, 30)], [[(1, "jobs:0", b"a", b"x" * 30, 2**65)] * 9], 4)
-def test_trials_count_what_the_rule_gives_out(windows: list[Windows], events: list[Any], part: int) -> None:
+def test_trials_count_what_the_rule_emits(windows: list[Windows], events: list[Any], part: int) -> None:
     groups = [_inputs(each) for each in events]
     expected = [
         _figures(w.quiet_ms, [(inputs, list(replay(Folding(_COLLECT, w), inputs))) for inputs in groups])

@@ -44,7 +44,7 @@ def test_the_same_rules_again_change_nothing(store: StoreOptions) -> None:
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_a_rule_that_gathers_something_else_or_is_gone_gives_out_what_it_held(
+def test_a_rule_that_gathers_something_else_or_is_gone_emits_what_it_held(
     any_store: StoreOptions, gathers: bool
 ) -> None:
     rig = FoldRig(any_store)
@@ -60,7 +60,7 @@ def test_a_rule_that_gathers_something_else_or_is_gone_gives_out_what_it_held(
     assert list(applied_rules(rig.shards)) == (["accounts"] if gathers else [])
 
 
-def test_the_emitter_of_a_driver_that_was_overtaken_gives_nothing_out(store: StoreOptions) -> None:
+def test_the_emitter_of_a_driver_that_was_overtaken_emits_nothing(store: StoreOptions) -> None:
     rig = FoldRig(store)
     rig.writer.write([post(0, "account_1", 0)])
     old = Emitter(rig.shards, (RULE,), lambda rules: {"accounts": NOON + 10**6}, epoch=rig.writer.epoch)

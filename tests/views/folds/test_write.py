@@ -1,4 +1,4 @@
-"""Folds in the store: tasks that add, emitters that give out, on a real Valkey, a cluster and Redis."""
+"""Folds in the store: tasks that add, emitters that emit, on a real Valkey, a cluster and Redis."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_tasks_that_touch_the_same_groups_at_once_lose_nothing(any_store: StoreO
     assert rig.folds() == expected([r for part in parts for r in part])
 
 
-def test_events_that_arrive_while_folds_are_given_out_open_the_next(any_store: StoreOptions) -> None:
+def test_events_that_arrive_while_folds_are_emitted_open_the_next(any_store: StoreOptions) -> None:
     rig = FoldRig(any_store)
     records = [post(i, f"account_{i % 7}", 300 * i) for i in range(400)]
     stop = threading.Event()

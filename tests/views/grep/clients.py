@@ -209,7 +209,7 @@ class Tap(asyncio.Protocol):
 
     @staticmethod
     def body(answer: bytes) -> bytes:
-        """Return what an answer says, as far as it has come."""
+        """Return the body of an answer, as far as it has come."""
         head, _, rest = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 "), answer[:2_000]
         found: list[bytes] = []
@@ -253,7 +253,7 @@ for (const kind of ["open", "message", "error", "caught-up", "progress", "gap", 
 
 
 class Page:
-    """A page that follows one feed and tells what happens to it."""
+    """A page that follows one feed and reports its events."""
 
     def __init__(self, messages: Iterator[dict[str, Any]]) -> None:
         self.happened: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """Topics in a real Kafka, the pipeline's own host and scanner without Spark, and a service that searches: one site.
 
-What a search must find is told by a program of its own: it reads the topics from their start and asks the oracle.
+Expected matches come from a reader of its own: it reads the topics from their start and asks the oracle.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def test_a_gap_and_a_problem_are_told(service: ScriptedSearches) -> None:
 
 
 def stopped(service: ScriptedSearches, *words: str, lines: int) -> tuple[str, list[str]]:
-    """Stop a search after so many lines; return what it said before the command that goes on, and that command."""
+    """Stop a search after so many lines; return its standard error and the command that goes on."""
     service.wait = 30.0
     with subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Feeds of searches when something is gone: records, topics, the search itself. Readers are told, and never misled."""
+"""Feeds of searches when something is gone: records, topics, the search itself. Readers get a gap or an error."""
 
 from __future__ import annotations
 

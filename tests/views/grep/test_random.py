@@ -1,4 +1,4 @@
-"""Random histories: whatever happens to topics, drivers, scans, services and readers, each match is shown once or said.
+"""Random histories of topics, drivers, scans, services and readers: each match is shown once or named in a gap.
 
 Each round makes an installation, lets things happen in a random order, and compares what every reader got with a
 straightforward reading of everything that was ever written. A failure names its seed: run that one alone with

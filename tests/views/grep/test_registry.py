@@ -1,4 +1,4 @@
-"""The registry of searches on a real store: what is said once stays said, and what is kept of records stays small."""
+"""The registry of searches on a real store: facts once stored do not change, and the bytes kept of records stay few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches read by libraries that others wrote, each in its own manner: events, what is said of the feed, resume."""
+"""Searches read by libraries that others wrote, each in its own manner: events, control frames, resume."""
 
 from __future__ import annotations
 

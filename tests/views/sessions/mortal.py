@@ -1,4 +1,4 @@
-"""Tasks that die on the way: some of their calls have been carried out, and nobody heard of it."""
+"""Tasks that die on the way: some of their calls have been carried out, and their answers are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions written by the pipeline's own path, and what their streams and hashes hold of them."""
+"""Sessions written by the pipeline's own path, and the contents of their streams and hashes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecordedSession(NamedTuple):
 
 
 def read_stream(shards: Shards, stream: str, width: int = 8) -> dict[int, RecordedSession]:
-    """Return what a stream says of each of its sessions, by number. All samples have one width."""
+    """Return the contents of a stream for each of its sessions, by number. All samples have one width."""
     key = shards.keys.stream(stream)
     found: dict[int, RecordedSession] = {}
     for _, flat in shards.run_keyed([(key, ("XRANGE", key, "-", "+"))])[0]:
@@ -150,7 +150,7 @@ class Track:
         return self.plan.stream_of(self.topic, partition)
 
     def sessions(self, partition: int = 0, width: int = 8) -> list[RecordedSession]:
-        """Return what the stream says of its sessions, in the order of their numbers."""
+        """Return the sessions of a partition's stream, in the order of their numbers."""
         found = read_stream(self.shards, self.stream(partition), width)
         return [found[number] for number in sorted(found)]
 

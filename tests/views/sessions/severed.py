@@ -13,7 +13,7 @@ class Severed:
 
     Args:
         port: Of the server.
-        loses: Told the name of each of our functions that is called; says whether its answer is lost.
+        loses: Gets the name of each of our functions that is called; returns True to lose its answer.
     """
 
     def __init__(self, port: int, loses: Callable[[str], bool]) -> None:

@@ -49,7 +49,7 @@ def gaps(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
 
 
 def check(frames: list[AnyFrame], whole: Whole, writes: list[tuple[EntryId, EntryId, int]], thinned: bool) -> int:
-    """Check that everything was seen once, but for what a gap says; return how many gaps there are.
+    """Check that everything was seen once, except in gaps; return the number of gaps.
 
     A gap lies in one write, and what is missing is its rest; of samples that are thinned, what was held of it, too.
     """

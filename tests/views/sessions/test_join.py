@@ -14,7 +14,7 @@ _fresh = count()
 
 
 class Meeting:
-    """A session of which a first word is said, a writer that says more, and a reader that joins."""
+    """A session with one update, a writer that adds more, and a reader that joins."""
 
     def __init__(self, store: SessionStore) -> None:
         self.store, self.stream, self.identity = store, f"joined-{next(_fresh)}", f"joining-{next(_fresh)}"

@@ -62,7 +62,7 @@ def unpacked(message: bytes) -> dict[str, Any]:
 
 
 async def heard(connection: ClientConnection, last: str) -> list[dict[str, Any]]:
-    """Return messages up to one that says something of the feed, or to the end of the connection."""
+    """Return messages up to a control message, or to the end of the connection."""
     found: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(20):

@@ -1,4 +1,4 @@
-"""Sessions longer than their stream: what was trimmed comes from Kafka, each sample once, or is told as gone."""
+"""Sessions longer than their stream: trimmed entries come from Kafka, each sample once, or a gap names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of telemetry records: what is read, and what is told of the rest."""
+"""The format of telemetry records: the fields that are read, and the faults that are reported."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Reading(reading.Reading):
         return names(frames)
 
     async def follow(self, *tags: str, **parameters: Any) -> Follower:
-        """Follow tags, from the start unless it is said otherwise."""
+        """Follow tags, by default from the start."""
         if not parameters.keys() & {"start", "after", "last_event_id"}:
             parameters["start"] = "start"
         follower = Follower(await self.open(*tags, **parameters))
@@ -149,7 +149,7 @@ class Reading(reading.Reading):
 
 
 class Follower(reading.Follower):
-    """A reader in the background that can be asked what it was told."""
+    """A reader in the background that keeps the names of its events and its control frames."""
 
     @property
     def names(self) -> list[str]:

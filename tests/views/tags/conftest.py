@@ -1,4 +1,4 @@
-"""The worlds that cases of reading tags are told in, and who writes where no more is needed."""
+"""Fixtures of the tests of tags: stores with writer and readers, and a bare writer."""
 
 from __future__ import annotations
 

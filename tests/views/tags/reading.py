@@ -51,7 +51,7 @@ def request_of(
 
 
 class Reading(rig.Reading):
-    """Feeds of tags, which end at what there is unless it is said otherwise."""
+    """Feeds of tags; unless ``follow`` is set, they end with the last event there is."""
 
     def __init__(self, feeds: TagStore, hub: Hub, clock: Callable[[], int] = now_ms) -> None:
         self.feeds, self.hub, self.clock = feeds, hub, clock
@@ -69,7 +69,7 @@ class Reading(rig.Reading):
 
 
 class Follower(rig.Follower):
-    """A reader in the background that tells its events as p1:2."""
+    """A reader in the background that names its events p1:2."""
 
     shown = staticmethod(names)
 

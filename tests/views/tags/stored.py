@@ -126,7 +126,7 @@ class Stored:
         return list(found.values())
 
     def progress(self, tag: str, pid: str) -> SourceProgress:
-        """Return how far the shard says that a source is in a tag."""
+        """Return the progress of a source in a tag, from the shard."""
         ((found,),) = read_progress(self.driver.shards, [(self.shard(tag), tag, [pid])])
         return found
 

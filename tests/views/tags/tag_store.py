@@ -1,4 +1,4 @@
-"""A store of tag rows that keeps the rules of the writer, for the reading of one tag: any moment can be looked at."""
+"""A store of tag rows that keeps the rules of the writer, for the reading of one tag: tests can inspect any moment."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Store:
 
 
 def quiet(waits: GapTimeouts | None = None, **changes: int | None) -> ReadSettings:
-    """Ways to read that look back only when they are told to."""
+    """Settings of readers that look back only when a test asks for it."""
     given: dict[str, int | None] = {"short_ms": None, "long_ms": None, "delay_ms": 0, **changes}
     return ReadSettings(timeouts=waits or GapTimeouts(), **given)  # type: ignore[arg-type]
 

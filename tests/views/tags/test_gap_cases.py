@@ -147,7 +147,7 @@ async def test_G_08_the_end_of_a_search_does_not_wait_for_the_refresh(theirs: Wo
 
 
 async def test_G_09_a_number_that_was_delivered_is_not_delivered_again(theirs: World) -> None:
-    """Nothing is said of it: rows are read again as a matter of course."""
+    """No gap is reported: rows are read again as a matter of course."""
     at = now_ms() - SECOND
     theirs.put("green", ("p1", 1, at), ("p1", 2, at + 1))
     async with theirs.reading(refresh="50ms", back_track="50ms", long_back_track="off") as read:

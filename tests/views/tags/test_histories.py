@@ -1,4 +1,4 @@
-"""Random histories of tags: written, packed, damaged, tagged otherwise, cleaned, forgotten by Kafka, and rebuilt."""
+"""Random histories of tags: written, packed, damaged, tagged otherwise, erased, forgotten by Kafka, and rebuilt."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Life:
         return int(offset) < self.marks.get((tag, pid), (0, 0))[int(place.rpartition(":")[2])]
 
     def check(self) -> None:
-        """A tag that is not damaged has gapless numbers up to those that were given out.
+        """A tag that is not damaged has gapless numbers up to the last assigned ones.
 
         Its timeuuids never fall along a partition, where times do not.
         """

@@ -78,7 +78,7 @@ def _again(part: TagPosition) -> TagPosition:
 
 
 def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tuple[Store, Reader, list[Row]]:
-    """Do what is said; return the store, the reader at the end, and what readers before it were given."""
+    """Carry out operations; return the store, the last reader, and the rows that earlier readers delivered."""
     store, theirs, their_ms = Store(), 0, 0
     if with_others:
         # What others wrote says nothing of a place that comes as the first, nor of a source that was forgotten.

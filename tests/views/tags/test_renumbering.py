@@ -1,4 +1,4 @@
-"""The rules by which tags are numbered anew, and by which a source is taken out of them."""
+"""The rules by which tags are numbered anew, and by which a source is erased from them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _segment(index: int, epoch: int, first: int, last: int) -> Segment:
     return Segment(index, index, 1, epoch, first, last, last - first + 1, 0, 0, state=PACKED)
 
 
-def test_places_of_what_was_taken_out_lead_to_what_is_left_behind_them() -> None:
+def test_places_of_what_was_erased_lead_to_what_is_left_behind_them() -> None:
     one, two, three, live = (
         _segment(0, 10, 5, 20),
         _segment(1, 10, 25, 40),

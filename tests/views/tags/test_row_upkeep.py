@@ -1,4 +1,4 @@
-"""Upkeep of tags in Cassandra on real parts: compared with Kafka, made again with their numbers, and cleaned."""
+"""Upkeep of tags in Cassandra on real parts: compared with Kafka, made again with their numbers, and erased."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_what_kafka_no_longer_has_stays_and_is_numbered_on_and_what_expired_is_n
     assert here.rebuild()["restored"] == 0
 
 
-def test_a_source_is_taken_out_for_good_and_comes_back_when_it_is_asked_for(past: Make) -> None:
+def test_a_source_is_erased_for_good_and_comes_back_when_it_is_asked_for(past: Make) -> None:
     here = past(2)
     here.put(here.history(["p", "q", "gone"], "red", "blue", hours=2), at_once=5)
     before = {tag: here.rows(tag) for tag in ("red", "blue")}

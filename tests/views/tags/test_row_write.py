@@ -61,7 +61,7 @@ def check(records: list[Record], found: dict[str, list[StoredRow]]) -> None:
 
 
 def die_before_the_mark(writer: Writer, records: list[Record], most: int) -> None:
-    """Do what a task does, and stop when some windows' rows are written: no shard is told."""
+    """Work as a task, and stop when the rows of some windows are written: no shard has applied them."""
     (view,) = [view for view in writer.plan.make_writers() if isinstance(view, TagsWriter)]
     marks, shards = read_marks(writer.shards, "tags"), writer.plan.store.shards
     for part in slices(batch(records), {}, writer.plan.limits):

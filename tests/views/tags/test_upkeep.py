@@ -1,4 +1,4 @@
-"""Upkeep of tags on real parts: packed, swept, compared with Kafka, made again with their numbers, and cleaned."""
+"""Upkeep of tags on real parts: packed, swept, compared with Kafka, made again with their numbers, and erased."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ async def test_the_command_says_what_would_be_tagged_and_readers_inside_are_told
 # Cleanup.
 
 
-async def test_a_source_is_taken_out_for_good_and_nobody_else_notices(past: Make) -> None:
+async def test_a_source_is_erased_for_good_and_nobody_else_notices(past: Make) -> None:
     here = past(2)
     here.put(here.history(["p", "q", "gone"], "red", "blue", hours=3), at_once=5)
     here.put(here.history(["gone"], "red", "alone", hours=1, first=3))
@@ -298,7 +298,7 @@ async def test_a_source_is_taken_out_for_good_and_nobody_else_notices(past: Make
         here.cleanup("nobody")
 
 
-def test_a_source_that_was_taken_out_comes_back_when_it_is_asked_for(past: Make) -> None:
+def test_a_source_that_was_erased_comes_back_when_it_is_asked_for(past: Make) -> None:
     here = past(1)
     here.put(here.history(["p", "gone"], "red", "blue", hours=2))
     before = by_source(here.events("red"))
@@ -333,7 +333,7 @@ def test_a_cleanup_that_dies_is_completed_by_the_next(past: Make, step: str) -> 
     assert here.numbers("red")["gone"] == [14]
 
 
-def test_the_command_says_what_it_would_take_out_and_one_that_is_killed_is_completed_by_the_next(
+def test_the_command_says_what_it_would_erase_and_one_that_is_killed_is_completed_by_the_next(
     store: StoreOptions,
 ) -> None:
     tagging = Tagging(paths=("tags",))

@@ -104,7 +104,7 @@ def test_K_02_the_tagged_events_of_one_source_vanish_and_those_of_others_and_the
     assert here.numbers("red") == {"q": list(range(1, 11)), "p": [11]}
 
 
-def test_K_03_several_sources_are_taken_out_of_all_their_tags_and_it_is_told_how_it_goes(
+def test_K_03_several_sources_are_erased_from_all_their_tags_and_it_is_told_how_it_goes(
     past: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = past(partitions=2)
@@ -130,7 +130,7 @@ def test_K_05_a_dry_run_takes_nothing_out_and_says_of_each_tag_what_it_would(
     assert (here.events("red"), here.events("blue")) == before
 
 
-def test_K_06_what_was_taken_out_or_lost_is_made_again_as_it_was_and_each_time(past: Make, spark: Any) -> None:
+def test_K_06_what_was_erased_or_lost_is_made_again_as_it_was_and_each_time(past: Make, spark: Any) -> None:
     here = past(spark)
     here.put([here.event(pid, "red", at=i * 1_000) for i in range(10) for pid in ("p", "q", "r")], at_once=30)
     before = here.events("red")
@@ -216,7 +216,7 @@ def test_K_10_history_gets_tags_that_it_did_not_have_once_only_those_asked_for_a
     here.put([here.event("p", at=HOUR, n=10), here.event("q", at=HOUR, n=1)])
     assert here.numbers("big") == {"p": [1]}
     assert here.rebuild("big")["rebuilt"] == 1
-    # The first five of each are no longer there; what is has numbers up to those that were given out.
+    # The first five of each are no longer there; the rest have numbers up to the last assigned ones.
     assert here.numbers("big") == {"p": [-4, -3, -2, -1, 0, 1], "q": [-4, -3, -2, -1, 0]}
     assert here.numbers("even") == {"p": [1]}
     before = here.events("big")
