@@ -48,25 +48,6 @@ SAMPLES = 100
 """Elements of a key that the server looks at to estimate its memory."""
 
 
-async def page_of(logs: Logs, prefix: str, after: str, limit: int) -> Streams:
-    """Return a page of streams, without those that have expired as a whole."""
-    names = await logs.names(after, prefix, limit + 1)
-    page = names[:limit]
-    streams = [stream_of(name, log) async for name, log in read_logs(logs, page)]
-    return Streams(streams=streams, next=page[-1] if len(names) > limit else None)
-
-
-async def days_of(logs: Logs, name: str) -> Days:
-    """Return the days of a stream. All segments of a day are one row: of several servers, buckets, seals."""
-    segments = (await logs.log(name)).segments
-    if not segments:
-        raise StreamNotFound(name)
-    by_day: dict[int, list[Segment]] = {}
-    for segment in segments:
-        by_day.setdefault(segment.start_ms // DAY_MS, []).append(segment)
-    return Days(name=name, days=[_day(bucket, parts) for bucket, parts in by_day.items()])
-
-
 async def read_logs(logs: Logs, names: Sequence[str]) -> AsyncIterator[tuple[str, Log]]:
     """Yield the logs of names, in their order, without empty ones."""
     at, count = 0, FIRST_LOGS
@@ -244,9 +225,13 @@ async def list_streams(days: DaysHere, parameters: StreamsParameters) -> Streams
     if parameters.top is None:
         if parameters.memory:
             raise BadRequest("memory is only for the largest streams: give top too")
-        return await page_of(days.logs, parameters.prefix, parameters.after, parameters.limit or 100)
-    if page := [name for name in ("after", "limit") if getattr(parameters, name)]:
-        raise BadRequest(f"top answers in one piece: leave {page[0]} out")
+        limit = parameters.limit or 100
+        names = await days.logs.names(parameters.after, parameters.prefix, limit + 1)
+        page = names[:limit]
+        streams = [stream_of(name, log) async for name, log in read_logs(days.logs, page)]
+        return Streams(streams=streams, next=page[-1] if len(names) > limit else None)
+    if needless := [name for name in ("after", "limit") if getattr(parameters, name)]:
+        raise BadRequest(f"top answers in one piece: leave {needless[0]} out")
     return await days.largest.find(parameters.prefix, parameters.top, parameters.memory)
 
 
@@ -269,4 +254,11 @@ async def follow_one(
 @routes.get("/v1/streams/{name:path}/days", 400, 404, 503)
 async def list_days(days: DaysHere, name: Name, parameters: Parameters) -> Days:
     """List the days of a stream."""
-    return await days_of(days.logs, name)
+    segments = (await days.logs.log(name)).segments
+    if not segments:
+        raise StreamNotFound(name)
+    # All segments of a day are one row: of several servers, buckets, seals.
+    by_day: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_day.setdefault(segment.start_ms // DAY_MS, []).append(segment)
+    return Days(name=name, days=[_day(bucket, parts) for bucket, parts in by_day.items()])

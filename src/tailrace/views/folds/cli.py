@@ -241,9 +241,6 @@ def run_tune(
     """Print the result of each window on the events since a time; draw it to ``plot``, as PNG or SVG by its name.
 
     Everything that can be wrong with the request is refused before Spark starts.
-
-    Raises:
-        BadRequest: The rule, the time, a window or the file's name cannot be used, or there is nothing to fold.
     """
     with needs("spark"):
         from tailrace.cli.upkeep import step_aside
@@ -314,11 +311,7 @@ def run_tune(
 
 
 def quiet_ms(text: str) -> int:
-    """Read a quiet period to try.
-
-    Raises:
-        BadRequest: The text is no duration, or one below a millisecond.
-    """
+    """Read a quiet period to try; BadRequest if the text is no duration, or one below a millisecond."""
     from tailrace.config.values import parse_duration
 
     try:

@@ -85,16 +85,13 @@ class FoldsDriver(ViewDriver):
         enforce(start.shards, self._rules, round(time.time() * 1000), start.epoch)
 
     def begin(self, start: Start, generations: Mapping[str, int], bounds: Bounds) -> None:
-        """Begin at the end, if the settings say so."""
         if start.settings.folds.begin == "end":
             begin_at_end(start, self.name, generations, bounds)
 
     def plan(self) -> FoldsPlan:
-        """Return the rules that are in force."""
         return FoldsPlan(tuple(self._rules.values()))
 
     def loops(self, run: DriverRun) -> Sequence[Loop]:
-        """Return the emitter."""
         own = run.connect()
         return [
             Emitter(
@@ -108,7 +105,6 @@ class FoldsDriver(ViewDriver):
         ]
 
     def restart_reason(self, start: Start) -> str:
-        """Return a reason when other windows are asked for."""
         return "" if asked_for(start.shards) == self._wanted else "fold rules get other windows"
 
 
@@ -254,7 +250,6 @@ class Emitter(threading.Thread):
         self.failure: BaseException | None = None
 
     def stop(self) -> None:
-        """End the loop and wait a little."""
         self._stopping.set()
         self.join(timeout=3)
 

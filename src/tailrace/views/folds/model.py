@@ -420,7 +420,6 @@ def add_offset(packed: list[int], offset: int) -> None:
 
 
 def unpack_offsets(packed: Sequence[int]) -> list[int]:
-    """Return the offsets of a packed list, in order."""
     edges = list(accumulate(packed[1:]))
     return sorted(chain.from_iterable(map(range, edges[::2], edges[1::2])))
 
@@ -455,7 +454,6 @@ class Rule(msgspec.Struct, frozen=True):
         return f"{self.name}:{self.definition}"
 
     def shard(self, group: bytes, shards: int) -> int:
-        """Return the shard of a group."""
         return shard_of(f"{self.name}:{group.decode()}", shards)
 
     def folding(self) -> Folding:

@@ -209,24 +209,6 @@ class PendingPosition(NamedTuple):
             raise CursorError(f"{text[:80]!r} is not `next` of a page of pending groups") from None
 
 
-async def list_pending(folds: FoldsService, name: str, after: str, limit: int) -> PendingPage:
-    """Return a page of groups; their values keep their digits."""
-    rule, nodes = await folds.applied(name), folds.nodes
-    last = PendingPosition.parse(after) if after else None
-    shards = range(nodes.options.shards)
-    by_shard = await asyncio.gather(*(_due(folds, shard, rule.key_suffix, last, limit + 1) for shard in shards))
-    due = sorted((position, shard) for shard, positions in enumerate(by_shard) for position in positions)
-    page, folding = due[:limit], rule.folding()
-    rows: list[PendingGroup] = []
-    for begin in range(0, len(page), AT_ONCE):
-        some = page[begin : begin + AT_ONCE]
-        answers = await nodes.read_all([(s, ("HGET", nodes.keys.fold(s, rule.key_suffix), at.group)) for at, s in some])
-        for (position, _), answer in zip(some, answers, strict=True):
-            if answer is not None:
-                rows.append(_row(rule, folding, position, decode_group(answer)))
-    return PendingPage(name, rows, str(page[-1][0]) if len(due) > limit else None)
-
-
 async def _due(
     folds: FoldsService, shard: int, rule: str, after: PendingPosition | None, limit: int
 ) -> list[PendingPosition]:
@@ -263,9 +245,7 @@ def _row(rule: Rule, folding: Folding, position: PendingPosition, stored: Stored
 async def change_windows(folds: FoldsService, name: str, body: bytes) -> WindowsChange:
     """Ask for other windows of a rule, on top of what was asked for before; or for those of the settings again.
 
-    Raises:
-        RuleNotFound: there is no such rule.
-        WindowsRefused: with every problem, by key.
+    WindowsRefused names every problem, by key.
     """
     rule, nodes, key = folds.configured(name), folds.nodes, folds.nodes.keys.wanted()
     requested = _read_windows(body)
@@ -297,12 +277,7 @@ def _read_windows(body: bytes) -> dict[str, Any] | None:
 
 
 async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reason) -> EmittedFolds:
-    """Emit the folds of the group that the body names, or of all groups.
-
-    Raises:
-        RuleNotFound: there is no such rule.
-        GroupNotFound: the group holds nothing.
-    """
+    """Emit the folds of the group that the body names, or of all groups; GroupNotFound if it holds nothing."""
     group = _read_group(body, await folds.applied(name))
     flush = _Flush(folds, name, reason)
     if group is None:
@@ -441,7 +416,21 @@ async def follow_folds(
 @routes.get("/v1/folds/{name}/pending", 400, 404, 503)
 async def pending_groups(folds: FoldsHere, name: RuleName, parameters: PageParameters) -> PendingPage:
     """List the groups of a rule that hold folds, the first due first."""
-    return await list_pending(folds, name, parameters.after, parameters.limit)
+    after, limit = parameters.after, parameters.limit
+    rule, nodes = await folds.applied(name), folds.nodes
+    last = PendingPosition.parse(after) if after else None
+    shards = range(nodes.options.shards)
+    by_shard = await asyncio.gather(*(_due(folds, shard, rule.key_suffix, last, limit + 1) for shard in shards))
+    due = sorted((position, shard) for shard, positions in enumerate(by_shard) for position in positions)
+    page, folding = due[:limit], rule.folding()
+    rows: list[PendingGroup] = []
+    for begin in range(0, len(page), AT_ONCE):
+        some = page[begin : begin + AT_ONCE]
+        answers = await nodes.read_all([(s, ("HGET", nodes.keys.fold(s, rule.key_suffix), at.group)) for at, s in some])
+        for (position, _), answer in zip(some, answers, strict=True):
+            if answer is not None:
+                rows.append(_row(rule, folding, position, decode_group(answer)))
+    return PendingPage(name, rows, str(page[-1][0]) if len(due) > limit else None)
 
 
 @routes.post("/v1/folds/{name}/flush", 400, 404, 413, 503, body=GROUP_BODY)

@@ -57,11 +57,7 @@ def _output_name(text: str) -> str:
 
 
 def parse_collect(text: str) -> tuple[str, str]:
-    """Return the kind and the path of ``"KIND PATH"``; the path of ``events`` is empty.
-
-    Raises:
-        ValueError: With the expected form.
-    """
+    """Return the kind and the path of ``"KIND PATH"``, or raise ValueError; the path of ``events`` is empty."""
     kind, _, path = text.strip().partition(" ")
     if kind not in COLLECT_KINDS:
         raise ValueError(f'a kind and a path, such as "set account.id"; kinds: {", ".join(COLLECT_KINDS)}')

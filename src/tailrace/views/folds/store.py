@@ -195,11 +195,7 @@ class FoldStore:
         return earliest
 
     def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Iterable[GroupChange | None]) -> int:
-        """Make changes in a shard; return how many it refused because another writer was faster.
-
-        Raises:
-            StaleDriver: Another driver has taken the view over.
-        """
+        """Make changes in a shard; return how many it refused because another writer was faster."""
         refused = 0
         for some in call_batches(change for change in changes if change is not None):
             answer = self._shards.call(shard, "settle", *settle_arguments(rule, forget_ms, some, self._epoch))
@@ -229,7 +225,6 @@ _MS = timedelta(milliseconds=1)
 
 
 def rule_of(name: str, fold: FoldSettings) -> Rule:
-    """Return the rule of a settings section."""
     return Rule(
         name=name,
         topics=fold.topics,
@@ -277,12 +272,7 @@ def reads_topic(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:
 
 
 def with_windows(settings: Settings, name: str, wanted: Mapping[str, object]) -> Rule:
-    """Return a rule with changed ``WINDOWS``, written and checked as in the settings.
-
-    Raises:
-        KeyError: There is no such rule.
-        ValueError: With every problem, by key.
-    """
+    """Return a rule with changed ``WINDOWS``, written and checked as in the settings; ValueError has every problem."""
     rules = settings.folds.rules
     if unknown := sorted(set(wanted) - set(WINDOWS)):
         raise ValueError(f"{', '.join(unknown)}: cannot change while it runs; {', '.join(WINDOWS)} can")

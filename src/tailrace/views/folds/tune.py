@@ -117,11 +117,7 @@ def known_rules(settings: Settings) -> dict[str, Rule]:
 
 
 def rule_named(rules: Mapping[str, Rule], name: str) -> Rule:
-    """Return a rule that reads topics.
-
-    Raises:
-        BadRequest: There is no such rule, or it reads no topics.
-    """
+    """Return a rule that reads topics, or raise BadRequest."""
     if name not in rules:
         listed = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
         raise BadRequest(f"there is no fold rule {name!r}: {listed}")
@@ -187,11 +183,7 @@ class _Past:
         self._broker = Broker(settings)
 
     def since(self, since_ms: int) -> list[OffsetRange]:
-        """Return each partition's range from its first record that is not older.
-
-        Raises:
-            BadRequest: There are no such records.
-        """
+        """Return each partition's range from its first record that is not older; BadRequest if there are none."""
         topics = [t for name, t in self._broker.topics().items() if reads_topic(self._rule, name, self._outputs)]
         if not topics:
             listed = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
@@ -252,7 +244,6 @@ def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[Offset
 
 
 def _sum_up(rows: Iterable[Any], candidates: int) -> tuple[list[Figures], Counter[str]]:
-    """Add up the figures of the tasks."""
     figures, totals = [Figures() for _ in range(candidates)], Counter[str]()
     for row in rows:
         parts, counts = _decode(row.body)
@@ -404,7 +395,6 @@ class Figures(msgspec.Struct):
         self.delays = counts if len(counts) <= MAX_DELAYS else round_delays(counts)
 
     def merge(self, other: Figures) -> None:
-        """Add the figures of another part."""
         self.inputs += other.inputs
         self.premature += other.premature
         self.waited_ms += other.waited_ms
@@ -438,7 +428,6 @@ class Inputs:
         self._rest += rest
 
     def drop(self, count: int) -> None:
-        """Drop the first events."""
         del self.times[:count], self.sizes[:count], self._rest[:count]
 
     def __getitem__(self, i: int) -> Input:
@@ -467,12 +456,8 @@ class Trial:
     def run(self, inputs: Inputs) -> None:
         """Process the inputs up to the last that is present."""
         windows, times, sizes = self.windows, inputs.times, inputs.sizes
-        quiet, max_wait, max_bytes, full = (
-            windows.quiet_ms,
-            windows.max_wait_ms,
-            windows.max_bytes,
-            windows.max_count - 1,
-        )
+        quiet, max_wait, max_bytes = windows.quiet_ms, windows.max_wait_ms, windows.max_bytes
+        full = windows.max_count - 1
         start, bound = self.start, self._bound
         due = windows.due(times[start], times[self._at - 1]) if start < self._at else math.inf
         limit = times[start] + max_wait if start < self._at else math.inf
@@ -513,7 +498,6 @@ class Trial:
         self._quieted = NEVER
 
     def end(self) -> Figures:
-        """Return the figures."""
         self._count()
         return msgspec.structs.replace(self.figures, delays=round_delays(self.figures.delays))
 
@@ -567,7 +551,6 @@ class Trials:
                 trial.forget(done)
 
     def end(self) -> list[Figures]:
-        """Return the figures of each candidate."""
         self._end_group()
         return [trial.end() for trial in self._trials]
 

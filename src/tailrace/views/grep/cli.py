@@ -10,6 +10,7 @@ import json as json_module
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -93,16 +94,9 @@ def grep(
         if follows and (feed.ends or count):
             raise BadRequest(f"{'-e' if feed.ends else '-c'} ends with what there is: leave -f out")
         document, text = read_query(query or ())
+        words = [topics] if text is None else [topics, text]
         printer = MatchPrinter(
-            [topics] if text is None else [topics, text],
-            feed,
-            query=document,
-            key=key,
-            client=client,
-            follow=follows,
-            count=count,
-            invert=invert,
-            only_topics=names,
+            words, feed, document, key, client, follow=follows, count=count, invert=invert, only_topics=names
         )
         code = follow(printer)
     except TailraceError as error:
@@ -111,28 +105,26 @@ def grep(
     raise typer.Exit(code or (0 if printer.printed else 1))
 
 
+@dataclass(eq=False)
 class MatchPrinter(Printer):
     """Prints the matches of a search, their number (``-c``), or the topics that have some (``-l``)."""
 
-    def __init__(
-        self,
-        words: list[str],
-        options: FeedOptions,
-        *,
-        query: dict[str, Any],
-        key: str | None,
-        client: str | None,
-        follow: bool,
-        count: bool,
-        invert: bool,
-        only_topics: bool,
-    ) -> None:
-        super().__init__(words, options)
-        self.topics, self.query, self.key, self.client = words[0], query, key, client
-        self.follow, self.count, self.invert, self.only_topics = follow, count, invert, only_topics
+    names: list[str]
+    options: FeedOptions
+    query: dict[str, Any]
+    key: str | None
+    client: str | None
+    follow: bool
+    count: bool
+    invert: bool
+    only_topics: bool
+
+    def __post_init__(self) -> None:
+        super().__init__(self.names, self.options)
+        self.topics = self.names[0]
         self._topics = set(filter(None, self.topics.split(","))) if _NAMES.fullmatch(self.topics) else None
         """The topics, if they are names and not an expression."""
-        self._values = None if invert else pattern_of(query)
+        self._values = None if self.invert else pattern_of(self.query)
 
     @property
     def follows(self) -> bool:
@@ -258,7 +250,6 @@ def searches_ls(limit: Limit = None, json: Json = False, url: Url = DEFAULT_URL)
         return found
 
     def past(row: Row) -> str:
-        """Return how many records of the past are scanned, and of how many."""
         wanted = sum(stretch["of"] for stretch in row["stretches"])
         scanned = sum(stretch["records"] for stretch in row["stretches"])
         return f"{scanned:,} of {wanted:,}" if wanted else ""
@@ -289,19 +280,8 @@ def searches_show(search: Id, json: Json = False, url: Url = DEFAULT_URL) -> Non
         print_lines([found])
         return
     facts = {**found, "topics": _topics(found), "query": msgspec.json.encode(found["query"]).decode()}
-    names = [
-        "id",
-        "topics",
-        "query",
-        "life",
-        "since",
-        "followers",
-        "popularity",
-        "use",
-        "last_used",
-        "matches",
-        "bytes",
-    ]
+    names = ["id", "topics", "query", "life", "since", "followers", "popularity", "use", "last_used"]
+    names += ["matches", "bytes"]
     print_table(("", ""), [(name.replace("_", " "), cell(facts.get(name))) for name in names])
     names = ["number", "since", "percent", "records", "of", "matches"]
     if found["stretches"]:

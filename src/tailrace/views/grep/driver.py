@@ -1,4 +1,6 @@
-"""Scans: Spark batch jobs read the past that searches request from Kafka, chunk by chunk, the oldest offsets first.
+"""Searches in the driver: the scanner of the past, and the watchdog that ends searches without readers.
+
+Spark batch jobs read the past that searches request from Kafka, chunk by chunk, the oldest offsets first.
 
 A chunk is a range of offsets of each partition; it is read once for all stretches that need it. Each stretch has a mark
 per partition, as a view has, so reading a chunk again changes nothing. Invariant: the matches of a partition are
@@ -12,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -332,24 +335,22 @@ class _Task:
         return True
 
 
+@dataclass(frozen=True)
 class Watchdog:
     """Ends the leases of dead processes and searches without readers, and drops the logs of ended lives.
 
-    Args:
-        keep_ms: Time that every search lives on without readers.
-        popular_ms: Longest time that a search lives on without readers.
-        idle: Number of searches that may live on between the two.
+    A search without readers is kept for the time promised to readers that may return. After that it is a cache entry,
+    of which the least used are removed first. Invariants: no search ends that has leases or is within the promised
+    time; a life that has ended stays on a list until its logs are dropped.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        keep_ms: int,
-        popular_ms: int = 0,
-        idle: int = 0,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._shards, self._keeping, self._clock = shards, (keep_ms, popular_ms, idle), clock
+    shards: Shards
+    keep_ms: int
+    """Time that every search lives on without readers."""
+    popular_ms: int = 0
+    """Longest time that a search lives on without readers."""
+    idle: int = 0
+    """Number of searches that may live on between the two."""
 
     @classmethod
     def of(cls, shards: Shards, settings: Settings) -> Watchdog:
@@ -359,11 +360,13 @@ class Watchdog:
 
     def look(self) -> tuple[list[str], list[str]]:
         """Do all of it once; return the buried processes and the ended lives."""
-        buried = [name.decode() for name in self._shards.call(0, "bury", SILENT_MS)]
+        buried = [name.decode() for name in self.shards.call(0, "bury", SILENT_MS)]
         for name in buried:
             logger.warning("service process %s is silent: its leases have ended", name)
         ended: list[str] = []
-        while found := [life.decode() for life in self._shards.call(0, "forget", *self._keeping)]:
+        while found := [
+            life.decode() for life in self.shards.call(0, "forget", self.keep_ms, self.popular_ms, self.idle)
+        ]:
             ended += found
             if len(found) < AT_ONCE:
                 break
@@ -372,39 +375,39 @@ class Watchdog:
 
     def _drop(self) -> None:
         """Drop the logs of ended lives; and again a while later, since a running task may still have appended."""
-        keys, now = self._shards.keys, round(self._clock() * 1000)
-        waiting, again = self._shards.run_all([(0, ("HGETALL", keys.dropping())), (0, ("HGETALL", keys.dropped()))])
+        keys, now = self.shards.keys, round(time.time() * 1000)
+        waiting, again = self.shards.run_all([(0, ("HGETALL", keys.dropping())), (0, ("HGETALL", keys.dropped()))])
         # Scans wait meanwhile, so the rest is left for the next time.
         for life, numbers in list(mapping(waiting).items())[:AT_ONCE]:
             self._drop_life(life.decode(), [int(number) for number in numbers.split()])
-            self._shards.run_all([(0, ("HSET", keys.dropped(), life, b"%d %s" % (now, numbers)))])
-            self._shards.run_all([(0, ("HDEL", keys.dropping(), life))])
+            self.shards.run_all([(0, ("HSET", keys.dropped(), life, b"%d %s" % (now, numbers)))])
+            self.shards.run_all([(0, ("HDEL", keys.dropping(), life))])
         for life, stored in mapping(again).items():
             dropped_ms, *stretches = map(int, stored.split())
             if not 0 <= now - dropped_ms < AGAIN_MS:
                 self._drop_life(life.decode(), stretches)
-                self._shards.run_all([(0, ("HDEL", keys.dropped(), life))])
+                self.shards.run_all([(0, ("HDEL", keys.dropped(), life))])
 
     def _drop_life(self, life: str, stretches: list[int]) -> None:
-        shards, keys = self._shards.options.shards, self._shards.keys
+        shards, keys = self.shards.options.shards, self.shards.keys
         if stretches:
             self._clear_shelves(stretches)
-        self._shards.call(shard_of(life, shards), "drop", VIEW, life)
+        self.shards.call(shard_of(life, shards), "drop", VIEW, life)
         for number in stretches:
             name = f"{life}.{number}"
             shard = shard_of(name, shards)
             begins = Stretch(number, 0, {}).mark("")
-            [fields] = self._shards.run_all([(shard, ("HKEYS", keys.marks(shard, VIEW)))])
+            [fields] = self.shards.run_all([(shard, ("HKEYS", keys.marks(shard, VIEW)))])
             marks = [field for field in fields if field.startswith(begins.encode())]
-            self._shards.call(shard, "drop", VIEW, name, *marks)
+            self.shards.call(shard, "drop", VIEW, name, *marks)
 
     def _clear_shelves(self, stretches: list[int]) -> None:
         """Remove the kept records of stretches: they would expire, but their counted sizes would not."""
-        keys, begins = self._shards.keys, tuple(Stretch(number, 0, {}).mark("").encode() for number in stretches)
-        shards = range(self._shards.options.shards)
-        for shard, shelves in enumerate(self._shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])):
+        keys, begins = self.shards.keys, tuple(Stretch(number, 0, {}).mark("").encode() for number in stretches)
+        shards = range(self.shards.options.shards)
+        for shard, shelves in enumerate(self.shards.run_all([(s, ("HKEYS", keys.kept_sizes(s))) for s in shards])):
             for shelf in [shelf for shelf in shelves if shelf.startswith(begins)]:
-                drop_shelf(self._shards, shard, shelf.decode())
+                drop_shelf(self.shards, shard, shelf.decode())
 
 
 class GrepDriver(ViewDriver):
@@ -421,7 +424,6 @@ class GrepDriver(ViewDriver):
             begin_at_end(start, self.name, generations, bounds)
 
     def loops(self, run: DriverRun) -> Sequence[Loop]:
-        """Return the scanner."""
         return [Scanner(run.start.settings, run.spark, run.plan, run.connect())]
 
 

@@ -88,11 +88,7 @@ class GrepFeeds:
             raise
 
     def _floor_ms(self, request: GrepRequest) -> int:
-        """Return the earliest time that a search may request; 0 for the start.
-
-        Raises:
-            TooFarBack: The request begins earlier.
-        """
+        """Return the earliest time that a search may request, 0 for the start; TooFarBack if it begins earlier."""
         if self.reach is None:
             return 0
         floor_ms = self.clock() - round(self.reach.total_seconds() * 1000)
@@ -136,7 +132,6 @@ class SearchHistory:
         raise SearchEnded(self.life.search.id)  # stretches end only with their life
 
     async def log_name(self, part: int) -> str:
-        """Return the name of a part's log."""
         return self.life.name if part == LIVE else (await self.stretch(part))[0].name(self.life)
 
     async def request_past(self, since_ms: int) -> None:
@@ -523,7 +518,6 @@ class ScanProgress:
         return not 0 <= self._clock() - self._sent_ms < PROGRESS_MS
 
     def facts(self, marks: Mapping[str, int], matches: int, read_bytes: int) -> dict[str, Any]:
-        """Return the facts of the next frame."""
         now = self._sent_ms = self._clock()
         scanned, whole = self.stretch.passed(marks), self.stretch.records
         self._first = self._first or (now, scanned)

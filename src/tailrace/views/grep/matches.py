@@ -132,7 +132,6 @@ class PendingRun:
         return end if len(rows) <= most else rows[most]
 
     def size(self, begin: int, end: int) -> int:
-        """Return the total size of the matches in a range of rows."""
         return self.ends[end - 1] - (self.ends[begin - 1] if begin else 0) if end > begin else 0
 
     def rows(self, begin: int, end: int) -> range | list[int]:
@@ -200,7 +199,11 @@ class BatchCache:
 
 
 class Payloads:
-    """Frames of records by their coordinates; records that several feeds want are fetched once."""
+    """Frames of records by their coordinates; records that several feeds want are fetched once.
+
+    For an offset that it no longer has, Kafka returns the next record; for a topic that was created again, a record of
+    the new topic. Both are detected here.
+    """
 
     def __init__(self, nodes: Nodes, properties: Mapping[str, Any], topics: BrokerTopics, memory_bytes: int) -> None:
         self._nodes, self._is_current = nodes, topics.is_current
@@ -400,11 +403,9 @@ class MatchWindow:
 
     @property
     def cursor(self) -> str:
-        """The position as text."""
         return str(self.position)
 
     def enter(self, part: int, name: str, position: Position) -> None:
-        """Continue at a position in the log of a part."""
         self._part, self._name, self._position = part, name, position
 
     def add(self, piece: SegmentEntry | Gap) -> None:

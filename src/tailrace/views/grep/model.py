@@ -1,4 +1,4 @@
-"""Searches: their topics and queries, the identity of equal searches, their lives and stretches.
+"""Searches: their topics and queries, the identity of equal searches, their lives and stretches; requests for feeds.
 
 A search is plain data. Its key filter is part of its query, under ``$key``. Two searches have the same id exactly if
 their topics and the canonical forms of their queries are equal.
@@ -25,9 +25,15 @@ from tailrace.query.predicate import TopicFilter
 
 ALL = ".*"
 """Topics of a search that names none."""
+LIVE = 0
+"""The part of a life that is not a stretch: its live log."""
+LEAST_WINDOW, MOST_WINDOW = 1 << 10, 16 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 _NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)
+_CLIENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+# The dot distinguishes a cursor from a date.
+_CURSOR = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
 
 
 class Search(msgspec.Struct, frozen=True):
@@ -52,11 +58,7 @@ class Search(msgspec.Struct, frozen=True):
         return TopicFilter(self.topics, self.within)
 
     def narrowed(self, within: str) -> Search:
-        """Return the search restricted to topics that match a regular expression.
-
-        Raises:
-            TopicForbidden: The search names another topic.
-        """
+        """Return the search restricted to topics that match an expression; TopicForbidden if it names another one."""
         allowed = TopicFilter(within)
         for name in () if isinstance(self.topics, str) else self.topics:
             if name not in allowed:
@@ -77,18 +79,12 @@ _CHECKED = QueryLimits(
 def make_search(
     topics: str | Sequence[str], query: Any, key: str | None = None, limits: QueryLimits | None = None
 ) -> Search:
-    """Check and make a search.
+    """Check and make a search; QueryError or BadRequest if a part of it is refused.
 
     Args:
         topics: Names, or one text: names separated by commas, or a regular expression (RE2) for the whole name; empty
             for all.
-        query: A decoded query.
         key: The first elements of the key as a JSON array, or a regular expression (RE2) for one element.
-        limits: Limits of the query.
-
-    Raises:
-        QueryError: The query is refused.
-        BadRequest: The topics or the key are invalid.
     """
     limits = limits or QueryLimits()
     compile_query(query, limits)
@@ -165,7 +161,6 @@ class Stretch(msgspec.Struct, frozen=True):
         return sum(max(0, min(until, marks.get(s, -1) + 1) - first) for s, (first, until) in self.ranges.items())
 
     def percent(self, passed: int) -> float:
-        """Return a number of scanned offsets as a percentage."""
         return round(100 * passed / self.records, 1) if self.records else 100.0
 
     def name(self, life: SearchLife) -> str:
@@ -190,19 +185,12 @@ class LostOffsets(msgspec.Struct, frozen=True):
     """``expired``, or ``deleted`` together with the topic."""
 
 
-LIVE = 0
-"""The part of a life that is not a stretch: its live log."""
-
-LEAST_WINDOW, MOST_WINDOW = 1 << 10, 16 << 20
-
-_CLIENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
-
-# The dot distinguishes a cursor from a date.
-_CURSOR = re.compile(r"(\d{1,12})-(\d{1,12})-(\d+\..+)", re.ASCII | re.DOTALL)
-
-
 class SearchCursor(msgspec.Struct, frozen=True):
-    """The position of a reader: a life, a part of it, and a cursor in the part's log."""
+    """The position of a reader: a life, a part of it, and a cursor in the part's log.
+
+    17-0-1789200000.42      life 17, live log, after event 42 of epoch 1789200000
+    17-23-1789200000.42~7   life 17, log of stretch 23, after event 42; seven events were sent before
+    """
 
     life: int
     part: int

@@ -95,7 +95,7 @@ class GrepService(LogService):
 
     @property
     def feeds(self) -> GrepFeeds:
-        """The feeds of searches; StoreUnavailable until Valkey has answered once."""
+        """StoreUnavailable until Valkey has answered once."""
         return connected(self._feeds)
 
     async def figures(self) -> SearchFigures:
@@ -162,7 +162,14 @@ async def explain_search(request: Request, grep: GrepHere, parameters: Parameter
 @routes.get("/v1/grep/searches", 400, 503)
 async def searches(grep: GrepHere, parameters: PageParameters) -> SearchesPage:
     """List the searches that are alive, in the order of their ids: who follows them, and how far their past is."""
-    return await list_searches(grep, parameters.after, parameters.limit)
+    after, limit = parameters.after, parameters.limit
+    ids = sorted(id.decode() for id in await grep.nodes.read(0, "HKEYS", grep.nodes.keys.searches()))
+    begin = bisect_right(ids, after) if after else 0
+    page = ids[begin : begin + limit]
+    found: list[SearchStatus] = []
+    for at in range(0, len(page), AT_ONCE):
+        found += await _read_searches(grep, page[at : at + AT_ONCE])
+    return SearchesPage(searches=found, next=page[-1] if begin + limit < len(ids) else None)
 
 
 @routes.get("/v1/grep/searches/{id}", 400, 404, 503)
@@ -196,17 +203,6 @@ def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> SearchE
         samples.append(SampleResult(found.matched, found))
     topics = search.topics if isinstance(search.topics, str) else list(search.topics)
     return SearchExplanation(id=search.id, topics=topics, canonical=compiled.canonical, samples=samples)
-
-
-async def list_searches(grep: GrepService, after: str, limit: int) -> SearchesPage:
-    """Return a page of searches."""
-    ids = sorted(id.decode() for id in await grep.nodes.read(0, "HKEYS", grep.nodes.keys.searches()))
-    begin = bisect_right(ids, after) if after else 0
-    page = ids[begin : begin + limit]
-    found: list[SearchStatus] = []
-    for at in range(0, len(page), AT_ONCE):
-        found += await _read_searches(grep, page[at : at + AT_ONCE])
-    return SearchesPage(searches=found, next=page[-1] if begin + limit < len(ids) else None)
 
 
 async def show_search(grep: GrepService, search: str, limit: int) -> SearchDetails:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import msgspec
 
@@ -40,7 +40,7 @@ from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime
 from tailrace.log.event import iso_time
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.marks import NOTHING
-from tailrace.valkey.shards import Arg, Nodes, Shards, mapping
+from tailrace.valkey.shards import Arg, Command, Nodes, Shards, mapping
 from tailrace.views.grep.model import GrepRequest, LostOffsets, Search, SearchCursor, SearchLife, Stretch
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,11 @@ def encode_search(search: Search) -> str:
 
 
 def decode_life(stored: bytes) -> SearchLife:
-    """Decode a field of the registry."""
     number, since, search = stored.split(b" ", 2)
     return SearchLife(msgspec.convert(json.loads(search), Search), int(number), int(since))
 
 
 def decode_stretch(stored: bytes) -> Stretch:
-    """Decode an element of a life's list of stretches."""
     number, _, body = stored.split(b" ", 2)
     since_ms, ranges = _ranges(body)
     return Stretch(int(number), since_ms, ranges)
@@ -91,12 +89,12 @@ class Searches:
 
     def __init__(self, nodes: Nodes, most: int = 1 << 53, keep_ms: int = 0) -> None:
         self._nodes, self._keys, self._most, self._keep_ms = nodes, nodes.keys, most, keep_ms
+        self._call = partial(nodes.call, 0)
 
     async def register(self, search: Search, now_ms: int) -> SearchLife:
         """Return the life of a search; begin one if it has none.
 
-        Raises:
-            TooManySearches: The limit is reached, and every search has readers or had them within the promised time.
+        TooManySearches if the limit is reached, and every search has readers or had them within the promised time.
         """
         answer = await self._call("register", search.id, encode_search(search), now_ms, self._most, self._keep_ms)
         if answer[0] == b"full":
@@ -106,11 +104,7 @@ class Searches:
     async def end(self, search: str, force: bool) -> tuple[str, int]:
         """End the life of a search and its scans; return the life and the number of its connections.
 
-        The pipeline's watchdog drops its logs.
-
-        Raises:
-            SearchNotFound: No live search has this id.
-            SearchFollowed: The search has readers, and ``force`` was not set.
+        The pipeline's watchdog drops its logs. Raises SearchNotFound, or SearchFollowed without ``force``.
         """
         answer = await self._call("end", search, int(force))
         if answer[0] == b"unknown":
@@ -176,24 +170,17 @@ class Searches:
         return None if stored is None else stored.decode()
 
     async def figures(self) -> SearchFigures:
-        """Return the numbers of searches, followers, scans and processes."""
         keys = self._keys
-        commands: list[tuple[Arg, ...]] = [
-            ("HLEN", keys.searches()),
-            ("HVALS", keys.followers()),
-            ("ZCARD", keys.scanning()),
-            ("ZCARD", keys.processes()),
-        ]
-        alive, followers, scanned, processes = await self._nodes.read_all([(0, command) for command in commands])
+        counts = ("HLEN", keys.searches()), ("ZCARD", keys.scanning()), ("ZCARD", keys.processes())
+        commands: list[Command] = [(0, command) for command in (*counts, ("HVALS", keys.followers()))]
+        alive, scanned, processes, followers = await self._nodes.read_all(commands)
         return SearchFigures(alive, sum(map(int, followers)), scanned, processes)
 
     async def position(self, search: str, client: str) -> str | None:
-        """Return the stored cursor of a named client."""
         stored = await self._nodes.read(0, "HGET", self._keys.positions(search), client)
         return None if stored is None else stored.decode()
 
     async def keep_position(self, search: str, client: str, cursor: str) -> None:
-        """Store the cursor of a named client."""
         await self._call("place", search, client, cursor)
 
     async def stretch_marks(self, stretch: Stretch, shard: int) -> dict[str, int]:
@@ -205,12 +192,8 @@ class Searches:
         """Return the offset of each partition up to which a shard has all live matches."""
         if not partitions:
             return {}
-        return decode_marks(
-            partitions, await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *partitions)
-        )
-
-    async def _call(self, name: str, *args: Arg) -> Any:
-        return await self._nodes.call(0, name, *args)
+        stored = await self._nodes.read(shard, "HMGET", self._keys.marks(shard, VIEW), *partitions)
+        return decode_marks(partitions, stored)
 
 
 def marks_command(keys: Keys, shard: int, stretch: Stretch) -> tuple[Arg, ...]:
@@ -219,10 +202,7 @@ def marks_command(keys: Keys, shard: int, stretch: Stretch) -> tuple[Arg, ...]:
 
 
 def decode_marks(partitions: Iterable[str], stored: Sequence[bytes | None]) -> dict[str, int]:
-    """Decode marks by partition."""
-    return {
-        partition: NOTHING if mark is None else int(mark) for partition, mark in zip(partitions, stored, strict=True)
-    }
+    return {p: NOTHING if mark is None else int(mark) for p, mark in zip(partitions, stored, strict=True)}
 
 
 class SearchRegistry:
@@ -271,11 +251,7 @@ def pending_stretches(shards: Shards) -> list[tuple[SearchLife, Stretch]]:
 def record_chunk(
     shards: Shards, epoch: int, life: SearchLife, stretch: Stretch, read_bytes: int, gone: Sequence[LostOffsets]
 ) -> None:
-    """Record the bytes read for a stretch in a chunk, and the offsets that Kafka no longer had.
-
-    Raises:
-        StaleDriver: Another driver has taken over the view.
-    """
+    """Record the bytes read for a stretch in a chunk, and the offsets that Kafka no longer had."""
     parts = [part for each in gone for part in (each.source, each.first, each.until, each.reason)]
     answer = shards.call(0, "noted", VIEW, epoch, life.name, stretch.number, read_bytes, *parts)
     if answer[0] == b"stale":
@@ -283,13 +259,11 @@ def record_chunk(
 
 
 def drop_shelf(shards: Shards, shard: int, shelf: str) -> None:
-    """Remove the kept records of a shelf."""
     keys = shards.keys
     shards.run_all([(shard, ("UNLINK", keys.kept(shard, shelf))), (shard, ("HDEL", keys.kept_sizes(shard), shelf))])
 
 
 def finish_stretch(shards: Shards, life: SearchLife, stretch: Stretch) -> None:
-    """Mark a stretch as scanned."""
     shards.call(0, "scanned", life.name, stretch.number)
 
 
@@ -335,7 +309,7 @@ class Leases:
     """The leases of this process, kept alive by ``run``."""
 
     def __init__(self, nodes: Nodes, clock: Callable[[], float] = time.time) -> None:
-        self._nodes, self._clock = nodes, clock
+        self._call, self._clock = partial(nodes.call, 0), clock
         self.process = _new_name()
         self._registered = False
         self._leases: dict[int, _Lease] = {}
@@ -346,14 +320,12 @@ class Leases:
         return len(self._leases)
 
     def __contains__(self, number: int) -> bool:
-        """Return whether a connection still has its lease."""
         return number in self._leases
 
     async def take(self, search: str, request: LeaseRequest | None = None, ended: asyncio.Event | None = None) -> int:
         """Lease a search for a connection; return its number. ``ended`` is set when a user ends the search.
 
-        Raises:
-            SearchEnded: The search has ended since it was registered.
+        SearchEnded if it has ended since it was registered.
         """
         self._next += 1
         number = self._next
@@ -367,14 +339,12 @@ class Leases:
                 if answer != b"buried":
                     return number
                 await self.beat()
+            raise StoreUnavailable("the store keeps taking this process for dead: do its heartbeats reach valkey?")
         except BaseException:
             await self.give_up(number)
             raise
-        await self.give_up(number)
-        raise StoreUnavailable("the store keeps taking this process for dead: do its heartbeats reach valkey?")
 
     async def give_up(self, number: int) -> None:
-        """Release a connection's lease."""
         if self._leases.pop(number, None) is not None:
             with suppress(TailraceError):  # the lease ends with the process at the latest
                 await self._call("unfollow", self.process, number)
@@ -432,9 +402,6 @@ class Leases:
         if answer[0] == b"ok":
             lease.counted = int(answer[1])
         return bytes(answer[0])
-
-    async def _call(self, name: str, *args: Arg) -> Any:
-        return await self._nodes.call(0, name, *args)
 
 
 def _new_name() -> str:
