@@ -73,11 +73,7 @@ def pack(data: bytes) -> bytes:
 
 
 def unpack(block: bytes, container: str = "auto", most: int = MAX_BURST) -> bytes:
-    """Return the serialised burst in a container.
-
-    Raises:
-        BadBurst: There is none, or it exceeds ``most`` bytes.
-    """
+    """Return the serialised burst in a container; BadBurst if there is none, or it exceeds ``most`` bytes."""
     if container == "auto":
         return _sniffed(block, most)
     open_it = _OPENERS.get(container)

@@ -367,13 +367,10 @@ class Configuration(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes, unit_rational: bool = False) -> Configuration:
-        """Parse a configuration's JSON.
+        """Parse a configuration's JSON; BadConfiguration if it is none.
 
         With ``unit_rational``, the misprinted coefficients of the rational that changes nothing are taken for that
         one. Otherwise they are computed as written.
-
-        Raises:
-            BadConfiguration: It is none.
         """
         try:
             apps = _decode(data)
@@ -551,11 +548,7 @@ class Catalogue:
         return found
 
     def channel(self, bindings: tuple[Binding, ...], number: int) -> Channel | None:
-        """Return a channel of a session; None if it may belong to an unknown configuration.
-
-        Raises:
-            BadSample: No configuration of the session has it.
-        """
+        """Return a channel of a session; None if it may be of an unknown configuration, BadSample if there is none."""
         channels = self.channels(bindings)
         found = channels.get(number)
         if found is None and channels.complete:

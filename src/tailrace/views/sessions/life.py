@@ -291,11 +291,7 @@ class SessionLife:
     # Decoding.
 
     async def _bind(self, json: str | None) -> None:
-        """Load the configurations in a Session JSON; one without any changes nothing.
-
-        Raises:
-            BadRequest: They are known, and a requested channel is not among them.
-        """
+        """Load the configurations in a Session JSON, if it has any; BadRequest if a requested channel is in none."""
         try:
             bindings = bindings_in(_fields(json)) if json else ()
         except (msgspec.DecodeError, RecursionError):

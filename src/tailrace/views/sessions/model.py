@@ -159,11 +159,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     def opening(
         cls, identity: str, stream: str, writer: str, offset: int, time_ms: int, update: Mapping[str, Any]
     ) -> Session:
-        """Return a session that begins with a record. It has no number yet.
-
-        Raises:
-            Refused: Its JSON is too large.
-        """
+        """Return a session that begins with a record, without a number yet; Refused if its JSON is too large."""
         known = {"identity": identity, "state": "open", "timestamp": iso_time(time_ms), "identifier": identity}
         new = cls(identity, stream, 0, "0-0", known["state"], "{}", text(known), writer, offset, time_ms)
         return new.updated(update)
@@ -191,11 +187,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, heard=max(self.heard, time_ms), records=self.records + 1, amendment=0)
 
     def updated(self, update: Mapping[str, Any]) -> Session:
-        """Return the session after a checked update of its JSON; a closed state closes it.
-
-        Raises:
-            Refused: Its JSON is too large now.
-        """
+        """Return the session after a checked update; Refused if its JSON is too large. A closed state closes it."""
         known = _decode(self.merged)
         for name, value in update.items():
             if value is not None or name not in known:
@@ -255,11 +247,7 @@ _read = msgspec.msgpack.Decoder(Session).decode
 
 
 def text(json: Mapping[str, Any]) -> str:
-    """Return Session JSON as text.
-
-    Raises:
-        Refused: It does not fit into a message.
-    """
+    """Return Session JSON as text; Refused if it does not fit into a message."""
     written = _encode(json)
     # The state does not count: a session at the limit must still be able to end.
     if len(written) - len(json["state"]) > MAX_JSON:

@@ -224,11 +224,7 @@ class StreamHub:
 
     @contextlib.asynccontextmanager
     async def follow(self, stream: str, waiter: asyncio.Event) -> AsyncIterator[Tap]:
-        """Follow a stream: ``waiter`` is set whenever its tap changes. The tap's head is a position in it.
-
-        Raises:
-            StoreUnavailable: The store does not answer.
-        """
+        """Follow a stream: ``waiter`` is set whenever its tap changes. StoreUnavailable if the store is silent."""
         tap = self._taps.get(stream)
         if tap is None:
             tap = self._taps[stream] = Tap(stream)

@@ -273,11 +273,7 @@ class SessionStore:
         return found
 
     def _call(self, calls: Sequence[KeyedCall], streams: Iterable[str]) -> list[Any]:
-        """Call functions on streams.
-
-        Raises:
-            StoreError: Also if the key of one is no stream.
-        """
+        """Call functions on streams; StoreError also if the key of one is no stream."""
         try:
             return self.shards.call_keyed(calls)
         except StoreError as error:

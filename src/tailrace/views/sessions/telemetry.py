@@ -108,11 +108,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 
 
 def nanoseconds(time: Time) -> int:
-    """Return a written time as an integer.
-
-    Raises:
-        ValueError: It is no number, or does not fit into 64 bits.
-    """
+    """Return a written time as an integer; ValueError if it is no number, or does not fit into 64 bits."""
     if isinstance(time, str):
         if _DIGITS.fullmatch(time) is None:
             raise ValueError(f"{time[:40]!r} is no time: write nanoseconds since the epoch, in digits")
@@ -254,11 +250,7 @@ _decode_key = msgspec.json.Decoder(tuple[str]).decode
 
 
 def head(value: bytes) -> Head:
-    """Return the routing fields of a record without parsing the rest.
-
-    Raises:
-        Refused: It is no such record.
-    """
+    """Return the routing fields of a record without parsing the rest; Refused if it is no such record."""
     try:
         return _decode_head(value)
     except (ValueError, RecursionError) as error:
@@ -266,11 +258,7 @@ def head(value: bytes) -> Head:
 
 
 def identity_of(session: str | None, key: bytes | None) -> str:
-    """Return the name of a record's session.
-
-    Raises:
-        Refused: It has none, or an invalid one.
-    """
+    """Return the name of a record's session; Refused if it has none, or an invalid one."""
     if session is None:
         try:
             session = _text_of(key) if key is not None else None
@@ -293,11 +281,7 @@ def _text_of(key: bytes) -> str:
 
 
 def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
-    """Return a record with its readable parts, and the faults of the others.
-
-    Raises:
-        Refused: Nothing of it can be used.
-    """
+    """Return a record with its readable parts, and the faults of the others; Refused if nothing of it can be used."""
     try:
         return _decode(value), ()
     except (msgspec.ValidationError, RecursionError) as error:
@@ -397,12 +381,9 @@ class Channel(msgspec.Struct, frozen=True):
 
 
 def pack_values(type_: str, values: Sequence[Any] | Array, big_endian: bool = False) -> bytes:
-    """Pack raw values into a buffer.
+    """Pack raw values into a buffer; BadSample if one is no number, no integer, or out of the type's range.
 
     Values are numbers; None, in a float only, is NaN. Those of ``3f32`` are lists of three, or a flat list.
-
-    Raises:
-        BadSample: A value is no number, no integer, or out of the type's range.
     """
     dtype = _DTYPES.get((type_, big_endian))
     if dtype is None:
@@ -416,11 +397,7 @@ def pack_values(type_: str, values: Sequence[Any] | Array, big_endian: bool = Fa
 
 
 def unpack_values(channel: Channel, buffer: bytes) -> Array:
-    """Return the raw values of a buffer, in native byte order; those of ``3f32`` as rows of three.
-
-    Raises:
-        BadSample: The buffer does not end with a whole sample.
-    """
+    """Return the raw values of a buffer, in native byte order; those of ``3f32`` as rows of three."""
     if len(buffer) % channel.width:
         raise BadSample(
             "bad-width", f"channel {channel.id}: {len(buffer)} bytes are no whole samples of {channel.type}"

@@ -233,12 +233,7 @@ class Forgetting(_SessionJob):
     counted = ("sessions", "streams")
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Inspect every stream and its sessions.
-
-        Raises:
-            StaleUpkeep: Another process has taken over.
-            StoreError: The clocks disagree; nothing was forgotten.
-        """
+        """Inspect every stream and its sessions; StoreError if the clocks disagree: then nothing was forgotten."""
         store = SessionStore(shards, self._rules.options)
         upkeep = SessionUpkeep(store)
         now_ms = compare_clocks(shards, self._scope.clock)

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavailable, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions
+from tailrace.views.sessions import telemetry
 from tailrace.views.sessions.configuration import Catalogue, bindings_in, identifiers
 from tailrace.views.sessions.model import PROGRAM, STORED, Recorder, RecordOutcome, checked
 from tailrace.views.sessions.store import (
@@ -39,28 +40,6 @@ from tailrace.views.sessions.store import (
     is_stream_name,
     learn_configs,
     write_drafts,
-)
-from tailrace.views.sessions.telemetry import (
-    CLOSED,
-    LAST,
-    MAX_CHANNEL,
-    WIDTHS,
-    Close,
-    Closed,
-    Config,
-    Data,
-    Fault,
-    OpenSession,
-    Periodic,
-    Record,
-    Refused,
-    SampleRow,
-    TelemetryEvent,
-    TimeRange,
-    Timestamped,
-    Type,
-    Update,
-    identity_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,7 +52,7 @@ FLUSH_BYTES = 1 << 20
 ATTEMPTS = 100
 """Refusals after which one flush gives up."""
 PAUSE_S = (0.05, 2.0)
-_NO_DATA = Data()
+_NO_DATA = telemetry.Data()
 
 
 class _PendingRecord(NamedTuple):
@@ -82,7 +61,7 @@ class _PendingRecord(NamedTuple):
     number: int
     time_ms: int
     identity: str
-    record: Record
+    record: telemetry.Record
 
 
 class SessionWriter:
@@ -171,18 +150,18 @@ class SessionWriter:
         """
         for identifier, config in (configs or {}).items():
             self.config(identifier, config)
-        self._record(identity, OpenSession(json=self._checked(identity, json)))
+        self._record(identity, telemetry.OpenSession(json=self._checked(identity, json)))
         self._current = identity
 
     def update(self, json: Mapping[str, Any], session: str | None = None) -> None:
         """Update a session's JSON: missing and None keep the former value; an empty value is known to be empty."""
         identity = self._of(session)
-        self._record(identity, Update(json=self._checked(identity, json)))
+        self._record(identity, telemetry.Update(json=self._checked(identity, json)))
 
     def config(self, identifier: str, config: Mapping[str, Any]) -> None:
         """Publish a configuration. It never changes; the same one may be published again."""
         self._patiently(lambda: learn_configs(self._store, self._catalogue, (), [identifier]))
-        self._record("", Config(identifier=identifier, config=msgspec.Raw(msgspec.json.encode(config))))
+        self._record("", telemetry.Config(identifier=identifier, config=msgspec.Raw(msgspec.json.encode(config))))
 
     def periodic(
         self,
@@ -192,14 +171,14 @@ class SessionWriter:
         values: Values | None = None,
         *,
         data: bytes | None = None,
-        as_: Type = "f64",
+        as_: telemetry.Type = "f64",
         session: str | None = None,
     ) -> None:
         """Write samples at a fixed interval, times in nanoseconds: ``values``, or ``data``, their packed bytes."""
         self._part(
             session,
             "periodic",
-            lambda: Periodic(
+            lambda: telemetry.Periodic(
                 channel=_channel(channel),
                 start=index(start),
                 interval=None if interval is None else index(interval),
@@ -214,14 +193,16 @@ class SessionWriter:
         values: Values | None = None,
         *,
         data: bytes | None = None,
-        as_: Type = "f64",
+        as_: telemetry.Type = "f64",
         session: str | None = None,
     ) -> None:
         """Write samples with individual times."""
         self._part(
             session,
             "timestamped",
-            lambda: Timestamped(channel=_channel(channel), times=_times(times), **_samples(values, data, as_)),
+            lambda: telemetry.Timestamped(
+                channel=_channel(channel), times=_times(times), **_samples(values, data, as_)
+            ),
         )
 
     def row(
@@ -231,14 +212,14 @@ class SessionWriter:
         values: Values | None = None,
         *,
         data: bytes | None = None,
-        as_: Type = "f64",
+        as_: telemetry.Type = "f64",
         session: str | None = None,
     ) -> None:
         """Write one sample of each of several channels, at one time."""
         self._part(
             session,
             "rows",
-            lambda: SampleRow(
+            lambda: telemetry.SampleRow(
                 channels=[_channel(channel) for channel in channels],
                 time=index(time),
                 **_samples(None if values is None else list(values), data, as_),
@@ -259,23 +240,25 @@ class SessionWriter:
         self._part(
             session,
             "events",
-            lambda: TelemetryEvent(index(definition), index(time), app, text, [float(value) for value in values]),
+            lambda: telemetry.TelemetryEvent(
+                index(definition), index(time), app, text, [float(value) for value in values]
+            ),
         )
 
     def range(self, start: int, end: int, session: str | None = None) -> None:
         """Extend the session's time range, with or without samples."""
-        self._part(session, "range", lambda: TimeRange(index(start), index(end)))
+        self._part(session, "range", lambda: telemetry.TimeRange(index(start), index(end)))
 
     def close_session(
-        self, state: Closed = "closed", json: Mapping[str, Any] | None = None, session: str | None = None
+        self, state: telemetry.Closed = "closed", json: Mapping[str, Any] | None = None, session: str | None = None
     ) -> None:
         """End a session, and flush."""
         identity = self._of(session)
-        if state not in CLOSED:
+        if state not in telemetry.CLOSED:
             raise _refused(
-                identity, RecordOutcome("dead", "bad-record", (Fault("state", f"{state!r} ends no session"),))
+                identity, RecordOutcome("dead", "bad-record", (telemetry.Fault("state", f"{state!r} ends no session"),))
             )
-        self._record(identity, Close(state=state, json=self._checked(identity, json)))
+        self._record(identity, telemetry.Close(state=state, json=self._checked(identity, json)))
         self.flush()
 
     def flush(self) -> None:
@@ -293,7 +276,7 @@ class SessionWriter:
             # A copy, since the caller may change its own.
             update, faults = checked(identity, msgspec.json.decode(msgspec.json.encode(dict(json or {}))))
         except (TypeError, ValueError) as error:
-            faults = [Fault("json", str(error))]
+            faults = [telemetry.Fault("json", str(error))]
         if faults:
             raise _refused(identity, RecordOutcome("dead", "bad-part", tuple(faults)))
         return update
@@ -303,15 +286,19 @@ class SessionWriter:
         try:
             part = make()
         except (TypeError, ValueError) as error:
-            raise _refused(identity, RecordOutcome("dead", "bad-part", (Fault(name, str(error)),))) from None
+            raise _refused(identity, RecordOutcome("dead", "bad-part", (telemetry.Fault(name, str(error)),))) from None
         self._record(identity, msgspec.structs.replace(_NO_DATA, **{name: part if name == "range" else [part]}))
 
-    def _record(self, identity: str, record: Record) -> None:
-        named = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
-        if not isinstance(record, Config):
+    def _record(self, identity: str, record: telemetry.Record) -> None:
+        named = (
+            identifiers(bindings_in(record.json))
+            if isinstance(record, telemetry.OpenSession | telemetry.Update)
+            else set()
+        )
+        if not isinstance(record, telemetry.Config):
             try:
-                identity = identity_of(identity, None)
-            except Refused as refused:
+                identity = telemetry.identity_of(identity, None)
+            except telemetry.Refused as refused:
                 raise EventRefused(refused.what) from None
             if named or identity not in self._met:
                 self._patiently(lambda: self._meet(identity, named))
@@ -421,7 +408,7 @@ def _refused(identity: str, outcome: RecordOutcome) -> EventRefused:
 
 
 def _channel(number: int) -> int:
-    if not 0 <= index(number) <= MAX_CHANNEL:
+    if not 0 <= index(number) <= telemetry.MAX_CHANNEL:
         raise ValueError(f"{number} is no number of a channel")
     return index(number)
 
@@ -429,15 +416,15 @@ def _channel(number: int) -> int:
 def _times(times: Times) -> Any:
     if not isinstance(times, np.ndarray):
         return [index(time) for time in times]
-    if times.ndim != 1 or times.dtype.kind not in "iu" or (times.size and int(times.max()) > LAST):
+    if times.ndim != 1 or times.dtype.kind not in "iu" or (times.size and int(times.max()) > telemetry.LAST):
         raise ValueError(f"times are integers of nanoseconds in a row, not an array of {times.dtype} like this one")
     return times.astype(np.int64)
 
 
-def _samples(values: Values | None, data: bytes | None, type_: Type) -> dict[str, Any]:
+def _samples(values: Values | None, data: bytes | None, type_: telemetry.Type) -> dict[str, Any]:
     if data is not None and not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"samples as bytes are wanted, not {type(data).__name__}")
-    if type_ not in WIDTHS:
-        raise ValueError(f"no channel has the type {type_!r}: one of {', '.join(WIDTHS)}")
+    if type_ not in telemetry.WIDTHS:
+        raise ValueError(f"no channel has the type {type_!r}: one of {', '.join(telemetry.WIDTHS)}")
     copied = values.copy() if isinstance(values, np.ndarray) else None if values is None else list(values)
     return {"values": copied, "data": None if data is None else bytes(data), "as_": type_}
