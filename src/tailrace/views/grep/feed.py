@@ -60,7 +60,7 @@ class GrepFeeds:
     leases: Leases
     clock: Callable[[], int]
     reach: timedelta | None = None
-    """How far back a search may go."""
+    """Limit of how far back a search may go."""
 
     async def open(self, request: GrepRequest) -> GrepFeed | NewestFeed:
         """Register and lease the search, request the past that it needs, and find the start.
