@@ -31,7 +31,7 @@ _fresh = count()
 
 
 def held_back(track: Track) -> Mapping[Partition, int]:
-    """Return the offsets at which a start of the driver begins to read."""
+    """Return the marks after which a start of the driver reads."""
     start = Start(Settings(), track.shards, track.driver.epoch)
     return SessionsDriver(track.plan).marks(start, lowest(read_marks(track.shards, VIEW)))
 
