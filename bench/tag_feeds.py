@@ -31,9 +31,10 @@ from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tailrace.views import VIEWS
 from tailrace.views.tags.feed import TagStore, open_store
-from tailrace.views.tags.request import make_tag_request
+from tailrace.views.tags.model import make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
-from tailrace.views.tags.rows.store import StoredRow, writer
+from tailrace.views.tags.rows.model import StoredRow
+from tailrace.views.tags.rows.store import writer
 from tailrace.views.tags.store import VIEW
 
 Row: TypeAlias = dict[str, Any]

@@ -18,7 +18,6 @@ from tailrace.views.folds.model import Rule
 from tailrace.views.folds.write import FoldsPlan
 from tailrace.views.grep.write import GrepPlan
 from tailrace.views.sessions.write import SessionPlan
-from tailrace.views.tags.store import TagOptions
 from tailrace.views.tags.write import TagsPlan
 
 NOON = 1_789_200_000_000 - 1_789_200_000_000 % 86_400_000 + 43_200_000
@@ -89,7 +88,7 @@ def _plan_of(
     seal_when: Mapping[str, Any] | None = None,
     rules: tuple[Rule, ...] = (),
     kept_bytes: int = 0,
-    tags: TagOptions | None = None,
+    tags: TagsPlan | None = None,
     sessions: SessionPlan | None = None,
 ) -> ViewPlan:
     plans: dict[str, ViewPlan] = {
@@ -97,7 +96,7 @@ def _plan_of(
         "days": DaysPlan(name_paths, span_ms, dict(seal_when or {})),
         "folds": FoldsPlan(rules),
         "matches": GrepPlan(kept_bytes=kept_bytes),
-        "tags": TagsPlan(tags or TagOptions()),
+        "tags": tags or TagsPlan(),
         "sessions": sessions or SessionPlan(),
     }
     return plans[view]

@@ -30,7 +30,7 @@ from tailrace.views.grep.store import VIEW, pending_stretches
 from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import state_of
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
-from tailrace.views.tags.rows.reader import RowReader
+from tailrace.views.tags.rows.store import RowReader
 from tests.faults.rig import Load, LoadedInstallation, assert_ordered
 from tests.views.folds.rig import Fold, FoldRig
 from tests.views.grep.rig import finds

@@ -37,10 +37,11 @@ from tailrace.view import View
 from tailrace.views import VIEWS
 from tailrace.views.tags.model import Tagger
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow, writer
-from tailrace.views.tags.rows.upkeep import RowErasing, Rows
-from tailrace.views.tags.store import tag_options
+from tailrace.views.tags.rows.model import RowKey, StoredRow
+from tailrace.views.tags.rows.store import RowWalk, RowWriter, writer
+from tailrace.views.tags.rows.upkeep import RowErasing
 from tailrace.views.tags.upkeep import LogErasing, erasing
+from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import Rig, rig
 from tests.writing import DAY, NOON, Record, Writer, read_view
 
@@ -333,7 +334,7 @@ class TagPast(Past):
 
     def begin(self) -> Writer:
         """Begin a pipeline with the present settings; one that was there is overtaken."""
-        return Writer(self.store, views=("intake", "tags"), tags=tag_options(self.settings))
+        return Writer(self.store, views=("intake", "tags"), tags=TagsPlan.of(self.settings))
 
     def restart(self, **changes: object) -> None:
         """Change the settings of tags, and begin the pipeline anew."""
@@ -349,7 +350,7 @@ class TagPast(Past):
 
     def named(self, name: str) -> list[tuple[Record, tuple[Any, ...]]]:
         """Return the events of a tag by the present settings, each with what its body has of it."""
-        tagger, found = Tagger(tag_options(self.settings).tagging), list[tuple[Record, tuple[Any, ...]]]()
+        tagger, found = Tagger(TagsPlan.of(self.settings).tagging), list[tuple[Record, tuple[Any, ...]]]()
         for r in self.produced:
             event = tagger.read(r.key, r.value or b"", r.offset)
             if not isinstance(event, str) and name in event.tags:
@@ -421,7 +422,7 @@ class RowPast(TagPast):
 
     def rows(self, tag: str) -> list[StoredRow]:
         """Return all rows of a tag, in order."""
-        with Rows(self.options) as rows:
+        with RowWalk(self.options) as rows:
             return list(rows.rows(tag))
 
     def events(self, tag: str) -> list[Seen]:

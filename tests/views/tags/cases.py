@@ -17,9 +17,11 @@ from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import StoredRow, writer
-from tailrace.views.tags.rows.tags import CassandraTags
-from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, raise_floors
+from tailrace.views.tags.rows.feed import CassandraTags
+from tailrace.views.tags.rows.model import StoredRow
+from tailrace.views.tags.rows.store import writer
+from tailrace.views.tags.store import VIEW, introduce_partitions, raise_floors
+from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import controls, now_ms
 from tests.views.tags import reading
 from tests.views.tags.reading import events, names
@@ -49,8 +51,8 @@ class World:
         return SPANS[self.bucket]
 
     @property
-    def options(self) -> TagOptions:
-        return TagOptions(tagging=Tagging(paths=("tags",)), span_ms=self.span_ms, cassandra=self.rows)
+    def options(self) -> TagsPlan:
+        return TagsPlan(tagging=Tagging(paths=("tags",)), span_ms=self.span_ms, cassandra=self.rows)
 
     @cached_property
     def writer(self) -> Writer:

@@ -14,7 +14,7 @@ from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.store import Logs
 from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.tags.feed import TagStore, open_store
-from tailrace.views.tags.request import TagRequest, make_tag_request
+from tailrace.views.tags.model import TagRequest, make_tag_request
 from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.store import VIEW
 from tests.log import rig

@@ -14,8 +14,10 @@ from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import StoredRow, writer
-from tailrace.views.tags.store import VIEW, TagOptions, raise_floors
+from tailrace.views.tags.rows.model import StoredRow
+from tailrace.views.tags.rows.store import writer
+from tailrace.views.tags.store import VIEW, raise_floors
+from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import now_ms
 from tests.writing import Record, Writer
 
@@ -48,7 +50,7 @@ class Rows:
 
     def __init__(self, store: StoreOptions, rows: CassandraOptions) -> None:
         self.options = rows
-        self.writer = Writer(store, ("intake", VIEW), tags=TagOptions(tagging=Tagging(paths=("tags",)), cassandra=rows))
+        self.writer = Writer(store, ("intake", VIEW), tags=TagsPlan(tagging=Tagging(paths=("tags",)), cassandra=rows))
         self.ids: list[str] = []
         self._offsets: dict[int, int] = {}
 

@@ -19,7 +19,7 @@ from tailrace.valkey.shards import Call, Shards, StoreOptions
 from tailrace.views.tags.model import SourceProgress, Tagging
 from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
-from tailrace.views.tags.store import VIEW, TagOptions, read_progress
+from tailrace.views.tags.store import VIEW, read_progress
 from tailrace.views.tags.write import TagsPlan, TagsWriter
 from tests.writing import NOON, Record, Writer
 
@@ -53,12 +53,12 @@ class Stored:
     Args:
         store: Where marks and numbers are.
         rows: Where events rest, if not there too.
-        options: Of ``TagOptions``.
+        options: Of ``TagsPlan``.
     """
 
     def __init__(self, store: StoreOptions, rows: CassandraOptions | None = None, **options: Any) -> None:
         given = {"tagging": Tagging(paths=("tags",)), "cassandra": rows} | options
-        self.store, self.rows, self.options = store, rows, TagOptions(**given)
+        self.store, self.rows, self.options = store, rows, TagsPlan(**given)
         self.driver = self.begin()
         self.records: list[Record] = []
         self._ends: dict[int, int] = {}
@@ -267,12 +267,4 @@ def interrupted(driver: Writer, act: Callable[[], object]) -> Writer:
 
 def view_of(driver: Writer, form: type[TagsWriter], **changes: Any) -> TagsWriter:
     plan = driver.plan
-    return form(
-        plan.store.shards,
-        plan.of(TagsPlan).options,
-        future_ms=plan.of(TagsPlan).future_ms,
-        epoch=plan.epoch,
-        window_bytes=plan.window_bytes,
-        window_runs=plan.window_runs,
-        **changes,
-    )
+    return form(plan.of(TagsPlan), plan, **changes)

@@ -5,38 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from uuid import UUID
 
-import msgspec
-
 from tailrace.log.event import Partition
 from tailrace.log.timeuuid import make_timeuuid, order
 from tailrace.views.tags.model import SourceProgress, timeuuid_ms
-from tailrace.views.tags.rows.cursor import TagPosition
-from tailrace.views.tags.rows.gaps import GapTimeouts, ReadSettings
-from tailrace.views.tags.rows.reading import DeliveredRow, LostNumbers, Reading
+from tailrace.views.tags.rows.model import StoredRow, TagPosition
+from tailrace.views.tags.rows.reading import DeliveredRow, LostNumbers, Reading, ReadSettings
 
 NEVER = -(1 << 53)
 T0 = 1_800_000_000_000
 HOUR = 3_600_000
 
 
-class Row(msgspec.Struct, frozen=True):
+def event(pid: str, number: int, timeuuid: UUID, place: Partition, offset: int) -> StoredRow:
     """An event in the tag."""
+    return StoredRow(
+        tag="red",
+        bucket_ms=0,
+        timeuuid=timeuuid,
+        source=pid,
+        tag_seq=number,
+        partition=place,
+        offset=offset,
+        span_ms=HOUR,
+        seq=number,
+        time_ms=0,
+        key=None,
+        headers=[],
+        value=b"{}",
+        tags=("red",),
+    )
 
-    source: str
-    tag_seq: int
-    timeuuid: UUID
-    partition: Partition
-    offset: int
 
-    @property
-    def id(self) -> tuple[Partition, int]:
-        return self.partition, self.offset
-
-
-def row(pid: str, number: int, ms: int, place: str = "theirs") -> Row:
+def row(pid: str, number: int, ms: int, place: str = "theirs") -> StoredRow:
     """An event that somebody else wrote, at a moment after T0."""
     source = Partition(place, 0)
-    return Row(pid, number, make_timeuuid(T0 + ms, number, source), source, number)
+    return event(pid, number, make_timeuuid(T0 + ms, number, source), source, number)
 
 
 class Store:
@@ -44,15 +47,15 @@ class Store:
 
     def __init__(self) -> None:
         self.now = T0
-        self.rows: dict[tuple[int, str, int], Row] = {}
+        self.rows: dict[tuple[int, str, int], StoredRow] = {}
         self.marks: dict[Partition, int] = {}
         self.times: dict[Partition, int] = {}
         self._numbers: dict[str, SourceProgress] = {}
         self._records: dict[Partition, list[tuple[int, str, int]]] = {}
-        self._written: dict[Partition, list[Row]] = {}
+        self._written: dict[Partition, list[StoredRow]] = {}
         """Rows of a window that is under way, or that a crash has left."""
 
-    def put(self, *rows: Row) -> None:
+    def put(self, *rows: StoredRow) -> None:
         for each in rows:
             self.rows[order(each.timeuuid), each.source, each.tag_seq] = each
 
@@ -83,7 +86,7 @@ class Store:
         self.times[place] = ms
         self.marks[place] = window[-1].offset
 
-    def _window(self, place: Partition, count: int) -> tuple[list[Row], dict[str, SourceProgress], int]:
+    def _window(self, place: Partition, count: int) -> tuple[list[StoredRow], dict[str, SourceProgress], int]:
         mark = self.marks.get(place, -1)
         window = [record for record in self._records.get(place, ()) if record[0] > mark][:count]
         if window and place not in self.times:
@@ -93,7 +96,7 @@ class Store:
         for offset, pid, time_ms in window:
             known = numbers.get(pid) or self._numbers.get(pid) or SourceProgress()
             ms = timeuuid_ms(time_ms, ms, [known], str(place), self.now + 1000)
-            rows.append(Row(pid, known.number + 1, make_timeuuid(ms, offset, place), place, offset))
+            rows.append(event(pid, known.number + 1, make_timeuuid(ms, offset, place), place, offset))
             numbers[pid] = SourceProgress(known.number + 1, offset, ms, str(place))
         return rows, numbers, ms
 
@@ -107,16 +110,16 @@ class Store:
         for place in self._records:
             self.apply(place, 1_000_000)
 
-    def read(self, after: UUID | tuple[int, str, int], to: UUID, most: int = 1_000_000) -> list[Row]:
+    def read(self, after: UUID | tuple[int, str, int], to: UUID, most: int = 1_000_000) -> list[StoredRow]:
         first = after if isinstance(after, tuple) else (order(after), "\U0010ffff", 1 << 60)
         last = order(to)
         return [self.rows[key] for key in sorted(self.rows) if first < key and key[0] <= last][:most]
 
 
-def quiet(waits: GapTimeouts | None = None, **changes: int | None) -> ReadSettings:
+def quiet(**changes: int | None) -> ReadSettings:
     """Settings of readers that look back only when a test asks for it."""
     given: dict[str, int | None] = {"short_ms": None, "long_ms": None, "delay_ms": 0, **changes}
-    return ReadSettings(timeouts=waits or GapTimeouts(), **given)  # type: ignore[arg-type]
+    return ReadSettings(**given)  # type: ignore[arg-type]
 
 
 class Reader:
@@ -124,13 +127,13 @@ class Reader:
 
     def __init__(self, store: Store, start: TagPosition, reads: ReadSettings, *, from_beginning: bool = False) -> None:
         self.store = store
-        self.reading: Reading[Row] = Reading(start, reads, from_beginning=from_beginning, now_ms=store.now)
-        self.out: list[DeliveredRow[Row] | LostNumbers] = []
+        self.reading = Reading(start, reads, from_beginning=from_beginning, now_ms=store.now)
+        self.out: list[DeliveredRow | LostNumbers] = []
         self._next: tuple[int, str, int] | UUID | None = None
         self._to = start.low
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StoredRow]:
         return [each.row for each in self.out if isinstance(each, DeliveredRow)]
 
     @property
@@ -149,8 +152,8 @@ class Reader:
         if between is not None:
             store.apply(between, 2)
         self._next, self._to = reading.begin(dict(store.marks), floors, store.now, until)
-        for look in reading.searches(store.now):
-            seen = store.read(look.after, look.to)
+        for after, to in reading.searches(store.now):
+            seen = store.read(after, to)
             self._meet(seen)
             wanted = reading.find_missed(seen)
             self.out += reading.take_missed([each for each in seen if each in wanted], store.now)
@@ -171,9 +174,9 @@ class Reader:
         self._next = order(rows[-1].timeuuid), rows[-1].source, rows[-1].tag_seq
         return False
 
-    def _meet(self, rows: list[Row]) -> None:
-        strange = self.reading.unknown_partitions(rows)
-        self.reading.add_unmarked(strange - self.store.marks.keys() - self.store.times.keys())
+    def _meet(self, rows: list[StoredRow]) -> None:
+        levels = self.reading.levels
+        levels.unmarked |= levels.unknown(rows) - self.store.marks.keys() - self.store.times.keys()
 
     def poll(self, size: int = 3, until: UUID | None = None) -> list[str]:
         """Read all that is to be read; return what came, as p1:2."""

@@ -12,7 +12,8 @@ from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.store import VIEW, TagOptions
+from tailrace.views.tags.store import VIEW
+from tailrace.views.tags.write import TagsPlan
 from tests.writing import NOON, Record, Writer
 
 
@@ -31,7 +32,7 @@ class Tagger:
     """Writes tagged events, as a driver and its tasks do."""
 
     def __init__(self, store: StoreOptions, rows: CassandraOptions | None = None) -> None:
-        options = TagOptions(tagging=Tagging(paths=("tags",)), cassandra=rows)
+        options = TagsPlan(tagging=Tagging(paths=("tags",)), cassandra=rows)
         self.writer = Writer(store, ("intake", VIEW), tags=options)
         self.sent: list[Sent] = []
         self._offsets: dict[int, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.tags.rows.numbering import BackwardNumbering, NumberingEnd, numbering_end
+from tailrace.views.tags.rows.rebuild import BackwardNumbering, NumberingEnd, numbering_end
 
 
 def test_the_last_event_gets_the_number_before_the_first_live_one() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
-from tailrace.views.tags.rows.cursor import BEGIN, TagPosition
-from tailrace.views.tags.rows.gaps import GapTimeouts
-from tests.views.tags.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
+from tailrace.views.tags.rows.model import BEGIN, StoredRow, TagPosition
+from tests.views.tags.tag_store import HOUR, T0, Reader, Store, event, quiet, row
 
 MINUTE = 60_000
 
@@ -17,13 +16,11 @@ MINUTE = 60_000
 class Live:
     """A reader of what somebody else writes, with a clock."""
 
-    def __init__(
-        self, since_ms: int | None = None, waits: GapTimeouts | None = None, now_ms: int = HOUR // 2, **changes: Any
-    ) -> None:
+    def __init__(self, since_ms: int | None = None, now_ms: int = HOUR // 2, **changes: Any) -> None:
         self.store = Store()
         self.store.now = T0 + now_ms
         low = BEGIN if since_ms is None else last_of(T0 + since_ms - 1)
-        self.reader = Reader(self.store, TagPosition(low), quiet(waits, **changes), from_beginning=since_ms is None)
+        self.reader = Reader(self.store, TagPosition(low), quiet(**changes), from_beginning=since_ms is None)
 
     def put(self, *rows: tuple[str, int, int]) -> None:
         self.store.put(*(row(*each) for each in rows))
@@ -263,7 +260,11 @@ def test_b_13_looking_back_ends_at_the_start_of_the_bucket_before_and_at_the_req
 
 def test_s_02_the_scan_at_the_start_says_with_which_number_each_source_begins() -> None:
     live = Live(since_ms=0)
-    rows: list[Row] = [row("p2", 4, -5), *(row("p1", n, n) for n in (1, 2)), *(row("p2", n, 10 + n) for n in (5, 6, 7))]
+    rows: list[StoredRow] = [
+        row("p2", 4, -5),
+        *(row("p1", n, n) for n in (1, 2)),
+        *(row("p2", n, 10 + n) for n in (5, 6, 7)),
+    ]
     live.store.put(*rows)
     live.reader.reading.expect(rows)
     assert live.poll() == ["p1:1", "p1:2", "p2:5", "p2:6", "p2:7"]
@@ -286,7 +287,7 @@ def test_a_source_may_begin_with_any_number_where_its_place_has_marks() -> None:
     place = row("a", -2, 0).partition
     store.put(
         *(
-            Row("a", number, make_timeuuid(T0 + 10 + number, number + 2, place), place, number + 2)
+            event("a", number, make_timeuuid(T0 + 10 + number, number + 2, place), place, number + 2)
             for number in range(-2, 3)
         )
     )
@@ -297,7 +298,7 @@ def test_a_source_may_begin_with_any_number_where_its_place_has_marks() -> None:
 
 def test_events_that_share_a_timeuuid_are_all_delivered_also_from_the_cursor_between_them() -> None:
     live = Live()
-    same = [Row(pid, 1, row("x", 1, 10).timeuuid, row("x", 1, 10).partition, 1) for pid in "abc"]
+    same = [event(pid, 1, row("x", 1, 10).timeuuid, row("x", 1, 10).partition, 1) for pid in "abc"]
     live.store.put(*same)
     assert live.poll() == ["a:1", "b:1", "c:1"]
     for i, each in enumerate(live.reader.out):

@@ -21,8 +21,7 @@ from tailrace.testing.fixtures import unique_name
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
-from tailrace.views.tags.rows.reader import RowReader
-from tailrace.views.tags.rows.store import RowWriter
+from tailrace.views.tags.rows.store import RowReader, RowWriter
 from tests.views.tags.reading import Follower, reading
 from tests.views.tags.rows import Rows
 from tests.views.tags.stored import Stored
@@ -117,7 +116,8 @@ async def test_reader_and_writer_go_on_after_the_node_was_killed(own_cassandra: 
         rows = [row(NOON + i, i) for i in range(3_000)]
         out.write(rows[:1_000])
         assert await all_of(reader.rows("green", *ALL)) == rows[:1_000]
-        async with aclosing(reader.rows("green", *ALL, page=10)) as pages:
+        reader.page = 10
+        async with aclosing(reader.rows("green", *ALL)) as pages:
             await anext(pages)
             node.kill()
             with pytest.raises(StoreUnavailable, match="cassandra does not answer"):

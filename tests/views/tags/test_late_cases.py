@@ -18,15 +18,14 @@ from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.cursor import BEGIN, TagPosition
-from tailrace.views.tags.rows.gaps import ReadSettings, TagRow
-from tailrace.views.tags.rows.reader import RowReader
-from tailrace.views.tags.rows.reading import Reading
-from tailrace.views.tags.rows.store import RowKey
+from tailrace.views.tags.rows.model import BEGIN, TagPosition
+from tailrace.views.tags.rows.reading import Reading, ReadSettings
+from tailrace.views.tags.rows.store import RowReader
 from tailrace.views.tags.settings import TagsSettings
 from tests.log.rig import now_ms
 from tests.views.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.views.tags.reading import events
+from tests.views.tags.tag_store import event
 
 SOON: dict[str, Any] = {"refresh": "50ms", "back_track": "off", "long_back_track": "off"}
 """Late rows are found by their numbers."""
@@ -217,8 +216,8 @@ def test_B_13_a_look_back_goes_no_further_than_the_start_of_the_bucket_before(
         ReadSettings(delay_ms=0, short_ms=10, short_period_ms=1, long_ms=10, long_period_ms=period_ms),
     ):
         reading = _stands_at(at, reads)
-        (look,) = reading.searches(at + 1_000)
-        assert (ms_of(look.after), ms_of(look.to)) == (at - back_ms - 1, at)
+        ((after, to),) = reading.searches(at + 1_000)
+        assert (ms_of(after), ms_of(to)) == (at - back_ms - 1, at)
         assert reading.searches(at + 1_001) == []
         assert len(reading.searches(at + 1_010)) == 1
         assert len(reading.searches(at - 10 * HOUR)) == 1, "the clock was set back"
@@ -232,19 +231,17 @@ def test_B_13_a_look_back_does_not_go_before_the_start_of_the_feed() -> None:
     reading = _stands_at(
         at, ReadSettings(delay_ms=0, short_ms=10, short_period_ms=None), TagPosition(last_of(at - MINUTE))
     )
-    (look,) = reading.searches(at + 1_000)
-    assert look.after == last_of(at - MINUTE)
+    ((after, _),) = reading.searches(at + 1_000)
+    assert after == last_of(at - MINUTE)
 
 
-def _stands_at(ms: int, reads: ReadSettings, start: TagPosition | None = None) -> Reading[TagRow]:
+def _stands_at(ms: int, reads: ReadSettings, start: TagPosition | None = None) -> Reading:
     """Return a reading that has passed an event of this millisecond."""
-    reading: Reading[TagRow] = Reading(start or TagPosition(BEGIN), reads, from_beginning=start is None, now_ms=ms)
+    reading = Reading(start or TagPosition(BEGIN), reads, from_beginning=start is None, now_ms=ms)
     place = Partition("theirs", 0)
-    row = RowKey(
-        tag="green", bucket_ms=0, timeuuid=make_timeuuid(ms, 0, place), source="p", tag_seq=1, partition=place, offset=0
-    )
+    row = event("p", 1, make_timeuuid(ms, 0, place), place, 0)
     reading.begin({}, {}, ms)
-    reading.add_unmarked({place})
+    reading.levels.unmarked.add(place)
     assert len([*reading.take_page([row], ms), *reading.finish(ms)]) == 1
     return reading
 

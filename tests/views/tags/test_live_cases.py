@@ -25,7 +25,7 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows import feed as tag_rows_feed
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
-from tailrace.views.tags.rows.tags import CassandraTags
+from tailrace.views.tags.rows.feed import CassandraTags
 from tailrace.views.tags.store import VIEW, LevelReader, Levels
 from tests.log.rig import controls, now_ms
 from tests.views.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run

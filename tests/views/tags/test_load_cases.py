@@ -81,7 +81,7 @@ def write(plan: Plan, share: Share) -> None:
             raise_floors(host._shards, plan.epoch, {place: begin + SPREAD * at // total})
         time.sleep(chance.random() * share.pause_s)
     host.close()
-    cassandra = plan.of(TagsPlan).options.cassandra
+    cassandra = plan.of(TagsPlan).cassandra
     if cassandra is not None and multiprocessing.parent_process() is not None:
         disconnect(cassandra)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.views.tags.rows.numbering import AGAIN, FILLS, IN_ORDER, MissingNumbers, NumberCheck
+from tailrace.views.tags.rows.upkeep import AGAIN, FILLS, IN_ORDER, MissingNumbers, NumberCheck
 
 
 def take(numbers: NumberCheck, *rows: tuple[int, int]) -> list[str]:

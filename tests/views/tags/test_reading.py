@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tailrace.log.event import Partition
 from tailrace.log.timeuuid import make_timeuuid
-from tailrace.views.tags.rows.cursor import BEGIN, TagCursor, TagPosition, hashed
-from tailrace.views.tags.rows.gaps import GapTimeouts, ReadSettings
-from tailrace.views.tags.rows.reading import DeliveredRow, Reading
+from tailrace.views.tags.rows.model import BEGIN, StoredRow, TagPosition, hashed, join_cursor, parse_positions
+from tailrace.views.tags.rows.reading import DeliveredRow, Reading, ReadSettings
 from tests.examples import examples
-from tests.views.tags.tag_store import HOUR, T0, Reader, Row, Store, quiet, row
+from tests.views.tags import tag_store
+from tests.views.tags.tag_store import HOUR, T0, Reader, Store, quiet, row
 
 START = TagPosition(BEGIN)
 PLACES = [Partition("jobs", 0), Partition("jobs", 1), Partition("orders", 0)]
@@ -74,17 +74,17 @@ _reads = st.builds(
 
 def _again(part: TagPosition) -> TagPosition:
     """The part as it comes back in a cursor."""
-    return TagCursor.parse(str(TagCursor((part,))), 1).positions[0]
+    return parse_positions(join_cursor([str(part)], ""), 1)[0]
 
 
-def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tuple[Store, Reader, list[Row]]:
+def _run(ops: list[Any], reads: ReadSettings, with_others: bool = False) -> tuple[Store, Reader, list[StoredRow]]:
     """Carry out operations; return the store, the last reader, and the rows that earlier readers delivered."""
     store, theirs, their_ms = Store(), 0, 0
     if with_others:
         # What others wrote says nothing of a place that comes as the first, nor of a source that was forgotten.
         store.times.update(dict.fromkeys(PLACES, 0))
         reads = msgspec.structs.replace(reads, known_sources=100)
-    reader, before = Reader(store, START, reads, from_beginning=True), list[Row]()
+    reader, before = Reader(store, START, reads, from_beginning=True), list[StoredRow]()
     for name, *arguments in ops:
         match name:
             case "produce":
@@ -121,7 +121,7 @@ def _drain(store: Store, reader: Reader) -> None:
         reader.poll()
 
 
-def _check(rows: list[Row], store: Store) -> None:
+def _check(rows: list[StoredRow], store: Store) -> None:
     ours = [each for each in rows if each.source != "theirs"]
     assert sorted(map(str, ours)) == sorted(str(each) for each in store.rows.values() if each.source != "theirs")
     _in_order(ours)
@@ -129,7 +129,7 @@ def _check(rows: list[Row], store: Store) -> None:
     assert theirs == sorted(set(theirs))
 
 
-def _in_order(rows: list[Row]) -> None:
+def _in_order(rows: list[StoredRow]) -> None:
     numbers: dict[str, int] = {}
     for each in rows:
         assert each.tag_seq == numbers.get(each.source, 0) + 1, f"{each.source} out of order"
@@ -158,9 +158,9 @@ def test_a_reader_that_begins_at_any_cursor_gets_exactly_the_rest_also_what_was_
     _drain(store, reader)
     got = [each for each in reader.out if isinstance(each, DeliveredRow)]
     for i, each in enumerate(got):
-        text = str(TagCursor((each.position,)))
+        text = join_cursor([str(each.position)], "")
         assert len(text) <= 4096
-        resumed = Reader(store, TagCursor.parse(text, 1).positions[0], reads)
+        resumed = Reader(store, parse_positions(text, 1)[0], reads)
         _drain(store, resumed)
         if each.position.reached:
             event("above the low-water timeuuid")
@@ -176,7 +176,7 @@ def test_what_somebody_else_writes_in_any_order_comes_once_in_its_source_s_order
     arrivals: list[tuple[str, int]], between: list[int], room: int, skew: int
 ) -> None:
     """Rows become visible one after the other; only those are waited for that were seen to be missing."""
-    store, reads = Store(), quiet(GapTimeouts(gap_ms=1 << 40, first_ms=1 << 40), room=room)
+    store, reads = Store(), quiet(gap_ms=1 << 40, first_ms=1 << 40, room=room)
     reader = Reader(store, START, reads, from_beginning=True)
     for i, (pid, number) in enumerate(arrivals):
         store.put(row(pid, number, 10 * number + (5 * skew if pid == "b" else 0)))
@@ -208,12 +208,12 @@ def test_what_somebody_else_writes_in_any_order_comes_once_in_its_source_s_order
 def test_two_events_that_got_one_number_both_go_out_and_not_again() -> None:
     p, q = PLACES[:2]
     rows = [
-        Row("a", 1, make_timeuuid(T0, 0, p), p, 0),
-        Row("a", 2, make_timeuuid(T0 + 1, 1, p), p, 1),
-        Row("a", 2, make_timeuuid(T0 + 2, 0, q), q, 0),
-        Row("a", 3, make_timeuuid(T0 + 3, 1, p), p, 1),
+        tag_store.event("a", 1, make_timeuuid(T0, 0, p), p, 0),
+        tag_store.event("a", 2, make_timeuuid(T0 + 1, 1, p), p, 1),
+        tag_store.event("a", 2, make_timeuuid(T0 + 2, 0, q), q, 0),
+        tag_store.event("a", 3, make_timeuuid(T0 + 3, 1, p), p, 1),
     ]
-    reading: Reading[Row] = Reading(START, ReadSettings(delay_ms=0), now_ms=T0 + 10)
+    reading = Reading(START, ReadSettings(delay_ms=0), now_ms=T0 + 10)
     marks, floors = {p: 1, q: 0}, {p: T0 + 5, q: T0 + 5}
     reading.begin(marks, floors, T0 + 10)
     out = reading.take_page(rows, T0 + 10) + reading.finish(T0 + 10)

@@ -16,7 +16,7 @@ from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep.copy import RestoredEvent
 from tailrace.upkeep.rebuild import replaced
 from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, widen_neighbour
-from tailrace.views.tags.upkeep import Ends, counted, renumbered
+from tailrace.views.tags.upkeep import Anchor
 
 LATEST = 1_000
 _events = st.lists(st.tuples(st.sampled_from("pqr"), st.integers(0, 1), st.integers(0, 2_000)), min_size=1, max_size=30)
@@ -32,27 +32,31 @@ def test_rebuilt_events_are_numbered_up_to_the_live_ones_and_timeuuids_never_fal
     drawn: list[tuple[str, int, int]], ends: dict[str, int], split: int
 ) -> None:
     events = [_event(pid, partition, i, ms) for i, (pid, partition, ms) in enumerate(drawn)]
-    counts = counted(events)
-    made = list(renumbered(events, Ends(ends, {}), counts, {}, LATEST))
-    for pid in counts:
+    progress = {pid: SourceProgress(end) for pid, end in ends.items()}
+    anchor = Anchor(progress, LATEST)
+    anchor.begin_anew(events)
+    made = list(anchor.numbered(events))
+    pids = {pid for pid, _, _ in drawn}
+    for pid in pids:
         numbers = [e.fields.number for e in made if e.fields is not None and e.fields.source == pid]
         end = ends.get(pid, 0)
         assert numbers == list(range(end - len(numbers) + 1, end + 1))
     for partition in range(2):
         times_ms = [e.fields.ms for e in made if e.fields is not None and e.partition.partition == partition]
         assert times_ms == sorted(times_ms)
-    for pid in counts:
+    for pid in pids:
         mine = [(e.fields.ms, e.partition) for e in made if e.fields is not None and e.fields.source == pid]
         assert all(a[0] < b[0] if a[1] != b[1] else a[0] <= b[0] for a, b in pairwise(mine))
     # What was made once is made the same again, also from the middle: timeuuids and numbers are those that are there.
-    known = {
-        e.fields.source: SourceProgress(e.fields.number, e.fields.seq, e.fields.ms, str(e.partition))
-        for e in made[:split]
-        if e.fields
-    }
+    again = Anchor(progress, 10**9)
+    for e in made[:split]:
+        assert e.fields is not None
+        note = TagColumns.of([e.fields], [e.offset], [e.time_ms])
+        again.see(Run.of(e.partition, [e.offset], [e.time_ms], [None], None, [b""], note), -1, None, 1 << 62)
+    again.begin(in_front=True)
     rest = made[split:]
-    assert Ends(ends, {}).fits(counted(rest), known)
-    assert list(renumbered(rest, Ends(ends, {}), counted(rest), known, 10**9)) == rest
+    assert again.fits(rest)
+    assert list(again.numbered(rest)) == rest
 
 
 @given(st.lists(st.sampled_from("pqr"), min_size=1, max_size=12), st.integers(0, 12))

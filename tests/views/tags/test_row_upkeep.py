@@ -18,7 +18,7 @@ from tailrace.errors import BadRequest
 from tailrace.log.timeuuid import make_timeuuid, ms_of, order
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.store import StoredRow
+from tailrace.views.tags.rows.model import StoredRow
 from tailrace.views.tags.rows.upkeep import STEPS
 from tailrace.views.tags.settings import TagRules
 from tests.meanwhile import meanwhile

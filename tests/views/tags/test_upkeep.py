@@ -23,7 +23,6 @@ from tailrace.upkeep.job import FAILPOINT, run_job
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging
 from tailrace.views.tags.settings import TagRules
-from tailrace.views.tags.store import TagOptions
 from tailrace.views.tags.upkeep import STEPS, TagLogCopy
 from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import ids
@@ -337,7 +336,7 @@ def test_the_command_says_what_it_would_erase_and_one_that_is_killed_is_complete
     store: StoreOptions,
 ) -> None:
     tagging = Tagging(paths=("tags",))
-    writer = Writer(store, views=("intake", "tags"), tags=TagOptions(tagging))
+    writer = Writer(store, views=("intake", "tags"), tags=TagsPlan(tagging))
     values = [b'{"tags":["red","blue"]}', b'{"tags":["red"]}']
     writer.write([Record(i, (b"p", b"q")[i % 3 % 2], values[i % 2], NOON + i * HOUR) for i in range(12)])
 

@@ -26,7 +26,8 @@ from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import SourceProgress
 from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
-from tailrace.views.tags.rows.store import RowWriter, StoredRow
+from tailrace.views.tags.rows.model import StoredRow
+from tailrace.views.tags.rows.store import RowWriter
 from tailrace.views.tags.settings import TagsSettings
 from tests.views.tags.stored import HOUR, MINUTE, TOPIC, Died, Stored, dying, interrupted
 from tests.views.tags.tagged import apart

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from tailrace.http.service import Service, ViewService
     from tailrace.upkeep.copy import ViewCopy
     from tailrace.upkeep.job import BucketSettings
-    from tailrace.views.tags.driver import TagsDriver
-    from tailrace.views.tags.write import TagsPlan
+    from tailrace.views.tags.write import TagsDriver, TagsPlan
 
 
 class TagsView(View):
@@ -26,14 +25,12 @@ class TagsView(View):
     is_copy = True
 
     def plan(self, settings: Settings) -> TagsPlan:
-        """Return the settings that tasks need."""
         from tailrace.views.tags.write import TagsPlan
 
         return TagsPlan.of(settings)
 
     def driver(self, settings: Settings) -> TagsDriver:
-        """Return the hooks of one start of the driver."""
-        from tailrace.views.tags.driver import TagsDriver
+        from tailrace.views.tags.write import TagsDriver
 
         return TagsDriver(self.plan(settings))
 

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,7 +41,10 @@ from tailrace.log.segment import Gap, OrderKey, key_of
 from tailrace.log.store import Logs
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Nodes
-from tailrace.views.tags.request import TagFilter, TagRequest, filter_run
+from tailrace.views.tags.model import TagFilter, TagRequest, filter_run
+
+if TYPE_CHECKING:
+    from tailrace.views.tags.rows.feed import TagRowsFeed
 
 logger = logging.getLogger(__name__)
 
@@ -93,28 +97,20 @@ class TagFeed(LogFeed):
             add(MergeItem(0, Position(segment.epoch, number), segment.index, data if is_shown else None))
 
 
-class _Event:
-    """An event of one log, read ahead of the merge; ``data`` is None if it is not shown."""
+class _Event(msgspec.Struct, eq=False):
+    """An event of one log, read ahead of the merge."""
 
-    __slots__ = ("before", "data", "index", "is_sent", "ms", "offset", "partition", "position", "read_s")
-
-    def __init__(
-        self,
-        ms: int,
-        partition: Partition,
-        offset: int,
-        position: Position,
-        index: int,
-        data: bytes | None,
-        before: int,
-        read_s: float,
-    ) -> None:
-        self.ms, self.partition, self.offset, self.position, self.index = ms, partition, offset, position, index
-        self.data = data
-        self.is_sent = data is None
-        self.before = before
-        """Number of the shown event before it in the log; the events between are not shown."""
-        self.read_s = read_s
+    ms: int
+    partition: Partition
+    offset: int
+    position: Position
+    index: int
+    """Index of its segment."""
+    data: bytes | None
+    """None if the event is not shown, or sent."""
+    before: int
+    """Number of the shown event before it in the log; the events between are not shown."""
+    read_s: float
 
 
 class _Line(MergeLine):
@@ -148,7 +144,7 @@ class _Line(MergeLine):
         moved = False
         while self.ahead:
             head = self.ahead[0]
-            if isinstance(head, Gap) or not head.is_sent:
+            if isinstance(head, Gap) or head.data is not None:
                 break
             self.ahead.popleft()
             if head.position.epoch != self.position.epoch:
@@ -394,7 +390,7 @@ class MergedTags(TagFeed):
         if not unsent:
             del line.unsent[event.partition]
         line.size -= len(data)
-        event.is_sent, event.data = True, None
+        event.data = None
         if line.ahead[0] is event:
             line.trim()
             return data
@@ -467,7 +463,7 @@ class TagSummary(msgspec.Struct, frozen=True):
     bytes: int | None = None
 
 
-class TagStore(Protocol):
+class TagStore(ABC):
     """The tags of one store."""
 
     store: str
@@ -477,53 +473,64 @@ class TagStore(Protocol):
 
     async def open(self, request: TagRequest) -> AnyFeed:
         """Check the request against the store, find its start, and open a feed. Raises before anything is sent."""
-        ...
+        if request.missing == "fail":
+            for tag in request.names:
+                if not await self._exists(tag):
+                    raise StreamNotFound(tag)
+        filters = [TagFilter(request, index) for index in range(len(request.names))]
+        if request.mode == "all":
+            request, filters = msgspec.structs.replace(request, names=request.names[:1]), filters[:1]
+        feed = await self._feed(request, filters)
+        await feed.begin()
+        return feed
 
+    @abstractmethod
+    async def _exists(self, tag: str) -> bool:
+        """Return True if the tag has, or had, events."""
+
+    @abstractmethod
+    async def _feed(self, request: TagRequest, filters: Sequence[TagFilter]) -> TagFeed | TagRowsFeed:
+        """Find the start of a feed that shows what the filters, one for each tag, show."""
+
+    @abstractmethod
     async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
         """Return up to ``limit`` tags that begin with ``prefix`` and follow ``after``, in order of their bytes."""
-        ...
 
-    async def is_at_end(self, tags: Sequence[str], mode: str, cursor: str) -> bool:
-        """Return True if there is no event after a cursor."""
-        ...
+    @abstractmethod
+    async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
+        """Return True if there is no event after a cursor of a feed that reads these tags."""
 
     async def close(self) -> None:
         """Close all connections."""
-        ...
+        return
 
 
 def open_store(settings: Settings, nodes: Nodes, hub: Hub, logs: Logs, clock: Callable[[], int]) -> TagStore:
     """Return the store that the settings name."""
     if settings.tags.store == "cassandra":
-        from tailrace.views.tags.rows.tags import CassandraTags
+        from tailrace.views.tags.rows.feed import CassandraTags
 
         return CassandraTags(settings, nodes, hub, clock)
     return ValkeyTags(hub, logs, clock)
 
 
-class ValkeyTags(LogFeeds):
+class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are those of tags
     """The tags in Valkey."""
 
     store = "valkey"
     own_cursors = False
 
-    async def open(self, request: TagRequest) -> TagFeed:  # type: ignore[override]
-        if request.missing == "fail":
-            for tag in request.names:
-                if (await self._logs.log(tag)).end == Position.START:
-                    raise StreamNotFound(tag)
-        filters = [TagFilter(request, index) for index in range(len(request.names))]
-        if request.mode == "all":
-            request, filters = msgspec.structs.replace(request, names=request.names[:1]), filters[:1]
+    async def _exists(self, tag: str) -> bool:
+        return (await self._logs.log(tag)).end != Position.START
+
+    async def _feed(self, request: TagRequest, filters: Sequence[TagFilter]) -> TagFeed:
         ends = [(await self._logs.log(tag)).end for tag in request.names]
         if isinstance(request.start, FromLast):
             starts = await self._last(request, filters, ends, request.start.count)
         else:
             starts = list(await self._starts(request, ends))
         form = TagFeed if len(request.names) == 1 else MergedTags
-        feed = form(self._hub, self._logs, request, filters, starts, ends, self._clock)
-        await feed.begin()
-        return feed
+        return form(self._hub, self._logs, request, filters, starts, ends, self._clock)
 
     async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
         summaries: list[TagSummary] = []
@@ -547,16 +554,12 @@ class ValkeyTags(LogFeeds):
                     )
         return summaries
 
-    async def is_at_end(self, tags: Sequence[str], mode: str, cursor: str) -> bool:
-        names = tags[:1] if mode == "all" else tags
+    async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
         positions = Cursor.parse(cursor, len(names)).positions
         for log, position in zip(await self._logs.logs_of(names), positions, strict=True):
             if log.segments and key_of(log, position) < (log.segments[-1].index, log.segments[-1].last):
                 return False
         return True
-
-    async def close(self) -> None:
-        return
 
     async def _last(
         self, request: TagRequest, filters: Sequence[TagFilter], ends: Sequence[Position], count: int

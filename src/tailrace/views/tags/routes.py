@@ -1,11 +1,20 @@
-"""Tags over HTTP: their feeds, which tags there are, and the sources of one."""
+"""Tags over HTTP: their feeds, which tags there are, the sources of one, and the readers that have a name.
+
+The service stores the position of a named reader, so that it resumes without a cursor. A ``NamedFeed`` yields what its
+feed yields and stores the position about once a second. ``inspect_readers`` tells how far each reader is behind, and
+warns before events expire that it has not read. Invariant: a stored position is never beyond the frames that were
+handed over. A reader that resumes by its name may get some events again, and misses none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
+from datetime import timedelta
 from typing import Annotated
+from uuid import UUID
 
 import msgspec
 from fastapi import Depends, Path, Request, Response
@@ -13,7 +22,8 @@ from pydantic import AfterValidator
 
 from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, Tag, TaggedSource, TagsPage
 from tailrace.api.requests import Parameters, SourcesParameters, TagFeedParameters, TagsFeedParameters, TagsParameters
-from tailrace.errors import StreamNotFound, TagsOff, TailraceError
+from tailrace.config.values import format_duration
+from tailrace.errors import CursorError, StreamNotFound, TagsOff, TailraceError
 from tailrace.http.delivery import answer_feed
 from tailrace.http.openapi import feed_with
 from tailrace.http.routing import Here, LastEventId, Routes, decoded
@@ -21,18 +31,22 @@ from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.log.cursor import FromCursor
 from tailrace.log.event import iso_time
 from tailrace.log.name import shard_of
-from tailrace.log.request import AnyFeed
+from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.store import Logs
+from tailrace.log.timeuuid import ms_of
 from tailrace.metrics import ReaderFigures, ReaderMetrics
-from tailrace.valkey.shards import mapping
+from tailrace.valkey.shards import Nodes, mapping
 from tailrace.views.tags.feed import TagStore, open_store
-from tailrace.views.tags.model import SourceProgress
-from tailrace.views.tags.readers import NamedFeed, ReaderIdentity, ReaderRegistry, ReaderStatus, inspect_readers
-from tailrace.views.tags.request import FromStoreCursor, TagRequest, make_tag_request
-from tailrace.views.tags.store import VIEW
+from tailrace.views.tags.model import FromStoreCursor, SourceProgress, TagRequest, make_tag_request
+from tailrace.views.tags.store import VIEW, encode
 
 logger = logging.getLogger(__name__)
 
+SAVE_EVERY_MS = 1000
+WARN_FROM = 0.8
+"""A reader gets a warning when its lag exceeds this part of ``tags.keep``."""
+FORGET_AFTER = timedelta(days=90)
+"""A reader that does not come back is forgotten after this time, or after twice ``tags.keep`` if that is longer."""
 WATCH_EVERY_S = 60.0
 
 
@@ -74,10 +88,7 @@ class TagsService(LogService):
     async def figures(self) -> list[ReaderFigures]:
         if not self.is_on:
             return []
-        return [
-            ReaderFigures(each.reader.name, ",".join(each.reader.tags), round(each.lag_s, 3))
-            for each in await _statuses(self)
-        ]
+        return [ReaderFigures(each.client, ",".join(each.tags), each.lag_s) for each in await inspect_readers(self)]
 
 
 async def _tags(service: Here) -> TagsService:
@@ -138,19 +149,7 @@ async def tag_sources(view: TagsHere, tag: TagName, parameters: SourcesParameter
 @routes.get("/v1/tags/readers", 400, 404, 503)
 async def tag_readers(view: TagsHere, parameters: Parameters) -> ReadersPage:
     """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
-    readers = [
-        NamedReader(
-            client=reader.name,
-            tags=list(reader.tags),
-            mode=reader.mode,
-            last_event=None if position.event_ms is None else iso_time(position.event_ms),
-            last_seen=iso_time(position.seen_ms),
-            lag_s=round(lag_s, 3),
-            warning=warning,
-        )
-        for reader, position, lag_s, warning in await _statuses(view)
-    ]
-    return ReadersPage(readers=readers)
+    return ReadersPage(await inspect_readers(view))
 
 
 def _source(name: str, progress: SourceProgress) -> TaggedSource:
@@ -199,19 +198,185 @@ async def _open(view: TagsService, wanted: TagRequest, parameters: TagFeedParame
     return feed
 
 
-async def _statuses(view: TagsService) -> list[ReaderStatus]:
-    return await inspect_readers(view.readers, view.store, view.settings.tags.keep, now_ms())
-
-
 async def watch(view: TagsService) -> None:
     """Log every minute the warnings of named readers that are new."""
     warned: set[ReaderIdentity] = set()
     while True:
         await asyncio.sleep(WATCH_EVERY_S)
         try:
-            warnings = {each.reader: each.warning for each in await _statuses(view) if each.warning}
+            late = [each for each in await inspect_readers(view) if each.warning]
+            warnings = {ReaderIdentity(each.client, each.mode, tuple(each.tags)): each.warning for each in late}
             for reader in warnings.keys() - warned:
                 logger.warning("%s", warnings[reader])
             warned = set(warnings)
         except TailraceError as error:
             logger.debug("readers of tags: %s", error)
+
+
+# Named readers.
+
+
+class _EventTime(msgspec.Struct):
+    timeuuid: UUID
+
+
+_decode_event_time = msgspec.json.Decoder(_EventTime).decode
+
+
+class ReaderIdentity(msgspec.Struct, frozen=True):
+    """A name and the tags that are read under it. The same name with other tags is another reader."""
+
+    name: str
+    mode: str
+    tags: tuple[str, ...]
+
+    @property
+    def field(self) -> str:
+        """Its field in the stored hash; a name has no spaces."""
+        return f"{self.name} {self.mode} {encode(self.tags).decode()}"
+
+    @classmethod
+    def parse(cls, field: bytes) -> ReaderIdentity:
+        name, mode, tags = field.decode().split(" ", 2)
+        return cls(name, mode, msgspec.json.decode(tags, type=tuple[str, ...]))
+
+
+class ReaderPosition(msgspec.Struct, frozen=True):
+    """The stored position of a reader."""
+
+    store: str
+    """Name of the store that the cursors belong to."""
+    cursor: str
+    """Cursor to resume with: everything before it was sent."""
+    reached: str
+    """Cursor after the last frame that was handed over to be sent."""
+    event_ms: int | None
+    """Millisecond of the timeuuid of its last event; None before the first."""
+    seen_ms: int
+    """Time when the position was stored."""
+
+
+_decode_position = msgspec.json.Decoder(ReaderPosition).decode
+
+
+class ReaderRegistry:
+    """The stored positions of all named readers, in one hash."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes, self._key = nodes, nodes.keys.readers()
+
+    async def find(self, reader: ReaderIdentity) -> ReaderPosition | None:
+        stored = await self._nodes.read(0, "HGET", self._key, reader.field)
+        return None if stored is None else _decode_position(stored)
+
+    async def save(self, reader: ReaderIdentity, position: ReaderPosition) -> None:
+        await self._nodes.read(0, "HSET", self._key, reader.field, encode(position))
+
+    async def all(self) -> dict[ReaderIdentity, ReaderPosition]:
+        """Return all readers, in the order of their names."""
+        stored = mapping(await self._nodes.read(0, "HGETALL", self._key))
+        return {ReaderIdentity.parse(field): _decode_position(stored[field]) for field in sorted(stored)}
+
+    async def forget(self, readers: Iterable[ReaderIdentity]) -> None:
+        if fields := [reader.field for reader in readers]:
+            await self._nodes.read(0, "HDEL", self._key, *fields)
+
+
+class NamedFeed:
+    """A feed of tags that stores the position of its reader.
+
+    Args:
+        store: Name of the store that the feed reads.
+        before: Position of the reader before this feed, if it has one.
+    """
+
+    def __init__(
+        self,
+        feed: AnyFeed,
+        registry: ReaderRegistry,
+        reader: ReaderIdentity,
+        store: str,
+        before: ReaderPosition | None,
+        clock: Callable[[], int],
+    ) -> None:
+        self._feed, self._registry, self._reader, self._store, self._clock = feed, registry, reader, store, clock
+        self._confirmed = self._reached = feed.cursor
+        self._last_event: bytes | None = None
+        self._event_ms = before.event_ms if before is not None else None
+        self._saved_ms = 0
+
+    @property
+    def cursor(self) -> str:
+        return self._feed.cursor
+
+    async def begin(self) -> None:
+        """Store the start, so that a reader that returns before its first event does not start at a later end."""
+        await self._save()
+
+    def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
+        return self._batches()
+
+    async def aclose(self) -> None:
+        await self._feed.aclose()
+        with suppress(TailraceError):
+            await self._save(now=True)
+
+    async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
+        async for frames in self._feed:
+            yield frames
+            # The consumer asks for more, so it has this batch; but only the batch before it is surely sent.
+            self._confirmed, self._reached = self._reached, self._feed.cursor
+            self._last_event = next((f.data for f in reversed(frames) if isinstance(f, EventFrame)), self._last_event)
+            await self._save()
+        # The feed has ended and the end was sent: a reader that returns at once does not get the last batch again.
+        self._confirmed = self._reached
+        await self._save(now=True)
+
+    async def _save(self, now: bool = False) -> None:
+        """Store the position, unless that was done a moment ago."""
+        now_ms = self._clock()
+        if not now and 0 <= now_ms - self._saved_ms < SAVE_EVERY_MS:  # the clock may be set back
+            return
+        self._saved_ms = now_ms
+        if self._last_event is not None:
+            self._event_ms, self._last_event = ms_of(_decode_event_time(self._last_event).timeuuid), None
+        position = ReaderPosition(self._store, self._confirmed, self._reached, self._event_ms, now_ms)
+        await self._registry.save(self._reader, position)
+
+
+async def inspect_readers(view: TagsService) -> list[NamedReader]:
+    """Return all readers, each with its lag, and a warning if events may expire before it gets them.
+
+    Readers that have been away for very long are forgotten.
+    """
+    keep, now = view.settings.tags.keep, now_ms()
+    forget_ms = (max(FORGET_AFTER, 2 * keep) if keep is not None else FORGET_AFTER).total_seconds() * 1000
+    readers: list[NamedReader] = []
+    old: list[ReaderIdentity] = []
+    for reader, position in (await view.readers.all()).items():
+        if now - position.seen_ms > forget_ms:
+            old.append(reader)
+            continue
+        lag_s, warning = 0.0, None
+        if position.event_ms is not None and not await _is_at_end(view.store, reader, position):
+            lag_s = max(0, now - position.event_ms) / 1000
+        if keep is not None and lag_s > WARN_FROM * keep.total_seconds():
+            lag = format_duration(timedelta(seconds=round(lag_s)))
+            warning = (
+                f"reader {reader.name!r} of {', '.join(map(repr, reader.tags))} is {lag} behind, and events are kept "
+                f"for {format_duration(keep)} (tags.keep): let it read on, or raise tags.keep"
+            )
+        last_event = None if position.event_ms is None else iso_time(position.event_ms)
+        known = reader.name, list(reader.tags), reader.mode, last_event, iso_time(position.seen_ms)
+        readers.append(NamedReader(*known, round(lag_s, 3), warning))
+    await view.readers.forget(old)
+    return readers
+
+
+async def _is_at_end(store: TagStore, reader: ReaderIdentity, position: ReaderPosition) -> bool:
+    if position.store != store.store or not position.reached:
+        return False
+    try:
+        return await store.is_at_end(reader.tags[:1] if reader.mode == "all" else reader.tags, position.reached)
+    except CursorError:  # a cursor of an older form; the feed will refuse it, too
+        return False

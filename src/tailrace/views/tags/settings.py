@@ -43,6 +43,10 @@ EveryOrOff = Annotated[timedelta | None, BeforeValidator(_OFF.read), PlainSerial
 """None is "off"."""
 
 
+def milliseconds(duration: timedelta) -> int:
+    return round(duration.total_seconds() * 1000)
+
+
 def _first_bucket(text: str) -> str:
     form = _FIRST.get(len(text))
     try:
@@ -127,7 +131,7 @@ class TagsSettings(Section):
         if not self.first_bucket:
             return 0
         first = datetime.strptime(self.first_bucket, _FIRST[len(self.first_bucket)]).replace(tzinfo=UTC)
-        return bucket_start(round(first.timestamp() * 1000), round(self.span.total_seconds() * 1000))
+        return bucket_start(round(first.timestamp() * 1000), milliseconds(self.span))
 
     @property
     def is_used(self) -> bool:

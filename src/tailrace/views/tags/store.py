@@ -12,63 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from tailrace.config.settings import Settings
 from tailrace.errors import StaleDriver
 from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.store import LogRegistry
 from tailrace.valkey.marks import SCAN_PREFIX, parse_mark_time
 from tailrace.valkey.shards import Command, Nodes, Shards, mapping
-from tailrace.views.tags.model import Erasure, SourceProgress, Tagging
-
-if TYPE_CHECKING:
-    from tailrace.views.tags.rows.cassandra import CassandraOptions
-
+from tailrace.views.tags.model import Erasure, SourceProgress
 
 VIEW = "tags"
 PAGE = 500
 
 _decode_erasure = msgspec.json.Decoder(Erasure).decode
 encode = msgspec.json.Encoder().encode
-
-
-class TagOptions(msgspec.Struct, frozen=True):
-    """The settings that a Spark task needs to tag events and to store them."""
-
-    tagging: Tagging = Tagging()
-    span_ms: int = 3_600_000
-    """Length of a bucket."""
-    future_ms: int = 1_000
-    """A timeuuid may be ahead of the clock by this much."""
-    batch: int = 150
-    cassandra: CassandraOptions | None = None
-    """None if the events are in Valkey."""
-
-
-def tag_options(settings: Settings) -> TagOptions:
-    tags = settings.tags
-    cassandra: CassandraOptions | None = None
-    if tags.store == "cassandra":
-        from tailrace.views.tags.rows.cassandra import CassandraOptions
-
-        cassandra = CassandraOptions.of(settings.cassandra)
-    return TagOptions(
-        tagging=Tagging(
-            topics=tags.topics,
-            source=None if tags.source == "key" else tuple(tags.source),
-            sequence="" if tags.sequence == "offset" else tags.sequence,
-            paths=tags.paths,
-            rules=tags.rules.written(),
-        ),
-        span_ms=round(tags.span.total_seconds() * 1000),
-        future_ms=round(tags.future_limit.total_seconds() * 1000),
-        batch=tags.batch,
-        cassandra=cassandra,
-    )
 
 
 def read_progress(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]]]) -> list[list[SourceProgress]]:
@@ -78,12 +38,27 @@ def read_progress(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]
     return [[SourceProgress.parse(value) for value in answer] for answer in answers]
 
 
-def tags_of(shards: Shards, source: str) -> Iterator[str]:
-    """Yield the tags with a log that a source has progress in."""
-    logs = LogRegistry(shards, VIEW).walk()
-    while page := list(islice(logs, PAGE)):
-        commands: list[Command] = [(s.shard, ("HEXISTS", shards.keys.numbers(s.shard, s.name), source)) for s in page]
-        yield from (seen.name for seen, has in zip(page, shards.run_all(commands), strict=True) if has)
+def tags_of(shards: Shards, source: str, tags: Iterable[str] | None = None) -> Iterator[str]:
+    """Yield the tags in which a source has been given numbers; of all tags with a log if none are given."""
+    listed = iter(tags if tags is not None else (log.name for log in LogRegistry(shards, VIEW).walk()))
+    while page := list(islice(listed, PAGE)):
+        placed = [(shard_of(tag, shards.options.shards), tag) for tag in page]
+        answers = shards.run_all(
+            [(shard, ("HEXISTS", shards.keys.numbers(shard, tag), source)) for shard, tag in placed]
+        )
+        yield from (tag for tag, has in zip(page, answers, strict=True) if has)
+
+
+def read_all_progress(shards: Shards, shard: int, tag: str) -> dict[str, SourceProgress]:
+    """Return the progress of every source in a tag, each at some moment before this returns."""
+    found: dict[str, SourceProgress] = {}
+    cursor: Any = b"0"
+    while True:
+        command = "HSCAN", shards.keys.numbers(shard, tag), cursor, "COUNT", PAGE
+        cursor, page = shards.run_all([(shard, command)])[0]
+        found |= {source.decode(): SourceProgress.parse(stored) for source, stored in mapping(page).items()}
+        if int(cursor) == 0:
+            return found
 
 
 def introduce_partitions(shards: Shards, epoch: int, wanted: Sequence[tuple[int, Sequence[str]]]) -> list[list[int]]:

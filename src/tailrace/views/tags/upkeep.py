@@ -34,13 +34,13 @@ from tailrace.log.segment import Segment
 from tailrace.log.store import NewSegment, Staging
 from tailrace.upkeep.copy import Body, RestoredEvent, SpooledRecord, ViewCopy
 from tailrace.upkeep.examine import MOST_ODD, PAGE, ExaminedEntry, ExaminedLog, Finding, read_logs, read_segment
-from tailrace.upkeep.job import BucketSettings, JobLease, buckets_of, failpoint, milliseconds, now_ms
+from tailrace.upkeep.job import JobLease, buckets_of, failpoint, milliseconds, now_ms
 from tailrace.upkeep.log_copy import LogCopy
 from tailrace.upkeep.pack import SegmentStage
-from tailrace.valkey.shards import Shards, mapping
+from tailrace.valkey.shards import Shards
 from tailrace.views import tags
 from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, timeuuid_ms, widen_neighbour
-from tailrace.views.tags.store import VIEW, encode, read_erasures, read_progress, tags_of
+from tailrace.views.tags.store import VIEW, encode, read_all_progress, read_erasures, read_progress, tags_of
 from tailrace.views.tags.write import TagsPlan
 
 logger = logging.getLogger(__name__)
@@ -58,13 +58,11 @@ class TagCopy(ViewCopy):
         "day": "a tag is rebuilt as a whole, not a day of it: its numbers go on from day to day"
     }
 
-    def __init__(self, plan: TagsPlan, buckets: BucketSettings) -> None:
-        super().__init__(plan, buckets)
-        self.options = plan.options
+    plan: TagsPlan
 
+    @abstractmethod
     def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
         """Return the tags that have had events of a source."""
-        return tags_of(shards, source)
 
     def erased(self, shards: Shards, names: Collection[str] | None) -> Mapping[str, Mapping[str, Erasure]]:
         return read_erasures(shards, names)
@@ -83,8 +81,12 @@ class TagCopy(ViewCopy):
 class TagLogCopy(TagCopy, LogCopy):
     """Tags in logs of Valkey."""
 
+    def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
+        return tags_of(shards, source)
+
     def numbering(self, shards: Shards, name: str, now_ms: int) -> Anchor:
-        return Anchor(shards, name, now_ms + self.options.future_ms)
+        progress = read_all_progress(shards, shard_of(name, shards.options.shards), name)
+        return Anchor(progress, now_ms + self.plan.future_ms)
 
     def check_numbers(self, shards: Shards, log: ExaminedLog, counted: dict[str, int]) -> Iterator[Finding]:
         sources = list(counted)
@@ -136,6 +138,29 @@ class TagErasure(msgspec.Struct, frozen=True):
     """Segments that they were in."""
 
 
+class SourceEvents(msgspec.Struct):
+    """The events of a source in a tag."""
+
+    marks: Mapping[Partition, int]
+    """Marks of the tag's shard; events beyond them are not erased."""
+    places: dict[int, int] = {}
+    """Events in each segment, by its index, or in each bucket, by its start."""
+    offsets: dict[Partition, int] = {}
+    """Last offset of each partition."""
+    number: int = 0
+    """The highest."""
+    unreadable: int = 0
+
+    @property
+    def events(self) -> int:
+        return sum(self.places.values())
+
+    def add(self, place: int, partition: Partition, offset: int, number: int) -> None:
+        self.places[place] = self.places.get(place, 0) + 1
+        self.offsets[partition] = max(offset, self.offsets.get(partition, offset))
+        self.number = max(number, self.number)
+
+
 class Erasing(ABC):
     """One run of the job that erases a source, wherever tags rest; ``erased`` has the outcome for each tag.
 
@@ -152,15 +177,16 @@ class Erasing(ABC):
         self._source, self._tag, self._reached = source, tag, reached
         self.erased: list[TagErasure] = []
 
-    @abstractmethod
     def look(self, shards: Shards) -> dict[str, object]:
         """Count the events that would be erased, and change nothing.
 
         Raises:
             BadRequest: No such tag has events of the source.
         """
+        for tag in self._wanted(shards):
+            self._add(tag, ERASED, self._find(shards, tag), "would be erased")
+        return self.facts()
 
-    @abstractmethod
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Erase the source.
 
@@ -168,6 +194,35 @@ class Erasing(ABC):
             BadRequest: No such tag has events of the source.
             StaleUpkeep: Another process has taken over.
         """
+        wanted = self._wanted(shards)
+        staging = Staging(shards, VIEW, lease.token)
+        self._begin(staging)
+        for tag in wanted:
+            lease.check()
+            found = self._find(shards, tag)
+            verdict = UNREADABLE if found.unreadable else ERASED
+            if found.events:
+                erased = self._remember(shards, staging, tag, found)
+                verdict = self._erase(shards, staging, lease, tag, found, erased)
+            self._add(tag, verdict, found, "erased")
+
+    @abstractmethod
+    def _tags(self, shards: Shards) -> Iterable[str]:
+        """Return the tags that have had events of the source."""
+
+    def _begin(self, staging: Staging) -> None:
+        """Prepare the shards."""
+        return
+
+    @abstractmethod
+    def _find(self, shards: Shards, tag: str) -> SourceEvents:
+        """Find the source's events in a tag."""
+
+    @abstractmethod
+    def _erase(
+        self, shards: Shards, staging: Staging, lease: JobLease, tag: str, found: SourceEvents, erased: Erasure
+    ) -> str:
+        """Erase the events that were found; return the verdict."""
 
     def facts(self) -> dict[str, object]:
         """Return the figures for reports."""
@@ -183,32 +238,32 @@ class Erasing(ABC):
             "left": left,
         }
 
-    def _wanted(self, tags: Iterable[str]) -> list[str]:
-        """Return those of a source's tags that it is to be erased from.
+    def _wanted(self, shards: Shards) -> list[str]:
+        """Return those of the source's tags that it is to be erased from.
 
         Raises:
             BadRequest: There is none.
         """
-        found = [tag for tag in tags if self._tag is None or tag == self._tag]
+        found = [tag for tag in self._tags(shards) if self._tag is None or tag == self._tag]
         if not found:
             where = "no tag has" if self._tag is None else f"the tag {self._tag!r} has no"
             raise BadRequest(f"{where} events of the source {self._source!r}")
         return found
 
-    def _remember(self, shards: Shards, staging: Staging, tag: str, number: int, marks: Mapping[str, int]) -> Erasure:
+    def _remember(self, shards: Shards, staging: Staging, tag: str, found: SourceEvents) -> Erasure:
         """Store up to where the source is erased from a tag, before any event goes."""
         before = read_erasures(shards, [tag]).get(tag, {}).get(self._source, Erasure(0, {}))
-        erased = Erasure(max(before.number, number), {**before.marks, **marks})
+        marks = {str(partition): max(end, found.marks.get(partition, end)) for partition, end in found.offsets.items()}
+        erased = Erasure(max(before.number, found.number), {**before.marks, **marks})
         staging.record_erasure(tag, self._source, encode(erased))
         self._reached("cleaned")
         return erased
 
-    def _add(self, outcome: TagErasure, deed: str) -> None:
-        if not outcome.events and outcome.verdict == ERASED:
+    def _add(self, tag: str, verdict: str, found: SourceEvents, deed: str) -> None:
+        if not found.events and verdict == ERASED:
             return
-        self.erased.append(outcome)
-        values = outcome.tag, outcome.events, self._source, deed, outcome.verdict
-        logger.info("tag %r: %d event(s) of %r %s; %s", *values)
+        self.erased.append(TagErasure(tag, verdict, found.events, len(found.places)))
+        logger.info("tag %r: %d event(s) of %r %s; %s", tag, found.events, self._source, deed, verdict)
 
 
 def erasing(settings: Settings, source: str, tag: str | None, **options: Any) -> Erasing:
@@ -222,21 +277,6 @@ def erasing(settings: Settings, source: str, tag: str | None, **options: Any) ->
     from tailrace.views.tags.rows.upkeep import RowErasing
 
     return RowErasing(settings, source, tag, **options)
-
-
-class _SourceEvents(msgspec.Struct):
-    """The events of the source in a tag."""
-
-    segments: dict[int, int]
-    """Events, by the index of their segment."""
-    offsets: dict[Partition, int]
-    """Last offset of each partition."""
-    number: int = 0
-    unreadable: int = 0
-
-    @property
-    def events(self) -> int:
-        return sum(self.segments.values())
 
 
 class _Unreadable(Exception):
@@ -262,59 +302,39 @@ class LogErasing(Erasing):
         buckets_of(settings, tags.VIEW)
         super().__init__(source, tag, reached)
         self._clock = clock
+        self._opened: Sequence[tuple[int, Mapping[Partition, int]]] | None = None
+        """The new epoch and the marks of each shard; None in a dry run."""
+        self._segments: Sequence[Segment] = ()
+        """Segments of the tag that nothing writes any more."""
         self._piece_bytes = settings.upkeep.segment_bytes
         self._remember_ms = milliseconds(settings.upkeep.remember)
 
-    def look(self, shards: Shards) -> dict[str, object]:
-        for tag in self._wanted(tags_of(shards, self._source)):
-            found = self._find(shards, tag, read_logs(shards, VIEW, [tag])[0].log.segments)
-            self._add(TagErasure(tag, ERASED, found.events, len(found.segments)), "would be erased")
-        return self.facts()
+    def _tags(self, shards: Shards) -> Iterable[str]:
+        return tags_of(shards, self._source)
 
-    def run(self, shards: Shards, lease: JobLease) -> None:
-        wanted = self._wanted(tags_of(shards, self._source))
-        staging = Staging(shards, VIEW, lease.token)
-        opened = staging.reopen(self._clock() // 1000)
-        for tag in wanted:
-            lease.check()
-            log = read_logs(shards, VIEW, [tag])[0]
-            epoch, marks = opened[log.shard]
-            old = [segment for segment in log.log.segments if segment.epoch < epoch]
-            found = self._find(shards, tag, old)
-            if found.events:
-                last = {str(partition): max(end, marks.get(partition, end)) for partition, end in found.offsets.items()}
-                erased = self._remember(shards, staging, tag, found.number, last)
-                verdict = self._erase(shards, staging, tag, old, found, erased)
-            else:
-                verdict = UNREADABLE if found.unreadable else ERASED
-            self._add(TagErasure(tag, verdict, found.events, len(found.segments)), "erased")
+    def _begin(self, staging: Staging) -> None:
+        self._opened = staging.reopen(self._clock() // 1000)
 
-    def _find(self, shards: Shards, tag: str, segments: Sequence[Segment]) -> _SourceEvents:
-        """Find the source's events in a tag."""
-        found = _SourceEvents({}, {})
-        for segment in segments:
+    def _find(self, shards: Shards, tag: str) -> SourceEvents:
+        log = read_logs(shards, VIEW, [tag])[0]
+        epoch, marks = self._opened[log.shard] if self._opened else (1 << 62, {})
+        self._segments = [segment for segment in log.log.segments if segment.epoch < epoch]
+        found = SourceEvents(marks)
+        for segment in self._segments:
             for entry in read_segment(shards, VIEW, tag, segment):
                 found.unreadable += bool(entry.damage)
                 for partition, offset, fields in _tag_fields([entry]):
                     if fields.source == self._source:
-                        found.segments[segment.index] = found.segments.get(segment.index, 0) + 1
-                        found.offsets[partition] = max(offset, found.offsets.get(partition, offset))
-                        found.number = fields.number
+                        found.add(segment.index, partition, offset, fields.number)
         return found
 
     def _erase(
-        self,
-        shards: Shards,
-        staging: Staging,
-        tag: str,
-        old: Sequence[Segment],
-        found: _SourceEvents,
-        erased: Erasure,
+        self, shards: Shards, staging: Staging, lease: JobLease, tag: str, found: SourceEvents, erased: Erasure
     ) -> str:
         """Rewrite the segments with events of the source, the oldest first; return the verdict."""
-        segments = list(old)
-        for at, segment in enumerate(old):
-            if segment.index not in found.segments:
+        segments = list(self._segments)
+        for at, segment in enumerate(self._segments):
+            if segment.index not in found.places:
                 continue
             try:
                 left = self._stage(shards, staging, tag, segment, erased)
@@ -355,76 +375,25 @@ class LogErasing(Erasing):
                 yield from erase_from(run, {self._source: erased})
 
 
-class Ends(msgspec.Struct, frozen=True):
-    """The numbers and timestamps behind the rebuilt events."""
-
-    numbers: Mapping[str, int]
-    """For each source the number of its last rebuilt event; 0 where nothing is said."""
-    stamps: Mapping[Partition, int]
-    """For each partition with live events the millisecond of the first one's timestamp: none before it is later."""
-
-    def fits(self, counts: Mapping[str, int], front: Mapping[str, SourceProgress]) -> bool:
-        """Return whether numbers go on without a gap from the events in front of the rebuilt ones."""
-        return all(last.number == self.numbers.get(source, 0) - counts.get(source, 0) for source, last in front.items())
-
-
-def counted(events: Iterable[RestoredEvent]) -> dict[str, int]:
-    """Return how many events each source has."""
-    found: dict[str, int] = {}
-    for event in events:
-        assert event.fields is not None
-        found[event.fields.source] = found.get(event.fields.source, 0) + 1
-    return found
-
-
-def renumbered(
-    events: Iterable[RestoredEvent],
-    ends: Ends,
-    counts: Mapping[str, int],
-    front: Mapping[str, SourceProgress],
-    latest_ms: int,
-) -> Iterator[RestoredEvent]:
-    """Yield events, in their order, with their numbers and timestamps.
-
-    The timestamp that an event asks for, its earlier one or its time, is raised by the rule of the pipeline.
+class Anchor:
+    """The ``Numbering`` of one tag.
 
     Args:
-        counts: How many of the events each source has.
-        front: The last number of sources in front of the events.
+        progress: Progress of the tag's sources, read before its log.
         latest_ms: Limit for times from the future.
     """
-    last = dict(front)
-    floors: dict[str, int] = {}
-    for each in front.values():
-        floors[each.partition] = max(each.ms, floors.get(each.partition, each.ms))
-    begun: set[str] = set()
-    for event in events:
-        fields, label = event.fields, str(event.partition)
-        assert fields is not None
-        source = fields.source
-        before = last.get(source, SourceProgress())
-        number = before.number + 1 if source in begun else ends.numbers.get(source, 0) - counts[source] + 1
-        begun.add(source)
-        latest = min(latest_ms, ends.stamps.get(event.partition, latest_ms))
-        ms = timeuuid_ms(fields.ms, floors.get(label, before.ms), [before], label, latest)
-        floors[label] = ms
-        last[source] = SourceProgress(number, fields.seq, ms, label)
-        yield msgspec.structs.replace(event, fields=fields._replace(number=number, ms=ms))
 
-
-class Anchor:
-    """The ``Numbering`` of one tag."""
-
-    def __init__(self, shards: Shards, tag: str, latest_ms: int) -> None:
-        progress = read_all_numbers(shards, shard_of(tag, shards.options.shards), tag)
+    def __init__(self, progress: Mapping[str, SourceProgress], latest_ms: int) -> None:
         self._numbered_sources, self._latest_ms = progress.keys(), latest_ms
         self._top_ms = max((each.ms for each in progress.values()), default=SourceProgress().ms)
         """No event of the tag had a later timestamp when its numbers were read."""
-        self._numbers = {source: each.number for source, each in progress.items()}
-        self._stamps: dict[Partition, int] = {}
-        self._ends = Ends(self._numbers, self._stamps)
+        self._ends = {source: each.number for source, each in progress.items()}
+        """For each source the number of its last rebuilt event; 0 where nothing is said."""
+        self._ceilings: dict[Partition, int] = {}
+        """For each partition with live events the millisecond of the first one: no rebuilt event is later."""
         self._live: set[str] = set()
         self._front: dict[str, SourceProgress] = {}
+        """Progress of sources in front of the rebuilt events."""
         self._segment: dict[str, SourceProgress] = {}
         self._ahead: dict[Partition, dict[int, int]] = {}
         """Timestamps in the log that differ from the event's time, by offset."""
@@ -454,8 +423,8 @@ class Anchor:
     def _pass(self, partition: Partition, fields: TagFields) -> None:
         if fields.source not in self._live:
             self._live.add(fields.source)
-            self._numbers[fields.source] = fields.number - 1
-        self._stamps.setdefault(partition, fields.ms)
+            self._ends[fields.source] = fields.number - 1
+        self._ceilings.setdefault(partition, fields.ms)
 
     def fields_of(self, record: SpooledRecord, body: Body) -> TagFields:
         """Return the fields of a record with its timestamp in the log, or its time if it is not there.
@@ -468,31 +437,46 @@ class Anchor:
         return body.fields._replace(ms=self._ahead.get(record.partition, {}).get(record.offset, time_ms))
 
     def fits(self, events: Iterable[RestoredEvent]) -> bool:
-        self._counts = counted(events)
-        return self._ends.fits(self._counts, self._front)
+        self._count(events)
+        return all(
+            last.number == self._ends.get(source, 0) - self._counts.get(source, 0)
+            for source, last in self._front.items()
+        )
 
     def begin_anew(self, events: Iterable[RestoredEvent]) -> None:
         self._front = {}
-        self._counts = counted(events)
+        self._count(events)
+
+    def _count(self, events: Iterable[RestoredEvent]) -> None:
+        self._counts = {}
+        for event in events:
+            assert event.fields is not None
+            self._counts[event.fields.source] = self._counts.get(event.fields.source, 0) + 1
 
     def numbered(self, events: Iterable[RestoredEvent]) -> Iterator[RestoredEvent]:
-        for event in renumbered(events, self._ends, self._counts, self._front, self._latest_ms):
-            fields = event.fields
-            if fields is not None and fields.source not in self._numbered_sources:
-                self._new[fields.source] = SourceProgress(fields.number, fields.seq, fields.ms, str(event.partition))
-            yield event
+        """Yield events, in their order, with their numbers and timestamps.
+
+        The timestamp that an event asks for, its earlier one or its time, is raised by the rule of the pipeline.
+        """
+        last = dict(self._front)
+        floors: dict[str, int] = {}
+        for each in last.values():
+            floors[each.partition] = max(each.ms, floors.get(each.partition, each.ms))
+        begun: set[str] = set()
+        for event in events:
+            fields, label = event.fields, str(event.partition)
+            assert fields is not None
+            source = fields.source
+            before = last.get(source, SourceProgress())
+            number = before.number + 1 if source in begun else self._ends.get(source, 0) - self._counts[source] + 1
+            begun.add(source)
+            latest = min(self._latest_ms, self._ceilings.get(event.partition, self._latest_ms))
+            ms = timeuuid_ms(fields.ms, floors.get(label, before.ms), [before], label, latest)
+            floors[label] = ms
+            last[source] = SourceProgress(number, fields.seq, ms, label)
+            if source not in self._numbered_sources:
+                self._new[source] = last[source]
+            yield msgspec.structs.replace(event, fields=fields._replace(number=number, ms=ms))
 
     def first_numbers(self) -> dict[str, bytes]:
         return {source: each.stored() for source, each in self._new.items()}
-
-
-def read_all_numbers(shards: Shards, shard: int, tag: str) -> dict[str, SourceProgress]:
-    """Return the last number of every source in a tag, each at some moment before this returns."""
-    found: dict[str, SourceProgress] = {}
-    cursor: Any = b"0"
-    while True:
-        command = "HSCAN", shards.keys.numbers(shard, tag), cursor, "COUNT", PAGE
-        cursor, page = shards.run_all([(shard, command)])[0]
-        found |= {source.decode(): SourceProgress.parse(stored) for source, stored in mapping(page).items()}
-        if int(cursor) == 0:
-            return found

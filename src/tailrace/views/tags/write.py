@@ -1,39 +1,57 @@
-"""The writer of tags: appends every event to the log of each of its tags, with its number among its source's events.
+"""Tags in the pipeline: the writer in its tasks, and the hooks of its driver.
 
+The writer appends every event to the log of each of its tags, with its number among its source's events.
 A task reads the progress of the sources in its slice and numbers the events. The shard compares that progress with its
 own before it applies the window, so numbers have no gaps and no duplicates, whoever else writes. With Cassandra the
 rows are written before the shard applies the window. They are computed from the records and the progress alone, so
 writing them again changes nothing; and readers ignore rows beyond the shard's mark.
+
+A reader of rows waits for partitions whose floor is behind. A partition without new records would keep its floor, so
+the driver raises the floors of all partitions that are applied to their end.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-from uuid import UUID
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.driver.hooks import Start, Times, ViewDriver
 from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
+from tailrace.driver.watermark import Timing
+from tailrace.errors import BrokerUnavailable
 from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.event import Partition, event_id, home_of
 from tailrace.log.name import shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid
-from tailrace.valkey.marks import LONG_AGO
+from tailrace.valkey.marks import LONG_AGO, read_times
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.tags.model import MANY_TAGS, SourceProgress, TaggedEvent, Tagger, timeuuid_ms
-from tailrace.views.tags.store import VIEW, TagOptions, introduce_partitions, read_progress, tag_options
+from tailrace.views.tags.model import MANY_TAGS, SourceProgress, TaggedEvent, Tagger, Tagging, timeuuid_ms
+from tailrace.views.tags.settings import milliseconds
+from tailrace.views.tags.store import (
+    VIEW,
+    introduce_partitions,
+    raise_floors,
+    read_conflicts,
+    read_progress,
+)
 
 if TYPE_CHECKING:
-    from tailrace.views.tags.rows.store import StoredRow
+    from tailrace.views.tags.rows.cassandra import CassandraOptions
+    from tailrace.views.tags.rows.model import StoredRow
+
+logger = logging.getLogger(__name__)
 
 MAX_PROGRESS = 2_000
 """About how many values of progress, each of one source in one tag, one call compares and writes."""
+SHOWN_CONFLICTS = 20
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,24 +59,42 @@ _encode = msgspec.json.Encoder().encode
 class TagsPlan(msgspec.Struct, frozen=True):
     """The settings that tasks need to tag events and to store them."""
 
-    options: TagOptions = TagOptions()
-    future_ms: int = 600_000
+    tagging: Tagging = Tagging()
+    span_ms: int = 3_600_000
+    """Length of a bucket."""
+    future_ms: int = 1_000
+    """A timeuuid may be ahead of the clock by this much."""
+    bucket_future_ms: int = 600_000
     """A bucket may begin this much after the store's clock."""
+    batch: int = 150
+    cassandra: CassandraOptions | None = None
+    """None if the events are in Valkey."""
     name: str = VIEW
 
     @classmethod
     def of(cls, settings: Settings) -> TagsPlan:
-        return cls(tag_options(settings), round(settings.days.future_limit.total_seconds() * 1000))
+        tags, cassandra = settings.tags, None
+        if tags.store == "cassandra":
+            from tailrace.views.tags.rows.cassandra import CassandraOptions
+
+            cassandra = CassandraOptions.of(settings.cassandra)
+        return cls(
+            tagging=Tagging(
+                topics=tags.topics,
+                source=None if tags.source == "key" else tuple(tags.source),
+                sequence="" if tags.sequence == "offset" else tags.sequence,
+                paths=tags.paths,
+                rules=tags.rules.written(),
+            ),
+            span_ms=milliseconds(tags.span),
+            future_ms=milliseconds(tags.future_limit),
+            bucket_future_ms=milliseconds(settings.days.future_limit),
+            batch=tags.batch,
+            cassandra=cassandra,
+        )
 
     def writer(self, plan: Plan) -> Writer:
-        return TagsWriter(
-            plan.store.shards,
-            self.options,
-            future_ms=self.future_ms,
-            epoch=plan.epoch,
-            window_bytes=plan.window_bytes,
-            window_runs=plan.window_runs,
-        )
+        return TagsWriter(self, plan)
 
 
 class _TaggedSlice(NamedTuple):
@@ -84,23 +120,13 @@ class TagsWriter(Writer):
     name = VIEW
     keeps_times = True
 
-    def __init__(
-        self,
-        shards: int,
-        options: TagOptions,
-        *,
-        future_ms: int,
-        epoch: int = 0,
-        window_bytes: int = 256 << 10,
-        window_runs: int = 500,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._shards, self._options, self._epoch, self._clock = shards, options, epoch, clock
-        self.span_ms = options.span_ms
-        self.future_ms = max(future_ms, options.future_ms)
-        self._tagger = Tagger(options.tagging)
+    def __init__(self, tags: TagsPlan, plan: Plan, clock: Callable[[], float] = time.time) -> None:
+        self._plan, self._shards, self._epoch, self._clock = tags, plan.store.shards, plan.epoch, clock
+        self.span_ms = tags.span_ms
+        self.future_ms = max(tags.bucket_future_ms, tags.future_ms)
+        self._tagger = Tagger(tags.tagging)
         # The limit holds for bytes on the wire; events compress about eightfold.
-        self._max_bytes, self._max_runs = window_bytes * 8, window_runs
+        self._max_bytes, self._max_runs = plan.window_bytes * 8, plan.window_runs
         self._slices: dict[int, _TaggedSlice] = {}
         self._progress: dict[str, dict[str, SourceProgress]] = {}
         """Progress by tag and source, including events of windows that are cut but not applied."""
@@ -126,7 +152,7 @@ class TagsWriter(Writer):
                     if records.offsets[i] > applied.marks[shard]:
                         for tag in tags:
                             wanted.setdefault(tag, {})[event.source] = None
-        if self._options.cassandra is not None:
+        if self._plan.cassandra is not None:
             self._introduce(shards, work)
         requests = [(shard_of(tag, self._shards), tag, list(sources)) for tag, sources in wanted.items()]
         self._progress = {
@@ -152,7 +178,7 @@ class TagsWriter(Writer):
         """Return the windows of a slice. Call after ``load``; slices cut later continue its numbers."""
         tagged, floors = self._slices[id(records)], self._floors[id(records)]
         offsets, times, values = records.offsets, records.times, records.values
-        latest = round(self._clock() * 1000) + self._options.future_ms
+        latest = round(self._clock() * 1000) + self._plan.future_ms
         windows: list[Window] = []
         shares: dict[int, _ShardWindow] = {}
         begin, end, is_full = bisect_right(offsets, min(marks)), len(records), False
@@ -178,19 +204,19 @@ class TagsWriter(Writer):
 
     def store(self, windows: Sequence[Window]) -> None:
         """Write the rows of windows to Cassandra; delete rows that an earlier attempt wrote under another key."""
-        if self._options.cassandra is None:
+        if self._plan.cassandra is None:
             return
         rows: list[StoredRow] = [row for window in windows for row in window.rows]
         if not rows:
             return
         from tailrace.views.tags.rows.store import writer
 
-        store = writer(self._options.cassandra, self._options.batch)
+        store = writer(self._plan.cassandra, self._plan.batch)
         store.write(rows)
         if self._refused_rows:
-            keys = {_row_key(row) for row in rows}
+            keys = {(row.tag, row.clustering) for row in rows}
             refused = [self._refused_rows.pop((row.tag, str(row.partition), row.offset), None) for row in rows]
-            store.delete([row for row in refused if row is not None and _row_key(row) not in keys])
+            store.delete([row for row in refused if row is not None and (row.tag, row.clustering) not in keys])
 
     def refused(self, window: Window, mark: int) -> None:
         """Remember the rows of a window that was not applied: the next attempt may number them differently."""
@@ -265,7 +291,7 @@ class TagsWriter(Writer):
                 items += self._counts(tagged, max(begin, bisect_right(records.offsets, marks[home])), end)
             rows: list[StoredRow] = []
             for tag, events in share.events.items() if share else ():
-                if self._options.cassandra is None:
+                if self._plan.cassandra is None:
                     items += self._runs(tagged, tag, events)
                 else:
                     items += ["W", tag, "C", "stored", len(events.rows)]
@@ -333,7 +359,7 @@ class TagsWriter(Writer):
         return ["A", tag, bucket_start(newest, self.span_ms), len(rows), newest, encode(run)]
 
     def _rows(self, tagged: _TaggedSlice, tag: str, events: _TagEvents) -> Iterator[StoredRow]:
-        from tailrace.views.tags.rows.store import StoredRow
+        from tailrace.views.tags.rows.model import StoredRow
 
         records, span, headers = tagged.records, self.span_ms, tagged.records.headers
         for i, number, ms in zip(*events, strict=True):
@@ -423,5 +449,48 @@ class _ShardWindow:
         )
 
 
-def _row_key(row: StoredRow) -> tuple[str, UUID, str, int]:
-    return row.tag, row.timeuuid, row.source, row.tag_seq
+class TagsDriver(ViewDriver):
+    """The hooks of the view of tags."""
+
+    times = Times.NONE
+
+    def __init__(self, plan: TagsPlan) -> None:
+        super().__init__(plan)
+        self._cassandra = plan.cassandra
+        self._warned: dict[str, int] = {}
+
+    def prepare(self, start: Start) -> None:
+        if self._cassandra is not None:
+            from tailrace.views.tags.rows.cassandra import prepare
+
+            prepare(self._cassandra, start.settings.tags.keep)
+
+    def tick(self, start: Start, timing: Timing) -> None:
+        """Raise the floors of partitions that are applied to their end, for readers of rows."""
+        if self._cassandra is None:
+            return
+        try:
+            timing.ask()
+        except BrokerUnavailable:
+            return  # the query knows best whether it can go on without the broker
+        shards = start.shards
+        partitions, levels = timing.levels()
+        known = read_times(shards, VIEW)
+        if new := [str(partition) for partition in partitions - known.keys()]:
+            introduce_partitions(shards, start.epoch, [(s, new) for s in range(shards.options.shards)])
+        # Nothing more comes from a topic that is gone; if its name comes back, it is another topic.
+        gone = dict.fromkeys(known.keys() - partitions, max(levels.values(), default=0))
+        raise_floors(shards, start.epoch, gone | levels)
+
+    def status(self, start: Start, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Warn of new conflicts and of events with many tags; return the latest conflicts."""
+        odd = {field: n for field, n in counts.items() if field == "many-tags" or field.startswith("conflict:")}
+        new = {field: n - self._warned.get(field, 0) for field, n in odd.items()}
+        conflicts = read_conflicts(start.shards, SHOWN_CONFLICTS) if len(odd) > ("many-tags" in odd) else []
+        if n := new.get("many-tags", 0):
+            logger.warning("%d event(s) have more than 10 tags: each tag stores the event once more", n)
+        if n := sum(n for field, n in new.items() if field.startswith("conflict:")):
+            latest = conflicts[0] if conflicts else {}
+            logger.warning("%d event(s) of sources that are written from two places; the latest: %s", n, latest)
+        self._warned = odd
+        return {"conflicts": conflicts}

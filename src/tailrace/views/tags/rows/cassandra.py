@@ -240,25 +240,6 @@ def prepare(options: CassandraOptions, keep: timedelta | None = None) -> None:
         connection.close()
 
 
-def check(options: CassandraOptions) -> None:
-    """Compare the tables with ``schema.cql``; change nothing.
-
-    Raises:
-        StoreMismatch: A table has other columns.
-        StoreUnavailable: A table does not exist yet.
-    """
-    connection = CassandraConnection(options).open()
-    try:
-        missing = _compare(connection)
-    finally:
-        connection.close()
-    if missing:
-        raise StoreUnavailable(
-            f"no pipeline has prepared cassandra yet (keyspace {options.keyspace!r} has no {', '.join(missing)}): "
-            "is one running?"
-        )
-
-
 def _schema() -> dict[str, str]:
     text = resources.files("tailrace.views.tags.rows").joinpath("schema.cql").read_text(encoding="utf-8")
     bare = "\n".join(line for line in text.splitlines() if not line.startswith("--"))

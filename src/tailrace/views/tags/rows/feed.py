@@ -1,4 +1,4 @@
-"""The feed of tags whose events are rows in Cassandra: from any start, then live.
+"""Tags in Cassandra: where a feed over their rows starts, and the feed itself, live after that.
 
 A feed over several tags merges them by timeuuid as far as it has read. Invariant: from any cursor it yields exactly the
 events after it that the request shows, each once, and each source's in its order within a tag; or it tells which
@@ -13,53 +13,229 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from heapq import nlargest
 from itertools import islice
+from typing import TypeVar
 from uuid import UUID
 
 import msgspec
 
-from tailrace.errors import RowsMissing, Unavailable
-from tailrace.log.columns import TagFields
-from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor
-from tailrace.log.feed import BATCH_BYTES
+from tailrace.config.settings import Settings
+from tailrace.errors import BadRequest, CursorError, RowsMissing, Unavailable
+from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor, FromCursor, FromEnd, FromLast, FromTime
+from tailrace.log.feed import BATCH_BYTES, end_frame
 from tailrace.log.hub import Hub
-from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
-from tailrace.log.run import tagged_frame
+from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, Moved
+from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, order
-from tailrace.views.tags.request import TagFilter, TagRequest, record_of
-from tailrace.views.tags.rows.cursor import TagPosition, join_cursor
-from tailrace.views.tags.rows.gaps import ReadSettings, TagRow
-from tailrace.views.tags.rows.reader import RowReader
-from tailrace.views.tags.rows.reading import DeliveredRow, LostNumbers, Reading
-from tailrace.views.tags.rows.store import StoredRow
+from tailrace.valkey.shards import Nodes
+from tailrace.views.tags.feed import TagStore, TagSummary
+from tailrace.views.tags.model import FromStoreCursor, TagFilter, TagRequest, record_of
+from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.rows.model import (
+    BEGIN,
+    MAX_TAGS,
+    PartitionLevels,
+    Reached,
+    RowKey,
+    StoredRow,
+    TagPosition,
+    hashed_partition,
+    join_cursor,
+    parse_positions,
+    position_after,
+    position_before,
+    room_for,
+)
+from tailrace.views.tags.rows.reading import MIN_PAUSE_MS, Delivery, LostNumbers, Reading, ReadSettings, search_spans
+from tailrace.views.tags.rows.store import RowReader
+from tailrace.views.tags.settings import milliseconds
 from tailrace.views.tags.store import LevelReader, Levels
 
 logger = logging.getLogger(__name__)
 
-MIN_PAUSE_MS = 10
 POLL_MS = 250
 """Interval of reads while the feed waits for floors to rise, which nobody announces."""
 MAX_RETRIES, RETRY_S = 40, 0.5
 """Reads from a store that does not answer, less and less often, for about a minute and a half."""
-MAX_SEARCH_SPAN_MS = 60_000
-"""Missed rows that lie further apart than this are read separately."""
+MAX_INSPECTED = 1_000_000
+"""Rows of one tag that are inspected to find the last N that a request shows."""
+
+R = TypeVar("R", bound=RowKey)
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a feed."""
+class CassandraTags(TagStore):
+    """The tags in Cassandra."""
 
-    refresh_ms: int = 3_000
-    delay_ms: int | None = 5_000
-    notify: bool = True
-    fails: bool = True
-    """True if the feed fails when numbers are not found in time; else it skips them."""
+    store = "cassandra"
+    own_cursors = True
 
-    @property
-    def debounce_ms(self) -> int:
-        """Interval whose announcements are answered by one read."""
-        return max(MIN_PAUSE_MS, (self.delay_ms or 0) // 20)
+    def __init__(self, settings: Settings, nodes: Nodes, hub: Hub, clock: Callable[[], int]) -> None:
+        tags = settings.tags
+        self._hub, self._clock, self._levels = hub, clock, LevelReader(nodes)
+        self._rows = RowReader(CassandraOptions.of(settings.cassandra))
+        self._first = BEGIN if not tags.first_bucket else last_of(tags.first_ms - 1)
+        self._scan_ms = milliseconds(tags.offset_scan)
+        self._settings = ReadSettings.of(tags)
+
+    async def close(self) -> None:
+        await self._rows.close()
+
+    async def open(self, request: TagRequest) -> AnyFeed:
+        if len(request.names) > MAX_TAGS:
+            raise BadRequest(f"a feed over rows is over at most {MAX_TAGS} tags; this one has {len(request.names)}")
+        return await super().open(request)
+
+    async def _exists(self, tag: str) -> bool:
+        return bool(await self._rows.buckets(tag))
+
+    async def _feed(self, request: TagRequest, filters: Sequence[TagFilter]) -> TagRowsFeed:
+        levels = await self._levels.read(map(self._levels.shard_of, request.names))
+        starts = await self._starts(request, filters, levels)
+        from_beginning = all(start.low == self._first for start in starts)
+        settings = msgspec.structs.replace(self._settings, room=room_for(len(request.names)))
+        lines = [
+            TagLine(tag, self._rows, self._levels, start, settings, self._clock, from_beginning=from_beginning)
+            for tag, start in zip(request.names, starts, strict=True)
+        ]
+        if not from_beginning:
+            for line, start in zip(lines, starts, strict=True):
+                await self._expect(line, start, levels[line.shard])
+        # A timeuuid may be ahead of the clock, but not of the floor of its partition.
+        latest_ms = max([self._clock(), *(ms for each in levels.values() for ms in each.floors.values())])
+        target = last_of(latest_ms)
+        return TagRowsFeed(self._hub, self._levels, request, lines, filters, settings, self._clock, target)
+
+    async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
+        positions = parse_positions(cursor, len(names))
+        settings = msgspec.structs.replace(
+            self._settings, delay_ms=0, future_ms=0, room=room_for(len(names)), short_ms=None
+        )
+        levels = await self._levels.read(map(self._levels.shard_of, names))
+        for tag, position in zip(names, positions, strict=True):
+            line = TagLine(tag, self._rows, self._levels, position, settings, self._clock)
+            try:
+                await line.begin(levels[line.shard])
+                while line.is_reading and not line.ahead:
+                    await line.read()
+                if line.ahead or line.reading.is_waiting:
+                    return False
+            finally:
+                await line.close()
+        return True
+
+    async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
+        tags = sorted((tag for tag in await self._rows.tags() if tag.startswith(prefix)), key=str.encode)
+        page = [tag for tag in tags if not after or tag.encode() > after.encode()][:limit]
+        summaries: list[TagSummary] = []
+        for tag in page:
+            if buckets := await self._rows.buckets(tag):
+                last = max(bucket.start_ms + bucket.span_ms for bucket in buckets)
+                summaries.append(TagSummary(tag, len(buckets), buckets[0].start_ms, last))
+        return summaries
+
+    async def _expect(self, line: TagLine, start: TagPosition, levels: Levels) -> None:
+        """Look ahead for the first numbers of sources, where there are no floors and the start is in this bucket."""
+        now_ms, span_ms = self._clock(), self._settings.span_ms
+        if levels.floors or not self._scan_ms or ms_of(start.low) < bucket_start(now_ms, span_ms):
+            return
+        await asyncio.sleep(self._scan_ms / 1000)
+        await line.expect(levels, start.low, last_of(self._clock()))
+
+    # The start of a feed.
+
+    async def _starts(
+        self, request: TagRequest, filters: Sequence[TagFilter], levels: dict[int, Levels]
+    ) -> list[TagPosition]:
+        start, tags = request.start, request.names
+        by_tag = [levels[self._levels.shard_of(tag)] for tag in tags]
+        if isinstance(start, FromStoreCursor):
+            return list(parse_positions(start.text, len(tags)))
+        if isinstance(start, FromCursor):
+            raise CursorError(
+                "this is a cursor of tags in another store (see tags.store): begin anew, for example at a time"
+            )
+        if isinstance(start, FromEnd) or start == FromLast(0):
+            room = room_for(len(tags))
+            return [await self._end(tag, each, room) for tag, each in zip(tags, by_tag, strict=True)]
+        if isinstance(start, FromTime):
+            return [TagPosition(last_of(start.time_ms - 1))] * len(tags)
+        if isinstance(start, FromLast):
+            return await self._last(tags, filters, by_tag, start.count)
+        return [TagPosition(self._first)] * len(tags)
+
+    def _settled(self, levels: Levels) -> UUID:
+        """Return the timeuuid up to which nothing more will be written."""
+        now_ms = self._clock()
+        return last_of(min(*levels.floors.values(), now_ms) - 1 if levels.floors else now_ms)
+
+    async def _end(self, tag: str, levels: Levels, room: int) -> TagPosition:
+        """Return the position after all committed rows; rows written later may have earlier timeuuids."""
+        low = last = self._settled(levels)
+        if not levels.floors:
+            return TagPosition(low)
+        reached: dict[str, Reached] = {}
+        async for rows in self._committed(tag, levels, self._rows.row_keys(tag, low, self._latest())):
+            for row in rows:
+                last = row.timeuuid
+                key = hashed_partition(row.partition)
+                reached[key] = Reached(key, row.offset, ms_of(row.timeuuid))
+        return position_after(low, reached, last, room)
+
+    def _latest(self) -> UUID:
+        return last_of(self._clock() + self._settings.future_ms)
+
+    async def _committed(
+        self, tag: str, levels: Levels, pages: AsyncGenerator[list[R], None]
+    ) -> AsyncGenerator[list[R], None]:
+        """Yield the committed rows of pages."""
+        known = PartitionLevels()
+        known.renew(levels.marks, levels.floors)
+        async with aclosing(pages):
+            async for rows in pages:
+                await _resolve_partitions(known, self._levels, self._levels.shard_of(tag), rows)
+                yield [row for row in rows if known.is_committed(row)]
+
+    async def _last(
+        self, tags: Sequence[str], filters: Sequence[TagFilter], levels: Sequence[Levels], count: int
+    ) -> list[TagPosition]:
+        """Return the positions before the last ``count`` events of all tags that the request shows."""
+        room = room_for(len(tags))
+        lows = [self._settled(each) for each in levels]
+        newest = [await self._newest(*each, count) for each in zip(tags, levels, lows, filters, strict=True)]
+        shown_rows = [(order(rows[i].timeuuid), at, i) for at, (rows, shown) in enumerate(newest) for i in shown]
+        first: dict[int, int] = {}
+        for _, at, i in nlargest(count, shown_rows):
+            first[at] = max(first.get(at, -1), i)
+        return [
+            position_before(newest[at][0], first[at], lows[at], room)
+            if at in first
+            else await self._end(tag, levels[at], room)
+            for at, tag in enumerate(tags)
+        ]
+
+    async def _newest(
+        self, tag: str, levels: Levels, low: UUID, tag_filter: TagFilter, count: int
+    ) -> tuple[list[StoredRow], list[int]]:
+        """Return the newest committed rows of a tag, newest first, and the indexes of up to ``count`` that are shown.
+
+        The rows go back at least to ``low``, the timeuuid up to which nothing more will be written, and one further.
+        """
+        rows: list[StoredRow] = []
+        shown: list[int] = []
+        async with aclosing(self._committed(tag, levels, self._rows.rows_down(tag, self._latest()))) as pages:
+            async for page in pages:
+                for row in page:
+                    if len(shown) >= count and order(row.timeuuid) <= order(low) and rows[-1].timeuuid != row.timeuuid:
+                        return [*rows, row], shown
+                    if len(shown) < count and shows_row(tag_filter, row):
+                        shown.append(len(rows))
+                    rows.append(row)
+                if len(rows) >= MAX_INSPECTED:
+                    return rows, [i for i in shown if i < len(rows) - 1]
+        return rows, shown
 
 
 class TagRowsFeed:
@@ -76,16 +252,16 @@ class TagRowsFeed:
         request: TagRequest,
         lines: Sequence[TagLine],
         filters: Sequence[TagFilter],
-        pace: Pace,
+        settings: ReadSettings,
         clock: Callable[[], int],
         target: UUID,
     ) -> None:
-        self._hub, self._levels, self._request, self._pace, self._clock = hub, levels, request, pace, clock
-        self._lines, self._filters = lines, filters
-        self._target = target
+        self._hub, self._levels, self._request, self._settings, self._clock = hub, levels, request, settings, clock
+        self._lines, self._filters, self._target = lines, dict(zip(request.names, filters, strict=True)), target
         self._until = None if request.until_ms is None else last_of(request.until_ms)
         if not request.follow:
             self._until = self._target if self._until is None else min(self._until, self._target, key=order)
+        self._fails = settings.fails or request.on_gap == "fail"
         self._sent = request.sent
         self._caught_up = request.resumed
         self._ended = False
@@ -108,7 +284,7 @@ class TagRowsFeed:
     async def begin(self) -> None:
         """Follow the tags in the hub, and begin to read."""
         try:
-            if self._pace.notify:
+            if self._settings.notify:
                 for line in self._lines:
                     await self._stack.enter_async_context(self._hub.follow(line.tag, self._wake))
             await self._begin()
@@ -163,24 +339,24 @@ class TagRowsFeed:
             self._announced = deque([self._read_ms])  # the clock was set back
 
     def _due_ms(self) -> int:
-        pace, now_ms = self._pace, self._clock()
+        settings, now_ms = self._settings, self._clock()
         if now_ms < self._read_ms:
             return now_ms  # the clock was set back
-        due = [self._read_ms + pace.refresh_ms]
+        due = [self._read_ms + settings.refresh_ms]
         due += [due_ms for line in self._lines if (due_ms := line.reading.due_ms()) is not None]
         read_to = self._read_to()
         goal = self._until if self._until is not None else None if self._caught_up else self._target
         is_short = goal is not None and order(read_to) < order(goal)
         is_full = any(line.reading.is_full for line in self._lines)
-        if is_full or (pace.delay_ms is None and (is_short or self._announced)):
+        if is_full or (settings.delay_ms is None and (is_short or self._announced)):
             due.append(self._read_ms + POLL_MS)
-        elif pace.delay_ms is not None:
+        elif settings.delay_ms is not None:
             announced = list(islice(self._announced, 1))
             if self._announced_to_ms > ms_of(read_to):
                 announced.append(self._announced_to_ms)
-            due += [max(ms + pace.delay_ms + 1, self._read_ms + pace.debounce_ms) for ms in announced]
+            due += [max(ms + settings.delay_ms + 1, self._read_ms + settings.debounce_ms) for ms in announced]
             if goal is not None and is_short:
-                due.append(ms_of(goal) + pace.delay_ms + 1)
+                due.append(ms_of(goal) + settings.delay_ms + 1)
         return max(min(due), self._read_ms + MIN_PAUSE_MS)
 
     async def _wait(self) -> None:
@@ -196,7 +372,7 @@ class TagRowsFeed:
         if not self._wake.is_set():
             return
         self._wake.clear()
-        now_ms, debounce_ms = self._clock(), self._pace.debounce_ms
+        now_ms, debounce_ms = self._clock(), self._settings.debounce_ms
         if not self._announced or self._announced[-1] + debounce_ms <= now_ms:
             self._announced.append(now_ms)
         elif self._announced[-1] < now_ms:
@@ -223,18 +399,18 @@ class TagRowsFeed:
             if line is None:
                 break
             if isinstance(line.ahead[0], LostNumbers):
-                if self._fails() and frames:
+                if self._fails and frames:
                     break  # events before the gap go out first
                 frames.append(self._lost(line))
                 continue
             item = line.pop()
             assert not isinstance(item, LostNumbers)
-            if not self._shows(line, item.row):
+            if not self._shows(item.row):
                 self._moved = True
                 continue
             self._moved = False
             self._sent += 1
-            data = frame_of(item.row)
+            data = item.row.frame()
             frames.append(EventFrame(self.cursor, data))
             size += len(data)
         if self._moved:
@@ -266,16 +442,13 @@ class TagRowsFeed:
                 self._announced.popleft()
         return best
 
-    def _shows(self, line: TagLine, row: StoredRow) -> bool:
+    def _shows(self, row: StoredRow) -> bool:
         if self._until is not None and order(row.timeuuid) > order(self._until):
             return False
-        return shows_row(self._filters[line.at], row)
-
-    def _fails(self) -> bool:
-        return self._pace.fails or self._request.on_gap == "fail"
+        return shows_row(self._filters[row.tag], row)
 
     def _lost(self, line: TagLine) -> AnyFrame:
-        if self._fails():
+        if self._fails:
             lost = [each for each in line.ahead if isinstance(each, LostNumbers)]
             after = min((each.after for each in lost), key=order)
             to = max((each.to for each in lost), key=order)
@@ -303,7 +476,7 @@ class TagRowsFeed:
             self._ended = True
             reason = "limit" if full else "until" if request.until_ms is not None else "caught-up"
             cursor = join_cursor([line.text for line in self._lines], Cursor((), ended=True).suffix)
-            frames.append(ControlFrame("end", cursor, _encode({"reason": reason, "events": self._sent})))
+            frames.append(end_frame(cursor, reason, self._sent))
         return frames
 
     def _has_read(self, target: UUID) -> bool:
@@ -311,20 +484,12 @@ class TagRowsFeed:
         return all(order(line.read_to) >= order(goal) and not line.reading.is_waiting for line in self._lines)
 
 
-_Key = tuple[UUID, str, int]
-
-
 class TagLine:
-    """One tag of a feed: its ``Reading``, and what was read ahead of the merge.
-
-    Args:
-        at: Index of the tag in the request.
-    """
+    """One tag of a feed: its ``Reading``, and what was read ahead of the merge."""
 
     def __init__(
         self,
         tag: str,
-        at: int,
         rows: RowReader,
         levels: LevelReader,
         start: TagPosition,
@@ -333,9 +498,9 @@ class TagLine:
         *,
         from_beginning: bool = False,
     ) -> None:
-        self.tag, self.at, self.shard = tag, at, levels.shard_of(tag)
-        self.ahead: deque[DeliveredRow[StoredRow] | LostNumbers] = deque()
-        self.reading: Reading[StoredRow] = Reading(start, settings, from_beginning=from_beginning, now_ms=clock())
+        self.tag, self.shard = tag, levels.shard_of(tag)
+        self.ahead: deque[Delivery] = deque()
+        self.reading = Reading(start, settings, from_beginning=from_beginning, now_ms=clock())
         self.read_to: UUID = start.low
         """Timeuuid up to which all visible rows are read."""
         self._rows, self._levels, self._clock = rows, levels, clock
@@ -372,7 +537,7 @@ class TagLine:
         assert pages is not None
         rows = await anext(pages, None)
         if rows is not None:
-            await self._resolve_partitions(rows)
+            await _resolve_partitions(self.reading.levels, self._levels, self.shard, rows)
             self._pages = pages
         now_ms = self._clock()
         self.ahead += self.reading.finish(now_ms) if rows is None else self.reading.take_page(rows, now_ms)
@@ -382,7 +547,7 @@ class TagLine:
             self.read_to = self._to
         self.ahead += self.reading.expire(now_ms)
 
-    def pop(self) -> DeliveredRow[StoredRow] | LostNumbers:
+    def pop(self) -> Delivery:
         """Remove and return the next item; the position moves behind it."""
         item = self.ahead.popleft()
         self._position, self._text = item.position, str(item.position)
@@ -398,43 +563,29 @@ class TagLine:
         self.reading.begin(levels.marks, levels.floors, self._clock())
         async with aclosing(self._rows.row_keys(self.tag, start, to)) as pages:
             async for rows in pages:
-                await self._resolve_partitions(rows)
+                await _resolve_partitions(self.reading.levels, self._levels, self.shard, rows)
                 self.reading.expect(rows)
 
     async def _search(self, now_ms: int) -> None:
         """Run the searches that the reading asks for, and take the rows that were missed."""
-        missed: dict[_Key, TagRow] = {}
-        for search in self.reading.searches(now_ms):
-            async with aclosing(self._rows.row_keys(self.tag, search.after, search.to)) as pages:
+        missed: set[tuple[UUID, str, int]] = set()
+        for after, to in self.reading.searches(now_ms):
+            async with aclosing(self._rows.row_keys(self.tag, after, to)) as pages:
                 async for rows in pages:
-                    await self._resolve_partitions(rows)
-                    missed |= {_key(row): row for row in self.reading.find_missed(rows)}
-        for first, last in _ranges(sorted((row.timeuuid for row in missed.values()), key=order)):
+                    await _resolve_partitions(self.reading.levels, self._levels, self.shard, rows)
+                    missed.update(row.clustering for row in self.reading.find_missed(rows))
+        for first, last in search_spans(sorted((timeuuid for timeuuid, _, _ in missed), key=order)):
             async with aclosing(self._rows.rows(self.tag, last_of(ms_of(first) - 1), last)) as full_pages:
                 async for full in full_pages:
-                    self.ahead += self.reading.take_missed([row for row in full if _key(row) in missed], now_ms)
+                    self.ahead += self.reading.take_missed([row for row in full if row.clustering in missed], now_ms)
         self.reading.searched()
 
-    async def _resolve_partitions(self, rows: Sequence[TagRow]) -> None:
-        unknown = self.reading.unknown_partitions(rows)
-        if unknown:
-            levels = (await self._levels.read([self.shard]))[self.shard]
-            self.reading.add_unmarked(unknown - levels.marks.keys() - levels.floors.keys())
 
-
-def _key(row: TagRow) -> _Key:
-    return row.timeuuid, row.source, row.tag_seq
-
-
-def _ranges(timeuuids: Sequence[UUID]) -> list[tuple[UUID, UUID]]:
-    """Return the first and the last timeuuid of each range that is read at once."""
-    ranges: list[tuple[UUID, UUID]] = []
-    for timeuuid in timeuuids:
-        if ranges and ms_of(timeuuid) - ms_of(ranges[-1][1]) <= MAX_SEARCH_SPAN_MS:
-            ranges[-1] = ranges[-1][0], timeuuid
-        else:
-            ranges.append((timeuuid, timeuuid))
-    return ranges
+async def _resolve_partitions(known: PartitionLevels, reader: LevelReader, shard: int, rows: Sequence[RowKey]) -> None:
+    """Find out which unknown partitions of rows have no marks."""
+    if unknown := known.unknown(rows):
+        levels = (await reader.read([shard]))[shard]
+        known.unmarked |= unknown - levels.marks.keys() - levels.floors.keys()
 
 
 def shows_row(tag_filter: TagFilter, row: StoredRow) -> bool:
@@ -444,11 +595,3 @@ def shows_row(tag_filter: TagFilter, row: StoredRow) -> bool:
     if tag_filter.asks_record:
         record = record_of(row.partition, row.offset, row.time_ms, row.key, row.headers)
     return tag_filter.shows(ms_of(row.timeuuid), row.tags, row.value or b"null", record)
-
-
-def frame_of(row: StoredRow) -> bytes:
-    """Return the JSON form of an event, as every feed sends it."""
-    fields = TagFields(row.source, row.seq, row.tag_seq, ms_of(row.timeuuid), row.tags)
-    value = b"null" if row.value is None else row.value
-    record = row.partition, row.offset, row.time_ms, row.key, row.headers, value
-    return tagged_frame(row.tag, fields, row.timeuuid, *record)

@@ -27,7 +27,8 @@ held for this, since a mark says that all rows below it are visible.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Generic
+from datetime import timedelta
+from typing import TypeAlias
 from uuid import UUID
 
 import msgspec
@@ -35,17 +36,209 @@ import msgspec
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
-from tailrace.views.tags.rows.cursor import OpenSource, Reached, TagPosition, hashed, hashed_partition
-from tailrace.views.tags.rows.gaps import BacktrackSchedule, HeldSource, KnownSources, R, ReadSettings, TagRow
+from tailrace.views.tags.rows.model import (
+    ROOM_FOR_HELD,
+    KnownSources,
+    OpenSource,
+    PartitionLevels,
+    ResumePoint,
+    RowKey,
+    StoredRow,
+    TagPosition,
+    hashed,
+)
+from tailrace.views.tags.settings import TagsSettings, milliseconds
 
-ROOM_FOR_HELD = 2
-"""Entries of the cursor reserved for held sources, so that rows read ahead cannot block the rows that they wait for."""
+MIN_LAG_MS, MAX_LAG_MS = 50, 5_000
+"""Bounds of the delay where it is measured."""
+MAX_SEARCH_SPAN_MS = 60_000
+"""Missed rows that lie further apart than this are read separately."""
+MIN_PAUSE_MS = 10
+"""Shortest time between two reads."""
 
 
-class DeliveredRow(msgspec.Struct, Generic[R], frozen=True, gc=False):
+class ReadSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a feed over rows and of its readers, one for each tag."""
+
+    refresh_ms: int = 3_000
+    """Interval of reads that nobody announced."""
+    notify: bool = True
+    """True if announced writes are read at once."""
+    fails: bool = True
+    """True if the feed fails when numbers are not found in time; else it skips them."""
+    delay_ms: int | None = 5_000
+    """Distance to the clock; None: as far as the floors are behind it."""
+    future_ms: int = 1_000
+    """Floors may be ahead of the clock by this much, unless a clock was set."""
+    span_ms: int = 3_600_000
+    """Length of a bucket."""
+    gap_ms: int = 10_000
+    """Longest wait for missing events."""
+    first_ms: int = 100
+    """Longest wait for events below the first one that is seen of a source."""
+    max_missing: int = 5_000
+    """A gap of more numbers is not waited for."""
+    short_ms: int | None = 1_000
+    """Interval of searches through the recent past; None: never."""
+    short_period_ms: int | None = 5_000
+    """Length of that past; None: to the start of the bucket before, which is the furthest of all searches."""
+    long_ms: int | None = 120_000
+    long_period_ms: int | None = None
+    known_sources: int = 100_000
+    """Sources whose last number is remembered."""
+    max_held: int = 10_000
+    """Events held back, of all sources; then reading stops."""
+    room: int = 32
+    """Entries of the cursor above its low timeuuid; then reading stops."""
+
+    @classmethod
+    def of(cls, tags: TagsSettings) -> ReadSettings:
+        return cls(
+            refresh_ms=milliseconds(tags.refresh),
+            notify=tags.notify,
+            fails=tags.on_missing == "fail",
+            delay_ms=_ms_or_none(tags.delay),
+            future_ms=milliseconds(tags.future_limit),
+            span_ms=milliseconds(tags.span),
+            gap_ms=milliseconds(tags.gap_timeout),
+            first_ms=milliseconds(tags.new_source_scan),
+            max_missing=tags.max_missing,
+            short_ms=_ms_or_none(tags.back_track),
+            short_period_ms=_ms_or_none(tags.back_track_period),
+            long_ms=_ms_or_none(tags.long_back_track),
+            long_period_ms=_ms_or_none(tags.long_back_track_period),
+            known_sources=tags.known_sources,
+        )
+
+    @property
+    def debounce_ms(self) -> int:
+        """Interval whose announcements are answered by one read."""
+        return max(MIN_PAUSE_MS, (self.delay_ms or 0) // 20)
+
+    def to_ms(self, now_ms: int, floors: Collection[int]) -> int:
+        """Return the millisecond up to which to read, given the floors of all partitions."""
+        if max(floors, default=now_ms) > now_ms + self.future_ms:
+            # A clock was set, ours or theirs: read everything, or it would wait until our clock is there, too.
+            return max(floors)
+        if self.delay_ms is not None:
+            return now_ms - self.delay_ms
+        behind_ms = now_ms - min(floors) + 1 if floors else 0
+        return now_ms - min(max(behind_ms, MIN_LAG_MS), MAX_LAG_MS)
+
+
+def _ms_or_none(duration: timedelta | None) -> int | None:
+    return None if duration is None else milliseconds(duration)
+
+
+class BacktrackSchedule:
+    """The times at which a reader searches the past again for rows that appeared late."""
+
+    def __init__(self, settings: ReadSettings, now_ms: int) -> None:
+        self._settings = settings
+        self._short_due = now_ms + (settings.short_ms or 0)
+        self._long_due = now_ms + (settings.long_ms or 0)
+
+    @property
+    def due_ms(self) -> int | None:
+        """Time of the next search; None: never."""
+        return None if self._settings.short_ms is None else self._short_due
+
+    def since_ms(self, scanned_ms: int, now_ms: int) -> int | None:
+        """Return the millisecond to search from, for a reader that has scanned to one; None if no search is due."""
+        settings = self._settings
+        if not _is_due(self._short_due, settings.short_ms, now_ms):
+            return None
+        self._short_due = now_ms + (settings.short_ms or 0)
+        period_ms = settings.short_period_ms
+        if _is_due(self._long_due, settings.long_ms, now_ms):
+            self._long_due = now_ms + (settings.long_ms or 0)
+            period_ms = settings.long_period_ms
+        furthest_ms = bucket_start(scanned_ms, settings.span_ms) - settings.span_ms
+        return furthest_ms if period_ms is None else max(furthest_ms, scanned_ms - period_ms)
+
+
+def _is_due(due_ms: int, every_ms: int | None, now_ms: int) -> bool:
+    """Return True if an interval is over, also if the clock was set back to before it began."""
+    return every_ms is not None and not due_ms - every_ms <= now_ms < due_ms
+
+
+class HeldSource:
+    """A source with a gap, and its events above the gap.
+
+    Args:
+        number: Number of its last delivered event; 0: none.
+        after: The missing events have later timeuuids than this one.
+        first: Lowest number seen of a source that was not known: lower numbers need not exist. 0: it was known.
+    """
+
+    def __init__(self, source: str, number: int, after: UUID, first: int, now_ms: int) -> None:
+        self.source, self.number, self.after, self.first = source, number, after, first
+        self._since_ms = now_ms
+        self._rows: dict[int, tuple[StoredRow, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rows
+
+    @property
+    def lowest(self) -> StoredRow:
+        """The held event with the lowest number."""
+        return self._rows[min(self._rows)][0]
+
+    @property
+    def missing(self) -> tuple[int, int]:
+        """First and last missing number below the lowest held event."""
+        return self.number + 1, min(self._rows) - 1
+
+    @property
+    def is_optional(self) -> bool:
+        """True if the missing events below the lowest one need not exist."""
+        return min(self._rows) <= self.first
+
+    def entry(self) -> OpenSource:
+        """Return its entry in the cursor."""
+        # Without a number that says what was delivered, a millisecond with a delivered event is not searched again.
+        since_ms = ms_of(self.after) + (1 if self.first and not self.number else 0)
+        return OpenSource(hashed(self.source), self.number, since_ms, self.first)
+
+    def add(self, row: StoredRow, now_ms: int) -> None:
+        self._rows[row.tag_seq] = row, now_ms
+
+    def next(self) -> StoredRow | None:
+        """Remove and return the event with the next number; None if it is missing."""
+        item = self._rows.pop(self.number + 1, None)
+        if item is None:
+            return None
+        self.number += 1
+        self.after = item[0].timeuuid
+        return item[0]
+
+    def restart_wait(self) -> None:
+        """Wait for the next gap, from the time when the events above it were seen."""
+        self._since_ms = min((seen_ms for _, seen_ms in self._rows.values()), default=self._since_ms)
+
+    def limit_wait(self, now_ms: int) -> None:
+        """Let the wait begin now at the latest, in case the clock was set back."""
+        self._since_ms = min(self._since_ms, now_ms)
+
+    def skip_gap(self) -> None:
+        """Give up the missing events below the lowest one."""
+        self.number = min(self._rows) - 1
+
+    def deadline_ms(self, settings: ReadSettings) -> int:
+        """Return when the wait for the missing events ends."""
+        first, last = self.missing
+        if last - first >= settings.max_missing:
+            return self._since_ms
+        return self._since_ms + (settings.first_ms if self.is_optional else settings.gap_ms)
+
+
+class DeliveredRow(msgspec.Struct, frozen=True, gc=False):
     """An event to deliver, and the position after it."""
 
-    row: R
+    row: StoredRow
     position: TagPosition
 
 
@@ -60,14 +253,10 @@ class LostNumbers(msgspec.Struct, frozen=True):
     position: TagPosition
 
 
-class SearchRange(msgspec.Struct, frozen=True):
-    """A range to search for missed rows: after one timeuuid, up to another."""
-
-    after: UUID
-    to: UUID
+Delivery: TypeAlias = DeliveredRow | LostNumbers
 
 
-class Reading(Generic[R]):
+class Reading:
     """The state of one tag's reader.
 
     Args:
@@ -80,15 +269,15 @@ class Reading(Generic[R]):
         self._settings = settings
         self._start, self._start_order = start.low, order(start.low)
         self._from_beginning = from_beginning
-        self._levels = PartitionLevels()
+        self.levels = PartitionLevels()
         self._scanned, self._to = start.low, start.low
         self._settled: UUID | None = None
         """Last timeuuid below all floors."""
         self._resume = ResumePoint(start)
-        self._carry: list[R] = []
+        self._carry: list[StoredRow] = []
         """Rows at the end of a page that share a timeuuid, perhaps with the next page."""
         self._sources = KnownSources(start, settings.known_sources)
-        self._held: dict[str, HeldSource[R]] = {}
+        self._held: dict[str, HeldSource] = {}
         self._held_rows = 0
         self._open_searched = not start.open
         """True if the sources that were open at the start have been searched for."""
@@ -106,7 +295,7 @@ class Reading(Generic[R]):
         return bool(self._held) or not self._open_searched
 
     def position(self) -> TagPosition:
-        return self._resume.position(self._held.values())
+        return self._resume.position([held.entry() for held in self._held.values()])
 
     # Reading on.
 
@@ -123,21 +312,21 @@ class Reading(Generic[R]):
             floors: Millisecond of each partition below which no row beyond its mark will be written.
             until: Nothing beyond this timeuuid is wanted.
         """
-        after = self._levels.changed_after(marks, self._scanned, self._start)
+        after = self.levels.changed_after(marks, self._scanned, self._start)
         to = last_of(self._settings.to_ms(now_ms, floors.values()))
         if until is not None:
             to = min(to, until, key=order)
         self._to = max(to, self._scanned, self._to, key=order)  # a clock that steps back changes nothing
         self._scanned = after
-        self._levels.renew(marks, floors)
-        self._settled = self._levels.settled(self._start)
+        self.levels.renew(marks, floors)
+        self._settled = self.levels.settled(self._start)
         self._carry = []
         self.is_at_end, self.is_full = False, self._held_rows >= self._settings.max_held
         if floors:
             self._raise_low()
         return after, self._to
 
-    def take_page(self, rows: Sequence[R], now_ms: int) -> list[DeliveredRow[R] | LostNumbers]:
+    def take_page(self, rows: Sequence[StoredRow], now_ms: int) -> list[Delivery]:
         """Take the next rows of the range; return what to deliver."""
         if self.is_full:
             return []
@@ -149,7 +338,7 @@ class Reading(Generic[R]):
         self._carry = rows[whole:]
         return self._take_rows(rows[:whole], now_ms)
 
-    def finish(self, now_ms: int) -> list[DeliveredRow[R] | LostNumbers]:
+    def finish(self, now_ms: int) -> list[Delivery]:
         """Note that all rows of the range were passed; return what to deliver."""
         if self.is_full:
             return []
@@ -157,21 +346,21 @@ class Reading(Generic[R]):
         self._carry = []
         if not self.is_full:
             self.is_at_end = True
-            if self._levels.floors and not self._levels.unmarked:  # else rows may still appear below
+            if self.levels.floors and not self.levels.unmarked:  # else rows may still appear below
                 self._scanned = self._to
                 self._raise_low()
         return out
 
-    def _take_rows(self, rows: Sequence[R], now_ms: int) -> list[DeliveredRow[R] | LostNumbers]:
-        out: list[DeliveredRow[R] | LostNumbers] = []
+    def _take_rows(self, rows: Sequence[StoredRow], now_ms: int) -> list[Delivery]:
+        out: list[Delivery] = []
         for i, row in enumerate(rows):
             is_last = i + 1 == len(rows) or rows[i + 1].timeuuid != row.timeuuid
-            committed = self._levels.is_committed(row)
+            committed = self.levels.is_committed(row)
             if committed and not self._fits(row):
                 self.is_full = True
                 self._carry = []
                 break
-            if not committed and not self._levels.floors:
+            if not committed and not self.levels.floors:
                 self._settled = self._resume.low  # the first partition was just introduced; its floor was not read
             if is_last:
                 self._scanned = row.timeuuid
@@ -180,50 +369,40 @@ class Reading(Generic[R]):
                 self._take(row, now_ms, out)
         return out
 
-    def unknown_partitions(self, rows: Iterable[TagRow]) -> set[Partition]:
-        """Return the partitions of rows that may have marks or not.
-
-        A partition is introduced to the shard before its first row is written. So the caller reads the levels again,
-        after the rows, and passes the partitions without levels to ``add_unmarked``. Rows of the others are ignored
-        until ``begin``.
-        """
-        return self._levels.unknown(rows)
-
-    def add_unmarked(self, partitions: Iterable[Partition]) -> None:
-        """Note partitions without marks: their visible rows are committed, and others may appear at any timeuuid."""
-        self._levels.unmarked.update(partitions)
-
     # Missed rows.
 
-    def searches(self, now_ms: int) -> list[SearchRange]:
-        """Return the ranges to search for missed rows now; the caller passes their rows to ``find_missed``."""
-        ranges: list[SearchRange] = []
+    def searches(self, now_ms: int) -> list[tuple[UUID, UUID]]:
+        """Return the ranges, after one timeuuid and up to another, to search for missed rows now.
+
+        The caller passes their rows to ``find_missed``.
+        """
+        ranges: list[tuple[UUID, UUID]] = []
         if not self._open_searched:
             since_ms = min(each.since_ms for each in self._resume.open.values())
             if order(first_of(since_ms)) <= self._start_order:
-                ranges.append(SearchRange(last_of(since_ms - 1), self._start))
+                ranges.append((last_of(since_ms - 1), self._start))
         if self._held:
             after = min((held.after for held in self._held.values()), key=order)
-            ranges.append(SearchRange(after, max((held.lowest.timeuuid for held in self._held.values()), key=order)))
+            ranges.append((after, max((held.lowest.timeuuid for held in self._held.values()), key=order)))
         since = self._backtracks.since_ms(ms_of(self._scanned), now_ms)
         if since is not None:
             after = max(last_of(since - 1), self._start, key=order)
             if order(after) < order(self._scanned):
-                ranges.append(SearchRange(after, self._scanned))
+                ranges.append((after, self._scanned))
         return ranges
 
-    def find_missed(self, rows: Iterable[TagRow]) -> list[TagRow]:
+    def find_missed(self, rows: Iterable[RowKey]) -> list[RowKey]:
         """Return the rows that were missed; the caller passes them, complete and in order, to ``take_missed``."""
         limit = order(self._scanned)
         return [
             row
             for row in rows
-            if self._levels.is_committed(row) and order(row.timeuuid) <= limit and self._is_missed(row)
+            if self.levels.is_committed(row) and order(row.timeuuid) <= limit and self._is_missed(row)
         ]
 
-    def take_missed(self, rows: Iterable[R], now_ms: int) -> list[DeliveredRow[R] | LostNumbers]:
+    def take_missed(self, rows: Iterable[StoredRow], now_ms: int) -> list[Delivery]:
         """Take rows that ``find_missed`` returned; return what to deliver."""
-        out: list[DeliveredRow[R] | LostNumbers] = []
+        out: list[Delivery] = []
         for row in rows:
             if self._is_missed(row) and self._fits(row):
                 self._take(row, now_ms, out)
@@ -234,7 +413,7 @@ class Reading(Generic[R]):
         self._open_searched = self._held_searched = True
         self._resume.close_below()
 
-    def _is_missed(self, row: TagRow) -> bool:
+    def _is_missed(self, row: RowKey) -> bool:
         number = row.tag_seq
         if (held := self._held.get(row.source)) is not None:
             if number <= held.number or number in held or order(row.timeuuid) <= order(held.after):
@@ -244,18 +423,18 @@ class Reading(Generic[R]):
         if delivered == number and (last := self._sources.get(row.source)) is not None:
             # The source comes from two partitions, and a driver died between rows and mark: it left one of two events
             # with this number. Both are delivered.
-            is_other = row.partition != last.partition and self._levels.is_marked(row.partition)
+            is_other = row.partition != last.partition and self.levels.is_marked(row.partition)
             return is_other and order(row.timeuuid) > order(last.timeuuid)
         if delivered is not None:
             return number > delivered
         return order(row.timeuuid) > self._start_order and self._sources.is_new(row)
 
-    def expire(self, now_ms: int) -> list[DeliveredRow[R] | LostNumbers]:
+    def expire(self, now_ms: int) -> list[Delivery]:
         """Give up gaps whose wait is over; return what to deliver."""
-        out: list[DeliveredRow[R] | LostNumbers] = []
+        out: list[Delivery] = []
         for held in list(self._held.values()):
             held.limit_wait(now_ms)
-            while held and now_ms >= held.deadline_ms(self._settings.timeouts):
+            while held and now_ms >= held.deadline_ms(self._settings):
                 is_optional, (first, last), after = held.is_optional, held.missing, held.after
                 to = held.lowest.timeuuid
                 held.skip_gap()
@@ -268,16 +447,16 @@ class Reading(Generic[R]):
         """Return when ``expire`` or ``searches`` have something to do; None if that is not known, 0 for now."""
         if not self._held_searched:
             return 0
-        due = [held.deadline_ms(self._settings.timeouts) for held in self._held.values()]
+        due = [held.deadline_ms(self._settings) for held in self._held.values()]
         if self._backtracks.due_ms is not None:
             due.append(self._backtracks.due_ms)
         return min(due, default=None)
 
-    def expect(self, rows: Iterable[TagRow]) -> None:
+    def expect(self, rows: Iterable[RowKey]) -> None:
         """Note the lowest number of each source after the start, for rows without marks."""
-        lowest: dict[str, TagRow] = {}
+        lowest: dict[str, RowKey] = {}
         for row in rows:
-            if self._levels.is_marked(row.partition) or self._resume.opened(row.source) is not None:
+            if self.levels.is_marked(row.partition) or self._resume.opened(row.source) is not None:
                 continue
             if order(row.timeuuid) > self._start_order and (
                 row.source not in lowest or row.tag_seq < lowest[row.source].tag_seq
@@ -289,7 +468,7 @@ class Reading(Generic[R]):
 
     # One row.
 
-    def _fits(self, row: R) -> bool:
+    def _fits(self, row: StoredRow) -> bool:
         """Return True if the cursor and the memory have room for a row."""
         settings = self._settings
         ahead, held = len(self._resume), len(self._held)
@@ -297,7 +476,7 @@ class Reading(Generic[R]):
             return True
         if not self._is_missed(row):
             return True
-        source, number, marked = row.source, self._last_number(row.source), self._levels.is_marked(row.partition)
+        source, number, marked = row.source, self._last_number(row.source), self.levels.is_marked(row.partition)
         is_next = row.tag_seq == number + 1 if number is not None else self._is_first(row, ms_of(row.timeuuid))
         is_open = source in self._held or self._resume.opened(source) is not None
         more = 0
@@ -322,8 +501,8 @@ class Reading(Generic[R]):
         opened = self._resume.opened(source)
         return None if opened is None else opened.number
 
-    def _take(self, row: R, now_ms: int, out: list[DeliveredRow[R] | LostNumbers]) -> None:
-        if self._levels.is_marked(row.partition):
+    def _take(self, row: StoredRow, now_ms: int, out: list[Delivery]) -> None:
+        if self.levels.is_marked(row.partition):
             self._resume.add_partition(row)
         if not self._is_missed(row):
             self._recognise(row)
@@ -343,17 +522,17 @@ class Reading(Generic[R]):
         self._held_rows += 1
         held.add(row, now_ms)
 
-    def _recognise(self, row: TagRow) -> None:
+    def _recognise(self, row: RowKey) -> None:
         """Note the last delivered event of a source that was open at the start."""
         opened = self._resume.opened(row.source)
         if opened is None or opened.number != row.tag_seq:
             return
         del self._resume.open[opened.source]
         self._sources.remember(row)
-        if not self._levels.is_marked(row.partition):
+        if not self.levels.is_marked(row.partition):
             self._resume.add_source(row)
 
-    def _hold(self, row: TagRow, now_ms: int) -> HeldSource[R] | None:
+    def _hold(self, row: RowKey, now_ms: int) -> HeldSource | None:
         """Return a hold for the source of a row; None if the row is the next of its source."""
         source = row.source
         if (last := self._sources.get(source)) is not None:
@@ -367,17 +546,17 @@ class Reading(Generic[R]):
         since_ms = bucket_start(ms_of(row.timeuuid), self._settings.span_ms) - self._settings.span_ms
         return HeldSource(source, 0, max(last_of(since_ms - 1), self._start, key=order), row.tag_seq, now_ms)
 
-    def _is_first(self, row: TagRow, now_ms: int) -> bool:
+    def _is_first(self, row: RowKey, now_ms: int) -> bool:
         """Return True if the first row seen of a source is taken for its first."""
         settings = self._settings
-        if row.tag_seq == 1 or self._levels.is_marked(row.partition):
+        if row.tag_seq == 1 or self.levels.is_marked(row.partition):
             return True
-        if settings.timeouts.first_ms == 0 or row.tag_seq > settings.timeouts.max_numbers:
+        if settings.first_ms == 0 or row.tag_seq > settings.max_missing:
             return True
         bucket_end = bucket_start(ms_of(row.timeuuid), settings.span_ms) + settings.span_ms
         return not self._from_beginning and bucket_end <= now_ms
 
-    def _release(self, held: HeldSource[R], out: list[DeliveredRow[R] | LostNumbers]) -> None:
+    def _release(self, held: HeldSource, out: list[Delivery]) -> None:
         """Deliver held rows up to the next gap."""
         while (row := held.next()) is not None:
             self._held_rows -= 1
@@ -390,9 +569,9 @@ class Reading(Generic[R]):
         else:
             self._held.pop(held.source, None)
 
-    def _deliver(self, row: R, out: list[DeliveredRow[R] | LostNumbers]) -> None:
+    def _deliver(self, row: StoredRow, out: list[Delivery]) -> None:
         self._sources.deliver(row)
-        if not self._levels.is_marked(row.partition):
+        if not self.levels.is_marked(row.partition):
             self._resume.add_source(row)
         out.append(DeliveredRow(row, self.position()))
 
@@ -403,137 +582,12 @@ class Reading(Generic[R]):
         self._resume.raise_low(low, self._open_searched)
 
 
-class PartitionLevels:
-    """The marks and floors of partitions, as read last.
-
-    A row is *committed* if the mark of its partition covers it, or if the partition is known to have no marks, since
-    another program writes it. Rows of a partition that may have marks which were not read are not committed.
-    """
-
-    def __init__(self) -> None:
-        self._marks: Mapping[Partition, int] | None = None
-        self.floors: Mapping[Partition, int] = {}
-        self.unmarked: set[Partition] = set()
-        """Partitions that are known to have no marks."""
-
-    def renew(self, marks: Mapping[Partition, int], floors: Mapping[Partition, int]) -> None:
-        self._marks, self.floors = marks, floors
-
-    def changed_after(self, marks: Mapping[Partition, int], scanned: UUID, start: UUID) -> UUID:
-        """Return the timeuuid after which rows may have been added: the old floors of partitions whose mark moved.
-
-        A new partition has nothing below the lowest of all floors: its introduction to the shard ensures that.
-        """
-        before, after = self._marks, scanned
-        if before is None:
-            return after
-        lowest = min(self.floors.values(), default=None)
-        for partition, mark in marks.items():
-            if before.get(partition) == mark:
-                continue
-            floor = self.floors.get(partition) if partition in before else lowest
-            if floor is None:
-                return start
-            after = min(after, last_of(floor - 1), key=order)
-        return max(after, start, key=order)
-
-    def settled(self, start: UUID) -> UUID | None:
-        """Return the last timeuuid below all floors; the start if a partition has no floor, None if none has one."""
-        if self._marks is not None and not self.floors.keys() >= self._marks.keys():
-            return start
-        lowest = min(self.floors.values(), default=None)
-        return None if lowest is None else last_of(lowest - 1)
-
-    def is_marked(self, partition: Partition) -> bool:
-        return partition in self.floors or (self._marks is not None and partition in self._marks)
-
-    def is_committed(self, row: TagRow) -> bool:
-        mark = self._marks.get(row.partition) if self._marks else None
-        if mark is not None:
-            return row.offset <= mark
-        return row.partition in self.unmarked and row.partition not in self.floors
-
-    def unknown(self, rows: Iterable[TagRow]) -> set[Partition]:
-        return {
-            row.partition for row in rows if row.partition not in self.unmarked and not self.is_marked(row.partition)
-        }
-
-
-class ResumePoint:
-    """The low timeuuid of a reader, and the partitions and sources that are delivered above it.
-
-    Invariant: the timeuuid only rises; events taken above it are named, by partition or by source, and those below it
-    are not.
-    """
-
-    def __init__(self, start: TagPosition) -> None:
-        self.low, self._order = start.low, order(start.low)
-        self._partitions = {each.partition: (each.offset, last_of(each.ms)) for each in start.reached}
-        self._sources: dict[str, tuple[int, UUID]] = {}
-        self.open = {each.source: each for each in start.open}
-        """Sources that were open at the start and not seen since, by the hash of their name."""
-
-    def __len__(self) -> int:
-        return len(self._partitions) + len(self._sources) + len(self.open)
-
-    def opened(self, source: str) -> OpenSource | None:
-        """Return the entry of a source that was open at the start."""
-        return self.open.get(hashed(source)) if self.open else None
-
-    def delivered_above(self, source: str) -> tuple[int, UUID] | None:
-        """Return number and timeuuid of the last event of a source that is named."""
-        return self._sources.get(source) if self._sources else None
-
-    def names(self, row: TagRow, marked: bool) -> bool:
-        """Return True if the partition of a row is named, or its source if the partition has no marks."""
-        return hashed_partition(row.partition) in self._partitions if marked else row.source in self._sources
-
-    def add_partition(self, row: TagRow) -> None:
-        """Name the partition of a row that was taken."""
-        if row.timeuuid == self.low or order(row.timeuuid) <= self._order:
-            return
-        key = hashed_partition(row.partition)
-        before = self._partitions.get(key)
-        if before is None or row.offset >= before[0]:
-            self._partitions[key] = row.offset, row.timeuuid
-
-    def add_source(self, row: TagRow) -> None:
-        """Name the source of a delivered row whose partition has no marks."""
-        timeuuid = row.timeuuid
-        before = self._sources.get(row.source)
-        if before is not None:
-            timeuuid = max(timeuuid, before[1], key=order)
-        if order(timeuuid) > self._order:
-            self._sources[row.source] = row.tag_seq, timeuuid
-
-    def raise_low(self, timeuuid: UUID, open_searched: bool) -> None:
-        """Raise the low timeuuid and drop the names below it; open sources only after they were searched for."""
-        position = order(timeuuid)
-        if position <= self._order:
-            return
-        self.low, self._order = timeuuid, position
-        if self._partitions:
-            self._partitions = {key: each for key, each in self._partitions.items() if order(each[1]) > position}
-        if self._sources:
-            self._sources = {source: each for source, each in self._sources.items() if order(each[1]) > position}
-        if open_searched:
-            self.close_below()
-
-    def close_below(self) -> None:
-        """Drop sources that were open at the start, below the low timeuuid, and were not found."""
-        if self.open:
-            self.open = {key: each for key, each in self.open.items() if order(last_of(each.since_ms)) > self._order}
-
-    def position(self, held: Collection[HeldSource[Any]]) -> TagPosition:
-        """Return the position to resume at, with the held sources."""
-        if not (self._partitions or self._sources or self.open or held):
-            return TagPosition(self.low)
-        reached = (Reached(key, offset, ms_of(last)) for key, (offset, last) in self._partitions.items())
-        sources = dict(self.open)
-        for source, (number, last) in self._sources.items():
-            sources[hashed(source)] = OpenSource(hashed(source), number, ms_of(last))
-        for each in held:
-            # Without a number that says what was delivered, a millisecond with a delivered event is not searched again.
-            since_ms = ms_of(each.after) + (1 if each.first and not each.number else 0)
-            sources[hashed(each.source)] = OpenSource(hashed(each.source), each.number, since_ms, each.first)
-        return TagPosition(self.low, tuple(reached), tuple(sources.values()))
+def search_spans(timeuuids: Sequence[UUID]) -> list[tuple[UUID, UUID]]:
+    """Return the first and the last timeuuid of each range that is read at once."""
+    ranges: list[tuple[UUID, UUID]] = []
+    for timeuuid in timeuuids:
+        if ranges and ms_of(timeuuid) - ms_of(ranges[-1][1]) <= MAX_SEARCH_SPAN_MS:
+            ranges[-1] = ranges[-1][0], timeuuid
+        else:
+            ranges.append((timeuuid, timeuuid))
+    return ranges

@@ -9,7 +9,7 @@ a row that is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
@@ -41,14 +41,13 @@ from tailrace.upkeep.spark import ATTEMPTS
 from tailrace.valkey.marks import NOTHING, parse_mark_time, read_marks
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
-from tailrace.views.tags.rows.numbering import BackwardNumbering, NumberingEnd, numbering_end
-from tailrace.views.tags.rows.store import RowKey, RowWriter, StoredRow
-from tailrace.views.tags.rows.upkeep import Rows, examine, row_print, tags_of
-from tailrace.views.tags.store import VIEW, TagOptions, raise_floors
-from tailrace.views.tags.upkeep import TagCopy, read_all_numbers
+from tailrace.views.tags.rows.model import RowKey, StoredRow
+from tailrace.views.tags.rows.store import RowWalk, RowWriter
+from tailrace.views.tags.rows.upkeep import examine, row_print
+from tailrace.views.tags.store import VIEW, raise_floors, read_all_progress, tags_of
+from tailrace.views.tags.upkeep import TagCopy
+from tailrace.views.tags.write import TagsPlan
 
-STEPS = ("rows-written", "rows-deleted")
-"""The failpoints, in order."""
 AT_ONCE = 2_000
 """Rows that are written or deleted at once."""
 END, CEILING, ROW, RECORD = range(4)
@@ -78,15 +77,15 @@ class TagRowCopy(TagCopy):
     has_repeats = True
 
     def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
-        with Rows(_store(self.options)) as rows:
-            return list(tags_of(shards, rows, source))
+        with RowWalk(_store(self.plan)) as rows:
+            return list(tags_of(shards, source, rows.tags()))
 
     def is_written(self, shards: Shards) -> bool:
         return any(read_marks(shards, self.view))
 
     def examine(self, work: Assignment, shards: Shards, part: int, parts: int, now_ms: int) -> Iterator[Examined]:
         wanted = work.wanted.test()
-        with Rows(_store(self.options)) as rows:
+        with RowWalk(_store(self.plan)) as rows:
             for tag in rows.tags():
                 if crc32(tag.encode()) % parts == part and wanted(tag):
                     yield examine(work, shards, rows, tag, self.kept_since(tag, now_ms))
@@ -110,7 +109,7 @@ class TagRowCopy(TagCopy):
         from pyspark.sql.functions import min as lowest
 
         work, names = plan.work, sorted(plan.work.wanted.names or ())
-        parts, options = 2 * int(spark.sparkContext.defaultParallelism), self.options
+        parts, options = 2 * int(spark.sparkContext.defaultParallelism), self.plan
 
         def existing(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             mine = [tag for batch in batches for i in batch.column(0).to_pylist() for tag in names[i::parts]]
@@ -158,7 +157,7 @@ class TagRowCopy(TagCopy):
         }
 
 
-def _store(options: TagOptions) -> CassandraOptions:
+def _store(options: TagsPlan) -> CassandraOptions:
     assert options.cassandra is not None
     return options.cassandra
 
@@ -182,6 +181,62 @@ def _level(shards: Shards) -> None:
         except StaleDriver as error:  # floors are raised in the name of the running driver
             epoch = error.stored
     raise StaleDriver(VIEW, 0, epoch)
+
+
+class NumberingEnd(msgspec.Struct, frozen=True):
+    """The end of a source's rebuilt events, and the live event after them."""
+
+    number: int = 0
+    """Number of the last rebuilt event."""
+    ms: int | None = None
+    """Millisecond of the first live event; None if there is none."""
+    partition: str = ""
+    """Partition of the first live event, as text."""
+
+
+def numbering_end(last_given: int, live: NumberingEnd | None) -> NumberingEnd:
+    """Return the end of a source's rebuilt events.
+
+    Args:
+        last_given: Last number of the source's progress, read before its rows.
+        live: The first of its rows beyond the marks, with its own number. Rows that are not applied yet are written in
+            any order, so it need not be the first that will exist; but then no number beyond the marks was given.
+    """
+    if live is None:
+        return NumberingEnd(last_given)
+    return NumberingEnd(min(last_given, live.number - 1), live.ms, live.partition)
+
+
+class BackwardNumbering:
+    """Gives numbers and timeuuids to the rebuilt events of one tag, the last one first.
+
+    Invariant: the last event of a source gets the number before its first live one, or the last number that was given;
+    the events before it are numbered downwards without a gap. So nothing live is renumbered. No timeuuid is after that
+    of the next event of its partition or of its source; between two partitions it is at least a millisecond before it,
+    since their offsets say nothing about each other.
+
+    Args:
+        ends: The end of each source; a source without one has no number yet.
+        ceilings: For each partition, as text, the latest millisecond of a rebuilt event.
+    """
+
+    def __init__(self, ends: Mapping[str, NumberingEnd], ceilings: Mapping[str, int]) -> None:
+        self._ends, self._ceilings = dict(ends), dict(ceilings)
+
+    def next_ms(self, source: str, partition: str, ms: int) -> int:
+        """Return the millisecond that ``give`` would return."""
+        end = self._ends.get(source, NumberingEnd())
+        ms = min(ms, self._ceilings.get(partition, ms))
+        if end.ms is not None:
+            ms = min(ms, end.ms if end.partition == partition else end.ms - 1)
+        return ms
+
+    def give(self, source: str, partition: str, ms: int) -> tuple[int, int]:
+        """Return number and millisecond of the event before those numbered so far; it asks for a millisecond."""
+        ms, number = self.next_ms(source, partition, ms), self._ends.get(source, NumberingEnd()).number
+        self._ends[source] = NumberingEnd(number - 1, ms, partition)
+        self._ceilings[partition] = ms
+        return number, ms
 
 
 class RestoreItem(NamedTuple):
@@ -214,13 +269,13 @@ _decode_end = msgspec.msgpack.Decoder(tuple[str, NumberingEnd]).decode
 _decode_ceiling = msgspec.msgpack.Decoder(tuple[str, int]).decode
 
 
-def survey(plan: RebuildPlan, shards: Shards, rows: Rows, tag: str) -> Iterator[tuple[Any, ...]]:
+def survey(plan: RebuildPlan, shards: Shards, rows: RowWalk, tag: str) -> Iterator[tuple[Any, ...]]:
     """Yield the items of a tag's rows, of its ends and of its ceilings.
 
     The last numbers of sources are read first: those that were given out by then have their rows.
     """
     shard = shard_of(tag, shards.options.shards)
-    issued = {source: each.number for source, each in read_all_numbers(shards, shard, tag).items()}
+    issued = {source: each.number for source, each in read_all_progress(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.times(shard, VIEW)))])
     ceilings = {label.decode(): parse_mark_time(stored)[0] for label, stored in mapping(answer).items()}
     assert plan.start.marks is not None
@@ -262,14 +317,8 @@ class _Wanted(NamedTuple):
 class RowRestorer:
     """Restores tags in one task."""
 
-    def __init__(
-        self,
-        plan: RebuildPlan,
-        options: TagOptions,
-        shards: Shards,
-        reached: Callable[[str], None] = failpoint,
-    ) -> None:
-        self._plan, self._shards, self._reached = plan, shards, reached
+    def __init__(self, plan: RebuildPlan, options: TagsPlan, shards: Shards) -> None:
+        self._plan, self._shards = plan, shards
         self._span_ms = options.span_ms
         # Not the writer of this process: it believes buckets to be listed, and the listing may be lost.
         self._writer = None if plan.dry_run else RowWriter(connected(_store(options)), options.batch)
@@ -354,9 +403,9 @@ class RowRestorer:
         if answer[0] == b"stale":
             raise StaleUpkeep(self._plan.token, int(answer[1]))
         self._writer.write(new)
-        self._reached("rows-written")
+        failpoint("rows-written")
         self._writer.delete(old)
-        self._reached("rows-deleted")
+        failpoint("rows-deleted")
 
     def _partition(self, label: str) -> Partition:
         return self._partitions.get(label) or self._partitions.setdefault(label, Partition.parse(label))
@@ -406,14 +455,13 @@ def _key(tag: str, partition: Partition, offset: int, row: ExistingRow) -> RowKe
 
 
 def _surveyed(plan: RebuildPlan, store: CassandraOptions, tags: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the surveys of tags."""
     types = [pa.string(), pa.int32(), pa.string(), pa.int64(), pa.int64(), pa.int64(), pa.binary()]
     names = [field.partition(" ")[0] for field in _ITEMS.split(", ")]
     if not tags:
         return
     shards = plan.work.open()
     try:
-        with Rows(store) as rows:
+        with RowWalk(store) as rows:
             for tag in tags:
                 items = survey(plan, shards, rows, tag)
                 while chunk := list(_some(items)):
@@ -434,7 +482,7 @@ def _some(items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
             return
 
 
-def _restored(plan: RebuildPlan, options: TagOptions, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _restored(plan: RebuildPlan, options: TagsPlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Restore the tags whose items come, one after the other; yield the outcome of each."""
     shards = plan.work.open()
     try:

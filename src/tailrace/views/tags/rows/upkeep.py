@@ -11,11 +11,9 @@ run completes one that died.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from types import TracebackType
-from typing import Final, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -25,88 +23,149 @@ from tailrace.log.event import Partition
 from tailrace.log.name import shard_of
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.log.store import Staging
-from tailrace.log.timeuuid import first_of, last_of, ms_of
+from tailrace.log.timeuuid import ms_of
 from tailrace.upkeep.copy import Assignment
 from tailrace.upkeep.examine import MOST_ODD, PAGE, Erasures, Examined, Finding, Tally, fingerprint
 from tailrace.upkeep.job import JobLease, failpoint
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
-from tailrace.valkey.shards import Command, Shards
+from tailrace.valkey.shards import Shards
+from tailrace.views.tags.model import Erasure
 from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.numbering import AGAIN, NumberCheck
-from tailrace.views.tags.rows.reader import Bucket, RowReader
-from tailrace.views.tags.rows.store import RowKey, StoredRow, writer
-from tailrace.views.tags.store import VIEW, read_progress, tag_options
-from tailrace.views.tags.upkeep import ERASED, Erasing, TagErasure, read_all_numbers
+from tailrace.views.tags.rows.model import RowKey, StoredRow
+from tailrace.views.tags.rows.store import RowWalk, writer
+from tailrace.views.tags.store import VIEW, read_all_progress, read_progress, tags_of
+from tailrace.views.tags.upkeep import ERASED, Erasing, SourceEvents
 
 STEPS = ("cleaned", "rows-deleted")
 """The failpoints of erasing, in order."""
 AT_ONCE = 2_000
-TAGS_AT_ONCE = 500
 MOST_LATE = 100_000
 """Rows of repeated numbers that a task examines; each further one counts as an event."""
-WALK_PAGE: Final = 2_000
-_FAR_MS: Final = 1 << 50
+IN_ORDER, FILLS, AGAIN = "in-order", "fills", "again"
+"""Verdicts on a row: the next of its source, perhaps after a gap; a number missing before; a number seen before."""
 
-R = TypeVar("R", bound=RowKey)
+_Event: TypeAlias = tuple[str, int]
+"""A partition, as text, and an offset."""
 
 
-class Rows:
-    """Reads rows and blocks, for Spark tasks and commands. Use as ``with``: the connections end with it.
+class MissingNumbers(NamedTuple):
+    """A range of missing numbers of a source."""
 
-    A walk yields every row of a tag that existed when it began, once, in the order of timestamps.
+    source: str
+    first: int
+    last: int
+    before_ms: int
+    """Millisecond of the row before them."""
+    ms: int
+    """Millisecond of the row after them."""
 
-    Raises:
-        StoreUnavailable: Cassandra does not answer, or nobody has made the tables yet.
+
+class _Source(msgspec.Struct):
+    last: int
+    ms: int
+    missing: dict[int, tuple[int, int]] | None = None
+    """Missing numbers, each with the milliseconds before and after it."""
+
+
+class NumberCheck:
+    """Checks the numbers of one tag's rows, which come in the order of timeuuids.
+
+    The caller passes all rows to ``take``, and if some were ``AGAIN``, all of them once more to ``recall``. A row may
+    exist twice: written, not applied, and written again with a later timeuuid. Then it has the same number and is the
+    same event: a repeat, which readers ignore. Two events with one number are a conflict. Invariant: a row that is
+    neither in order nor fills a gap does not count as an event.
+
+    Args:
+        most_missing: Missing numbers of all sources that are tracked one by one; a larger gap is reported as a whole.
     """
 
-    def __init__(self, options: CassandraOptions, page: int = WALK_PAGE) -> None:
-        self._reader, self._runner = RowReader(options, page=page), asyncio.Runner()
+    def __init__(self, most_missing: int = 100_000) -> None:
+        self._sources: dict[str, _Source] = {}
+        self._room = most_missing
+        self._wide: list[MissingNumbers] = []
+        self._doubtful: dict[tuple[str, int], set[_Event]] = {}
+        self.late: set[str] = set()
+        """Sources with a number that came once, after a higher one."""
 
-    def __enter__(self) -> Rows:
-        self._runner.__enter__()
-        return self
+    def take(self, source: str, number: int, ms: int, event: _Event) -> str:
+        known = self._sources.get(source)
+        if known is None:
+            self._sources[source] = _Source(number, ms)
+            return IN_ORDER
+        if number > known.last:
+            if number > known.last + 1:
+                self._note_gap(source, known, number, ms)
+            known.last, known.ms = number, ms
+            return IN_ORDER
+        if known.missing and number in known.missing:
+            del known.missing[number]
+            self._room += 1
+            self.late.add(source)
+            return FILLS
+        self._doubtful.setdefault((source, number), set()).add(event)
+        return AGAIN
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._runner.run(self._reader.close())
-        self._runner.__exit__(kind, error, trace)
+    def _note_gap(self, source: str, known: _Source, number: int, ms: int) -> None:
+        first, n = known.last + 1, number - known.last - 1
+        if n > self._room:
+            self._wide.append(MissingNumbers(source, first, number - 1, known.ms, ms))
+            return
+        self._room -= n
+        known.missing = known.missing or {}
+        known.missing |= dict.fromkeys(range(first, number), (known.ms, ms))
 
-    def tags(self) -> list[str]:
-        """Return every tag that has a bucket, in order."""
-        return self._runner.run(self._reader.tags())
+    @property
+    def is_doubtful(self) -> bool:
+        """True if rows were ``AGAIN``, so that all rows must be passed to ``recall``."""
+        return bool(self._doubtful)
 
-    def buckets(self, tag: str) -> list[Bucket]:
-        """Return the buckets of a tag, in order."""
-        return self._runner.run(self._reader.buckets(tag))
+    def recall(self, source: str, number: int, event: _Event) -> None:
+        """Note the event of a number that occurs more than once."""
+        events = self._doubtful.get((source, number))
+        if events is not None:
+            events.add(event)
 
-    def rows(self, tag: str) -> Iterator[StoredRow]:
-        """Yield all rows of a tag."""
-        return self._each(self._reader.rows(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
+    def conflicts(self) -> Iterator[tuple[str, int, list[_Event]]]:
+        """Yield source, number and events of each number that several events have."""
+        for (source, number), events in self._doubtful.items():
+            if len(events) > 1:
+                yield source, number, sorted(events)
 
-    def narrow(self, tag: str) -> Iterator[RowKey]:
-        """Yield the same rows without their contents."""
-        return self._each(self._reader.row_keys(tag, first_of(-_FAR_MS), last_of(_FAR_MS)))
+    def is_repeat(self, source: str, number: int) -> bool:
+        """Return True if a row that was ``AGAIN`` is the same event as the others with its number."""
+        return len(self._doubtful[source, number]) == 1
 
-    def _each(self, pages: AsyncGenerator[list[R], None]) -> Iterator[R]:
-        async def following() -> list[R]:
-            return await anext(pages, [])
+    def disordered(self) -> list[str]:
+        """Return the sources whose numbers are not in the order of timeuuids, except those with repeats.
 
-        try:
-            while page := self._runner.run(following()):
-                yield from page
-        finally:
-            self._runner.run(pages.aclose())
+        A first writing that was cut short lacks some rows; then their numbers come late.
+        """
+        repeated = {source for source, _ in self._doubtful}
+        return sorted(self.late - repeated)
+
+    def gaps(self) -> Iterator[MissingNumbers]:
+        yield from self._wide
+        for source, known in self._sources.items():
+            begin = None
+            missing = known.missing or {}
+            for number in missing:
+                begin = number if begin is None else begin
+                if number + 1 not in missing or missing[number + 1] != missing[begin]:
+                    yield MissingNumbers(source, begin, number, *missing[begin])
+                    begin = None
+
+    def ends(self) -> dict[str, int]:
+        return {source: known.last for source, known in self._sources.items()}
 
 
-def examine(work: Assignment, shards: Shards, rows: Rows, tag: str, since_ms: int) -> Examined:
+def examine(work: Assignment, shards: Shards, rows: RowWalk, tag: str, since_ms: int) -> Examined:
     """Read the rows of a tag, and compare their numbers with those of the shard.
 
     Args:
         since_ms: Time before which rows may have expired.
     """
     shard = shard_of(tag, shards.options.shards)
-    issued = {source: each.number for source, each in read_all_numbers(shards, shard, tag).items()}
+    issued = {source: each.number for source, each in read_all_progress(shards, shard, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
     marks, bounds, erased = parse_marks(answer), work.extent.shards[shard], work.erased.get(tag, {})
     numbers, tally, repeats = NumberCheck(), Tally[tuple[str, int]](), 0
@@ -185,16 +244,6 @@ def _miscounted(
             yield Finding("numbers", tag, "", source, now.number, last, detail)
 
 
-class _SourceRows(msgspec.Struct):
-    """The rows of the source in a tag, up to the marks."""
-
-    events: int = 0
-    number: int = 0
-    """The highest."""
-    buckets: set[int] = msgspec.field(default_factory=set)
-    partitions: set[Partition] = msgspec.field(default_factory=set)
-
-
 class RowErasing(Erasing):
     """Erases a source from rows."""
 
@@ -206,64 +255,39 @@ class RowErasing(Erasing):
         *,
         reached: Callable[[str], None] = failpoint,
     ) -> None:
-        options = tag_options(settings).cassandra
-        assert options is not None
-        self._options: CassandraOptions = options
         super().__init__(source, tag, reached)
-        self._batch = settings.tags.batch
+        self._options, self._batch = CassandraOptions.of(settings.cassandra), settings.tags.batch
 
     def look(self, shards: Shards) -> dict[str, object]:
-        marks = read_marks(shards, VIEW)
-        with Rows(self._options) as rows:
-            for tag in self._wanted(tags_of(shards, rows, self._source)):
-                found = self._count(rows, tag, marks[shard_of(tag, len(marks))])
-                self._add(TagErasure(tag, ERASED, found.events, len(found.buckets)), "would be erased")
-        return self.facts()
+        with RowWalk(self._options) as self._rows:
+            return super().look(shards)
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        staging = Staging(shards, VIEW, lease.token)
-        with Rows(self._options) as rows:
-            for tag in self._wanted(tags_of(shards, rows, self._source)):
-                lease.check()
-                marks = read_marks(shards, VIEW)[shard_of(tag, shards.options.shards)]
-                found = self._count(rows, tag, marks)
-                if found.events:
-                    last = {str(partition): marks[partition] for partition in found.partitions}
-                    self._remember(shards, staging, tag, found.number, last)
-                    self._delete(rows, tag, marks, lease)
-                self._add(TagErasure(tag, ERASED, found.events, len(found.buckets)), "erased")
+        with RowWalk(self._options) as self._rows:
+            super().run(shards, lease)
 
-    def _count(self, rows: Rows, tag: str, marks: Mapping[Partition, int]) -> _SourceRows:
-        found = _SourceRows()
-        for row in self._covered(rows, tag, marks):
-            found.events += 1
-            found.number = max(found.number, row.tag_seq)
-            found.buckets.add(row.bucket_ms)
-            found.partitions.add(row.partition)
+    def _tags(self, shards: Shards) -> Iterable[str]:
+        return tags_of(shards, self._source, self._rows.tags())
+
+    def _find(self, shards: Shards, tag: str) -> SourceEvents:
+        found = SourceEvents(read_marks(shards, VIEW)[shard_of(tag, shards.options.shards)])
+        for row in self._covered(tag, found.marks):
+            found.add(row.bucket_ms, row.partition, row.offset, row.tag_seq)
         return found
 
-    def _delete(self, rows: Rows, tag: str, marks: Mapping[Partition, int], lease: JobLease) -> None:
-        store = writer(self._options, self._batch)
-        covered = self._covered(rows, tag, marks)
+    def _erase(
+        self, shards: Shards, staging: Staging, lease: JobLease, tag: str, found: SourceEvents, erased: Erasure
+    ) -> str:
+        """Delete the source's rows up to the marks."""
+        store, covered = writer(self._options, self._batch), self._covered(tag, found.marks)
         while some := list(islice(covered, AT_ONCE)):
             lease.check()
             store.delete(some)
             self._reached("rows-deleted")
+        return ERASED
 
-    def _covered(self, rows: Rows, tag: str, marks: Mapping[Partition, int]) -> Iterator[RowKey]:
+    def _covered(self, tag: str, marks: Mapping[Partition, int]) -> Iterator[RowKey]:
         """Yield the source's rows up to the marks."""
-        for row in rows.narrow(tag):
+        for row in self._rows.narrow(tag):
             if row.source == self._source and row.offset <= marks.get(row.partition, NOTHING):
                 yield row
-
-
-def tags_of(shards: Shards, rows: Rows, source: str) -> Iterator[str]:
-    """Yield the tags with rows in which a source has been given numbers."""
-    tags = iter(rows.tags())
-    while page := list(islice(tags, TAGS_AT_ONCE)):
-        places = [shard_of(tag, shards.options.shards) for tag in page]
-        commands: list[Command] = [
-            (shard, ("HEXISTS", shards.keys.numbers(shard, tag), source))
-            for shard, tag in zip(places, page, strict=True)
-        ]
-        yield from (tag for tag, has in zip(page, shards.run_all(commands), strict=True) if has)
