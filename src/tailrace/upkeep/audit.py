@@ -9,7 +9,9 @@ but its report.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -157,43 +159,37 @@ class Auditor:
 
     def suspects(self, shards: Shards, wanted: WantedNames) -> tuple[set[str], int]:
         """Return all names with findings, and how many names were audited."""
-        names: set[str] = set()
-        total = 0
-        for row in self._rows(shards, wanted, None)[0]:
-            if row.kind == TOTALS:
-                total += msgspec.json.decode(row.detail).get("names", 0)
-            else:
-                names.add(row.name)
-        return names, max(total, len(names))
+        findings, totals, _ = self._run(shards, wanted, None)
+        names = {finding.name for finding in findings}
+        return names, max(totals["names"], len(names))
 
     def _audit(self, shards: Shards, wanted: WantedNames) -> Audit:
-        rows, work = self._rows(shards, wanted, MOST_FINDINGS)
-        totals: dict[str, int] = {}
-        findings: list[Finding] = []
-        for row in rows:
-            if row.kind == TOTALS:
-                for field, n in msgspec.json.decode(row.detail, type=dict[str, int]).items():
-                    totals[field] = totals.get(field, 0) + n
-            else:
-                findings.append(Finding(*row))
+        findings, totals, work = self._run(shards, wanted, MOST_FINDINGS)
         findings.sort(key=lambda f: (f.name, f.day, f.source, f.kind))
         reported = findings[:MOST_FINDINGS]
         return Audit(
             self._copy.view,
-            **{field: totals.get(field, 0) for field in ("names", "days", "events", "expired")},
+            **{field: totals[field] for field in ("names", "days", "events", "expired")},
             findings=tuple(reported),
-            more=totals.get("findings", 0) - len(reported),
+            more=totals["findings"] - len(reported),
             retained={str(partition): bounds for partition, bounds in work.extent.ranges.items()},
             left_out=work.extent.left_out,
-            repeats=totals.get("repeats", 0) if self._copy.has_repeats else None,
+            repeats=totals["repeats"] if self._copy.has_repeats else None,
         )
 
-    def _rows(self, shards: Shards, wanted: WantedNames, most: int | None) -> tuple[list[Any], Assignment]:
-        return self._history.run(
-            shards, wanted, lambda work, records: self._job(work, records, most), stopped=self._stopped
-        )
+    def _run(
+        self, shards: Shards, wanted: WantedNames, most: int | None
+    ) -> tuple[list[Finding], Counter[str], Assignment]:
+        """Run the job; return findings, at most so many of each task, and what all tasks counted."""
+        job = partial(self._job, most)
+        rows, work = self._history.run(shards, wanted, job, stopped=self._stopped)
+        totals: Counter[str] = Counter()
+        for row in rows:
+            if row.kind == TOTALS:
+                totals.update(msgspec.json.decode(row.detail, type=dict[str, int]))
+        return [Finding(*row) for row in rows if row.kind != TOTALS], totals, work
 
-    def _job(self, work: Assignment, records: Any, most: int | None) -> Any:
+    def _job(self, most: int | None, work: Assignment, records: Any) -> Any:
         from pyspark.sql.functions import expr
 
         now, count = self._clock(), work.plan.store.shards
