@@ -47,7 +47,7 @@ from bench.grep_live import EVENT, Sender, end_of, fan_out, first_event, frames,
 from bench.meter import cpu_seconds, report
 from bench.standing import events
 from tailrace.embedded.process import free_port
-from tailrace.embedded.supervisor import STATUS_FILE
+from tailrace.embedded.stack import STATUS_FILE
 
 Row: TypeAlias = dict[str, Any]
 

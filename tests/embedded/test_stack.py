@@ -15,8 +15,8 @@ from rich.console import Console
 from tailrace.cli.command import at_stack
 from tailrace.config.settings import Settings, load
 from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.process import lock_folder
 from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
-from tailrace.embedded.supervisor import lock_folder
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
 from tests.scripted import running

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from tailrace.embedded import process as ports
-from tailrace.embedded.supervisor import Backoff, lock_folder, lock_holder
+from tailrace.embedded.process import lock_folder, lock_holder
+from tailrace.embedded.stack import Backoff
 from tailrace.errors import DirectoryInUse, PrerequisiteMissing
 
 # Two parts; each says when it starts, starts a process of its own, and is ready when its file is there.
@@ -25,8 +26,8 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from rich.console import Console
-from tailrace.embedded.process import Part
-from tailrace.embedded.supervisor import Backoff, Supervisor, lock_folder
+from tailrace.embedded.process import Part, lock_folder
+from tailrace.embedded.stack import Backoff, Supervisor
 from tailrace.errors import TailraceError
 
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]

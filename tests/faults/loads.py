@@ -17,8 +17,7 @@ from tailrace.api.requests import GrepParameters
 from tailrace.config.settings import load
 from tailrace.errors import TailraceError
 from tailrace.http.service import Service, now_ms
-from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, shard_of
 from tailrace.log.request import EventFrame
 from tailrace.log.timeuuid import first_of, last_of
 from tailrace.testing.installation import wait_for

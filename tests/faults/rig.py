@@ -16,7 +16,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Producer
 
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.log.name import shard_of
+from tailrace.log.event import shard_of
 from tailrace.testing.installation import Installation, PipelineProcess, wait_for
 from tailrace.valkey.marks import conserved
 from tests.writing import read_view

@@ -17,7 +17,7 @@ from valkey import Valkey
 
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.log.name import shard_of
+from tailrace.log.event import shard_of
 from tailrace.testing.service import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Serve, Streams, problem

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.event import Partition
 from tailrace.log.pack import digest, pack, unpack
-from tailrace.log.run import NumberedRun, Run, decode, encode
+from tailrace.log.run import NumberedRun, Run, TagColumns, TagFields, decode, encode
 from tests.writing import NOON
 
 _note = st.builds(

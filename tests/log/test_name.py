@@ -6,8 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tailrace.log.event import key_json
-from tailrace.log.name import MAX_NAME_BYTES, Unnameable, key_elements, name_of_key, shard_of
+from tailrace.log.event import MAX_NAME_BYTES, Unnameable, key_elements, key_json, name_of_key, shard_of
 
 _scalar = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 _element = _scalar | st.lists(_scalar, max_size=2)

@@ -11,11 +11,14 @@ import pytest
 
 from tailrace.errors import QueryError
 from tailrace.query import compile_query
-from tailrace.query.schema import json_schema
+from tailrace.query.expression import ANY_NUMBER, OPERATORS
+from tailrace.query.parse import _OPERATORS, RECORD_FIELDS
+from tailrace.query.predicate import TYPES
 
 ROOT = Path(__file__).parents[2]
 CASES = Path(__file__).parent / "cases"
-VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+SCHEMA: dict[str, Any] = json.loads((ROOT / "docs" / "query.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
 def cases(invalid: bool) -> list[Any]:
@@ -24,13 +27,26 @@ def cases(invalid: bool) -> list[Any]:
 
 
 def test_the_schema_is_a_schema() -> None:
-    jsonschema.Draft202012Validator.check_schema(json_schema())
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-def test_the_file_in_the_documentation_is_the_schema() -> None:
-    assert json.loads((ROOT / "docs" / "query.schema.json").read_text()) == json_schema(), (
-        "run: python -m tailrace.query.schema > docs/query.schema.json"
-    )
+def test_the_schema_names_what_the_compiler_takes() -> None:
+    found = SCHEMA["$defs"]
+    assert set(found["operators"]["properties"]) == {*_OPERATORS, "$regex", "$options"}
+    assert found["operators"]["properties"]["$type"]["anyOf"][0]["enum"] == [*TYPES, "number", *sorted(TYPES.values())]
+    top = {"$and", "$or", "$nor", "$comment"}
+    assert set(found["query"]["properties"]) == {*top, "$expr", *RECORD_FIELDS}
+    assert set(found["element"]["properties"]) == top
+
+
+def test_the_schema_counts_the_operands_of_expressions_as_the_compiler_does() -> None:
+    found = dict(SCHEMA["$defs"]["operation"]["properties"])
+    assert found.pop("$literal")
+    assert found.keys() == OPERATORS.keys()
+    for name, (least, most, _) in OPERATORS.items():
+        several = found[name]["anyOf"][0] if "anyOf" in found[name] else found[name]
+        assert ("anyOf" in found[name]) == (least <= 1), "one operand may stand without a list"
+        assert (several["minItems"], several.get("maxItems", ANY_NUMBER)) == (least, most)
 
 
 def test_every_query_of_the_cases_is_valid() -> None:

@@ -19,8 +19,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.config.settings import Settings, load
 from tailrace.kafka.broker import Broker
-from tailrace.log.event import Partition
-from tailrace.log.name import name_of_key, shard_of
+from tailrace.log.event import Partition, name_of_key, shard_of
 from tailrace.log.segment import Log
 from tailrace.log.store import ExpiredCounts, LogRegistry, Staging
 from tailrace.log.timeuuid import ms_of

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from tailrace.errors import CursorGone, LeaseHeld, StaleUpkeep
-from tailrace.log.event import iso_time
-from tailrace.log.name import name_of_key
+from tailrace.log.event import iso_time, name_of_key
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.log.segment import PACKED
 from tailrace.upkeep.job import JobLease

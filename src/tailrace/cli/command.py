@@ -137,9 +137,8 @@ def at_stack(settings: Settings) -> Settings:
     Configured addresses of Kafka, Valkey and Cassandra stay; those at their default become the stack's own.
     """
     try:
-        from tailrace.embedded.process import HOST, last_ports
+        from tailrace.embedded.process import HOST, last_ports, lock_holder
         from tailrace.embedded.stack import PORTS_FILE
-        from tailrace.embedded.supervisor import lock_holder
     except ImportError:
         return settings
     from pydantic import SecretStr

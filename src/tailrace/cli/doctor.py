@@ -84,8 +84,7 @@ class _Running(msgspec.Struct, frozen=True):
 
 def _running(settings: Settings) -> _Running | None:
     try:
-        from tailrace.embedded.process import HOST, last_ports
-        from tailrace.embedded.supervisor import lock_holder
+        from tailrace.embedded.process import HOST, last_ports, lock_holder
     except ImportError:
         return None
     folder = Path(settings.embedded.dir)
@@ -138,7 +137,7 @@ def _port(settings: Settings, running: _Running | None) -> Iterator[Check]:
 
 
 def _stack(settings: Settings, running: _Running | None) -> Iterator[Check]:
-    from tailrace.embedded.supervisor import STATUS_FILE
+    from tailrace.embedded.stack import STATUS_FILE
 
     folder = Path(settings.embedded.dir)
     if running is None:

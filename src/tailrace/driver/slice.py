@@ -29,8 +29,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable
 from tailrace.kafka.broker import reader_properties
-from tailrace.log.columns import TagFields
 from tailrace.log.event import Headers, Partition, event_id, headers_json, iso_time, key_json, poison, too_deep
+from tailrace.log.run import TagFields
 from tailrace.query import Record
 from tailrace.valkey.shards import Arg, Shards, StoreOptions
 

@@ -21,8 +21,7 @@ from xml.sax.saxutils import escape
 from tailrace.embedded import jars
 from tailrace.embedded import process as ports
 from tailrace.embedded.kafka import find_java
-from tailrace.embedded.process import HOST, EmbeddedServer, Part
-from tailrace.embedded.supervisor import lock_folder
+from tailrace.embedded.process import HOST, EmbeddedServer, Part, lock_folder
 from tailrace.errors import PrerequisiteMissing
 
 if TYPE_CHECKING:

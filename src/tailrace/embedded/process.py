@@ -14,6 +14,7 @@ Invariant: while a server that was started lives, ``start`` starts no second one
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -23,15 +24,16 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
 import msgspec
 import psutil
 
-from tailrace.errors import EmbeddedError, PrerequisiteMissing
+from tailrace.errors import DirectoryInUse, EmbeddedError, PrerequisiteMissing
 
+LOCK_FILE: Final = "lock"
 _LOG_LIMIT: Final = 10 * 1024 * 1024
 
 # PR_SET_PDEATHSIG must be set in the child. Python code between fork and exec (preexec_fn) may deadlock in a process
@@ -228,6 +230,44 @@ def assign_ports(file: Path, wanted: dict[str, int]) -> dict[str, int]:
 def last_or_free(last: int | None, taken: Collection[int]) -> int:
     """Return the port that was used last if it is free, else any free one."""
     return last if last and last not in taken and is_free(last) else free_port(taken)
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder: no other supervisor may use it until this process ends, however it ends.
+
+    Raises:
+        DirectoryInUse: Another process has locked it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            pid = lock.read().strip() or "?"
+            raise DirectoryInUse(
+                f"{folder.absolute()} is in use by process {pid}: stop that one (Ctrl-C in its terminal, or "
+                f"kill {pid}), or choose another folder with --dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def lock_holder(folder: Path) -> int | None:
+    """Return the id of the process that has locked a folder; None if none has, 0 if its id is unknown."""
+    try:
+        with (folder / LOCK_FILE).open(encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = lock.read().strip()
+                return int(text) if text.isdigit() else 0
+    except FileNotFoundError:
+        pass
+    return None
 
 
 class EmbeddedServer(ABC):

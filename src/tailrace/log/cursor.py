@@ -14,7 +14,7 @@ is known to be gone. ``0.0`` is the position before everything.
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -41,6 +41,31 @@ class Position(msgspec.Struct, frozen=True):
 
 
 Position.START = Position()
+
+EntryId: TypeAlias = tuple[int, int]
+"""A position in a Valkey stream: the id of an entry, milliseconds and a sequence number within the millisecond."""
+BEGINNING: EntryId = (0, 0)
+"""Id below that of every entry."""
+END: EntryId = ((1 << 64) - 1, (1 << 64) - 1)
+
+
+def parse_id(text: bytes | str) -> EntryId:
+    """Read the id of an entry, or raise ValueError."""
+    ms, _, seq = (text.decode() if isinstance(text, bytes) else text).partition("-")
+    return int(ms), int(seq or 0)
+
+
+def id_text(entry: EntryId) -> str:
+    """Return the text of an id, as Valkey writes it."""
+    return f"{entry[0]}-{entry[1]}"
+
+
+def before(entry: EntryId) -> EntryId:
+    """Return the greatest id below another one."""
+    ms, seq = entry
+    return (ms, seq - 1) if seq else (ms - 1, END[1]) if ms else BEGINNING
+
+
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of numbers, first and last, in order and apart from each other."""
 
@@ -59,13 +84,13 @@ class Cursor(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         parts: list[str] = []
-        before = None
+        last_epoch = None
         for at, position in enumerate(self.positions):
-            text = f".{position.number}" if position.epoch == before else str(position)
+            text = f".{position.number}" if position.epoch == last_epoch else str(position)
             if self.ahead and self.ahead[at]:
                 text += "".join(f"+{low - position.number}-{high - position.number}" for low, high in self.ahead[at])
             parts.append(text)
-            before = position.epoch
+            last_epoch = position.epoch
         return ",".join(parts) + self.suffix
 
     @property

@@ -1,7 +1,11 @@
-"""Events: the identity of a Kafka record, its time and JSON form in every feed, and the check that it has one.
+"""Events: identity and name of a Kafka record, its time and JSON form in every feed, and the check that it has one.
 
 Invariant: an event's id is a pure function of its coordinates in Kafka, so it is the same in every view, in every
 delivery, and after a rebuild. A topic that was deleted and created again has a higher generation, which its ids carry.
+
+Invariant of names: two different keys never share one. A key is a list of elements; a plain string is a list of one.
+String elements are joined by ``/``, with ``/`` and ``%`` inside them escaped; any other element is written as ``=`` and
+its JSON, so that ``["42"]`` and ``[42]`` differ.
 
 Invariant of ``poison``: a value that passes is valid JSON (RFC 8259) in valid UTF-8, no deeper than the limit, and its
 escapes name characters that exist, so every reader may parse it. Long numbers and repeated keys pass.
@@ -19,13 +23,17 @@ from zlib import crc32
 import msgspec
 
 from tailrace.errors import BadRequest
-from tailrace.log.name import Literal, key_elements
 
 Headers: TypeAlias = list[tuple[str, bytes | None]]
 """Headers of one Kafka record, in order; a name may occur several times."""
 SHORT_KEY = 64
 """Longest key, in bytes, whose JSON form is cached: keys recur, and parsing one is the dearest part of a frame."""
+MAX_NAME_BYTES = 4096
+MAX_TAG_BYTES = 512
+"""Longer names and tags are refused: every segment has a Valkey key that contains its name."""
 _encode = msgspec.json.Encoder().encode
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class Partition(msgspec.Struct, frozen=True):
@@ -59,6 +67,89 @@ def home_of(partition: Partition, shards: int) -> int:
 def event_id(partition: Partition, offset: int) -> str:
     """Return the stable id of a record: ``topic:partition:offset``."""
     return f"{partition}:{offset}"
+
+
+def shard_of(name: str, shards: int) -> int:
+    """Return the shard of a name: a pure function of its bytes, the same in every process."""
+    return crc32(name.encode()) % shards
+
+
+class Literal(str):
+    """An element other than a string, as its JSON text: ``42``, ``4.20``, ``null``, ``{"a":1}``."""
+
+
+class Unnameable(ValueError):
+    """The key has no name; ``reason`` is the word under which the record is counted as skipped."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+def key_elements(key: bytes | None) -> list[str] | None:
+    """Return the elements of a record's key: those of a JSON array, or one string for any other text.
+
+    None for a missing key and for bytes that are not UTF-8.
+    """
+    if key is None:
+        return None
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        return None
+    if key[:1] == b"[":
+        try:
+            return [element_of(raw) for raw in _decode_list(key)]
+        except (ValueError, RecursionError):
+            pass
+    return [text]
+
+
+def element_of(raw: msgspec.Raw) -> str:
+    """Return a JSON value as an element: a string decoded, anything else as its text, digit for digit."""
+    written = bytes(raw)
+    return _decode_text(written) if written[:1] == b'"' else Literal(written.decode())
+
+
+def name_of_key(key: bytes | None) -> str:
+    """Return the stream name of a record's key, or raise Unnameable."""
+    if key is None:
+        raise Unnameable("no-key")
+    elements = key_elements(key)
+    if elements is None:
+        raise Unnameable("key-not-text")
+    return join_name(elements)
+
+
+def join_name(elements: list[str]) -> str:
+    """Join key elements to a name, or raise Unnameable. Distinct lists give distinct names."""
+    if not elements:
+        raise Unnameable("empty-key")
+    name = "/".join(map(_escape, elements))
+    if not name:
+        raise Unnameable("empty-key")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise Unnameable("key-not-text") from None
+    if size > MAX_NAME_BYTES:
+        raise Unnameable("name-too-long")
+    return name
+
+
+def _escape(element: str) -> str:
+    text = element.replace("%", "%25").replace("/", "%2F")
+    if isinstance(element, Literal):
+        return "=" + text
+    return "%3D" + text[1:] if text.startswith("=") else text
+
+
+def is_tag(text: str) -> bool:
+    """Return whether a text can be a tag: not empty, at most MAX_TAG_BYTES, no lone surrogates."""
+    try:
+        return 0 < len(text.encode()) <= MAX_TAG_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def iso_time(time_ms: int) -> str:

@@ -14,9 +14,8 @@ from itertools import chain
 import msgspec
 import zstandard
 
-from tailrace.log.columns import TagColumns
 from tailrace.log.event import Headers
-from tailrace.log.run import MAX_RAW_BYTES, NumberedRun, Run
+from tailrace.log.run import MAX_RAW_BYTES, NumberedRun, Run, TagColumns
 
 CODEC = b"\x02"
 LEVEL = 1

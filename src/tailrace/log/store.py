@@ -22,8 +22,7 @@ import msgspec
 
 from tailrace.errors import StaleUpkeep, StoreError
 from tailrace.log.cursor import Position
-from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, shard_of
 from tailrace.log.pack import CODEC, unpack
 from tailrace.log.run import NumberedRun, decode, raw_size
 from tailrace.log.segment import PACKED, Log, Segment

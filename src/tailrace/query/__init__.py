@@ -2,25 +2,21 @@
 
 ``compile_query`` checks a query and returns a ``Query``, whose ``matches`` tests one document after another.
 
-    order         order and equality of values
+    value         JSON values: order and equality of decoded ones, fields and canonical form of encoded ones
     path          the elements that a dotted path finds in a document
     predicate     the test that an operator makes of one element; regular expressions
     tree          and, or, not; the canonical form
     expression    ``$expr``
     parse         from JSON to a tree; all refusals and limits
-    query         compiled queries and explanations
-    filters       many queries at once; queries on encoded values
+    filters       compiled queries: one, many at once, and on encoded values
     filter_index  the index behind ``FilterSet``
-    value         JSON values as bytes; independent of queries
-    schema        the language as a JSON Schema
 """
 
 from tailrace.api.answers import Explanation
-from tailrace.query.filters import FilterSet, ValueFilter, prefilter
+from tailrace.query.filters import FilterSet, Query, ValueFilter, compile_query, prefilter
 from tailrace.query.parse import QueryLimits
 from tailrace.query.path import Record
 from tailrace.query.predicate import compile_regex
-from tailrace.query.query import Query, compile_query
 
 __all__ = [
     "Explanation",

@@ -18,9 +18,9 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from tailrace.errors import QueryError
-from tailrace.query.order import MISSING, compare, fits_int64
 from tailrace.query.path import MAX_STEPS, Check
 from tailrace.query.tree import CheckFactory, Node
+from tailrace.query.value import MISSING, compare, fits_int64
 
 Number: TypeAlias = int | float
 

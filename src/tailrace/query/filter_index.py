@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from tailrace.query.order import KINDS, MISSING, frozen, kind
 from tailrace.query.path import Path
 from tailrace.query.predicate import Equal, In, Ordered, Predicate, Regex, literal
 from tailrace.query.tree import And, Element, Leaf, Node, Or
+from tailrace.query.value import KINDS, MISSING, frozen, kind
 
 MIN_TEXT = 3
 """Shortest text that is worth searching for."""

@@ -15,7 +15,6 @@ import msgspec
 from tailrace.errors import BadRequest, QueryError
 from tailrace.log.event import parse_time
 from tailrace.query.expression import Expr, compile_expression
-from tailrace.query.order import as_double
 from tailrace.query.path import MAX_STEPS, Path
 from tailrace.query.predicate import (
     NUMBERS,
@@ -42,6 +41,7 @@ from tailrace.query.tree import (
     leaf,
     negation,
 )
+from tailrace.query.value import as_double
 
 MAX_DEPTH = 100
 """Upper bound of ``QueryLimits.depth``: no query may exhaust the stack."""

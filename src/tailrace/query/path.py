@@ -20,7 +20,7 @@ import msgspec
 
 from tailrace.errors import BadRequest
 from tailrace.log.event import parse_time
-from tailrace.query.order import MISSING
+from tailrace.query.value import MISSING
 
 ElementTest: TypeAlias = Callable[[Any], bool]
 """Tells whether one element satisfies an operator."""

@@ -20,8 +20,8 @@ import msgspec
 import re2
 
 from tailrace.errors import QueryError
-from tailrace.query.order import KINDS, MISSING, NUMBER, Missing, compare, equal, fits_int64, frozen, kind, size
 from tailrace.query.path import AnyElementTest, ElementTest
+from tailrace.query.value import KINDS, MISSING, NUMBER, Missing, compare, equal, fits_int64, frozen, kind, size
 
 OPTIONS = "imsux"
 """Letters of ``$options``; ``u`` is accepted and changes nothing."""

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from tailrace.query.order import kind
 from tailrace.query.path import Check, ElementTest, Path
 from tailrace.query.predicate import Equal, Exists, In, Ordered, Predicate
+from tailrace.query.value import kind
 
 CheckFactory: TypeAlias = Callable[["Node"], Check]
 """Returns the check of a leaf or an ``$expr``; several queries may share it."""

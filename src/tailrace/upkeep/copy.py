@@ -25,9 +25,8 @@ from tailrace.driver.slice import COLUMNS, Plan, Slice, ViewPlan, Writer, make_p
 from tailrace.driver.source import reader_options, tasks
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.kafka.broker import Broker, Topic
-from tailrace.log.columns import TagFields
 from tailrace.log.event import Headers, Partition
-from tailrace.log.run import Run
+from tailrace.log.run import Run, TagFields
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.upkeep.examine import Bounds, Erasures, Examined, ExaminedEntry, Finding, is_erased
 from tailrace.upkeep.job import BucketSettings, matcher, milliseconds

@@ -20,10 +20,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from tailrace.errors import StoreError
-from tailrace.log.columns import TagColumns, TagFields
-from tailrace.log.event import Headers, Partition
-from tailrace.log.name import shard_of
-from tailrace.log.run import NumberedRun, Run
+from tailrace.log.event import Headers, Partition, shard_of
+from tailrace.log.run import NumberedRun, Run, TagColumns, TagFields
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
 from tailrace.log.store import LogRegistry, read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated

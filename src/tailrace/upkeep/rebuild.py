@@ -20,11 +20,10 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import StoreError, StreamNotFound
-from tailrace.log.columns import TagColumns
 from tailrace.log.cursor import Position
 from tailrace.log.event import Partition
 from tailrace.log.pack import MERGED_BYTES, MERGED_EVENTS, pieces
-from tailrace.log.run import NumberedRun, Run
+from tailrace.log.run import NumberedRun, Run, TagColumns
 from tailrace.log.segment import DAY_MS, PACKED, Segment
 from tailrace.log.store import NewSegment, Staging
 from tailrace.upkeep.audit import Auditor

@@ -15,7 +15,7 @@ from valkey import Valkey
 
 from tailrace.api.answers import Stream
 from tailrace.errors import Overloaded
-from tailrace.log.name import shard_of
+from tailrace.log.event import shard_of
 from tailrace.log.store import Logs
 from tailrace.valkey.keys import FORMAT
 from tailrace.valkey.shards import Nodes, StoreOptions

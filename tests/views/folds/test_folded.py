@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.log.name import key_elements
+from tailrace.log.event import key_elements
 from tailrace.views.folds.collect import Collect
 from tailrace.views.folds.model import ClosedFold, Input, Rule, RuleInput, RuleReader, Windows, fold_record, stream_of
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tailrace.errors import SearchEnded, SearchFollowed, SearchNotFound
-from tailrace.log.name import shard_of
+from tailrace.log.event import shard_of
 from tailrace.valkey.shards import Nodes, Shards, mapping
 from tailrace.views.grep import driver as module
 from tailrace.views.grep.driver import Watchdog

@@ -14,7 +14,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooManySearches
-from tailrace.log.name import shard_of
+from tailrace.log.event import shard_of
 from tailrace.testing.service import ServiceThread
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tailrace.views.grep import store as leasing

@@ -14,8 +14,7 @@ from confluent_kafka import Producer
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver
 from tailrace.http.service import now_ms
-from tailrace.log.event import iso_time
-from tailrace.log.name import shard_of
+from tailrace.log.event import iso_time, shard_of
 from tailrace.testing.installation import wait_for
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import driver as module

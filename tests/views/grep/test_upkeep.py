@@ -13,8 +13,7 @@ import pytest
 from tailrace import views
 from tailrace.config.settings import Settings, load
 from tailrace.errors import BadRequest
-from tailrace.log.event import iso_time
-from tailrace.log.name import shard_of
+from tailrace.log.event import iso_time, shard_of
 from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.log.segment import PACKED, SEALED, Log
 from tailrace.log.store import LogRegistry, write_row

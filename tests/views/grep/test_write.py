@@ -12,8 +12,7 @@ import pytest
 
 from tailrace.config.settings import Settings
 from tailrace.driver.hooks import Start
-from tailrace.log.event import Partition, home_of
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, home_of, shard_of
 from tailrace.log.run import decode
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tailrace.views.grep.driver import GrepDriver

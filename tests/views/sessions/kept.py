@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tailrace.config.settings import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
-from tailrace.log.entry_id import EntryId, parse_id
+from tailrace.log.cursor import EntryId, parse_id
 from tailrace.valkey.shards import Nodes, StoreOptions, mapping
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.reader import Archive

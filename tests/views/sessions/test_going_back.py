@@ -12,7 +12,7 @@ import pytest
 from tailrace import SessionWriter
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import CursorGone
-from tailrace.log.entry_id import EntryId
+from tailrace.log.cursor import EntryId
 from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as joined

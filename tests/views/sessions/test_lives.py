@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tailrace.errors import CursorGone
-from tailrace.log.entry_id import EntryId, parse_id
+from tailrace.log.cursor import EntryId, parse_id
 from tailrace.log.request import AnyFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as session_wait

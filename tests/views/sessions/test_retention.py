@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.entry_id import EntryId
+from tailrace.log.cursor import EntryId
 from tailrace.views.sessions.upkeep import StreamLimits, Weights, stale_trims
 
 PLENTY = StreamLimits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)

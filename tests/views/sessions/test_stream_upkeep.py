@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from tailrace.log.entry_id import EntryId, id_text
+from tailrace.log.cursor import EntryId, id_text
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write
 from tailrace.views.sessions.upkeep import IndexedSession, SessionUpkeep, Weighed

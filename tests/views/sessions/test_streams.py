@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.log.entry_id import END, EntryId, parse_id
+from tailrace.log.cursor import END, EntryId, parse_id
 from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.sessions import reader as streams
 from tailrace.views.sessions.reader import StreamHub, Tap

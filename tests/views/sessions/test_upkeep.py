@@ -12,7 +12,7 @@ import pytest
 from tailrace.config.settings import Settings, load
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import StoreUnavailable
-from tailrace.log.entry_id import parse_id
+from tailrace.log.cursor import parse_id
 from tailrace.upkeep.job import JobLease, Scope, Work
 from tailrace.upkeep.loop import JobLoop
 from tailrace.valkey.shards import Shards, StoreOptions, mapping, prepare

@@ -10,8 +10,7 @@ from uuid import UUID
 import msgspec
 
 from tailrace.driver.slice import Window
-from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, shard_of
 from tailrace.log.store import LogRegistry
 from tailrace.log.timeuuid import make_timeuuid, ms_of, order
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tailrace.log.event import Partition, home_of
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, home_of, shard_of
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import Tagging

@@ -8,10 +8,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.log.columns import TagColumns, TagFields
 from tailrace.log.cursor import Position
 from tailrace.log.event import Partition
-from tailrace.log.run import NumberedRun, Run
+from tailrace.log.run import NumberedRun, Run, TagColumns, TagFields
 from tailrace.log.segment import PACKED, Log, Segment, locate
 from tailrace.upkeep.copy import RestoredEvent
 from tailrace.upkeep.rebuild import replaced

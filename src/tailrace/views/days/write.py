@@ -13,8 +13,7 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.driver.slice import Plan, Slice, Window, Writer
-from tailrace.log.event import home_of
-from tailrace.log.name import Unnameable, element_of, join, name_of_key, shard_of
+from tailrace.log.event import Unnameable, element_of, home_of, join_name, name_of_key, shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.query import ValueFilter
@@ -194,7 +193,7 @@ class DaysWriter(Writer):
 
     def _route(self, key: bytes | None, value: bytes) -> tuple[int, str]:
         if self._paths is not None:
-            name = join(_elements(value, self._paths))
+            name = join_name(_elements(value, self._paths))
             return shard_of(name, self._shards), name
         name = name_of_key(key)
         route = shard_of(name, self._shards), name

@@ -39,8 +39,7 @@ from zlib import crc32
 
 import msgspec
 
-from tailrace.log.event import Partition, event_id, iso_time
-from tailrace.log.name import join, shard_of
+from tailrace.log.event import Partition, event_id, iso_time, join_name, shard_of
 from tailrace.query import Record, ValueFilter
 from tailrace.query.value import CACHE_SIZE, FieldPath, canonical, field_reader, follow
 from tailrace.views.folds.collect import COLLECTORS, Collect, Position
@@ -548,7 +547,7 @@ def parse_group(values: Sequence[Any] | dict[str, Any], rule: Rule) -> bytes:
 
 def stream_of(rule: str) -> str:
     """Return the name of the day stream of a rule's folded events."""
-    return join([STREAM, rule])
+    return join_name([STREAM, rule])
 
 
 class Message(NamedTuple):

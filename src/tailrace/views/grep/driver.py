@@ -26,8 +26,7 @@ from tailrace.driver.slice import Plan, RangeReader, Slice, shared_out
 from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, Topic, client_properties
-from tailrace.log.event import Partition, home_of, poison
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, home_of, poison, shard_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query import prefilter
 from tailrace.valkey.marks import NOTHING, UNKNOWN_TOPIC, TopicGeneration, read_generations

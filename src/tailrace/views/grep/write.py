@@ -16,8 +16,7 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
-from tailrace.log.event import home_of
-from tailrace.log.name import shard_of
+from tailrace.log.event import home_of, shard_of
 from tailrace.log.run import Run, encode
 from tailrace.log.segment import DAY_MS
 from tailrace.query import FilterSet, Query, Record

@@ -29,8 +29,7 @@ import msgspec
 import numpy as np
 
 from tailrace.errors import SessionNotFound
-from tailrace.log.cursor import FromStart
-from tailrace.log.entry_id import BEGINNING, EntryId, id_text
+from tailrace.log.cursor import BEGINNING, EntryId, FromStart, id_text
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.views.sessions.life import Beginning, LifeItem, SessionLife, SessionParts, begin_life, recover_lost
 from tailrace.views.sessions.model import merge_session_json

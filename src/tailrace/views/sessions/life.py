@@ -22,8 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from tailrace.errors import BadBurst
-from tailrace.log.cursor import FromEnd, FromLast
-from tailrace.log.entry_id import BEGINNING, END, EntryId, before
+from tailrace.log.cursor import BEGINNING, END, EntryId, FromEnd, FromLast, before
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.configuration import Binding, Channels, bindings_in, identifiers
 from tailrace.views.sessions.model import merge_session_json

@@ -36,7 +36,7 @@ import msgspec
 
 from tailrace.errors import BrokerUnavailable, CursorGone, StoreUnavailable, TailraceError
 from tailrace.kafka.broker import KafkaRecord, Records
-from tailrace.log.entry_id import BEGINNING, EntryId, before, id_text
+from tailrace.log.cursor import BEGINNING, EntryId, before, id_text
 from tailrace.log.event import Partition, poison
 from tailrace.valkey.shards import mapping
 from tailrace.views.sessions.configuration import Catalogue

@@ -30,8 +30,16 @@ import msgspec
 from tailrace.api.requests import SessionFeedParameters
 from tailrace.config.values import parse_duration
 from tailrace.errors import BadRequest, CursorError
-from tailrace.log.cursor import MAX_CURSOR_BYTES, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start
-from tailrace.log.entry_id import EntryId
+from tailrace.log.cursor import (
+    MAX_CURSOR_BYTES,
+    EntryId,
+    FromCursor,
+    FromEnd,
+    FromLast,
+    FromStart,
+    FromTime,
+    parse_start,
+)
 from tailrace.log.event import parse_time
 from tailrace.log.request import check_options
 from tailrace.views.sessions.configuration import Channels, Conversion

@@ -48,7 +48,7 @@ from tailrace.http.problems import problem_of
 from tailrace.http.routing import Here, LastEventId, Routes, admit, decoded, read_parameters
 from tailrace.http.service import Service, ViewService, now_ms
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
-from tailrace.log.entry_id import BEGINNING, id_text
+from tailrace.log.cursor import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.views.sessions.configuration import Channels, Conversion, TextTable, bindings_in

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StoreError, StoreUnavailable
-from tailrace.log.entry_id import BEGINNING, END, EntryId, before, id_text, parse_id
+from tailrace.log.cursor import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import LEDGER_WHOLE, TRIMMED_BY_US, TRIMMED_NEWEST
 from tailrace.valkey.shards import Nodes, mapping
 from tailrace.views.sessions.configuration import Binding, Catalogue, Channels, identifiers

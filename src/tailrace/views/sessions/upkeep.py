@@ -34,7 +34,7 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.log.entry_id import EntryId, id_text, parse_id
+from tailrace.log.cursor import EntryId, id_text, parse_id
 from tailrace.upkeep.job import Facts, JobLease, Jobs, ScheduledJob, Scope, Stopped, Work, milliseconds, run_job
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.marks import NOTHING

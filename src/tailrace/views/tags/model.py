@@ -19,12 +19,22 @@ import msgspec
 
 from tailrace.api.requests import TagFeedParameters, read_query
 from tailrace.errors import BadRequest, CursorError, StoreError
-from tailrace.log.columns import TagColumns
 from tailrace.log.cursor import MAX_CURSOR_BYTES, MAX_NAMES, FromCursor, Start, parse_state
-from tailrace.log.event import Headers, Partition, headers_json, key_json, parse_time
-from tailrace.log.name import MAX_TAG_BYTES, Unnameable, element_of, is_tag, join, name_of_key
+from tailrace.log.event import (
+    MAX_TAG_BYTES,
+    Headers,
+    Partition,
+    Unnameable,
+    element_of,
+    headers_json,
+    is_tag,
+    join_name,
+    key_json,
+    name_of_key,
+    parse_time,
+)
 from tailrace.log.request import FeedRequest, make_request
-from tailrace.log.run import NumberedRun, Run
+from tailrace.log.run import NumberedRun, Run, TagColumns
 from tailrace.log.segment import PACKED, Segment
 from tailrace.query import QueryLimits, Record, ValueFilter
 from tailrace.query.predicate import TopicFilter
@@ -150,7 +160,7 @@ class Tagger:
             if raw is None:
                 raise Unnameable("no-source")
             elements.append(element_of(msgspec.Raw(raw)))
-        return join(elements)
+        return join_name(elements)
 
 
 def _decode_tags(raw: bytes) -> tuple[tuple[str, ...], int]:

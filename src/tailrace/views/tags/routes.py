@@ -29,8 +29,7 @@ from tailrace.http.openapi import feed_with
 from tailrace.http.routing import Here, LastEventId, Routes, decoded
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.log.cursor import FromCursor
-from tailrace.log.event import iso_time
-from tailrace.log.name import shard_of
+from tailrace.log.event import iso_time, shard_of
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.store import Logs
 from tailrace.log.timeuuid import ms_of

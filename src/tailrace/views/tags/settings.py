@@ -25,7 +25,7 @@ from tailrace.config.values import (
     Where,
     durations,
 )
-from tailrace.log.name import MAX_TAG_BYTES, is_tag
+from tailrace.log.event import MAX_TAG_BYTES, is_tag
 from tailrace.log.segment import bucket_start
 
 BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import StaleDriver
-from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, shard_of
 from tailrace.log.store import LogRegistry
 from tailrace.valkey.marks import SCAN_PREFIX, parse_mark_time
 from tailrace.valkey.shards import Command, Nodes, Shards, mapping

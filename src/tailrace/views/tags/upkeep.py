@@ -25,11 +25,9 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, StoreError
-from tailrace.log.columns import TagFields
-from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, shard_of
 from tailrace.log.pack import pieces
-from tailrace.log.run import NumberedRun, Run
+from tailrace.log.run import NumberedRun, Run, TagFields
 from tailrace.log.segment import Segment
 from tailrace.log.store import NewSegment, Staging
 from tailrace.upkeep.copy import Body, RestoredEvent, SpooledRecord, ViewCopy

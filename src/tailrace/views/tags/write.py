@@ -25,10 +25,8 @@ from tailrace.driver.hooks import Start, Times, ViewDriver
 from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
 from tailrace.driver.watermark import Timing
 from tailrace.errors import BrokerUnavailable
-from tailrace.log.columns import TagColumns, TagFields
-from tailrace.log.event import Partition, event_id, home_of
-from tailrace.log.name import shard_of
-from tailrace.log.run import Run, encode
+from tailrace.log.event import Partition, event_id, home_of, shard_of
+from tailrace.log.run import Run, TagColumns, TagFields, encode
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import LONG_AGO, read_times

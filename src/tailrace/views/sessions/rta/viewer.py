@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 
 from tailrace.api.answers import Closing
 from tailrace.errors import BadBurst
-from tailrace.log.entry_id import EntryId
+from tailrace.log.cursor import EntryId
 from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import pack, session_json, time_range, unpack
 from tailrace.views.sessions.reader import StreamHub, Tap

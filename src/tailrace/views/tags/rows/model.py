@@ -23,10 +23,9 @@ from uuid import UUID
 import msgspec
 
 from tailrace.errors import CursorError
-from tailrace.log.columns import TagFields
 from tailrace.log.cursor import MAX_CURSOR_BYTES, parse_state
 from tailrace.log.event import Headers, Partition
-from tailrace.log.run import tagged_frame
+from tailrace.log.run import TagFields, tagged_frame
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
 
 MAX_TAGS = 20

@@ -19,8 +19,7 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.errors import StaleDriver, StaleUpkeep
-from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, shard_of
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.upkeep.copy import (

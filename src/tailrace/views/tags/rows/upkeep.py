@@ -18,9 +18,8 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from tailrace.config.settings import Settings
-from tailrace.log.columns import TagFields
-from tailrace.log.event import Partition
-from tailrace.log.name import shard_of
+from tailrace.log.event import Partition, shard_of
+from tailrace.log.run import TagFields
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.log.store import Staging
 from tailrace.log.timeuuid import ms_of
