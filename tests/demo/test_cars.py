@@ -27,10 +27,10 @@ from tailrace.demo.cars import (
     TOPIC,
     WARNING,
     Laps,
-    examples,
     pages,
     with_sessions,
 )
+from tailrace.demo.samples import examples
 from tailrace.views.sessions import telemetry
 from tailrace.views.sessions.configuration import Configuration
 
@@ -146,7 +146,7 @@ def test_the_demo_makes_sessions_of_the_cars_where_nobody_said_otherwise(tmp_pat
     assert found.sessions.topics == (TOPIC,)
     assert "sessions" in found.live_views
     assert Settings(**{section: getattr(found, section) for section in Settings.model_fields}) == found
-    assert examples(found)
+    assert "sessions ls" in examples(found)
     assert pages(found)
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from tailrace.config.settings import Settings
 from tailrace.config.settings import load as load_settings
-from tailrace.demo.carts import RULES, THINGS, TOPIC, examples, stories, with_tags
+from tailrace.demo.samples import CARTS_TOPIC, GOODS, RULES, TAGGED, carts, examples, with_tags
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
 
 
 def generate(seed: int, seconds: float, rate: float = 0.5) -> list[dict[str, Any]]:
-    found = list(stories(Random(seed), lambda: BEGAN, rate).until(seconds))
-    assert {topic for topic, _ in found} <= {TOPIC}
+    found = list(carts(Random(seed), lambda: BEGAN, rate).until(seconds))
+    assert {topic for topic, _ in found} <= {CARTS_TOPIC}
     return [event for _, event in found]
 
 
@@ -30,12 +30,12 @@ def test_the_same_seed_tells_the_same_events() -> None:
 
 
 def test_a_cart_is_opened_filled_and_ended_and_its_tags_say_so() -> None:
-    carts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_cart: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in generate(1, 300):
-        carts[event["key"][0]].append(event["value"])
-    whole = [events for events in carts.values() if events[-1]["type"] in ("cart.checked-out", "cart.abandoned")]
+        by_cart[event["key"][0]].append(event["value"])
+    whole = [events for events in by_cart.values() if events[-1]["type"] in ("cart.checked-out", "cart.abandoned")]
     assert len(whole) > 50
-    kinds = {kind for kind, _, _ in THINGS}
+    kinds = {kind for _, _, _, kind in GOODS}
     for events in whole:
         assert events[0]["type"] == "cart.opened"
         for event in events:
@@ -57,7 +57,7 @@ def test_the_demo_tags_carts_and_orders_where_nobody_said_otherwise(tmp_path: Pa
     assert found.tags.rules.written() == RULES
     assert "tags" in found.live_views
     assert Settings(**{section: getattr(found, section) for section in Settings.model_fields}) == found
-    assert examples(found)
+    assert set(TAGGED) <= set(examples(found))
 
 
 @pytest.mark.parametrize(

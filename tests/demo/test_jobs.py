@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.demo.jobs import bursts, example, stories
+from tailrace.config.settings import Demo
+from tailrace.demo.samples import bursts, example_name, job_events
 from tests.scripted import running
 
 AFTER: dict[str, set[str]] = {
@@ -33,7 +34,7 @@ AFTER: dict[str, set[str]] = {
 
 def generate(seed: int, count: int, *, queues: int = 3, jobsets: int = 12) -> list[dict[str, Any]]:
     clock = datetime(2026, 11, 15, 8, tzinfo=UTC)
-    return list(islice(stories(Random(seed), lambda: clock, queues=queues, jobsets=jobsets), count))
+    return list(islice(job_events(Random(seed), lambda: clock, queues=queues, jobsets=jobsets), count))
 
 
 def test_the_same_seed_tells_the_same_stories() -> None:
@@ -72,7 +73,7 @@ def test_events_are_of_a_likely_size_and_all_streams_are_there() -> None:
     assert 200 < sum(sizes) / len(sizes) < 400
     names = {"/".join(event["key"]) for event in events}
     assert len(names) == 12
-    assert example(3, 12) in names
+    assert example_name(Demo(queues=3, jobsets=12)) in names
     assert len({"/".join(event["key"]) for event in generate(3, 5_000, queues=7, jobsets=40)}) == 40
 
 

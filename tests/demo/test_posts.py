@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from tailrace.config.settings import Settings, load
-from tailrace.demo.engine import STEP
-from tailrace.demo.posts import METRICS, Post, posts, steps, with_rule
+from tailrace.demo.samples import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.model import ClosedFold, Clump, Input, RuleInput, RuleReader
 from tailrace.views.folds.store import rules_of
 

@@ -64,14 +64,14 @@ def demo(port: Port = None, folder: Folder = None, config: Config = None) -> Non
         from rich.console import Console
 
         from tailrace.embedded.stack import run_stack
-    from tailrace.demo import cars, carts, jobs, posts, shop
+    from tailrace.demo import cars, samples
 
     code = run_stack(
-        cars.with_sessions(carts.with_tags(posts.with_rule(settings))),
+        cars.with_sessions(samples.with_tags(samples.with_rule(settings))),
         demo=True,
         console=Console(),
-        example=jobs.example(settings.demo.queues, settings.demo.jobsets),
-        searches=(*shop.examples(settings), *carts.examples(settings), *cars.examples(settings)),
+        example=samples.example_name(settings.demo),
+        searches=samples.examples(settings),
         pages=cars.pages(settings),
     )
     raise typer.Exit(code)

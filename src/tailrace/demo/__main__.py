@@ -12,8 +12,8 @@ from random import Random
 
 from tailrace.client.river import River, connect
 from tailrace.config.settings import Settings, load
-from tailrace.demo import cars, carts, jobs, posts, shop
-from tailrace.demo.engine import Plan
+from tailrace.demo import cars
+from tailrace.demo.samples import Plan, plans
 from tailrace.errors import TailraceError
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,12 @@ async def send(settings: Settings, random: Random) -> None:
     """Send the sample events to the service until cancelled."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.serve.host, settings.serve.host)
     async with connect(f"http://{host}:{settings.serve.port}") as river:
-        # Each sample has its own random numbers, so that the settings of one change nothing for the others.
-        plans = [
-            sample.plan(settings.demo, Random(random.getrandbits(64)), lambda: datetime.now(UTC))
-            for sample in (jobs, posts, shop, carts, cars)
-        ]
-        await asyncio.gather(*(_follow(river, plan) for plan in plans))
+
+        def clock() -> datetime:
+            return datetime.now(UTC)
+
+        everything = [*plans(settings.demo, random, clock), cars.plan(settings.demo, random, clock)]
+        await asyncio.gather(*(_follow(river, plan) for plan in everything))
 
 
 async def _follow(river: River, plan: Plan) -> None:

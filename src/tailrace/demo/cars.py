@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.config.settings import Demo, Settings
-from tailrace.demo.engine import Clock, Event, Plan
+from tailrace.demo.samples import Clock, Event, Plan
 
 MS = 1_000_000
 TICK = 10 * MS
@@ -416,9 +416,4 @@ def with_sessions(settings: Settings) -> Settings:
 
 def pages(settings: Settings) -> tuple[str, ...]:
     """Return pages to open in a browser, as paths of the service."""
-    return ("/sessions",) if examples(settings) else ()
-
-
-def examples(settings: Settings) -> tuple[str, ...]:
-    """Return commands to try, as arguments of ``tailrace``; none where they would show nothing."""
-    return ("sessions ls",) if settings.demo.cars and "sessions" in settings.pipeline.views else ()
+    return ("/sessions",) if settings.demo.cars and "sessions" in settings.pipeline.views else ()
