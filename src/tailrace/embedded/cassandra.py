@@ -14,6 +14,7 @@ import shutil
 import socket
 import struct
 import uuid
+from io import BufferedRWPair
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from xml.sax.saxutils import escape
@@ -100,18 +101,14 @@ jdk.management/com.sun.management.internal jdk.compiler/com.sun.tools.javac
 
 
 class EmbeddedCassandra(EmbeddedServer):
-    """A node whose data lives in one folder.
+    """A node on a folder and a port; port 0 is the one it had last if that is free, else any free one.
 
     Args:
-        folder: Data and settings; created if missing.
-        port: Port for clients; 0 = the one it had last if that is free, else any free one.
         memory: The Java heap.
-        log: Log file; ``logs/cassandra.log`` in the folder by default.
         jars_folder: Folder of the jars; the user's cache folder by default.
     """
 
-    start_s = 120.0
-    stop_s = 20.0
+    name = "cassandra"
 
     def __init__(
         self,
@@ -122,11 +119,8 @@ class EmbeddedCassandra(EmbeddedServer):
         log: Path | None = None,
         jars_folder: Path | None = None,
     ) -> None:
-        folder = folder.absolute()
-        self._ports = folder / "ports.json"
-        last = ports.last_ports(self._ports)
-        port = port or ports.last_or_free(last.get("client"), ())
-        super().__init__(folder, port, log or folder / "logs" / "cassandra.log")
+        last = ports.last_ports(folder / "ports.json")
+        super().__init__(folder, port or ports.last_or_free(last.get("client"), ()), log)
         self.memory = memory
         self._jars = jars_folder
         self._storage = ports.last_or_free(last.get("storage"), (self.port,))
@@ -181,19 +175,22 @@ class EmbeddedCassandra(EmbeddedServer):
             *("-cp", os.pathsep.join(map(str, files)), "org.apache.cassandra.service.CassandraDaemon"),
         )
         return Part(
-            name="cassandra", command=command, log=self.log, ready=self.is_ready, ready_timeout=120.0, stop_timeout=20.0
+            name=self.name, command=command, log=self.log, ready=self.is_ready, ready_timeout=120.0, stop_timeout=20.0
         )
 
     def is_ready(self) -> bool:
         """Return whether the node answers a query, and is the one of this folder."""
         try:
-            with socket.create_connection((HOST, self.port), timeout=1) as connection:
-                _ask(connection, 1, _mapped({"CQL_VERSION": "3.0.0"}))
+            with (
+                socket.create_connection((HOST, self.port), timeout=1) as connection,
+                connection.makefile("rwb") as stream,
+            ):
+                _ask(stream, 1, b"\0\1\0\x0bCQL_VERSION\0\x053.0.0")
                 query = b"SELECT cluster_name FROM system.local"
-                answer = _ask(connection, 7, struct.pack(">i", len(query)) + query + struct.pack(">HB", 1, 0))
-        except (OSError, EOFError):
+                answer = _ask(stream, 7, struct.pack(">i", len(query)) + query + struct.pack(">HB", 1, 0))
+        except (OSError, struct.error):  # no connection, or one that ends before the answer does
             return False
-        return answer.endswith(self._name().encode())
+        return answer.endswith(self._identity().encode())
 
     def start(self, timeout: float | None = None) -> None:
         """Lock the folder and start the node, as every server is started.
@@ -217,8 +214,8 @@ class EmbeddedCassandra(EmbeddedServer):
         super().kill()
         self._lock.close()
 
-    def _name(self) -> str:
-        """Return the unique name of this folder's node."""
+    def _identity(self) -> str:
+        """Return the unique name of this folder's cluster."""
         file = self.folder / "name"
         if not file.exists():
             fresh = self.folder / "name.new"
@@ -229,7 +226,7 @@ class EmbeddedCassandra(EmbeddedServer):
     def _write_settings(self) -> Path:
         data = self.folder / "data"
         own = {
-            "cluster_name": self._name(),
+            "cluster_name": self._identity(),
             "native_transport_port": self.port,
             "storage_port": self._storage,
             "seed_provider": [
@@ -244,35 +241,20 @@ class EmbeddedCassandra(EmbeddedServer):
             "hints_directory": str(data / "hints"),
             "cdc_raw_directory": str(data / "cdc"),
         }
-        self._ports.write_text(json.dumps({"client": self.port, "storage": self._storage}) + "\n", encoding="utf-8")
+        chosen = {"client": self.port, "storage": self._storage}
+        (self.folder / "ports.json").write_text(json.dumps(chosen) + "\n", encoding="utf-8")
         file = self.folder / "cassandra.yaml"
         # JSON is YAML, and quotes paths without ambiguity.
         file.write_text(json.dumps({**_SETTINGS, **own}, indent=2) + "\n", encoding="utf-8")
         return file
 
 
-def _ask(connection: socket.socket, operation: int, body: bytes) -> bytes:
+def _ask(stream: BufferedRWPair, operation: int, body: bytes) -> bytes:
     """Send one request in Cassandra's protocol (version 4) and return the body of the answer.
 
     A check of readiness needs no more, and a driver would start threads.
     """
-    connection.sendall(struct.pack(">BBhBi", 4, 0, 0, operation, len(body)) + body)
-    size = struct.unpack(">BBhBi", _receive(connection, 9))[4]
-    return _receive(connection, size)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        chunk = connection.recv(size - len(received))
-        if not chunk:
-            raise EOFError
-        received += chunk
-    return received
-
-
-def _mapped(texts: dict[str, str]) -> bytes:
-    parts = [struct.pack(">H", len(texts))]
-    for pair in texts.items():
-        parts += [struct.pack(">H", len(text)) + text.encode() for text in pair]
-    return b"".join(parts)
+    stream.write(struct.pack(">BBhBi", 4, 0, 0, operation, len(body)) + body)
+    stream.flush()
+    size = struct.unpack(">BBhBi", stream.read(9))[4]
+    return stream.read(size)

@@ -82,19 +82,15 @@ rootLogger.appenderRef.file.ref = file
 
 
 class EmbeddedKafka(EmbeddedServer):
-    """A broker whose data lives in one folder.
+    """A broker on a folder and a port; port 0 is a free one, chosen once.
 
     Args:
-        folder: Data and settings; created if missing.
-        port: Port for clients; 0 = a free one, chosen once.
         memory: The Java heap.
-        log: Log file; ``logs/kafka.log`` in the folder by default.
         jars_folder: Folder of the jars; the user's cache folder by default.
         properties: Settings of the broker on top of ours.
     """
 
-    start_s = 60.0
-    stop_s = 20.0
+    name = "kafka"
 
     def __init__(
         self,
@@ -106,8 +102,7 @@ class EmbeddedKafka(EmbeddedServer):
         jars_folder: Path | None = None,
         properties: Mapping[str, str] | None = None,
     ) -> None:
-        folder = folder.absolute()
-        super().__init__(folder, port or free_port(), log or folder / "logs" / "kafka.log")
+        super().__init__(folder, port or free_port(), log)
         self.memory = memory
         self._data = self.folder / "data"
         self._jars = jars_folder
@@ -129,7 +124,7 @@ class EmbeddedKafka(EmbeddedServer):
             self._format(java_command)
         settings = self._write_settings("server.properties", self._data)
         return Part(
-            name="kafka",
+            name=self.name,
             command=(*java_command, "kafka.Kafka", str(settings)),
             log=self.log,
             ready=self.is_ready,

@@ -74,6 +74,7 @@ class Process:
 
     def __init__(self, part: Part) -> None:
         self.part = part
+        self.began = time.monotonic()
         part.log.parent.mkdir(parents=True, exist_ok=True)
         if part.log.exists() and part.log.stat().st_size > _LOG_LIMIT:
             part.log.replace(part.log.with_suffix(part.log.suffix + ".1"))
@@ -114,16 +115,18 @@ class Process:
         Raises:
             EmbeddedError: It ended or was too slow, and was killed; with the last lines of its log.
         """
-        allowed = self.part.ready_timeout if timeout is None else timeout
-        deadline = time.monotonic() + allowed
         while self.part.ready and not self.part.ready():
-            if self.exit_code is not None:
-                self.sweep()
-                raise failure(self.part, f"ended with exit code {self.exit_code} before it was ready")
-            if time.monotonic() > deadline:
+            if problem := self.problem(timeout):
                 self.kill()
-                raise failure(self.part, f"was not ready after {allowed:g} s")
+                raise failure(self.part, problem)
             time.sleep(0.05)
+
+    def problem(self, timeout: float | None = None) -> str | None:
+        """Return why the part, which does not serve yet, will not; None while there is hope."""
+        if self.exit_code is not None:
+            return f"ended with exit code {self.exit_code} before it was ready"
+        allowed = self.part.ready_timeout if timeout is None else timeout
+        return f"was not ready after {allowed:g} s" if time.monotonic() - self.began > allowed else None
 
     def stop(self, timeout: float | None = None) -> None:
         """Ask it to end, and kill it after the time-out."""
@@ -271,14 +274,19 @@ def lock_holder(folder: Path) -> int | None:
 
 
 class EmbeddedServer(ABC):
-    """A server whose data lives in one folder."""
+    """A server whose data lives in one folder.
 
-    start_s: ClassVar[float] = 30.0
-    """Default time to come up."""
-    stop_s: ClassVar[float] = 10.0
+    Args:
+        folder: Data and settings; created if missing.
+        port: Port for clients.
+        log: Log file; one in the folder by default.
+    """
 
-    def __init__(self, folder: Path, port: int, log: Path) -> None:
-        self.folder, self.port, self.log = folder, port, log
+    name: ClassVar[str]
+
+    def __init__(self, folder: Path, port: int, log: Path | None) -> None:
+        self.folder, self.port = folder.absolute(), port
+        self.log = log or self.folder / "logs" / f"{self.name}.log"
         self._process: Process | None = None
 
     @property
@@ -308,12 +316,12 @@ class EmbeddedServer(ABC):
         if self.pid is not None:
             return
         self._process = Process(self.part())
-        self._process.wait_ready(self.start_s if timeout is None else timeout)
+        self._process.wait_ready(timeout)
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop the server cleanly."""
         if self._process:
-            self._process.stop(self.stop_s if timeout is None else timeout)
+            self._process.stop(timeout)
 
     def kill(self) -> None:
         """Kill the server, as ``kill -9`` does."""

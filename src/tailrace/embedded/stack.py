@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -339,19 +340,16 @@ class Supervisor:
 
     async def _until_ready(self, child: _Child) -> str | None:
         """Wait until a part serves; return the problem if it does not."""
-        began = time.monotonic()
+        process, ready = child.process, child.part.ready
+        assert process is not None
         while not self._stopping.is_set():
-            if child.exit_code is not None:
-                return f"ended with exit code {child.exit_code} before it was ready"
-            if child.part.ready is None:
+            if process.exit_code is None and (ready is None or await asyncio.to_thread(ready)):
                 child.ready_at = time.monotonic()
+                if ready is not None:
+                    self._announce(child, "ready", f"ready after {child.ready_at - process.began:.1f} s")
                 return None
-            if await asyncio.to_thread(child.part.ready):
-                child.ready_at = time.monotonic()
-                self._announce(child, "ready", f"ready after {child.ready_at - began:.1f} s")
-                return None
-            if time.monotonic() - began > child.part.ready_timeout:
-                return f"was not ready after {child.part.ready_timeout:g} s"
+            if problem := process.problem():
+                return problem
             await asyncio.sleep(_POLL)
         return None
 
@@ -399,17 +397,17 @@ class Supervisor:
         fresh.replace(self._folder / STATUS_FILE)
 
 
+@dataclass
 class _Child:
     """A part and its state."""
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.process: Process | None = None
-        self.state = "waiting"
-        self.restarts = 0
-        self.since = datetime.now(UTC)
-        self.ready_at = 0.0
-        self.pause: float | None = None
+    part: Part
+    process: Process | None = None
+    state: str = "waiting"
+    restarts: int = 0
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
+    ready_at: float = 0.0
+    pause: float | None = None
 
     @property
     def exit_code(self) -> int | None:

