@@ -303,14 +303,12 @@ class Messages(logging.Handler):
         print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
 
     def progress(self, text: str) -> None:
-        """Replace the progress line."""
         if self._is_watched:
             text = text[: shutil.get_terminal_size().columns - 1]
             print(f"\r{text.ljust(self._width)}", end="", file=sys.stderr, flush=True)
             self._width = len(text)
 
     def clear(self) -> None:
-        """Remove the progress line."""
         if self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
             self._width = 0

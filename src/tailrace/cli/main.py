@@ -47,7 +47,6 @@ config = typer.Typer(help="Show and check the configuration.", no_args_is_help=T
 
 
 def main() -> None:
-    """Run the command line and exit."""
     try:
         app(prog_name="tailrace")
     except TailraceError as error:

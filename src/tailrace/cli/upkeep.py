@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -53,15 +54,21 @@ def upkeep(config: Config = None, folder: Folder = None) -> None:
     raise typer.Exit(main(at_stack(settings), VIEWS))
 
 
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of a job over the logs of a view."""
+
+    view: ViewName = "days"
+    name: NamePattern = None
+    dry_run: DryRun = False
+    wait: Wait = 10.0
+
+    def run(self, settings: Settings, work: Job) -> dict[str, object]:
+        return run_once(settings, work, dry_run=self.dry_run, wait_s=self.wait)
+
+
 @grouped
-def pack(
-    view: ViewName = "days",
-    name: NamePattern = None,
-    dry_run: DryRun = False,
-    wait: Wait = 10.0,
-    *,
-    stack: StackOptions,
-) -> None:
+def pack(*, job: JobOptions, stack: StackOptions) -> None:
     """Pack closed days now: the same events in few large pieces. Exit code 1 if some cannot be packed."""
     settings = stack.settings()
     with needs("stores"):
@@ -69,34 +76,27 @@ def pack(
         from tailrace.upkeep.pack import FAULTS, Packing, PackRules
         from tailrace.upkeep.spark import Spread
     step_aside()
-    with Spread(settings) as spread, progress_bar(f"packing {view}") as progress:
-        scope = Scope(matcher(name), progress=progress)
-        rules = PackRules.of(settings, find_view(settings, VIEWS, view))
-        work = Packing(view, rules, scope, spread=spread)
-        facts = run_once(settings, work, dry_run=dry_run, wait_s=wait)
+    with Spread(settings) as spread, progress_bar(f"packing {job.view}") as progress:
+        scope = Scope(matcher(job.name), progress=progress)
+        rules = PackRules.of(settings, find_view(settings, VIEWS, job.view))
+        work = Packing(job.view, rules, scope, spread=spread)
+        facts = job.run(settings, work)
     print_summary(facts, json=stack.json)
     raise typer.Exit(1 if FAULTS.keys() & work.outcome.left.keys() else 0)
 
 
 @grouped
-def sweep(
-    view: ViewName = "days",
-    name: NamePattern = None,
-    dry_run: DryRun = False,
-    wait: Wait = 10.0,
-    *,
-    stack: StackOptions,
-) -> None:
+def sweep(*, job: JobOptions, stack: StackOptions) -> None:
     """Drop days that are older than the retention time."""
     settings = stack.settings()
     with needs("stores"):
         from tailrace.upkeep.job import Scope, find_view, matcher
         from tailrace.upkeep.sweep import Sweeping, SweepRules
     step_aside()
-    with progress_bar(f"sweeping {view}") as progress:
-        rules = SweepRules.of(settings, find_view(settings, VIEWS, view))
-        work = Sweeping(view, rules, Scope(matcher(name), progress=progress))
-        facts = run_once(settings, work, dry_run=dry_run, wait_s=wait)
+    with progress_bar(f"sweeping {job.view}") as progress:
+        rules = SweepRules.of(settings, find_view(settings, VIEWS, job.view))
+        work = Sweeping(job.view, rules, Scope(matcher(job.name), progress=progress))
+        facts = job.run(settings, work)
     print_summary(facts, json=stack.json)
 
 

@@ -96,7 +96,6 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def read_event(frame: SseFrame) -> Event:
-    """Read an event's frame."""
     return read_frame(frame, _decode_event, "not an event")
 
 

@@ -14,7 +14,6 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypedDict
 from urllib.parse import quote, urlsplit
 from weakref import WeakSet
@@ -116,9 +115,7 @@ class Feed(Generic[T]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *ended: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -289,13 +286,10 @@ class Connection:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *ended: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every feed and connection."""
         for feed in list(self._feeds):
             await feed.aclose()
         await self._http.aclose()

@@ -51,12 +51,10 @@ def schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def answer(kind: type[msgspec.Struct], media_type: str = "application/json") -> Responses:
-    """Describe an answer."""
     return {200: {"description": "Successful Response", "content": {media_type: {"schema": reference(kind)}}}}
 
 
 def text(media_type: str) -> Responses:
-    """Describe an answer that is text."""
     return {200: {"content": {media_type: {"schema": {"type": "string"}}}}}
 
 
@@ -67,7 +65,6 @@ def problems(*statuses: int) -> Responses:
 
 
 def parameters(kind: type[Parameters]) -> list[dict[str, Any]]:
-    """Describe query parameters."""
     found = schema(kind)
     return [
         {"name": name, "in": "query", "required": name in found["required"], "schema": about}
@@ -77,12 +74,10 @@ def parameters(kind: type[Parameters]) -> list[dict[str, Any]]:
 
 
 def json_body(kind: type[msgspec.Struct], example: Any) -> dict[str, Any]:
-    """Describe a body of JSON."""
     return body({"application/json": {"schema": schema(kind), "example": example}}, kind.__doc__ or "")
 
 
 def body(content: dict[str, Any], description: str) -> dict[str, Any]:
-    """Describe a body."""
     return {"requestBody": {"required": True, "description": description, "content": content}}
 
 

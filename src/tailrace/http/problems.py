@@ -43,7 +43,6 @@ def problem_of(error: Exception) -> dict[str, Any]:
 
 
 def problem_json(error: Exception) -> bytes:
-    """Return an error's problem document."""
     return _encode(problem_of(error))
 
 
@@ -60,7 +59,6 @@ class Problems:
         self._retry_after = str(max(1, math.ceil(retry_s)))
 
     def install(self, app: FastAPI) -> None:
-        """Answer the errors of an app."""
         app.add_exception_handler(TailraceError, self._tailrace)
         app.add_exception_handler(HTTPException, self._routing)
 

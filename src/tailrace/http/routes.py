@@ -158,7 +158,6 @@ class Health:
         return Readiness(ready=all(part.state == "up" for part in parts), parts=parts)
 
     async def status(self) -> Status:
-        """Return the status of the whole installation."""
         service = self._service
         (parts, reports), jobs, *members = await asyncio.gather(
             self._inspect(),
@@ -177,7 +176,6 @@ class Health:
         return Status(service=facts, parts=parts, views=reports, upkeep=jobs, **dict(ChainMap(*members)))
 
     async def metrics(self) -> bytes:
-        """Return all metrics."""
         shown = [part for part in self._service.parts.values() if part.collector is not None]
         reports, runs, *figures = await asyncio.gather(
             _or_nothing(self._reports(), dict[str, dict[str, Any]]()),
@@ -250,7 +248,6 @@ class Health:
         return [run for field, stored in sorted(pairs) if (run := _run(field, stored))]
 
     def _schedule(self) -> dict[tuple[str, str], timedelta]:
-        """Return how often each job runs over each view."""
         upkeep, views = self._service.settings.upkeep, self._service.log_views
         found = {("pack", view): upkeep.pack_every for view in views}
         found |= {("sweep", view): upkeep.sweep_every for view in views}

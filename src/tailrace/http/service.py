@@ -64,14 +64,12 @@ class Service:
         self._draining = False
 
     def part_of(self, view: str, kind: type[P]) -> P:
-        """Return the part of a view."""
         part = self.parts[view]
         assert isinstance(part, kind)
         return part
 
     @property
     def connections(self) -> int:
-        """Number of open feeds."""
         return len(self._open)
 
     @asynccontextmanager
@@ -202,5 +200,4 @@ def connected(part: T | None) -> T:
 
 
 def now_ms() -> int:
-    """Return the time of day in milliseconds."""
     return time.time_ns() // 1_000_000
