@@ -42,9 +42,9 @@ class Collector:
     def weigh(self, extract: Any) -> int:
         """Return the most bytes that an extract may add to a fold."""
 
-    @abstractmethod
     def new(self) -> Any:
         """Return the state of a fold without events."""
+        return []
 
     @abstractmethod
     def add(self, state: Any, extract: Any, position: Position) -> int:
@@ -155,9 +155,6 @@ class First(Collector):
     def weigh(self, extract: Any) -> int:
         return len(extract) + POSITION_BYTES
 
-    def new(self) -> Any:
-        return []
-
     def add(self, state: Any, extract: Any, position: Position) -> int:
         if state and not self._wins(position, state[0]):
             return 0
@@ -201,9 +198,6 @@ class Min(Collector):
 
     def weigh(self, extract: Any) -> int:
         return len(extract)
-
-    def new(self) -> Any:
-        return []
 
     def add(self, state: Any, extract: Any, position: Position) -> int:
         if state and not self._wins(_rank(extract), _rank(state[0])):
@@ -311,9 +305,6 @@ class Events(Collector):
 
     def weigh(self, extract: Any) -> int:
         return len(extract) + POSITION_BYTES
-
-    def new(self) -> Any:
-        return []
 
     def add(self, state: Any, extract: Any, position: Position) -> int:
         state.append((*position, extract))
