@@ -17,7 +17,7 @@ from tailrace.views import VIEWS
 
 if __name__ == "__main__":
     for view in VIEWS:
-        for module in ("write", "scan"):
+        for module in ("write", "driver"):
             with suppress(ModuleNotFoundError):
                 import_module(f"{type(view).__module__}.{module}")
     gc.collect()
