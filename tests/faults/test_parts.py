@@ -105,7 +105,7 @@ def test_valkey_that_lost_its_last_second_is_filled_again_and_its_readers_are_to
     assert len(set(first)) == len(first)
     assert second == view[len(view) - len(second) :], "after the gap everything comes, in order, under the same ids"
     assert set(first) | set(second) == set(view)
-    assert len(set(first) & set(second)) == lost
+    assert len(set(first) & set(second)) >= lost, "more, if it was filled again before it could be looked at"
     with Follower(installation.store, FOLLOWED, after=beyond) as late:
         wait_for("the rest", lambda: late.events[-1:] == view[-1:])
     assert [gap["reason"] for gap in late.gaps] == ["store-rolled-back"]

@@ -220,6 +220,8 @@ async def test_a_viewer_that_stops_reading_is_dropped_or_closed(store: StoreOpti
             noise = np.random.default_rng(1).random(100_000).tolist()
             for i in range(16):
                 await asyncio.to_thread(mine.send, foreign_periodic(1, T0 + i * SECOND, 1, noise))
+            async with opened(service, "from=end", mine.identity) as other:  # what it hears first, the service has read
+                await heard(other, "caught-up")
             connection.transport.resume_reading()
             got = await heard(connection, "dropped")
             assert len(samples(got)["1"]) < 1_600_000
