@@ -218,11 +218,11 @@ class Publisher(threading.Thread):
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise
-        asked = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in self._targets]
-        answers = {resource.name: answer.result(15) for resource, answer in admin.describe_configs(asked).items()}
-        self._limits = {
-            name: min(MAX_BYTES, int(config["max.message.bytes"].value)) for name, config in answers.items()
-        }
+        # A topic that was just created takes MAX_BYTES, and not every broker may know it yet.
+        self._limits = dict.fromkeys(self._targets, MAX_BYTES)
+        asked = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in self._targets if topic in present]
+        for resource, answer in admin.describe_configs(asked).items() if asked else ():
+            self._limits[resource.name] = min(MAX_BYTES, int(answer.result(15)["max.message.bytes"].value))
 
     def _read_positions(self) -> dict[int, Position]:
         found: dict[int, Position] = {}
