@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Protocol, TypeVar
@@ -47,7 +48,7 @@ _REASON_BYTES = 123
 R = TypeVar("R")
 
 
-class Encoding:
+class Encoding(ABC):
     """A form of frames on the wire. An event is ``before``, its cursor, ``between``, its JSON, ``behind``."""
 
     media_type: str
@@ -90,13 +91,13 @@ class Encoding:
         ]
         return b"".join(out)
 
+    @abstractmethod
     def control(self, cursor: bytes, name: str, document: bytes) -> bytes:
         """Encode a frame about the feed itself; it may have no cursor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def moved(self, cursor: bytes) -> bytes:
         """Encode a frame that only moves the cursor."""
-        raise NotImplementedError
 
     def farewell(self, retry_ms: int) -> bytes:
         """Return the last bytes of a feed that the service ends."""
