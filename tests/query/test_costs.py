@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.query import compile_query
-from tailrace.query.path import Path
 from tailrace.query.predicate import compile_regex, literal, searcher, strip_comments
-from tailrace.query.value import compare, equal, frozen, size
+from tailrace.query.value import Path, compare, equal, frozen, size
 
 
 def nested(levels: int) -> Any:

@@ -2,21 +2,19 @@
 
 ``compile_query`` checks a query and returns a ``Query``, whose ``matches`` tests one document after another.
 
-    value         JSON values: order and equality of decoded ones, fields and canonical form of encoded ones
-    path          the elements that a dotted path finds in a document
-    predicate     the test that an operator makes of one element; regular expressions
-    tree          and, or, not; the canonical form
-    expression    ``$expr``
-    parse         from JSON to a tree; all refusals and limits
-    filters       compiled queries: one, many at once, and on encoded values
-    filter_index  the index behind ``FilterSet``
+    value       JSON values: order, equality and paths of decoded ones, fields and canonical form of encoded ones
+    predicate   the test that an operator makes of one element; regular expressions
+    tree        and, or, not; the canonical form; what a document needs to match
+    expression  ``$expr``
+    parse       from JSON to a compiled query; all refusals and limits
+    filters     compiled queries at work: many at once, and on encoded values
 """
 
 from tailrace.api.answers import Explanation
-from tailrace.query.filters import FilterSet, Query, ValueFilter, compile_query, prefilter
-from tailrace.query.parse import QueryLimits
-from tailrace.query.path import Record
+from tailrace.query.filters import FilterSet, ValueFilter, prefilter
+from tailrace.query.parse import Query, QueryLimits, compile_query
 from tailrace.query.predicate import compile_regex
+from tailrace.query.value import Record
 
 __all__ = [
     "Explanation",

@@ -18,9 +18,8 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from tailrace.errors import QueryError
-from tailrace.query.path import MAX_STEPS, Check
 from tailrace.query.tree import CheckFactory, Node
-from tailrace.query.value import MISSING, compare, fits_int64
+from tailrace.query.value import MAX_STEPS, MISSING, Check, compare, fits_int64
 
 Number: TypeAlias = int | float
 
@@ -32,6 +31,8 @@ Scope: TypeAlias = dict[tuple[str, ...], Any]
 """Path -> its value in the document, so that each path is followed once; the empty path has the document itself."""
 
 Evaluate: TypeAlias = Callable[[Scope], Any]
+Make: TypeAlias = Callable[[list[Evaluate]], Evaluate]
+"""Makes the evaluation of an operator from those of its operands."""
 
 
 class ArithmeticFailure(Exception):
@@ -181,7 +182,7 @@ def _true(value: Any) -> bool:
     return not (value is None or value is MISSING or value is False or (value == 0 and value.__class__ is not str))
 
 
-def _comparison(holds: Callable[[int], Any]) -> Callable[[list[Evaluate]], Evaluate]:
+def _comparison(holds: Callable[[int], Any]) -> Make:
     def make(operands: list[Evaluate]) -> Evaluate:
         left, right = operands
         return lambda scope: holds(compare(left(scope), right(scope)))
@@ -189,7 +190,7 @@ def _comparison(holds: Callable[[int], Any]) -> Callable[[list[Evaluate]], Evalu
     return make
 
 
-def _numeric(compute: Callable[..., Any]) -> Callable[[list[Evaluate]], Evaluate]:
+def _numeric(compute: Callable[..., Any]) -> Make:
     def make(operands: list[Evaluate]) -> Evaluate:
         return lambda scope: compute(*[_or_null(value(scope)) for value in operands])
 
@@ -227,7 +228,7 @@ def _machine_number(value: int) -> Number:
         return math.inf if value > 0 else -math.inf
 
 
-def _folding(combine: Callable[[Number, Number], Number], neutral: int) -> Callable[..., Number | None]:
+def _folding(combine: Callable[[Number, Number], Number], neutral: int) -> Make:
     def compute(*operands: Any) -> Number | None:
         found: Number = neutral
         for operand in operands:
@@ -238,10 +239,10 @@ def _folding(combine: Callable[[Number, Number], Number], neutral: int) -> Calla
                 found = _machine_number(int(found))
         return found
 
-    return compute
+    return _numeric(compute)
 
 
-def _strict(compute: Callable[..., Number]) -> Callable[..., Number | None]:
+def _strict(compute: Callable[..., Number]) -> Make:
     """Return the operator that computes numbers; null if an operand is null, infinity on overflow."""
 
     def guarded(*operands: Any) -> Number | None:
@@ -254,7 +255,7 @@ def _strict(compute: Callable[..., Number]) -> Callable[..., Number | None]:
             return math.inf
         return _machine_number(result) if isinstance(result, int) else result
 
-    return guarded
+    return _numeric(guarded)
 
 
 def _absolute(number: Number) -> Number:
@@ -316,25 +317,32 @@ def _to_whole(compute: Callable[[Number], int]) -> Callable[[Number], Number]:
     return lambda number: compute(number) if math.isfinite(number) else number
 
 
-def _rounded(rounding: str) -> Callable[..., Number | None]:
+def _rounded(rounding: str) -> Callable[..., Number]:
     """Return the function that rounds to a decimal place, by default to units; negative places are tens, hundreds, …"""
 
-    def compute(operand: Any, place: Any = 0) -> Number | None:
-        if operand is None or place is None:
-            return None
-        number, to = _number(operand), _number(place)
-        if not float(to).is_integer() or not -20 <= to <= 100:
+    def compute(number: Number, place: Number = 0) -> Number:
+        if not float(place).is_integer() or not -20 <= place <= 100:
             raise ArithmeticFailure("needs a whole place from -20 to 100")
         if not math.isfinite(number):
             return number
         context = Context(prec=500)
-        found = Decimal(number).quantize(Decimal(1).scaleb(-int(to)), rounding=rounding, context=context)
-        return _machine_number(int(found)) if isinstance(number, int) else float(found)
+        found = Decimal(number).quantize(Decimal(1).scaleb(-int(place)), rounding=rounding, context=context)
+        return int(found) if isinstance(number, int) else float(found)
 
     return compute
 
 
-ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
+OPERATORS: dict[str, tuple[int, int, Make]] = {
+    "$cmp": (2, 2, _comparison(lambda sign: sign)),
+    "$eq": (2, 2, _comparison(lambda sign: sign == 0)),
+    "$ne": (2, 2, _comparison(lambda sign: sign != 0)),
+    "$gt": (2, 2, _comparison(lambda sign: sign > 0)),
+    "$gte": (2, 2, _comparison(lambda sign: sign >= 0)),
+    "$lt": (2, 2, _comparison(lambda sign: sign < 0)),
+    "$lte": (2, 2, _comparison(lambda sign: sign <= 0)),
+    "$and": (0, ANY_NUMBER, _all),
+    "$or": (0, ANY_NUMBER, _any),
+    "$not": (1, 1, _not),
     "$abs": (1, 1, _strict(_absolute)),
     "$add": (0, ANY_NUMBER, _folding(lambda left, right: left + right, 0)),
     "$ceil": (1, 1, _strict(_to_whole(math.ceil))),
@@ -347,26 +355,12 @@ ARITHMETIC: dict[str, tuple[int, int, Callable[..., Any]]] = {
     "$mod": (2, 2, _strict(_mod)),
     "$multiply": (0, ANY_NUMBER, _folding(lambda left, right: left * right, 1)),
     "$pow": (2, 2, _strict(_power)),
-    "$round": (1, 2, _rounded(ROUND_HALF_EVEN)),
+    "$round": (1, 2, _strict(_rounded(ROUND_HALF_EVEN))),
     "$sqrt": (1, 1, _strict(_root)),
     "$subtract": (2, 2, _strict(lambda left, right: left - right)),
-    "$trunc": (1, 2, _rounded(ROUND_DOWN)),
+    "$trunc": (1, 2, _strict(_rounded(ROUND_DOWN))),
 }
-"""Operator -> least and most operands, and the function that computes it."""
-
-OPERATORS: dict[str, tuple[int, int, Callable[[list[Evaluate]], Evaluate]]] = {
-    "$cmp": (2, 2, _comparison(lambda sign: sign)),
-    "$eq": (2, 2, _comparison(lambda sign: sign == 0)),
-    "$ne": (2, 2, _comparison(lambda sign: sign != 0)),
-    "$gt": (2, 2, _comparison(lambda sign: sign > 0)),
-    "$gte": (2, 2, _comparison(lambda sign: sign >= 0)),
-    "$lt": (2, 2, _comparison(lambda sign: sign < 0)),
-    "$lte": (2, 2, _comparison(lambda sign: sign <= 0)),
-    "$and": (0, ANY_NUMBER, _all),
-    "$or": (0, ANY_NUMBER, _any),
-    "$not": (1, 1, _not),
-    **{name: (least, most, _numeric(compute)) for name, (least, most, compute) in ARITHMETIC.items()},
-}
+"""Operator -> least and most operands, and its evaluation."""
 
 
 def _refuse(operator: str, what: str) -> NoReturn:

@@ -1,15 +1,15 @@
-"""Compiled queries at work: one, many at once, and on values that are not decoded yet.
+"""Compiled queries at work: many at once, and on values that are not decoded yet.
 
-    Query        one query, one document after another
     FilterSet    many queries, one document: which of them match?
     ValueFilter  one query, many values as bytes
     prefilter    a quick test of bytes that skips records which none of a few queries can match
 
-A query never changes and equals every other query with the same canonical form. ``Query.explain`` shows which parts of
-it, as the author wrote them, matched a document.
-
 Invariant: ``FilterSet.match`` gives exactly the queries whose own ``matches`` is true. Equal queries are tested once;
 the index finds candidates; each candidate is tested.
+
+The index files each query under the needs (one of which every match meets) that the fewest documents are expected to
+meet. If many queries share a value, an inner index files them by another need. A lookup follows each path of an index
+once, and only if the document has the path's first field.
 
 Most values do not match, and most of those lack a text that the query needs. ``ValueFilter`` and ``prefilter`` search
 the bytes for such texts before anything is decoded. A JSON escape may spell a text otherwise, so every value with a
@@ -19,200 +19,273 @@ backslash passes this test.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from hashlib import sha256
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from tailrace.api.answers import Explanation
-from tailrace.errors import QueryError
-from tailrace.query.expression import Expr
-from tailrace.query.filter_index import Index, Need, Text, Value, needs
-from tailrace.query.parse import UNLIMITED, Parser, QueryLimits, check_size
-from tailrace.query.path import Check, Path, Record, record_fields
-from tailrace.query.tree import And, Leaf, Node, canonical_query, has_operators, nodes
-from tailrace.query.value import MISSING, document_reader
+from tailrace.query.parse import DEFAULT_LIMITS, Query, QueryLimits, compile_query
+from tailrace.query.tree import MIN_TEXT, And, Leaf, Need, Needs, Node, Present, Range, Text, Value, needs
+from tailrace.query.value import MISSING, Check, Path, Record, document_reader, frozen, is_digits, record_fields
 
-DEFAULT_LIMITS = QueryLimits()
-
-_NOTHING: dict[str, Any] = {}
+_NUMBERS = frozenset((int, float))
 
 
-class Query:
-    """A compiled query. Immutable; hashed and compared by its canonical form."""
+class _StandingQuery:
+    """One distinct query of a set and the numbers under which it was added; ``key`` is the first of them."""
 
-    __slots__ = ("_check", "asks_record", "mongo", "source", "tree")
+    __slots__ = ("_listed", "check", "key", "numbers", "query")
 
-    def __init__(self, source: dict[str, Any], tree: Node, mongo: int) -> None:
-        self.source, self.tree, self.mongo = source, tree, mongo
-        self._check: Check | None = None  # made by the first ``matches``; a filter set makes its own
-        self.asks_record = any(
-            isinstance(node, Leaf) and node.path is not None and node.path.of_record for node in nodes(tree)
-        )
-        """True if the query tests the record's metadata."""
+    def __init__(self, key: int, query: Query, check: Check) -> None:
+        self.key, self.query, self.check = key, query, check
+        self.numbers: dict[int, None] = {}
+        self._listed: tuple[int, ...] | None = None
 
-    def matches(self, document: Any, record: Record | Any = None) -> bool:
-        """Return whether a document matches; a value that is no object has no fields, None no metadata."""
-        if document.__class__ is not dict:
-            document = dict(document) if isinstance(document, dict) else {}
-        check = self._check
-        if check is None:
-            check = self._check = self.tree.check()
-        return check(document, record_fields(record) if self.asks_record else _NOTHING)
+    def listed(self) -> tuple[int, ...]:
+        """Return a snapshot of the numbers."""
+        if self._listed is None:
+            self._listed = tuple(self.numbers)
+        return self._listed
 
-    def explain(self, document: Any, record: Record | Any = None) -> Explanation:
-        """Return which parts of the query, as written, match a document, and the elements at their paths."""
+    def add(self, number: int) -> None:
+        self.numbers[number] = self._listed = None
 
-        def find(text: str) -> list[Any]:
-            path = Path(text, self.mongo == 9)
-            within = record_fields(record) if path.of_record else document
-            found = path.elements(within, expand=False) if within.__class__ is dict else []
-            return [value for value in found if value is not MISSING]
-
-        def matches(part: dict[str, Any]) -> bool:
-            return compile_query(part, UNLIMITED, self.mongo).matches(document, record)
-
-        return explain(self.source, matches, find)
-
-    @property
-    def canonical(self) -> dict[str, Any]:
-        """The canonical form: queries with equal forms match the same documents."""
-        return canonical_query(self.tree)
-
-    @property
-    def digest(self) -> str:
-        """Hash of the canonical form, which identifies the query."""
-        return sha256(f"{self.mongo}{self.tree.key}".encode()).hexdigest()
-
-    def fields(self) -> frozenset[str] | None:
-        """Return the top-level fields of a document that the query reads; None if it reads them all."""
-        found: set[str] = set()
-        for node in nodes(self.tree):
-            if isinstance(node, Expr):
-                if node.fields is None:
-                    return None
-                found |= node.fields
-            elif isinstance(node, Leaf) and node.path is not None and not node.path.of_record:
-                found.add(node.path.steps[0])
-        return frozenset(found)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Query) and (self.mongo, self.tree.key) == (other.mongo, other.tree.key)
-
-    def __hash__(self) -> int:
-        return hash((self.mongo, self.tree.key))
-
-    def __repr__(self) -> str:
-        return f"Query({self.digest[:12]})"  # users' queries do not belong in a log
-
-    def __reduce__(self) -> Any:
-        return Query, (self.source, self.tree, self.mongo)
+    def remove(self, number: int) -> None:
+        del self.numbers[number]
+        self._listed = None
 
 
-def compile_query(source: Any, limits: QueryLimits = DEFAULT_LIMITS, mongo: int = 8) -> Query:
-    """Compile a query.
-
-    Args:
-        source: The query as decoded JSON; it is copied.
-        limits: Limits of its size.
-        mongo: The MongoDB version, 8 or 9, whose rule applies to null at the end of a path through an array.
-
-    Raises:
-        QueryError: The query is refused; the message names the operator and the path.
-    """
-    if mongo.__class__ is not int or mongo not in (8, 9):
-        raise ValueError(f"mongo is 8 or 9, not {mongo!r}")
-    plain = check_size(source, limits)
-    try:
-        return Query(plain, Parser(limits, nulls=mongo == 9).document(plain), mongo)
-    except RecursionError:  # the caller is deep in the stack itself
-        raise QueryError("the query is nested too deeply for what is left of the stack") from None
+_Found: TypeAlias = dict[int, _StandingQuery]
+"""Queries by their keys, each once: dictionaries of small integers are quickest to unite."""
 
 
-MAX_HITS = 10
-"""Elements at a path that an explanation shows."""
+class _RangeIndex:
+    """Ranges of one kind: those with a low bound sorted by it, the others by their high bound."""
+
+    def __init__(self) -> None:
+        self._lows: list[tuple[Any, Any, int, _StandingQuery]] = []
+        self._highs: list[tuple[Any, int, _StandingQuery]] = []
+
+    def put(self, low: Any, high: Any, query: _StandingQuery) -> None:
+        if low is not None:
+            insort(self._lows, (low, high, query.key, query), key=_first)
+        else:
+            insort(self._highs, (high, query.key, query), key=_first)
+
+    def find(self, least: Any, most: Any, found: _Found) -> None:
+        """Add the queries whose ranges may be met by values of which these are the least and the greatest."""
+        if self._lows:
+            rows = self._lows[: bisect_right(self._lows, most, key=_first)]
+            found.update({key: query for _, high, key, query in rows if high is None or least <= high})
+        if self._highs:
+            above = self._highs[bisect_left(self._highs, least, key=_first) :]
+            found.update({key: query for _, key, query in above})
 
 
-def explain(
-    source: dict[str, Any], matches: Callable[[dict[str, Any]], bool], find: Callable[[str], list[Any]]
-) -> Explanation:
-    """Explain a query: ``matches`` tests a part of it, ``find`` returns the elements at a path."""
-    inner = [explain(part, matches, find) for part in _conditions(source)]
-    path = next(iter(source)) if len(source) == 1 and not inner else "$and"
-    found = find(path)[:MAX_HITS] if _is_path(path) else []
-    return Explanation(source, matches(source), found, inner)
+def _first(row: tuple[Any, ...]) -> Any:
+    return row[0]
 
 
-def _conditions(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the conditions of a part; none if it is a single condition."""
-    if len(part) > 1:
-        yield from ({name: operand} for name, operand in part.items() if name != "$comment")
-        return
-    for name, operand in part.items():
-        if name in ("$and", "$or", "$nor"):
-            yield from operand
-        elif _is_path(name) and has_operators(operand) and len(operand.keys() - {"$options"}) > 1:
-            for operator, value in operand.items():
-                if operator == "$regex" and "$options" in operand:
-                    yield {name: {operator: value, "$options": operand["$options"]}}
-                elif operator != "$options":
-                    yield {name: {operator: value}}
-        elif _is_path(name) and has_operators(operand):
-            [(operator, value), *_] = operand.items()
-            if operator == "$not":
-                yield {name: value}
-            elif operator == "$all" and len(value) > 1:
-                yield from ({name: {"$all": [member]}} for member in value)
+FEW_TEXTS = 8
+"""Number of texts up to which each is searched for by itself."""
 
 
-def _is_path(name: str) -> bool:
-    return name not in ("$and", "$or", "$nor", "$expr", "$comment")
+class _TextIndex:
+    """Queries by a text; the time to find those whose text occurs in a string is linear in the string."""
+
+    def __init__(self) -> None:
+        self._queries: dict[str, _Found] = {}
+        self._lengths: dict[str, set[int]] = {}
+        """First letters of texts -> their lengths."""
+
+    def put(self, text: str, query: _StandingQuery) -> None:
+        self._queries.setdefault(text, {})[query.key] = query
+        self._lengths.setdefault(text[:MIN_TEXT], set()).add(len(text))
+
+    def find(self, value: str, found: _Found) -> None:
+        if len(self._queries) <= FEW_TEXTS:
+            for text, queries in self._queries.items():
+                if text in value:
+                    found.update(queries)
+            return
+        for at in range(len(value) - MIN_TEXT + 1):
+            for length in self._lengths.get(value[at : at + MIN_TEXT], ()):
+                found.update(self._queries.get(value[at : at + length], ()))
+
+
+MAX_BUCKET = 8
+"""Queries under one value up to which testing all is cheaper than an inner index."""
+
+MAX_INDEX_DEPTH = 4
+"""Nested indexes."""
+
+_HIT_RATES: dict[type[Need], float] = {Text: 0.2, Range: 0.4, Present: 1.0}
+"""Assumed share of documents that meet a need; for a range with two bounds, a quarter of it."""
+
+_MAX_INNER_RATE = 0.6
+"""An inner index ignores needs that a larger share of documents meets."""
+
+
+class _Index:
+    """Queries by their needs. ``met`` are the needs that every document looked up in an inner index meets."""
+
+    def __init__(self, met: frozenset[Need] = frozenset()) -> None:
+        self._met = met
+        self._always: _Found = {}
+        self._of_value: dict[str, dict[Path, _PathIndex]] = {}
+        self._of_record: dict[str, dict[Path, _PathIndex]] = {}
+
+    def add(self, query: _StandingQuery) -> None:
+        needed = needs(query.query.tree, self._price)
+        if not needed or (self._met and self._price(needed) > _MAX_INNER_RATE):
+            self._always[query.key] = query
+            return
+        for need in needed:
+            paths = self._heads(need.path).setdefault(need.path.steps[0], {})
+            if need.path not in paths:
+                paths[need.path] = _PathIndex(need.path, self._met)
+            paths[need.path].put(need, query)
+
+    def find(self, document: dict[str, Any], context: dict[str, Any], found: _Found) -> None:
+        """Add the queries that a document and its record's fields (``context``) may match."""
+        found.update(self._always)
+        for head in self._of_value.keys() & document.keys():
+            for at in self._of_value[head].values():
+                at.find(document, document, context, found)
+        if context and self._of_record:
+            for head in self._of_record.keys() & context.keys():
+                for at in self._of_record[head].values():
+                    at.find(context, document, context, found)
+
+    def _heads(self, path: Path) -> dict[str, dict[Path, _PathIndex]]:
+        return self._of_record if path.of_record else self._of_value
+
+    def _price(self, needed: Needs) -> float:
+        if not self._met.isdisjoint(needed):
+            return math.inf
+        values = Counter(need.path for need in needed if isinstance(need, Value))
+        price = sum(_share(need) for need in needed if not isinstance(need, Value))
+        for path, count in values.items():
+            at = self._heads(path).get(path.steps[0], {}).get(path)
+            # The more values a path has in the index, the fewer documents have a given one.
+            price += count / (count + 9 + (len(at.values) if at is not None else 0))
+        return price
+
+
+def _share(need: Need) -> float:
+    bounded = isinstance(need, Range) and need.low is not None and need.high is not None
+    return _HIT_RATES[need.__class__] / (4 if bounded else 1)
+
+
+class _PathIndex:
+    """The needs at one path."""
+
+    def __init__(self, path: Path, met: frozenset[Need]) -> None:
+        self._path, self._met = path, met
+        self.values: dict[Hashable, _Found | _Index] = {}
+        self._present: _Found = {}
+        self._texts, self._numbers, self._strings = _TextIndex(), _RangeIndex(), _RangeIndex()
+        self._more = False
+        """True if there are needs other than values."""
+
+    def put(self, need: Need, query: _StandingQuery) -> None:
+        self._more |= not isinstance(need, Value)
+        match need:
+            case Value(value=value):
+                self._put_value(need, value, query)
+            case Range(low=low, high=high):
+                bound = high if low is None else low
+                (self._strings if bound.__class__ is str else self._numbers).put(low, high, query)
+            case Text(text=text):
+                self._texts.put(text, query)
+            case _:
+                self._present[query.key] = query
+
+    def _put_value(self, need: Need, value: Hashable, query: _StandingQuery) -> None:
+        bucket = self.values.setdefault(value, {})
+        if isinstance(bucket, _Index):
+            bucket.add(query)
+            return
+        bucket[query.key] = query
+        if len(bucket) > MAX_BUCKET and len(self._met) < MAX_INDEX_DEPTH:
+            inner = self.values[value] = _Index(self._met | {need})
+            for each in bucket.values():
+                inner.add(each)
+
+    def find(self, within: dict[str, Any], document: dict[str, Any], context: dict[str, Any], found: _Found) -> None:
+        """Follow the path in ``within``, the document or the record's fields, and add the queries found."""
+        value: Any = within
+        for step in self._path.steps:
+            if value.__class__ is dict:
+                value = value.get(step, MISSING)
+            elif value.__class__ is list:
+                self._each(self._path.elements(within, True), document, context, found)
+                return
+            else:
+                return
+        if value.__class__ is list:
+            self._each([*value, value], document, context, found)
+        elif value is not MISSING:
+            self._one(value, document, context, found)
+            if self._more and value.__class__ is str:
+                self._strings.find(value, value, found)
+            elif self._more and value.__class__ in _NUMBERS and value == value:
+                self._numbers.find(value, value, found)
+
+    def _each(self, values: Iterable[Any], document: dict[str, Any], context: dict[str, Any], found: _Found) -> None:
+        different: dict[Hashable, Any] = {}
+        for value in values:
+            if value.__class__ is dict or value.__class__ is list:
+                found.update(self._present)
+            elif value is not MISSING:
+                different[frozen(value, 0)] = value
+        for value in different.values():
+            self._one(value, document, context, found)
+        if self._more:
+            # All elements at once: one may meet the low bound, another the high one.
+            strings: list[Any] = [value for value in different.values() if value.__class__ is str]
+            numbers: list[Any] = [
+                value for value in different.values() if value.__class__ in _NUMBERS and value == value
+            ]
+            if strings:
+                self._strings.find(min(strings), max(strings), found)
+            if numbers:
+                self._numbers.find(min(numbers), max(numbers), found)
+
+    def _one(self, value: Any, document: dict[str, Any], context: dict[str, Any], found: _Found) -> None:
+        """Add the queries of one value, except those with ranges."""
+        bucket = self.values.get(value if value.__class__ is str else frozen(value, 0))
+        if bucket is not None:
+            if bucket.__class__ is dict:
+                found.update(bucket)
+            else:
+                bucket.find(document, context, found)  # type: ignore[union-attr]
+        if self._more:
+            if value.__class__ is str:
+                self._texts.find(value, found)
+            found.update(self._present)
 
 
 _EXPENSIVE = 4
 """Leaves of at least this cost are tested once per document, however many queries share them."""
 
 
-class _DistinctQuery:
-    """One distinct query and the numbers under which it was added."""
-
-    __slots__ = ("_listed", "_numbers", "check", "number", "query")
-
-    def __init__(self, number: int, query: Query, check: Check) -> None:
-        self.number, self.query, self.check = number, query, check
-        self._numbers: dict[int, None] = {}
-        self._listed: tuple[int, ...] | None = ()
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """A snapshot of the numbers."""
-        if self._listed is None:
-            self._listed = tuple(self._numbers)
-        return self._listed
-
-    def add(self, number: int) -> None:
-        self._numbers[number] = self._listed = None
-
-    def remove(self, number: int) -> None:
-        del self._numbers[number]
-        self._listed = None
-
-
 class FilterSet:
-    """A set of queries. The initial ones have the numbers 0, 1, 2, …; ``add`` continues from there. Not thread-safe."""
+    """A set of queries. The initial ones have the numbers 0, 1, 2, …; ``add`` continues from there. Not thread-safe.
+
+    A query that was removed stays in the index, matching nothing, until more are gone than are left; then the index is
+    made anew.
+    """
 
     def __init__(self, queries: Iterable[Query | dict[str, Any]] = ()) -> None:
-        self._distinct: dict[Query, _DistinctQuery] = {}
-        self._by_number: dict[int, _DistinctQuery] = {}
-        self._index: Index[_DistinctQuery] = Index(lambda entry, price: needs(entry.query.tree, price))
+        self._distinct: dict[Query, _StandingQuery] = {}
+        self._by_number: dict[int, _StandingQuery] = {}
+        self._index, self._gone = _Index(), 0
         self._leaves: dict[tuple[str, bool], Check] = {}
-        self._uses: Counter[tuple[str, bool]] = Counter()
-        self._fields: Counter[str | None] = Counter()  # queries that read a field; under None, those that read all
-        self._asking_record = 0
-        self._next = self._next_entry = 0
+        self._asking_record = self._next = 0
         for query in queries:
             self.add(query)
 
@@ -222,61 +295,55 @@ class FilterSet:
     def add(self, query: Query | dict[str, Any]) -> int:
         """Add a query and return its number."""
         compiled = query if isinstance(query, Query) else compile_query(query)
-        entry = self._distinct.get(compiled) or self._enter(compiled)
+        standing = self._distinct.get(compiled)
+        if standing is None:
+            standing = self._distinct[compiled] = _StandingQuery(self._next, compiled, compiled.tree.check(self._share))
+            self._index.add(standing)
+            self._asking_record += compiled.asks_record
         number = self._next
         self._next += 1
-        entry.add(number)
-        self._by_number[number] = entry
+        standing.add(number)
+        self._by_number[number] = standing
         return number
 
     def remove(self, number: int) -> None:
         """Remove the query with a number; KeyError if there is none."""
-        entry = self._by_number.pop(number)
-        entry.remove(number)
-        if not entry.numbers:
-            self._leave(entry)
+        standing = self._by_number.pop(number)
+        standing.remove(number)
+        if standing.numbers:
+            return
+        del self._distinct[standing.query]
+        standing.check = lambda document, context: False
+        self._asking_record -= standing.query.asks_record
+        self._gone += 1
+        if self._gone > len(self._distinct):
+            self._index, self._gone, self._leaves = _Index(), 0, {}
+            for each in self._distinct.values():
+                each.check = each.query.tree.check(self._share)
+                self._index.add(each)
 
     def match(self, document: Any, record: Record | Any = None) -> Iterator[int]:
         """Return the numbers of the queries that match, in no particular order."""
         if document.__class__ is not dict:
             document = dict(document) if isinstance(document, dict) else {}
         context = record_fields(record) if self._asking_record else {}
-        found: dict[int, _DistinctQuery] = {}
+        found: _Found = {}
         self._index.find(document, context, found)
-        return chain.from_iterable([entry.numbers for entry in found.values() if entry.check(document, context)])
+        return chain.from_iterable([query.listed() for query in found.values() if query.check(document, context)])
 
     def fields(self) -> frozenset[str] | None:
         """Return the top-level fields that any query reads; None if one reads them all."""
-        return None if None in self._fields else frozenset(name for name in self._fields if name is not None)
-
-    def _enter(self, query: Query) -> _DistinctQuery:
-        number = self._next_entry
-        self._next_entry += 1
-        entry = _DistinctQuery(number, query, query.tree.check(self._share))
-        self._index.add(number, entry)
-        self._distinct[query] = entry
-        self._asking_record += query.asks_record
-        self._fields.update(_fields(query))
-        self._uses.update(_shared(query))
-        return entry
-
-    def _leave(self, entry: _DistinctQuery) -> None:
-        query = entry.query
-        del self._distinct[query]
-        self._asking_record -= query.asks_record
-        for field in _fields(query):
-            self._fields[field] -= 1
-            if not self._fields[field]:
-                del self._fields[field]
-        for leaf in _shared(query):
-            self._uses[leaf] -= 1
-            if not self._uses[leaf]:
-                del self._uses[leaf], self._leaves[leaf]
-        self._index.remove(entry.number)
+        found: set[str] = set()
+        for query in self._distinct:
+            fields = query.fields()
+            if fields is None:
+                return None
+            found |= fields
+        return frozenset(found)
 
     def _share(self, node: Node) -> Check:
         """Return the check of a leaf; all queries that have the leaf share it."""
-        key = _leaf(node)
+        key = node.key, isinstance(node, Leaf) and node.path is not None and node.path.nulls
         found = self._leaves.get(key)
         if found is None:
             found = self._leaves[key] = node.check() if node.cost < _EXPENSIVE else _once(f"{key}", node.check())
@@ -293,19 +360,6 @@ def _once(key: str, check: Check) -> Check:
         return answer
 
     return check_once
-
-
-def _leaf(node: Node) -> tuple[str, bool]:
-    return node.key, isinstance(node, Leaf) and node.path is not None and node.path.nulls
-
-
-def _shared(query: Query) -> list[tuple[str, bool]]:
-    return [_leaf(node) for node in nodes(query.tree) if isinstance(node, Leaf | Expr)]
-
-
-def _fields(query: Query) -> Iterable[str | None]:
-    fields = query.fields()
-    return [None] if fields is None else fields
 
 
 _MAX_TEXTS = 8
@@ -424,9 +478,9 @@ def _record_text(need: Need) -> NeededText | None:
     if not all(path.steps):
         return None
     if not path.of_record:
-        names = [step for step in path.steps if not _is_digits(step)]
+        names = [step for step in path.steps if not is_digits(step)]
         return _value_text(need) or (_needed_text(f'"{names[-1]}"') if names else None)
-    if path.steps[0] == "$key" and all(map(_is_digits, path.steps[1:])):
+    if path.steps[0] == "$key" and all(map(is_digits, path.steps[1:])):
         match need:
             case Value(value=str(text)) | Text(text=text):
                 return _needed_text(text, in_key=True)  # without quotes: a key that is no array is its own text
@@ -438,7 +492,3 @@ def _needed_text(text: str, in_key: bool = False) -> NeededText | None:
         return NeededText(text.encode(), in_key)
     except UnicodeEncodeError:  # a lone surrogate
         return None
-
-
-def _is_digits(step: str) -> bool:
-    return step.isascii() and step.isdigit()

@@ -1,21 +1,26 @@
-"""The parser: from a query's JSON to its tree. All refusals are made here, also of queries that exceed a limit.
+"""The compiler: from a query's JSON to its tree, and the compiled query, which tests one document after another.
 
-It accepts MongoDB's language as far as Tailrace supports it. The limits keep matching quick for every query.
+The parser accepts MongoDB's language as far as Tailrace supports it. All refusals are made here, also of queries that
+exceed a limit. The limits keep matching quick for every query.
+
+A query never changes and equals every other query with the same canonical form. ``Query.explain`` shows which parts of
+it, as the author wrote them, matched a document.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from hashlib import sha256
 from typing import Any, NoReturn
 
 import msgspec
 
+from tailrace.api.answers import Explanation
 from tailrace.errors import BadRequest, QueryError
 from tailrace.log.event import parse_time
 from tailrace.query.expression import Expr, compile_expression
-from tailrace.query.path import MAX_STEPS, Path
 from tailrace.query.predicate import (
     NUMBERS,
     OPTIONS,
@@ -32,7 +37,9 @@ from tailrace.query.predicate import (
 from tailrace.query.tree import (
     FALSE,
     Element,
+    Leaf,
     Node,
+    canonical_query,
     conjunction,
     disjunction,
     encoded,
@@ -40,8 +47,9 @@ from tailrace.query.tree import (
     has_operators,
     leaf,
     negation,
+    nodes,
 )
-from tailrace.query.value import as_double
+from tailrace.query.value import MAX_STEPS, MISSING, Check, Path, Record, as_double, record_fields
 
 MAX_DEPTH = 100
 """Upper bound of ``QueryLimits.depth``: no query may exhaust the stack."""
@@ -66,7 +74,7 @@ class QueryLimits(msgspec.Struct, frozen=True):
 
 
 UNLIMITED = QueryLimits(*[1 << 30] * len(QueryLimits.__struct_fields__))
-"""For parts of a query that was checked as a whole."""
+"""For a query that was checked before, and for its parts."""
 
 
 def check_size(query: Any, limits: QueryLimits) -> dict[str, Any]:
@@ -441,3 +449,139 @@ def _unknown(operator: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     near = get_close_matches(operator[:40].lower(), by_lower, 1, cutoff=0.7)
     return f"unknown operator; did you mean {by_lower[near[0]]}?" if near else "unknown operator"
+
+
+DEFAULT_LIMITS = QueryLimits()
+
+_NOTHING: dict[str, Any] = {}
+
+
+class Query:
+    """A compiled query. Immutable; hashed and compared by its canonical form."""
+
+    __slots__ = ("_check", "asks_record", "mongo", "source", "tree")
+
+    def __init__(self, source: dict[str, Any], tree: Node, mongo: int) -> None:
+        self.source, self.tree, self.mongo = source, tree, mongo
+        self._check: Check | None = None  # made by the first ``matches``; a filter set makes its own
+        self.asks_record = any(
+            isinstance(node, Leaf) and node.path is not None and node.path.of_record for node in nodes(tree)
+        )
+        """True if the query tests the record's metadata."""
+
+    def matches(self, document: Any, record: Record | Any = None) -> bool:
+        """Return whether a document matches; a value that is no object has no fields, None no metadata."""
+        if document.__class__ is not dict:
+            document = dict(document) if isinstance(document, dict) else {}
+        check = self._check
+        if check is None:
+            check = self._check = self.tree.check()
+        return check(document, record_fields(record) if self.asks_record else _NOTHING)
+
+    def explain(self, document: Any, record: Record | Any = None) -> Explanation:
+        """Return which parts of the query, as written, match a document, and the elements at their paths."""
+
+        def find(text: str) -> list[Any]:
+            path = Path(text, self.mongo == 9)
+            within = record_fields(record) if path.of_record else document
+            found = path.elements(within, expand=False) if within.__class__ is dict else []
+            return [value for value in found if value is not MISSING]
+
+        def matches(part: dict[str, Any]) -> bool:
+            return compile_query(part, UNLIMITED, self.mongo).matches(document, record)
+
+        return _explain(self.source, matches, find)
+
+    @property
+    def canonical(self) -> dict[str, Any]:
+        """The canonical form: queries with equal forms match the same documents."""
+        return canonical_query(self.tree)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the canonical form, which identifies the query."""
+        return sha256(f"{self.mongo}{self.tree.key}".encode()).hexdigest()
+
+    def fields(self) -> frozenset[str] | None:
+        """Return the top-level fields of a document that the query reads; None if it reads them all."""
+        found: set[str] = set()
+        for node in nodes(self.tree):
+            if isinstance(node, Expr):
+                if node.fields is None:
+                    return None
+                found |= node.fields
+            elif isinstance(node, Leaf) and node.path is not None and not node.path.of_record:
+                found.add(node.path.steps[0])
+        return frozenset(found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Query) and (self.mongo, self.tree.key) == (other.mongo, other.tree.key)
+
+    def __hash__(self) -> int:
+        return hash((self.mongo, self.tree.key))
+
+    def __repr__(self) -> str:
+        return f"Query({self.digest[:12]})"  # users' queries do not belong in a log
+
+    def __reduce__(self) -> Any:
+        return Query, (self.source, self.tree, self.mongo)
+
+
+def compile_query(source: Any, limits: QueryLimits = DEFAULT_LIMITS, mongo: int = 8) -> Query:
+    """Compile a query.
+
+    Args:
+        source: The query as decoded JSON; it is copied.
+        limits: Limits of its size.
+        mongo: The MongoDB version, 8 or 9, whose rule applies to null at the end of a path through an array.
+
+    Raises:
+        QueryError: The query is refused; the message names the operator and the path.
+    """
+    if mongo.__class__ is not int or mongo not in (8, 9):
+        raise ValueError(f"mongo is 8 or 9, not {mongo!r}")
+    plain = check_size(source, limits)
+    try:
+        return Query(plain, Parser(limits, nulls=mongo == 9).document(plain), mongo)
+    except RecursionError:  # the caller is deep in the stack itself
+        raise QueryError("the query is nested too deeply for what is left of the stack") from None
+
+
+MAX_HITS = 10
+"""Elements at a path that an explanation shows."""
+
+
+def _explain(
+    source: dict[str, Any], matches: Callable[[dict[str, Any]], bool], find: Callable[[str], list[Any]]
+) -> Explanation:
+    """Explain a query: ``matches`` tests a part of it, ``find`` returns the elements at a path."""
+    inner = [_explain(part, matches, find) for part in _conditions(source)]
+    path = next(iter(source)) if len(source) == 1 and not inner else "$and"
+    found = find(path)[:MAX_HITS] if _is_path(path) else []
+    return Explanation(source, matches(source), found, inner)
+
+
+def _conditions(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the conditions of a part; none if it is a single condition."""
+    if len(part) > 1:
+        yield from ({name: operand} for name, operand in part.items() if name != "$comment")
+        return
+    for name, operand in part.items():
+        if name in ("$and", "$or", "$nor"):
+            yield from operand
+        elif _is_path(name) and has_operators(operand) and len(operand.keys() - {"$options"}) > 1:
+            for operator, value in operand.items():
+                if operator == "$regex" and "$options" in operand:
+                    yield {name: {operator: value, "$options": operand["$options"]}}
+                elif operator != "$options":
+                    yield {name: {operator: value}}
+        elif _is_path(name) and has_operators(operand):
+            [(operator, value), *_] = operand.items()
+            if operator == "$not":
+                yield {name: value}
+            elif operator == "$all" and len(value) > 1:
+                yield from ({name: {"$all": [member]}} for member in value)
+
+
+def _is_path(name: str) -> bool:
+    return name not in ("$and", "$or", "$nor", "$expr", "$comment")

@@ -20,15 +20,30 @@ import msgspec
 import re2
 
 from tailrace.errors import QueryError
-from tailrace.query.path import AnyElementTest, ElementTest
-from tailrace.query.value import KINDS, MISSING, NUMBER, Missing, compare, equal, fits_int64, frozen, kind, size
+from tailrace.query.value import (
+    KINDS,
+    MISSING,
+    NUMBER,
+    AnyElementTest,
+    ElementTest,
+    Missing,
+    compare,
+    equal,
+    fits_int64,
+    frozen,
+    kind,
+    size,
+)
 
 OPTIONS = "imsux"
 """Letters of ``$options``; ``u`` is accepted and changes nothing."""
 
-_QUANTIFIERS = "*+?{"
-_TIMES = re.compile(r"\{\d+(,\d*)?\}", re.ASCII)
-_SPECIAL = "\\.^$|()[]{}*+?"
+# Parts of a pattern in which no letter has its own meaning: quoted text, an escape, a class.
+_CLOSED = r"\\Q.*?(?:\\E|\Z)|\\.|\[\^?\]?(?>\[:.*?:\]|\\.|[^\]\\])*+\]"
+_QUANTIFIER = r"[*+?]*(?:\{\d+(?:,\d*)?\}[*+?]*)?"
+_ATOMS = re.compile(rf"({_CLOSED}|.)({_QUANTIFIER})", re.DOTALL | re.ASCII)
+_BLANKS = re.compile(rf"({_CLOSED})|[ \t\n\r\f\v]|#[^\n]*\n?", re.DOTALL)
+_SPECIAL = ".^$){}*+?"
 _BUDGET = 1 << 20
 """Memory for one pattern's automaton; RE2 searches a larger one without it, more slowly."""
 
@@ -349,105 +364,33 @@ def literal(pattern: str, options: str) -> str | None:
     """
     if "i" in options or "(?" in pattern.replace("(?:", "").replace("(?P<", ""):
         return None
-    text = strip_comments(pattern) if "x" in options else pattern
-    runs, run, at = [""], "", 0
-    while at < len(text):
-        letter, width = text[at], 1
-        if letter == "\\":
-            letter, width = text[at + 1 : at + 2], 2
-            if letter.isalnum() and letter not in "dDsSwWbBAznrtfv":
-                return None  # \\x41, \\pL, \\Q…: not worth parsing
-            fixed = not letter.isalnum()
-        elif letter == "[":
-            width, fixed = _class(text, at), False
-        elif letter == "(":
-            width, fixed = _group(text, at), False
-        elif letter == "|":
+    runs, run, depth = [""], "", 0
+    for atom, quantifier in _ATOMS.findall(strip_comments(pattern) if "x" in options else pattern):
+        letter, in_group = atom[-1], depth > 0
+        depth += (atom == "(") - (atom == ")" and in_group)
+        if atom == "[" or atom.startswith("\\Q"):
             return None
+        if depth:
+            continue
+        if in_group or atom[0] == "[":
+            fixed = False
+        elif atom == "|":
+            return None
+        elif atom[0] == "\\":
+            if letter.isalnum() and letter not in "dDsSwWbBAznrtfv":
+                return None  # \x41, \pL: not worth parsing
+            fixed = not letter.isalnum()
         else:
             fixed = letter not in _SPECIAL
-        if not width:
-            return None
-        at += width
-        follows = text[at : at + 1]
-        if follows and follows in _QUANTIFIERS:
-            # "+" keeps the letter, but the next one need not stand beside it.
-            runs.append(run + letter if fixed and follows == "+" else run)
-            run = ""
-            while at < len(text) and text[at] in "*+?":
-                at += 1
-            if text[at : at + 1] == "{":
-                times = _TIMES.match(text, at)
-                if times is None:
-                    return None  # a literal brace
-                at = times.end()
-                while at < len(text) and text[at] in "*+?":
-                    at += 1
-        elif fixed:
+        if fixed and not quantifier:
             run += letter
         else:
-            runs.append(run)
+            # "+" keeps the letter, but the next one need not stand beside it.
+            runs.append(run + letter if fixed and quantifier.startswith("+") else run)
             run = ""
-    return max(*runs, run, key=len) or None
-
-
-def _class(text: str, at: int) -> int:
-    """Return the length of the character class that begins here; 0 if it does not end."""
-    end = at + 1
-    if text[end : end + 1] == "^":
-        end += 1
-    if text[end : end + 1] == "]":
-        end += 1
-    while end < len(text) and text[end] != "]":
-        if text.startswith("[:", end):
-            close = text.find(":]", end + 2)
-            end = close + 1 if close > 0 else end
-        end += 2 if text[end : end + 1] == "\\" else 1
-    return end + 1 - at if end < len(text) else 0
-
-
-def _group(text: str, at: int) -> int:
-    """Return the length of the group that begins here; 0 if it does not end."""
-    end, depth = at, 0
-    while end < len(text):
-        if text[end] == "\\":
-            if text[end + 1 : end + 2] == "Q":
-                return 0
-            end += 2
-            continue
-        if text[end] == "[":
-            width = _class(text, end)
-            if not width:
-                return 0
-            end += width
-            continue
-        depth += (text[end] == "(") - (text[end] == ")")
-        end += 1
-        if not depth:
-            return end - at
-    return 0
+    return None if depth else max(*runs, run, key=len) or None
 
 
 def strip_comments(pattern: str) -> str:
     """Return a pattern of option ``x`` without its blanks and comments."""
-    parts, at = [], 0
-    while at < len(pattern):
-        letter = pattern[at]
-        width = 1
-        if pattern.startswith("\\Q", at):
-            end = pattern.find("\\E", at)
-            width = (end + 2 if end >= 0 else len(pattern)) - at
-        elif letter == "\\":
-            width = 2
-        elif letter == "[":
-            width = _class(pattern, at) or len(pattern)
-        elif letter == "#":
-            end = pattern.find("\n", at)
-            at = len(pattern) if end < 0 else end + 1
-            continue
-        elif letter in " \t\n\r\f\v":
-            at += 1
-            continue
-        parts.append(pattern[at : at + width])
-        at += width
-    return "".join(parts)
+    return _BLANKS.sub(r"\1", pattern)

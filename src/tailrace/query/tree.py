@@ -4,20 +4,22 @@ Invariant: trees are made by the functions here and are in canonical form. Conju
 sorted and without duplicates; constant parts are folded into TRUE or FALSE; there is no double negation; alternative
 equalities of one path are one ``$in``. Each node has the canonical JSON of its query as its ``key``: trees with equal
 keys match the same documents. MongoDB's logic has two values, so these rewritings change no result.
+
+A *need* is a fact that a document must have for a tree to match, such as a value or a range at a path. Documents
+without it need not be tested.
 """
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from tailrace.query.path import Check, ElementTest, Path
-from tailrace.query.predicate import Equal, Exists, In, Ordered, Predicate
-from tailrace.query.value import kind
+from tailrace.query.predicate import Equal, Exists, In, Ordered, Predicate, Regex, literal
+from tailrace.query.value import KINDS, Check, ElementTest, Path, frozen, kind
 
 CheckFactory: TypeAlias = Callable[["Node"], Check]
 """Returns the check of a leaf or an ``$expr``; several queries may share it."""
@@ -161,7 +163,6 @@ FALSE = Or('{"$nor":[{}]}', ())
 
 
 def leaf(path: Path | None, predicate: Predicate) -> Leaf:
-    """Make a leaf."""
     return Leaf(_key(path, predicate.operators()), path, predicate)
 
 
@@ -181,7 +182,6 @@ def equals(path: Path | None, values: Iterable[Any]) -> Node:
 
 
 def conjunction(parts: Iterable[Node]) -> Node:
-    """Make the node that matches if all parts do."""
     by_key = _flat(parts, And)
     if FALSE.key in by_key:
         return FALSE
@@ -197,7 +197,6 @@ def conjunction(parts: Iterable[Node]) -> Node:
 
 
 def disjunction(parts: Iterable[Node]) -> Node:
-    """Make the node that matches if any part does."""
     by_key = _flat(parts, Or)
     if TRUE.key in by_key:
         return TRUE
@@ -224,7 +223,6 @@ def _compound(shape: type[Compound], operator: str, by_key: dict[str, Node]) -> 
 
 
 def negation(part: Node) -> Node:
-    """Make the node that matches if the part does not."""
     if isinstance(part, Not):
         return part.part
     if part.key == TRUE.key or part.key == FALSE.key:
@@ -291,7 +289,6 @@ def _depth(value: Any) -> int:
 
 
 def canonical_query(node: Node) -> dict[str, Any]:
-    """Return the canonical query of a node."""
     found: dict[str, Any] = json.loads(node.key)
     return found
 
@@ -345,3 +342,112 @@ def _negated(part: Leaf) -> dict[str, Any]:
         case Exists():
             return {"$exists": False}
     return {"$not": own}
+
+
+MIN_TEXT = 3
+"""Shortest text that is worth searching for."""
+
+_SCALARS = frozenset({KINDS[int], KINDS[str], KINDS[bool]})
+
+
+class Need(msgspec.Struct, frozen=True):
+    """A fact about the elements at a path."""
+
+    path: Path
+
+
+class Value(Need, frozen=True):
+    """An element equals a scalar, given in its frozen form."""
+
+    value: Hashable
+
+
+class Range(Need, frozen=True):
+    """An element is at least ``low``, and one at most ``high``: numbers or strings; None is no bound.
+
+    In an array, two different elements may meet the two bounds.
+    """
+
+    low: Any
+    high: Any
+
+
+class Text(Need, frozen=True):
+    """An element is a string that contains a text."""
+
+    text: str
+
+
+class Present(Need, frozen=True):
+    """There is an element."""
+
+
+Needs: TypeAlias = tuple[Need, ...]
+"""Alternative needs: each match meets at least one."""
+
+Price: TypeAlias = Callable[[Needs], float]
+"""Expected cost of alternatives: the share of documents that meet one of them."""
+
+
+def needs(node: Node, price: Price, prefix: Path | None = None) -> Needs:
+    """Return the cheapest needs of which every match meets one; nothing if there are none.
+
+    ``prefix`` is the path of the ``$elemMatch`` around the node.
+    """
+    match node:
+        case And(parts=parts):
+            found = [needed for part in parts if (needed := needs(part, price, prefix))]
+            return min([*_intervals(parts, prefix), *found], key=price, default=())
+        case Or(parts=parts):
+            each = [needs(part, price, prefix) for part in parts]
+            return tuple(dict.fromkeys(need for needed in each for need in needed)) if all(each) else ()
+        case Leaf(path=path, predicate=predicate) if path is not None and not (prefix and path.digits):
+            return _leaf_needs(_below(prefix, path), predicate, price)
+    return ()
+
+
+def _leaf_needs(path: Path, predicate: Predicate, price: Price) -> Needs:
+    match predicate:
+        case Equal(value=value):
+            return _equality_needs(path, [value])
+        case In(values=values):
+            return _equality_needs(path, values)
+        case Ordered(value=value, below=below, scalar=scalar):
+            if not scalar:
+                return () if value is None else (Present(path),)
+            return (Range(path, None, value) if below else Range(path, value, None),)
+        case Regex(pattern=pattern, options=options):
+            text = literal(pattern, options)
+            return (Text(path, text) if text is not None and len(text) >= MIN_TEXT else Present(path),)
+        case Element(node=node, whole=whole) if not whole and not path.digits and path.steps[-1]:
+            return needs(node, price, path) or (Present(path),)
+    return (Present(path),)
+
+
+def _equality_needs(path: Path, values: Iterable[Any]) -> Needs:
+    if any(value is None for value in values):
+        return ()  # a missing field equals null
+    if all(kind(value) in _SCALARS and value == value for value in values):
+        return tuple(dict.fromkeys(Value(path, frozen(value, 0)) for value in values))
+    return (Present(path),)
+
+
+def _intervals(parts: Iterable[Node], prefix: Path | None) -> Iterator[Needs]:
+    """Yield the range of each path for which the parts of a conjunction have a lower and an upper bound."""
+    lows: dict[Path, Any] = {}
+    highs: dict[Path, Any] = {}
+    for part in parts:
+        match part:
+            case Leaf(path=Path() as path, predicate=Ordered(scalar=True, value=value, below=below)):
+                (highs if below else lows).setdefault(path, value)
+    for path, low in lows.items():
+        if path in highs and kind(low) == kind(highs[path]) and not (prefix and path.digits):
+            yield (Range(_below(prefix, path), low, highs[path]),)
+
+
+def _below(prefix: Path | None, path: Path) -> Path:
+    """Join the path of an ``$elemMatch`` with one inside it, which has no digits.
+
+    Digits would differ: inside ``$elemMatch`` an inner array counts as a document with its indices for names.
+    """
+    return path if prefix is None else Path(f"{prefix.text}.{path.text}", path.nulls)
