@@ -58,45 +58,38 @@ class TailraceError(Exception):
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
+    def __init_subclass__(cls, code: str = "", status: int = 0, retryable: bool = False) -> None:
+        super().__init_subclass__()
+        cls.code, cls.status = code or cls.code, status or cls.status
+        cls.retryable = retryable or cls.retryable
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without calling ``__init__`` again, whose parameters are not ``args``; Spark tasks pickle errors."""
-        return _restore, (type(self), self.args), self.__dict__
+        return _restore, (type(self), *self.args), self.__dict__
 
 
-def _restore(kind: type[TailraceError], args: tuple[Any, ...]) -> TailraceError:
-    error = kind.__new__(kind)
-    error.args = args
-    return error
+def _restore(kind: type[TailraceError], *args: Any) -> TailraceError:
+    return kind.__new__(kind, *args)
 
 
-class UsageError(TailraceError):
+class UsageError(TailraceError, code="request.invalid", status=400):
     """The request cannot be served as it is; the message says what to change."""
-
-    code = "request.invalid"
-    status = 400
 
 
 class BadRequest(UsageError):
     """A parameter, a header or a body cannot be read."""
 
 
-class BadBurst(BadRequest):
+class BadBurst(BadRequest, code="burst.invalid"):
     """The bytes are not a burst of telemetry, or would decompress to more than a burst may have."""
 
-    code = "burst.invalid"
 
-
-class CursorError(UsageError):
+class CursorError(UsageError, code="cursor.invalid"):
     """The text is not a cursor, or is one of another feed."""
 
-    code = "cursor.invalid"
 
-
-class CursorGone(UsageError):
+class CursorGone(UsageError, code="cursor.gone", status=410):
     """The events after a cursor are gone, and the caller asked for ``on_gap=fail``."""
-
-    code = "cursor.gone"
-    status = 410
 
     def __init__(self, name: str, after: str, first: str, reason: str, what: str = "") -> None:
         self.name, self.after, self.first, self.reason = name, after, first, reason
@@ -106,92 +99,64 @@ class CursorGone(UsageError):
         )
 
 
-class StreamNotFound(UsageError):
+class StreamNotFound(UsageError, code="stream.not_found", status=404):
     """The stream does not exist, and the caller asked for ``missing=fail``."""
-
-    code = "stream.not_found"
-    status = 404
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"no stream is called {name!r}: see the list of streams, or wait for it with missing=wait")
 
 
-class TopicNotFound(UsageError):
+class TopicNotFound(UsageError, code="topic.not_found", status=404):
     """The topic does not exist, or may not be written."""
 
-    code = "topic.not_found"
-    status = 404
 
-
-class TopicNotRead(UsageError):
+class TopicNotRead(UsageError, code="topic.not_read", status=404):
     """The pipeline does not read the topic, so nothing can be searched in it."""
-
-    code = "topic.not_read"
-    status = 404
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"topic {name!r} is not read by the pipeline: see kafka.topics and kafka.exclude")
 
 
-class AccessDenied(UsageError):
+class AccessDenied(UsageError, code="access.denied", status=403):
     """The user may not do this, or the request names no user where one is required."""
 
-    code = "access.denied"
-    status = 403
 
-
-class TopicForbidden(AccessDenied):
+class TopicForbidden(AccessDenied, code="topic.forbidden"):
     """The user may not search the topic."""
-
-    code = "topic.forbidden"
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"topic {name!r} is not among those that you may search: see serve.topics_by_user")
 
 
-class EventRefused(UsageError):
+class EventRefused(UsageError, code="event.refused", status=422):
     """The topic does not take an event; nothing of the request was written."""
 
-    code = "event.refused"
-    status = 422
 
-
-class RuleNotFound(UsageError):
+class RuleNotFound(UsageError, code="rule.not_found", status=404):
     """No fold rule with this name is configured."""
-
-    code = "rule.not_found"
-    status = 404
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"no rule of folds is called {name!r}: see the list of folds, or folds.rules in the settings")
 
 
-class GroupNotFound(UsageError):
+class GroupNotFound(UsageError, code="group.not_found", status=404):
     """The group has no open folds."""
-
-    code = "group.not_found"
-    status = 404
 
     def __init__(self, rule: str, group: str) -> None:
         self.rule, self.group = rule, group
         super().__init__(f"rule {rule!r} has no open folds of the group {group}: none began, or all were emitted")
 
 
-class WindowsRefused(UsageError):
+class WindowsRefused(UsageError, code="windows.refused", status=422):
     """The settings do not allow these fold windows; nothing was changed."""
 
-    code = "windows.refused"
-    status = 422
 
-
-class QueryError(UsageError):
+class QueryError(UsageError, code="query.invalid"):
     """The query does not compile: MongoDB would refuse it, or it is not supported."""
-
-    code = "query.invalid"
 
     def __init__(self, what: str, operator: str = "", path: str = "") -> None:
         self.what, self.operator, self.path = what, operator, path
@@ -199,100 +164,68 @@ class QueryError(UsageError):
         super().__init__(f"{where}: {what}" if where else what)
 
 
-class TagsOff(UsageError):
+class TagsOff(UsageError, code="tags.off", status=404):
     """Nothing is tagged here."""
 
-    code = "tags.off"
-    status = 404
 
-
-class SessionNotFound(UsageError):
+class SessionNotFound(UsageError, code="session.not_found", status=404):
     """The telemetry session, or the configuration of one, is not stored here, or not yet."""
 
-    code = "session.not_found"
-    status = 404
 
-
-class SearchNotFound(UsageError):
+class SearchNotFound(UsageError, code="search.not_found", status=404):
     """No live search has this id: it never began, or was forgotten."""
-
-    code = "search.not_found"
-    status = 404
 
     def __init__(self, search: str) -> None:
         self.search = search
         super().__init__(f"no live search has the id {search!r}: see the list of searches")
 
 
-class SearchFollowed(UsageError):
+class SearchFollowed(UsageError, code="search.followed", status=409):
     """The search has followers, so it was not ended."""
-
-    code = "search.followed"
-    status = 409
 
     def __init__(self, search: str, connections: int) -> None:
         self.search, self.connections = search, connections
         super().__init__(f"{connections} connection(s) follow the search {search}: force=true (--force) ends it")
 
 
-class SearchEnded(UsageError):
+class SearchEnded(UsageError, code="search.ended", status=410):
     """The search was ended by hand while somebody followed it, or was about to."""
-
-    code = "search.ended"
-    status = 410
 
     def __init__(self, search: str) -> None:
         self.search = search
         super().__init__(f"the search {search} was ended by hand: ask again to begin it anew, from any time on")
 
 
-class TooFarBack(UsageError):
+class TooFarBack(UsageError, code="search.too_far"):
     """The search asks for more of the past than ``grep.reach`` allows."""
-
-    code = "search.too_far"
 
     def __init__(self, asked: str, reach: str) -> None:
         self.asked, self.reach = asked, reach
         super().__init__(f"from={asked} is further back than searches may go, {reach} (grep.reach): begin later")
 
 
-class TooLarge(UsageError):
+class TooLarge(UsageError, code="request.too_large", status=413):
     """The request is over a limit of the configuration."""
 
-    code = "request.too_large"
-    status = 413
 
-
-class ConfigError(TailraceError):
+class ConfigError(TailraceError, code="config.invalid"):
     """A setting cannot be used; the message has its path, its origin and the accepted values."""
 
-    code = "config.invalid"
 
-
-class Unavailable(TailraceError):
+class Unavailable(TailraceError, code="part.unavailable", status=503, retryable=True):
     """A part does not answer now; the same call may succeed later."""
 
-    code = "part.unavailable"
-    status = 503
-    retryable = True
 
-
-class StoreUnavailable(Unavailable):
+class StoreUnavailable(Unavailable, code="store.unavailable"):
     """Valkey or Cassandra does not answer."""
 
-    code = "store.unavailable"
 
-
-class BrokerUnavailable(Unavailable):
+class BrokerUnavailable(Unavailable, code="broker.unavailable"):
     """Kafka does not answer."""
 
-    code = "broker.unavailable"
 
-
-class TooManySearches(Unavailable):
+class TooManySearches(Unavailable, code="search.too_many"):
     """The limit of live searches is reached, and each has followers, or had some until lately."""
-
-    code = "search.too_many"
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -302,27 +235,19 @@ class TooManySearches(Unavailable):
         )
 
 
-class Overloaded(Unavailable):
+class Overloaded(Unavailable, code="service.overloaded"):
     """The service has as many connections as it may have."""
 
-    code = "service.overloaded"
 
-
-class StoreError(TailraceError):
+class StoreError(TailraceError, code="store.refused"):
     """A store refused a call; the view is as it was."""
 
-    code = "store.refused"
 
-
-class StoreChanged(StoreError):
+class StoreChanged(StoreError, code="store.changed", status=503, retryable=True):
     """The server of a shard is another process than when the marks were read.
 
     It may have lost its last writes, so nothing may be applied on top of them: read the marks again and start there.
     """
-
-    code = "store.changed"
-    status = 503
-    retryable = True
 
     def __init__(self, where: str, expected: str, found: str) -> None:
         self.where, self.expected, self.found = where, expected, found
@@ -331,10 +256,8 @@ class StoreChanged(StoreError):
         )
 
 
-class StaleDriver(StoreError):
+class StaleDriver(StoreError, code="driver.stale"):
     """A newer driver has taken over the view; this one must end."""
-
-    code = "driver.stale"
 
     def __init__(self, view: str, mine: int, stored: int) -> None:
         self.view, self.mine, self.stored = view, mine, stored
@@ -343,22 +266,16 @@ class StaleDriver(StoreError):
         )
 
 
-class StaleUpkeep(StoreError):
+class StaleUpkeep(StoreError, code="upkeep.stale", retryable=True):
     """Another upkeep process has the lease; this one must stop, and has changed nothing since."""
-
-    code = "upkeep.stale"
-    retryable = True
 
     def __init__(self, mine: int, stored: int) -> None:
         self.mine, self.stored = mine, stored
         super().__init__(f"upkeep token {mine} is over: another process holds {stored}; this one stops")
 
 
-class LeaseHeld(StoreError):
+class LeaseHeld(StoreError, code="upkeep.held", retryable=True):
     """Another process does upkeep now; only one may."""
-
-    code = "upkeep.held"
-    retryable = True
 
     def __init__(self, owner: str, left_s: float) -> None:
         self.owner, self.left_s = owner, left_s
@@ -367,10 +284,8 @@ class LeaseHeld(StoreError):
         )
 
 
-class RowsMissing(StoreError):
+class RowsMissing(StoreError, code="tags.missing"):
     """Events of a tag were not found in time, though the numbers of other events show that they exist."""
-
-    code = "tags.missing"
 
     def __init__(self, tag: str, missing: dict[str, tuple[int, int]], after: str, to: str) -> None:
         self.tag, self.missing, self.after, self.to = tag, missing, after, to
@@ -382,41 +297,28 @@ class RowsMissing(StoreError):
         )
 
 
-class StoreMismatch(StoreError):
+class StoreMismatch(StoreError, code="store.mismatch"):
     """The store was written with another number of shards, or in another layout."""
 
-    code = "store.mismatch"
 
-
-class PipelineError(TailraceError):
+class PipelineError(TailraceError, code="pipeline.failed", retryable=True):
     """The streaming query ended; the supervisor starts it again from the marks."""
 
-    code = "pipeline.failed"
-    retryable = True
 
-
-class EmbeddedError(TailraceError):
+class EmbeddedError(TailraceError, code="embedded.failed"):
     """A part of the embedded stack failed."""
 
-    code = "embedded.failed"
 
-
-class DirectoryInUse(EmbeddedError):
+class DirectoryInUse(EmbeddedError, code="embedded.in_use"):
     """Another process runs the stack in this folder."""
 
-    code = "embedded.in_use"
 
-
-class PrerequisiteMissing(EmbeddedError):
+class PrerequisiteMissing(EmbeddedError, code="prerequisite.missing"):
     """The machine lacks something: Java, a free port, disk space."""
 
-    code = "prerequisite.missing"
 
-
-class ArtifactError(EmbeddedError):
+class ArtifactError(EmbeddedError, code="artifact.invalid"):
     """A fetched file is not the locked one."""
-
-    code = "artifact.invalid"
 
 
 _CLASSES = {name: kind for name, kind in globals().items() if isinstance(kind, type)}

@@ -108,6 +108,7 @@ def test_lists_and_tables_come_from_variables_as_json_or_plain_text(monkeypatch:
         "SPARK__CONF": '{"spark.ui.enabled": false, "spark.executor.memoryOverhead": "1g"}',
         "DAYS__NAME": '["queue", "job.set"]',
         "DEMO__RATE": "0.5",
+        "VALKEY__PASSWORD": '["x"]',
     }.items():
         monkeypatch.setenv(f"TAILRACE_{name}", value)
     settings = load()
@@ -117,6 +118,7 @@ def test_lists_and_tables_come_from_variables_as_json_or_plain_text(monkeypatch:
     assert dict(settings.spark.conf) == {"spark.ui.enabled": "false", "spark.executor.memoryOverhead": "1g"}
     assert settings.days.name == ("queue", "job.set")
     assert settings.demo.rate == 0.5
+    assert settings.valkey.password.get_secret_value() == '["x"]'
     monkeypatch.setenv("TAILRACE_KAFKA__TOPICS", "jobs|[0-9]+")
     assert load().kafka.topics == "jobs|[0-9]+"
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tailrace.config.values import (
     HIDDEN,
@@ -42,6 +41,7 @@ from tailrace.config.values import (
     Size,
     SizeOrZero,
     SparkConf,
+    Table,
     Topic,
     TopicsByUser,
     ValkeyUrl,
@@ -225,12 +225,8 @@ class ShownSetting(NamedTuple):
     origin: str
 
 
-class Settings(BaseSettings):
+class Settings(Section):
     """The tree; ``load`` makes one from all layers."""
-
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", hide_input_in_errors=True, env_prefix=PREFIX, env_nested_delimiter="__"
-    )
 
     kafka: Kafka = Kafka()
     valkey: Valkey = Valkey()
@@ -267,18 +263,6 @@ class Settings(BaseSettings):
             problems.append((("pipeline", "max_event_bytes"), format_size(most), wanted))
         raise_problems(problems)
         return self
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read nothing from the environment here: ``load`` collects the layers and knows the origin of each value."""
-        return (init_settings,)
 
     @property
     def live_views(self) -> tuple[str, ...]:
@@ -346,7 +330,6 @@ class Settings(BaseSettings):
 
 
 def flat(settings: Settings) -> Iterator[tuple[str, Any]]:
-    """Yield every dotted path with its value."""
     for section in type(settings).model_fields:
         table = getattr(settings, section)
         for key in type(table).model_fields:
@@ -358,7 +341,6 @@ PATHS: tuple[str, ...] = tuple(DEFAULTS)
 
 
 def variable(path: str) -> str:
-    """Return the environment variable of a dotted path."""
     return PREFIX + path.replace(".", "__").upper()
 
 
@@ -428,36 +410,43 @@ def _file_layer(file: Path | None) -> list[Layer]:
     return [(table, lambda _: origin)]
 
 
-class _Variables(EnvSettingsSource):
-    """Reads variables: lists and tables are JSON, any other text stays text, so that a pattern needs no quotes."""
-
-    def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
-        try:
-            decoded = json.loads(value)
-        except ValueError:
-            return value
-        return decoded if isinstance(decoded, list | dict) else value
-
-
 def _environment_layer(problems: list[str]) -> Layer:
-    names = {variable(path) for path in PATHS}
-    unknown = [name for name in sorted(os.environ) if name.startswith(PREFIX) and name not in names | NOT_SETTINGS]
-    others = {other.removeprefix(PREFIX) for other in names | NOT_SETTINGS}
-    for name in unknown:
-        close = suggest(name.removeprefix(PREFIX), others).replace("mean ", f"mean {PREFIX}")
-        problems.append(f"{name} (env): no setting has this variable{close}")
-    variables = _Variables(Settings)
-    variables.env_vars = {name.lower(): value for name, value in os.environ.items() if name in names}
-    return variables(), lambda path: f"env {variable(path)}"
+    paths = {variable(path): path for path in PATHS}
+    known = {name.removeprefix(PREFIX) for name in paths.keys() | NOT_SETTINGS}
+    given: dict[str, object] = {}
+    for name, text in sorted(os.environ.items()):
+        if name in paths:
+            given[paths[name]] = _from_variable(paths[name], text)
+        elif name.startswith(PREFIX) and name not in NOT_SETTINGS:
+            close = suggest(name.removeprefix(PREFIX), known).replace("mean ", f"mean {PREFIX}")
+            problems.append(f"{name} (env): no setting has this variable{close}")
+    return _nested(given), lambda path: f"env {variable(path)}"
+
+
+def _from_variable(path: str, text: str) -> object:
+    """Read a variable: lists and tables are JSON, any other text stays text, so that a pattern needs no quotes."""
+    section, _, key = path.partition(".")
+    kind = type(Settings.model_fields[section].default).model_fields[key].annotation
+    if isinstance(kind, type) and not issubclass(kind, Table):
+        return text
+    try:
+        decoded = json.loads(text)
+    except ValueError:
+        return text
+    return decoded if isinstance(decoded, list | dict) else text
 
 
 def _flag_layer(flags: Mapping[str, object]) -> Layer:
-    table: dict[str, Any] = {}
-    for path, value in flags.items():
-        if value is not None:
-            section, _, key = path.partition(".")
-            table.setdefault(section, {})[key] = value
-    return table, lambda path: f"flag --{path.rpartition('.')[2].replace('_', '-')}"
+    given = {path: value for path, value in flags.items() if value is not None}
+    return _nested(given), lambda path: f"flag --{path.rpartition('.')[2].replace('_', '-')}"
+
+
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        tables.setdefault(section, {})[key] = value
+    return tables
 
 
 def _problem(error: dict[str, Any], merged: dict[str, Any], origins: dict[str, str]) -> str:

@@ -117,8 +117,10 @@ def has_re2() -> bool:
     return True
 
 
-def check_pattern(text: str) -> str:
+def check_pattern(text: object) -> str:
     """Return a pattern if it is valid, or if RE2 is not installed; else raise ValueError."""
+    if not isinstance(text, str):
+        raise ValueError("a regular expression in RE2 syntax")
     if not has_re2():
         return text
     import re2
@@ -157,7 +159,6 @@ class Table(Mapping[str, V]):
         return repr(self.written())
 
     def written(self) -> dict[str, Any]:
-        """Return the table for printing."""
         return dict(self._items)
 
     @classmethod
@@ -400,7 +401,6 @@ def _valkey_url(text: str) -> str:
 
 
 def without_password(url: str) -> tuple[str, str]:
-    """Return a url without its password, and the password."""
     match = re.fullmatch(r"([^/]*//[^/@:]*):(.*)@([^@]*)", url)
     return (f"{match[1]}@{match[3]}".replace("//@", "//"), unquote(match[2])) if match else (url, "")
 
