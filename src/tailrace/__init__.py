@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tailrace.client.connection import Feed
     from tailrace.client.river import River, connect
     from tailrace.errors import TailraceError
-    from tailrace.views.folds.folder import Folder
+    from tailrace.views.folds.write import Folder
     from tailrace.views.sessions.writer import SessionWriter
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ _HOMES = {
     "Burst": "tailrace.api.answers",
     "Event": "tailrace.api.answers",
     "Feed": "tailrace.client.connection",
-    "Folder": "tailrace.views.folds.folder",
+    "Folder": "tailrace.views.folds.write",
     "River": "tailrace.client.river",
     "SessionWriter": "tailrace.views.sessions.writer",
     "TailraceError": "tailrace.errors",

@@ -131,34 +131,23 @@ def load_settings(file: Path | None, *, port: int | None = None, folder: Path | 
     return settings
 
 
-def at_stack(settings: Settings) -> Settings:
+def at_stack(settings: Settings, *, always: bool = False) -> Settings:
     """Return settings that reach the stack of ``embedded.dir`` while it runs.
 
-    Configured addresses of Kafka, Valkey and Cassandra stay; those at their default become the stack's own.
+    Configured addresses of Kafka, Valkey and Cassandra stay, unless ``always``; others become the stack's own.
     """
     try:
-        from tailrace.embedded.process import HOST, last_ports, lock_holder
-        from tailrace.embedded.stack import PORTS_FILE
+        from tailrace.embedded.process import last_ports, lock_holder
+        from tailrace.embedded.stack import PORTS_FILE, at_servers
     except ImportError:
         return settings
-    from pydantic import SecretStr
-
-    from tailrace.config.values import Properties
-
     folder = Path(settings.embedded.dir)
     if lock_holder(folder) is None:
         return settings
+    addresses = {"kafka": "kafka.bootstrap", "valkey": "valkey.url", "cassandra": "cassandra.port"}
     ports = last_ports(folder / PORTS_FILE)
-    changes: dict[str, Any] = {}
-    if settings.origin("valkey.url") == "default" and "valkey" in ports:
-        valkey = {"url": f"valkey://{HOST}:{ports['valkey']}/0", "password": SecretStr("")}
-        changes["valkey"] = settings.valkey.model_copy(update=valkey)
-    if settings.origin("kafka.bootstrap") == "default" and "kafka" in ports:
-        kafka = {"bootstrap": f"{HOST}:{ports['kafka']}", "properties": Properties()}
-        changes["kafka"] = settings.kafka.model_copy(update=kafka)
-    if settings.origin("cassandra.port") == "default" and "cassandra" in ports:
-        changes["cassandra"] = settings.cassandra.model_copy(update={"hosts": (HOST,), "port": ports["cassandra"]})
-    return settings.model_copy(update=changes)
+    moved = [part for part, path in addresses.items() if always or settings.origin(path) == "default"]
+    return at_servers(settings, {part: ports[part] for part in moved if part in ports})
 
 
 @contextmanager

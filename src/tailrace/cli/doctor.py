@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tailrace.cli.command import at_stack
 from tailrace.config.settings import Settings
 from tailrace.errors import PrerequisiteMissing, TailraceError
 
@@ -38,16 +39,16 @@ class Check(msgspec.Struct, frozen=True):
 
 def checks(settings: Settings) -> Iterator[Check]:
     """Yield the results, in the order in which the parts depend on each other."""
-    running = _running(settings)
+    supervisor, reached = _supervisor(settings), at_stack(settings, always=True)
     probes: dict[str, Callable[[], Iterator[Check]]] = {
         "java": _java,
         "memory": _memory,
         "disk": lambda: _disk(settings),
-        "port": lambda: _port(settings, running),
-        "stack": lambda: _stack(settings, running),
+        "port": lambda: _port(settings, supervisor),
+        "stack": lambda: _stack(settings, supervisor),
         "jars": lambda: _jars(settings),
-        "kafka": lambda: _kafka(settings, running),
-        "valkey": lambda: _valkey(settings, running),
+        "kafka": lambda: _kafka(reached),
+        "valkey": lambda: _valkey(reached),
     }
     for name, probe in probes.items():
         try:
@@ -74,25 +75,13 @@ def render(results: Iterable[Check], console: Console) -> int:
     return 1 if failed else 0
 
 
-class _Running(msgspec.Struct, frozen=True):
-    """The embedded stack of the folder, while it runs."""
-
-    pid: int
-    kafka: str
-    valkey: str
-
-
-def _running(settings: Settings) -> _Running | None:
+def _supervisor(settings: Settings) -> int | None:
+    """Return the id of the process that runs the embedded stack of the folder."""
     try:
-        from tailrace.embedded.process import HOST, last_ports, lock_holder
+        from tailrace.embedded.process import lock_holder
     except ImportError:
         return None
-    folder = Path(settings.embedded.dir)
-    pid = lock_holder(folder)
-    ports = last_ports(folder / "ports.json")
-    if pid is None or not {"kafka", "valkey"} <= ports.keys():
-        return None
-    return _Running(pid, f"{HOST}:{ports['kafka']}", f"valkey://{HOST}:{ports['valkey']}/0")
+    return lock_holder(Path(settings.embedded.dir))
 
 
 def _java() -> Iterator[Check]:
@@ -122,13 +111,13 @@ def _disk(settings: Settings) -> Iterator[Check]:
     yield Check("disk", free >= _WANTED_DISK, f"{_gib(free)} free for {folder}", advice)
 
 
-def _port(settings: Settings, running: _Running | None) -> Iterator[Check]:
+def _port(settings: Settings, supervisor: int | None) -> Iterator[Check]:
     from tailrace.embedded.process import is_free
 
     host, port = settings.serve.host, settings.serve.port
     if is_free(port, host):
         yield Check("http port", True, f"{host}:{port} is free")
-    elif running:
+    elif supervisor is not None:
         yield Check("http port", True, f"{host}:{port} is taken; the embedded stack runs")
     else:
         detail = f"{host}:{port} is taken, and not by the stack of {settings.embedded.dir}"
@@ -136,11 +125,11 @@ def _port(settings: Settings, running: _Running | None) -> Iterator[Check]:
         yield Check("http port", None, detail, advice)
 
 
-def _stack(settings: Settings, running: _Running | None) -> Iterator[Check]:
+def _stack(settings: Settings, supervisor: int | None) -> Iterator[Check]:
     from tailrace.embedded.stack import STATUS_FILE
 
     folder = Path(settings.embedded.dir)
-    if running is None:
+    if supervisor is None:
         yield Check("embedded stack", None, f"not running in {settings.embedded.dir}", "`tailrace up` runs it")
         return
     try:
@@ -149,7 +138,7 @@ def _stack(settings: Settings, running: _Running | None) -> Iterator[Check]:
         parts = []
     failing = [part["name"] for part in parts if part["state"] not in ("ready", "starting", "running")]
     states = ", ".join(f"{part['name']} {part['state']} (restarts: {part['restarts']})" for part in parts)
-    detail = f"process {running.pid}: {states or 'starting'}"
+    detail = f"process {supervisor}: {states or 'starting'}"
     yield Check("embedded stack", not failing, detail, f"see the logs of {', '.join(failing)} in {folder / 'logs'}")
 
 
@@ -173,14 +162,13 @@ def _jars(settings: Settings) -> Iterator[Check]:
     yield Check("spark", spark == connector.version, detail, advice)
 
 
-def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
+def _kafka(settings: Settings) -> Iterator[Check]:
     from confluent_kafka import KafkaException
     from confluent_kafka.admin import AdminClient
 
-    address = running.kafka if running else settings.kafka.bootstrap
-    properties = {} if running else settings.kafka.client()
+    address = settings.kafka.bootstrap
     try:
-        admin = AdminClient({**properties, "bootstrap.servers": address, "log_level": 0})
+        admin = AdminClient({**settings.kafka.client(), "bootstrap.servers": address, "log_level": 0})
         cluster = admin.list_topics(timeout=3)
     except KafkaException as error:
         advice = "start the broker (`tailrace up` has its own), or correct kafka.bootstrap and kafka.properties"
@@ -194,13 +182,10 @@ def _kafka(settings: Settings, running: _Running | None) -> Iterator[Check]:
         yield Check("kafka topics", False, detail, "lower it, or no topic can be created")
 
 
-def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
+def _valkey(settings: Settings) -> Iterator[Check]:
     from tailrace.valkey.shards import Shards, StoreOptions, translated
 
-    address = running.valkey if running else settings.valkey.url
     options = StoreOptions.of(settings.valkey)
-    if running:
-        options = msgspec.structs.replace(options, url=address, password="")
     shards = Shards(options)
     try:
         shards.open()
@@ -210,7 +195,7 @@ def _valkey(settings: Settings, running: _Running | None) -> Iterator[Check]:
             (meta,) = shards.run_all([(0, ("HGETALL", options.keys.meta(0)))])
     except TailraceError as error:
         advice = "start the server (`tailrace up` has one of its own), or correct valkey.url and valkey.password"
-        yield Check("valkey", False, f"{address}: {error}", advice)
+        yield Check("valkey", False, f"{settings.valkey.url}: {error}", advice)
         return
     finally:
         shards.close()

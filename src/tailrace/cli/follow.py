@@ -49,12 +49,7 @@ def follow(printer: Printer) -> int:
 
 
 class Printer:
-    """Prints a feed of day streams. The other feeds override what differs.
-
-    Args:
-        names: What to follow.
-        options: How to follow it.
-    """
+    """Prints a feed of day streams. The other feeds override what differs."""
 
     def __init__(self, names: Sequence[str], options: FeedOptions) -> None:
         self.names, self.options = names, options

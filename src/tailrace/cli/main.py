@@ -8,7 +8,7 @@ Spark, Kafka or a web framework installed. Data goes to standard output, everyth
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -63,14 +63,14 @@ def demo(port: Port = None, folder: Folder = None, config: Config = None) -> Non
         from rich.console import Console
 
         from tailrace.embedded.stack import run_stack
-    from tailrace.demo import cars, samples
+    from tailrace.demo import cars, example_name, examples, with_rule, with_tags
 
     code = run_stack(
-        cars.with_sessions(samples.with_tags(samples.with_rule(settings))),
+        cars.with_sessions(with_tags(with_rule(settings))),
         demo=True,
         console=Console(),
-        example=samples.example_name(settings.demo),
-        searches=samples.examples(settings),
+        example=example_name(settings.demo),
+        searches=examples(settings),
         pages=cars.pages(settings),
     )
     raise typer.Exit(code)
@@ -154,36 +154,30 @@ def status(json: Json = False, url: Url = DEFAULT_URL) -> None:
     def rows(of: str) -> list[dict[str, Any]]:
         return [row for row in answer.get(of, ()) if isinstance(row, dict)]
 
-    details = [" ".join(f"{k}={v}" for k, v in part.items() if k not in ("name", "state")) for part in rows("parts")]
-    print_table(
-        ("part", "state", ""),
-        [(cell(p.get("name")), cell(p.get("state")), d) for p, d in zip(rows("parts"), details, strict=True)],
-    )
+    def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        print_table(titles, [[cell(value) for value in row] for row in rows])
+
+    def detail(part: dict[str, Any]) -> str:
+        return " ".join(f"{name}={value}" for name, value in part.items() if name not in ("name", "state"))
+
+    table(("part", "state", ""), [(part.get("name"), part.get("state"), detail(part)) for part in rows("parts")])
     views = {name: view for name, view in answer.get("views", {}).items() if isinstance(view, dict)}
-    print_table(
-        ("view", *views),
-        [(key.replace("_", " "), *(cell(view.get(key)) for view in views.values())) for key in FIGURES],
-    )
+    table(("view", *views), [(key.replace("_", " "), *(view.get(key) for view in views.values())) for key in FIGURES])
     if jobs := rows("upkeep"):
-        print_table(("upkeep", "view", "last run", "took", "state", ""), [_job_row(job) for job in jobs])
+        table(("upkeep", "view", "last run", "took", "state", ""), map(_job_row, jobs))
     searches = answer.get("searches") or {}
     if searches.get("alive"):
-        row = tuple(cell(searches.get(key)) for key in ("alive", "followers", "scanning"))
-        print_table(("searches", "followers", "scans waiting"), [row])
+        figures = [searches.get(key) for key in ("alive", "followers", "scanning")]
+        table(("searches", "followers", "scans waiting"), [figures])
     if rules := rows("folds"):
-        print_table(
-            ("folds", "pending", "folded"),
-            [(cell(rule.get("rule")), cell(rule.get("pending")), percent(rule.get("ratio"))) for rule in rules],
-        )
-    gaps = next(iter(views.values()), {}).get("gaps", ())
-    if gaps:
-        print_table(
-            ("dropped by Kafka before it was read", "from offset", "until"),
-            [tuple(cell(gap.get(key)) for key in ("source", "first", "until")) for gap in gaps],
-        )
+        shown = [(rule.get("rule"), rule.get("pending"), percent(rule.get("ratio"))) for rule in rules]
+        table(("folds", "pending", "folded"), shown)
+    if gaps := next(iter(views.values()), {}).get("gaps", ()):
+        titles = "dropped by Kafka before it was read", "from offset", "until"
+        table(titles, [[gap.get(key) for key in ("source", "first", "until")] for gap in gaps])
 
 
-def _job_row(job: dict[str, Any]) -> tuple[str, ...]:
+def _job_row(job: dict[str, Any]) -> tuple[object, ...]:
     took = "" if job.get("seconds") is None else f"{job['seconds']:,.1f}s"
     overdue = "overdue" if job.get("overdue") else ""
     result = f"failed: {job['error']}" if job.get("error") else "" if job.get("started") else "has not run"
@@ -193,7 +187,7 @@ def _job_row(job: dict[str, Any]) -> tuple[str, ...]:
         if value
     ]
     state = ", ".join(filter(None, (overdue, result))) or "ok"
-    return cell(job.get("job")), cell(job.get("view")), second(job.get("ended")), took, state, ", ".join(figures)
+    return job.get("job"), job.get("view"), second(job.get("ended")), took, state, ", ".join(figures)
 
 
 @config.command("show")

@@ -40,13 +40,7 @@ _check = msgspec.json.Decoder(_Line).decode
 
 
 class InputWriter:
-    """Writes standard input to a topic.
-
-    Args:
-        topic: Where to.
-        batch: Most events in one request.
-        prints_ids: Print where each event was written, a line of JSON each.
-    """
+    """Writes standard input to a topic, up to ``batch`` events at once; with ``prints_ids`` also where each is."""
 
     def __init__(self, topic: str, batch: int, *, prints_ids: bool) -> None:
         self.topic, self.batch, self.prints_ids = topic, batch, prints_ids

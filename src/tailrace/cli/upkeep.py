@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,11 +34,7 @@ from tailrace.views import VIEWS
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Settings
-    from tailrace.upkeep.job import Looking, Work
-
-    class Job(Work, Looking, Protocol):
-        """A run that can be tried first."""
-
+    from tailrace.upkeep.job import Looking
 
 ViewName = Annotated[str, typer.Argument(metavar="VIEW", help="The view: days, tags, or matches.")]
 NamePattern = Annotated[
@@ -63,9 +59,6 @@ class JobOptions:
     dry_run: DryRun = False
     wait: Wait = 10.0
 
-    def run(self, settings: Settings, work: Job) -> dict[str, object]:
-        return run_once(settings, work, dry_run=self.dry_run, wait_s=self.wait)
-
 
 @grouped
 def pack(*, job: JobOptions, stack: StackOptions) -> None:
@@ -80,7 +73,7 @@ def pack(*, job: JobOptions, stack: StackOptions) -> None:
         scope = Scope(matcher(job.name), progress=progress)
         rules = PackRules.of(settings, find_view(settings, VIEWS, job.view))
         work = Packing(job.view, rules, scope, spread=spread)
-        facts = job.run(settings, work)
+        facts = run_once(settings, work, dry_run=job.dry_run, wait_s=job.wait)
     print_summary(facts, json=stack.json)
     raise typer.Exit(1 if FAULTS.keys() & work.outcome.left.keys() else 0)
 
@@ -96,7 +89,7 @@ def sweep(*, job: JobOptions, stack: StackOptions) -> None:
     with progress_bar(f"sweeping {job.view}") as progress:
         rules = SweepRules.of(settings, find_view(settings, VIEWS, job.view))
         work = Sweeping(job.view, rules, Scope(matcher(job.name), progress=progress))
-        facts = job.run(settings, work)
+        facts = run_once(settings, work, dry_run=job.dry_run, wait_s=job.wait)
     print_summary(facts, json=stack.json)
 
 
@@ -142,8 +135,8 @@ def rebuild(
     stack: StackOptions,
 ) -> None:
     """Restore a stream, a day of it, or the whole view from Kafka, while everything runs. Exit code 1 if some fail."""
-    options: dict[str, Any] = {"dry_run": dry_run, "wait_s": wait, "json": stack.json}
-    raise typer.Exit(run_rebuild(stack.settings(), view, name, day, **options))
+    code = run_rebuild(stack.settings(), view, name, day, dry_run=dry_run, wait_s=wait, json=stack.json)
+    raise typer.Exit(code)
 
 
 def run_rebuild(
@@ -175,7 +168,7 @@ def run_rebuild(
     return 0 if all(each.verdict in (REBUILT, SAME) for each in restored) else 1
 
 
-def run_once(settings: Settings, work: Job, *, dry_run: bool, wait_s: float) -> dict[str, object]:
+def run_once(settings: Settings, work: Looking, *, dry_run: bool, wait_s: float) -> dict[str, object]:
     """Run a job, or only say what it would do; return the facts to print."""
     from tailrace.upkeep.job import look_once, run_job
 
@@ -207,11 +200,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def begin_of(day: str) -> int:
-    """Return when a UTC day began, in milliseconds.
-
-    Raises:
-        BadRequest: The text is no day.
-    """
+    """Return when a UTC day began, in milliseconds; refuse a text that is no day."""
     try:
         return round(datetime.strptime(day, "%Y-%m-%d").replace(tzinfo=UTC).timestamp() * 1000)
     except ValueError:

@@ -7,13 +7,12 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from tailrace import errors
-from tailrace.api.answers import Control, Event
+from tailrace.api.answers import Control
 from tailrace.errors import BadRequest, TailraceError, TooLarge, Unavailable, UsageError
 
 MAX_FRAME_BYTES = 64 * 2**20
@@ -91,26 +90,16 @@ class SseReader:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_decode_event = msgspec.json.Decoder(Event).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def read_event(frame: SseFrame) -> Event:
-    return read_frame(frame, _decode_event, "not an event")
-
-
-def read_frame(frame: SseFrame, decode: Callable[[bytes], T], wrong: str) -> T:
-    """Decode the data of a frame into a struct and set its ``cursor``.
-
-    Raises:
-        BadRequest: The data is ``wrong``, as the message says.
-    """
+def read_frame(frame: SseFrame, decoder: msgspec.json.Decoder[T]) -> T:
+    """Decode the data of a frame, an event or a burst, and set its ``cursor``."""
     try:
-        found = decode(frame.data or b"null")
+        found = decoder.decode(frame.data or b"null")
     except msgspec.DecodeError as error:
-        raise BadRequest(
-            f"the frame after cursor {frame.id} is {wrong} ({error}): is this a Tailrace service?"
-        ) from None
+        wrong = f"the frame after cursor {frame.id} is no {decoder.type.__name__.lower()} ({error})"
+        raise BadRequest(f"{wrong}: is this a Tailrace service?") from None
     msgspec.structs.force_setattr(found, "cursor", frame.id or "")
     return found
 

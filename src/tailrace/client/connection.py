@@ -23,13 +23,13 @@ import msgspec
 
 from tailrace.api.answers import Control, Event
 from tailrace.api.requests import FeedParameters
-from tailrace.client.answers import SseFrame, SseReader, error_of, failure, read_control, read_event
+from tailrace.client.answers import SseFrame, SseReader, error_of, failure, read_control, read_frame
 from tailrace.errors import BadRequest, QueryError, TailraceError, Unavailable, UsageError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    T = TypeVar("T", default=Event)
+    T = TypeVar("T", bound=msgspec.Struct, default=Event)
 else:
     from typing import TypeVar
 
@@ -89,7 +89,7 @@ class Feed(Generic[T]):
         path: str,
         query: Mapping[str, Any],
         *,
-        decode: Callable[[SseFrame], T],
+        kind: type[T],
         body: bytes | None = None,
         cursor: str | None = None,
         on_control: Callable[[Control], None] | None = None,
@@ -99,7 +99,7 @@ class Feed(Generic[T]):
         self.total: int | None = None
         """Number of events, as the service said at the end; None before."""
         self.on_control = on_control
-        self._decode = decode
+        self._decoder = msgspec.json.Decoder(kind, strict=False)  # times of bursts are numbers as text
         self._connection, self._path, self._query, self._body = connection, path, query, body
         self._reached: str | None = None  # cursor of the last frame read, which may be ahead of ``cursor``
         self._waiting: deque[SseFrame] = deque()
@@ -125,10 +125,7 @@ class Feed(Generic[T]):
             self._reached = self.cursor
         await self._disconnect()
 
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self._events()
-
-    async def _events(self) -> AsyncIterator[T]:
+    async def __aiter__(self) -> AsyncIterator[T]:
         async for item in self.frames():
             if not isinstance(item, Control):
                 yield item
@@ -137,7 +134,7 @@ class Feed(Generic[T]):
         """Yield events and control frames alike."""
         while frame := await self._next():
             if frame.event == "message":
-                yield self._decode(frame)
+                yield read_frame(frame, self._decoder)
             else:
                 yield self._control(frame)
 
@@ -266,7 +263,9 @@ class Feed(Generic[T]):
 class Connection:
     """A service, as an asynchronous context manager that owns the connections to it."""
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 10.0, silence: float = 45.0) -> None:
+    def __init__(
+        self, url: str = DEFAULT_URL, *, token: str | None = None, timeout: float = 10.0, silence: float = 45.0
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadRequest(f"{url!r} is not the address of a service: write it as {DEFAULT_URL}")
@@ -311,33 +310,27 @@ class Connection:
     def _feed(
         self,
         path: str,
-        kind: type[FeedParameters],
+        parameters_kind: type[FeedParameters],
         options: FeedKeywords,
         *,
-        decode: Callable[[SseFrame], Any] = read_event,
+        kind: type[msgspec.Struct] = Event,
         long_in_body: bool = False,
         **more: Any,
     ) -> Feed[Any]:
-        """Make a feed.
+        """Make a feed whose parameters are those of every feed (``options``) and those that its view adds (``more``).
 
-        Args:
-            path: its URL.
-            kind: its parameters.
-            options: those that every feed has.
-            decode: reads a frame with an event.
-            long_in_body: the URL takes parameters that are long in a body, with ``q`` as JSON.
-            more: those that its view adds.
+        With ``long_in_body`` the URL takes parameters that are long in a body, with ``q`` as JSON.
         """
         fields: dict[str, Any] = {**options, **more}
         on_control = fields.pop("on_control", None)
-        parameters = kind(**fields)
+        parameters = parameters_kind(**fields)
         if parameters.after is not None and parameters.start is not None:
             raise BadRequest("give either after= (a cursor) or start=, not both")
         query = {name: value for name, value in msgspec.to_builtins(parameters).items() if value is not None}
         body = None
         if long_in_body and len(str(httpx.QueryParams(query))) > LONGEST_ADDRESS:
             body, query = msgspec.json.encode({**query, "q": msgspec.Raw(query["q"].encode())}), {}
-        feed = Feed(self, path, query, decode=decode, body=body, cursor=parameters.after, on_control=on_control)
+        feed = Feed(self, path, query, kind=kind, body=body, cursor=parameters.after, on_control=on_control)
         self._feeds.add(feed)
         return feed
 
@@ -345,6 +338,11 @@ class Connection:
         """Return an answer; parameters that are None are left out."""
         given = {name: value for name, value in query.items() if value is not None}
         return msgspec.json.decode(await self.call("GET", path, patience, params=given), type=kind)
+
+    async def _post(self, path: str, kind: type[R], body: Mapping[str, object], patience: float = 30.0) -> R:
+        return msgspec.json.decode(
+            await self.call("POST", path, patience, content=msgspec.json.encode(body)), type=kind
+        )
 
     async def _pages(self, path: str, kind: type[P], limit: int | None, prefix: str | None = None) -> AsyncIterator[P]:
         """Yield page after page; the caller stops when it has enough."""
